@@ -250,7 +250,7 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "residual", "residuals_lost", "residual_lost", "clip_norm", "continues", "holds", "reference", "epoch", "broken", "bytes_among")
+    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "residual", "residuals_lost", "residual_lost", "clip_norm", "continues", "reference", "epoch", "broken", "bytes_among")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -277,7 +277,6 @@ class Contribution(_message.Message):
     RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
     CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
-    HOLDS_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
@@ -308,12 +307,11 @@ class Contribution(_message.Message):
     residual_lost: float
     clip_norm: float
     continues: bool
-    holds: Held
     reference: int
     epoch: int
     broken: bool
     bytes_among: int
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ..., clip_norm: _Optional[float] = ..., continues: _Optional[bool] = ..., holds: _Optional[_Union[Held, _Mapping]] = ..., reference: _Optional[int] = ..., epoch: _Optional[int] = ..., broken: _Optional[bool] = ..., bytes_among: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ..., clip_norm: _Optional[float] = ..., continues: _Optional[bool] = ..., reference: _Optional[int] = ..., epoch: _Optional[int] = ..., broken: _Optional[bool] = ..., bytes_among: _Optional[int] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("step", "local_steps", "batches", "epoch", "epoch_batches")
@@ -362,20 +360,18 @@ class Rates(_message.Message):
     def __init__(self, first: _Optional[_Iterable[float]] = ..., last: _Optional[_Iterable[float]] = ..., num_changes: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("transfer_s", "can_evaluate", "residual", "holds", "residuals_lost", "residual_lost")
+    __slots__ = ("transfer_s", "can_evaluate", "residual", "residuals_lost", "residual_lost")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     CAN_EVALUATE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_FIELD_NUMBER: _ClassVar[int]
-    HOLDS_FIELD_NUMBER: _ClassVar[int]
     RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
     can_evaluate: bool
     residual: float
-    holds: Held
     residuals_lost: int
     residual_lost: float
-    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[float] = ..., holds: _Optional[_Union[Held, _Mapping]] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ...) -> None: ...
+    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason",)
@@ -482,20 +478,18 @@ class Welcome(_message.Message):
     def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
 
 class Held(_message.Message):
-    __slots__ = ("step", "body_bytes", "codec", "ranges", "crc", "version")
+    __slots__ = ("step", "body_bytes", "codec", "ranges", "crc")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     CRC_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     step: int
     body_bytes: int
     codec: str
     ranges: _containers.RepeatedScalarFieldContainer[int]
     crc: int
-    version: int
-    def __init__(self, step: _Optional[int] = ..., body_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ..., crc: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., body_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ..., crc: _Optional[int] = ...) -> None: ...
 
 class Direct(_message.Message):
     __slots__ = ("port", "ticket")

@@ -176,7 +176,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Place: ("step", "batches", "epoch", "epoch_batches"),
     pb.Figures: ("version", "step"),
     pb.Welcome: ("step",),
-    pb.Held: ("step", "body_bytes", "version"),
+    pb.Held: ("step", "body_bytes"),
     pb.Answer: ("step", "version", "body_bytes", "training_steps", "batches", "steps", "reference"),
     pb.Group: ("epoch",),
     pb.Rates: ("num_changes",),

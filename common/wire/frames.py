@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -164,19 +164,6 @@ def check_sum(pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]) -
     for piece in (piece for _, parts, is_in in divided(pieces, ranges) if is_in for piece in parts):
         crc = zlib.crc32(piece, crc)
     return crc
-
-
-def rest_frames(header: Message, pieces: Sequence[memoryview], ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """As `message_frames`, of a body of which the receiver has these stretches."""
-    if not ranges:
-        yield from message_frames(header, list(pieces))
-        return
-    yield frame(header)
-    for at, parts, is_held in divided(pieces, ranges):
-        if is_held:
-            yield left_out_frame(at, sum(map(len, parts)))
-        else:
-            yield from body_frames(parts, at)
 
 
 def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:

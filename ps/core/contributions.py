@@ -181,7 +181,7 @@ class Contributions:
     def repeated(self, worker: Worker, event: Repeated) -> list[Effect]:
         """It asks again for the answer to a contribution that counts."""
         number, at = event.number, event.at
-        worker.waiting_since, worker.held = at, event.held
+        worker.waiting_since = at
         version = self.policy.version
         decisions = self.policy.contributed(worker.rank, Contribution(number, version), at)
         identity = Identity(worker.rank, worker.incarnation, number)
@@ -316,22 +316,18 @@ class Contributions:
         # What it was asked for with one answer may come when it has been given newer ones: its exchanges overlap.
         worker.num_asked = policy.outstanding + _ASKED_FOR if is_asked else max(0, worker.num_asked - 1)
         steps_done = policy.steps_done(rank)
-        # In rounds a gradient of an older version is none of the next round's; what is evaluated has to be the newest.
-        is_continued = name == "REPEATED" and 0 <= worker.held < policy.version and not worker.evaluates
-        is_continued &= has_weights and not policy.has_rounds
         found.append(effects.Answer(
             rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0),
-            worker.held if is_continued else policy.version,
-            has_weights, policy.next_local_steps(rank), steps_done,
+            policy.version, has_weights, policy.next_local_steps(rank), steps_done,
             worker.staleness, held_s, num_workers, index,
             self.drawn.place(rank, steps_done) if is_start else None, policy.training_steps,
             bool(self._roster.spares), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
             policy.epoch, policy.group, self._roster.workers[policy.group[0]].meeting if policy.group else "",
-            policy.has_newest_weights, policy.brings(rank), is_continued=is_continued,
+            policy.has_newest_weights, policy.brings(rank),
             rates=self.rates.of(rank) if is_start else None,
             twin=self._data.twins.pop(rank, None) if self._data.twins else None,
         ))  # fmt: skip
-        worker.waiting_since, worker.staleness, worker.evaluates, worker.held = None, 0, False, -1
+        worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
 
     # ---- for the summary, and what survives -------------------------------------------------
 

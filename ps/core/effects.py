@@ -192,7 +192,6 @@ class Answer(Fact):
     is_held: bool = True  # the server has this version's weights;
     brings: bool = False  # the next report is to bring weights,
     brings_optimizer: bool = False  # and one that does what the optimizer remembers
-    is_continued: bool = False  # the version is one it has some of, and not the newest
     rates: RankRates | None = None  # with START: of the rank's contributions
     twin: int | None = None  # a rank whose first gradients are equal to this one's
 

@@ -210,7 +210,6 @@ class Repeated(OfAWorker):
 
     is_gathered: ClassVar[bool] = True
     number: int
-    held: int = -1  # the version that it has some of, where the shard can give it the rest
 
 
 @dataclass(slots=True)

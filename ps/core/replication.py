@@ -212,9 +212,6 @@ class Coordinator(Sequencer):
             return replace(first, judgement=self._judge(judgements))
         if isinstance(first, events.Measured):
             return replace(first, norm=math.hypot(*(one.norm for one in parts if isinstance(one, events.Measured))))
-        if isinstance(first, events.Repeated):  # all have the rest of one version, or it comes to nothing
-            held = {part.held for part in parts if isinstance(part, events.Repeated)}
-            return replace(first, held=held.pop() if len(held) == 1 else -1)
         if isinstance(first, events.Stored):
             return replace(first, durable=min(part.durable for part in parts if isinstance(part, events.Stored)))
         return first

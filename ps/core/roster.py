@@ -52,7 +52,6 @@ class Worker:
     wants_weights: bool = True  # with the answer to it
     evaluates: bool = False  # that answer's weights
     num_asked: int = 0  # so many of its next answers long it may say what it evaluated, as an answer asked it to
-    held: int = -1  # the version that it has some of, and can have the rest of
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
     num_contributed: int = 0  # since this process began: how far its own schedules are
 

@@ -248,7 +248,7 @@ class Engine:
 
     def detach(self, peer: Peer) -> None:
         """The stream is over."""
-        self.streams.detach(peer, self.may_return(peer))
+        self.streams.detach(peer)
         self.notify()
 
     def contributed(

@@ -62,11 +62,6 @@ class CodecMemories:
         """Another process has this rank, or none."""
         self._of_rank.pop(rank, None)
 
-    def let_go(self) -> None:
-        """Somebody wants memory: of answers that broke off."""
-        for memory in self._of_rank.values():
-            memory.unsent = None
-
     def end_attempt(self, rank: int, is_folded: bool) -> None:
         """What came last from this rank is folded, or will never be."""
         if (memory := self._of_rank.get(rank)) is not None:
@@ -140,8 +135,6 @@ class Folding:
         """Another process has this rank, or none."""
         self.codec_memories.forget(rank)
         self.halves.drop(rank)
-        if self._model.has_weights:
-            self._model.publisher.let_go(rank)
 
     def withdraw(self, rank: int, incarnation: int) -> None:
         """Of this incarnation of a rank, and of older ones, nothing more is taken."""

@@ -22,7 +22,7 @@ from ..core import effects
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..policies.base import names
-from ..tensors.answers.publication import Publication, Range
+from ..tensors.answers.publication import Publication
 from ..tensors.answers.reference import News
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
@@ -78,22 +78,6 @@ class ShardState:
     traffic: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Holds:
-    """What a worker says that it has of an answer whose stream was lost."""
-
-    number: int  # of the contribution it is to; 0: the final weights
-    version: int
-    codec: str
-    num_bytes: int  # of the whole body
-    ranges: list[Range]
-    crc: int  # of what is in them
-
-    @property
-    def has_all(self) -> bool:
-        return self.ranges == [(0, self.num_bytes)]
-
-
 @dataclass(eq=False)
 class Peer:
     """One stream of a worker. `state` is for people: joining, waiting, uploading, computing, finished."""
@@ -109,9 +93,6 @@ class Peer:
     state: str = "joining"
     offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
     reference: int = 0  # the number of the one that it has; 0: none
-    holds: Holds | None = None  # said with its question
-    # Weights that were sent to it, and nothing came from it since: their version, and whether as frames.
-    sent: tuple[int, bool] | None = None
     weights: Segment | None = None  # the initial ones, when it has brought them
     takes_frames: bool = True  # its answers are frames on the stream, or it reads the weights' own memory
     # Of codecs that contributions may come in, or did, by name: why not, or "".
@@ -167,20 +148,13 @@ class Streams:
         self.peers[peer.seat] = peer
         return peer
 
-    def detach(self, peer: Peer, may_return: bool) -> None:
-        """The stream is over: what was still to be sent on it is given back, or kept for a worker that may return."""
+    def detach(self, peer: Peer) -> None:
+        """The stream is over: the server gives back the weights that were still to be sent on it."""
         self.peers.pop(peer.seat, None)
-        if may_return and peer.sent is not None:
-            publisher, (version, as_frames) = self._model.publisher, peer.sent
-            if publisher.latest.version == version:
-                publisher.keep(peer.rank, publisher.latest, as_frames)
         while not peer.outbox.empty():
             item = peer.outbox.get_nowait()
             if isinstance(item, Go) and item.held is not None:
-                as_frames = _go_as_frames(peer, item.answer)
-                if may_return and item.answer.outcome in ("APPLIED", "REPEATED"):
-                    self._model.publisher.keep(peer.rank, item.held, as_frames)
-                self._model.publisher.release(item.held, as_frames)
+                self._model.publisher.release(item.held, _go_as_frames(peer, item.answer))
 
     def end(self, error: ParamServerError) -> None:
         """All of them, with this refusal."""
@@ -211,19 +185,17 @@ class Streams:
 
     def answer(self, answer: effects.Answer) -> None:
         is_start = answer.outcome == "START"
-        if answer.has_weights and not answer.is_continued:  # on all shards, whoever has a stream to this one
+        if answer.has_weights:  # on all shards, whoever has a stream to this one
             self._model.references.answers(answer.version, is_start)
         peer = self.peers.get((answer.rank, answer.incarnation))
         if peer is None:
             return  # its stream has just ended: it asks again
         peer.state = "computing"
         delivered = self._model.delivered
-        if answer.has_weights and delivered is not None and not answer.is_continued:
+        if answer.has_weights and delivered is not None:
             note = partial(delivered.note, answer.rank, answer.version)
             self._tensors.submit(lambda: note(self._model.store.weights))
-        if answer.is_continued:  # what was held for it
-            peer.say(Go(answer))
-        elif not answer.has_weights:
+        if not answer.has_weights:
             self._tensors.then(partial(peer.say, Go(answer)))
         elif peer.encodes(answer) and peer.has_reference:
             assert isinstance(peer.answer_codec, ByTensor)

@@ -24,7 +24,6 @@ class CodecMemory:
         self._decoders: dict[str, Coder] = {}
         self._encoder: Coder | None = None
         self._num_answers = 0  # encoded since START
-        self.unsent: tuple[int, torch.Tensor] | None = None  # an answer on its way: its version and bytes
 
     def take(self, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> None:
         """A contribution, uint8 [body_bytes], into `body`, uint8 [exchange_bytes]; what was begun before and is not

@@ -14,7 +14,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Peer
-from .intake import Intake, holds_of
+from .intake import Intake
 from .joining import Joining
 from .lanes.delivery import Delivery
 from .lanes.grpc import Lane
@@ -87,7 +87,6 @@ class Conversation:
             if received.kind == "finish":
                 peer.state = "finished"
                 facts = received.of(pb.Finish)
-                peer.holds = holds_of(facts)
                 self._engine.offer(
                     events.Finished(
                         *peer.seat, facts.transfer_s, facts.can_evaluate,

@@ -10,7 +10,6 @@ import asyncio
 import functools
 import math
 from functools import partial
-from itertools import pairwise
 
 from ...common.codecs.base import Codec, body_bytes, check_codecs
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
@@ -20,13 +19,13 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.layout import copy_of
 from ...common.tensors.optimizers import Hyperparameters
 from ...common.wire.checks import check_header
-from ...common.wire.frames import CHUNK_BYTES, Frame, parse
+from ...common.wire.frames import Frame, parse
 from ...common.wire.protocol import hyperparameters_from_proto
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.judgement import SOUND, Judgement
 from ..engine.engine import Engine
-from ..engine.peers import Holds, Peer
+from ..engine.peers import Peer
 from ..snapshots.store_state import read_optimizer
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.staging import Body
@@ -38,7 +37,7 @@ from .stream import Stream, StreamLost
 
 log = get_logger()
 
-_LEAST_KEPT = CHUNK_BYTES  # of a body: what is not larger is sent again faster than it is asked about
+_LEAST_KEPT = 16 << 20  # of a payload: a smaller one is sent again whole
 _MAX_SAMPLES = 2**40
 _MAX_NAME, _MAX_SAID = 100, 500  # letters
 _MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # of an optimizer's state: times the parameters, and names
@@ -101,8 +100,7 @@ class Intake:
                     if header.repeat:
                         self._peer.state, self._peer.base = "waiting", None
                         self._peer.reference = header.reference
-                        self._peer.holds = holds_of(header)
-                        self._engine.offer(events.Repeated(*self._peer.seat, header.step, self._version_here()))
+                        self._engine.offer(events.Repeated(*self._peer.seat, header.step))
                         return facts
                     self._check_facts(header)
                     if self._is_bare(header):
@@ -144,16 +142,6 @@ class Intake:
             return False
         self._halves.keep(rank, facts.of(pb.Contribution).step, upload)
         return True
-
-    def _version_here(self) -> int:
-        """The one that the worker has some of, if it can have the rest, or needs none; -1 otherwise. A reference's
-        differences are the newest ones' beginning."""
-        peer, model = self._peer, self._engine.model
-        if peer.holds is None or peer.has_reference or not model.has_weights:
-            return -1
-        version, unsent = peer.holds.version, self._engine.folding.codec_memories.of(peer.rank).unsent
-        is_here = model.publisher.kept(peer.rank, version) is not None or (unsent is not None and unsent[0] == version)
-        return version if is_here or peer.holds.has_all else -1
 
     def _continued(self, header: pb.Contribution, begun: Upload | None) -> Upload:
         """What is here of the body of this contribution; the rest comes."""
@@ -355,7 +343,6 @@ class Intake:
                 self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
             raise
         event.has_body = body is not None
-        self._peer.sent = None
         self._peer.base = header.base_version if header.has_base else None
         self._peer.reference = header.reference
         slot = self._taken_slot() if body is not None else None  # the body lies in the worker's own memory
@@ -411,8 +398,6 @@ class Intake:
         if body is not None:
             return body
         self._halves.drop_all()
-        self._engine.folding.codec_memories.let_go()
-        self._engine.model.publisher.let_go_of_all()
         borrowing = asyncio.ensure_future(staging.borrow(position))
         try:
             return await self._stream.wait(
@@ -439,18 +424,6 @@ def figures_told(rank: int | None, said: pb.Figures) -> events.FiguresTold:
     figures = dict(sound[:_MAX_FIGURES])
     exit_code = min(max(1, said.exit_code), 255)
     return events.FiguresTold(rank, said.version, said.step, figures, said.failure[:_MAX_SAID], exit_code)
-
-
-def holds_of(said: pb.Contribution | pb.Finish) -> Holds | None:
-    """Of an answer whose stream was lost; None where it says nothing, or what cannot be."""
-    if not said.HasField("holds"):
-        return None
-    held = said.holds
-    borders = list(held.ranges)
-    if len(borders) % 2 or any(first >= second for first, second in pairwise(borders)):
-        return None
-    ranges = list(zip(borders[::2], borders[1::2], strict=True))
-    return Holds(held.step, held.version, held.codec, held.body_bytes, ranges, held.crc)
 
 
 def barred(engine: Engine, peer: Peer, up: Codec) -> UsageError | None:

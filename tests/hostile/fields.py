@@ -93,7 +93,6 @@ Contribution      skew : whole unread
 Contribution      without_gradient : whole Model.names_here
 Contribution      part training_steps : whole policy
 Contribution      data place : part header
-Contribution      holds : part holds_of
 Place             step batches epoch epoch_batches : whole header
 Place             local_steps : whole any
 State             num_bytes offset : whole header
@@ -107,7 +106,6 @@ Finish            transfer_s : real header
 Finish            can_evaluate : flag any
 Finish            residual residual_lost : real shown
 Finish            residuals_lost : whole shown
-Finish            holds : part holds_of
 Stop              reason : text header
 Figures           version step : whole header
 Figures           figures : part header
@@ -133,7 +131,7 @@ Welcome           resumed takes_left_out : flag any
 Welcome           lease_s : real header
 Welcome           shards : address header
 Welcome           direct held : part header
-Held              step body_bytes version : whole header
+Held              step body_bytes : whole header
 Held              codec : text header
 Held              ranges : whole header
 Held              crc : hash compared

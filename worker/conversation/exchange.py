@@ -395,10 +395,8 @@ class Exchange:
     def _ask_again(self) -> Answer:
         """For the answer to the last contribution that counts."""
 
-        version = next((shard.down.version for shard in self._shards if shard.down.version is not None), None)
-
         def ask(shard: Shard) -> Answer:
-            shard.ask_again(self._welcome.step, version)
+            shard.ask_again(self._welcome.step)
             return shard.take(shard.receive())
 
         return self._took(self._crew.all(self._shards, ask))

@@ -22,12 +22,11 @@ from ...common.security import is_loopback
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.wire.checks import check_header
-from ...common.wire.frames import CHUNK_BYTES, Frame
+from ...common.wire.frames import Frame
 from ...common.wire.segments import SegmentError, this_host
 from ..lanes.choice import Lanes
 from ..lanes.down import Down
-from ..lanes.half import Half, Targets, Write
-from ..lanes.reference import News
+from ..lanes.reference import Write
 from ..lanes.up import COUNTED, Up
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
@@ -178,15 +177,11 @@ class Shard:
             self.client.send(state_frames(save(dict(work.optimizer)), "optimizer"))
         if work.rows:
             self.client.send(rows_frames(self.tables, work.rows))
-        self.down.forget()
         self.up.contribute(partial(contribution, self._progress, work, reference=self.down.reference), source)
 
-    def ask_again(self, number: int, version: int | None = None) -> None:
-        """For the answer to this contribution, which counts, or what of it has not come. `version` is what came of it
-        from other shards."""
-        holds = self.down.holds(number, version)
-        told = {"holds": holds} if holds is not None else {}
-        self.client.say(contribution={"step": number, "repeat": True, "reference": self.down.reference, **told})
+    def ask_again(self, number: int) -> None:
+        """Ask once more for the reply to this contribution, which counts."""
+        self.client.say(contribution={"step": number, "repeat": True, "reference": self.down.reference})
 
     def receive(self) -> Frame:
         """The next answer, of which the weights have not been taken yet."""
@@ -210,10 +205,9 @@ class Shard:
         return answer
 
     def _receive_weights(self, received: Frame, announced: Answer | Final, codec: str) -> None:
-        memory, target = None, self.transfer
+        memory = None
         news = read_news(announced) if isinstance(announced, Answer) else None
         if received.data and len(received.data) == announced.body_bytes and not received.offset:  # small: it is here
-            self.down.forget()
             self.down.take(len(received.data), codec, lambda write: write(0, received.data), news=news)
             return
         if announced.HasField("segment"):
@@ -225,40 +219,20 @@ class Shard:
         if memory is not None and len(memory) < num_bytes:
             what = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
             raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
-        half = self._half_of(announced, codec, news)
-        is_continued = half is not None and self.down.begin(half)
-        if half is None:
-            self.down.forget()
-        targets: Targets | None = target.targets if memory is None and codec in ("", "raw") and news is None else None
+        is_in_place = memory is None and codec in ("", "raw") and news is None
+        targets = self.transfer.targets if is_in_place else None
         kept: list[tuple[int, int]] = []  # bytes [start, end) that do not come: the model has them
 
         def leave(offset: int, num_bytes: int) -> None:
-            if not is_continued:
-                start = kept.pop()[0] if kept and kept[-1][1] == offset else offset
-                kept.append((start, offset + num_bytes))
+            start = kept.pop()[0] if kept and kept[-1][1] == offset else offset
+            kept.append((start, offset + num_bytes))
 
         def receive(write: Write) -> None:
-            places = targets
-            if half is not None:
-                write, places = half.noting(write), half.targets(places) if places is not None else None
-            self.client.receive_body(received, num_bytes, write, memory, places, leave)
+            self.client.receive_body(received, num_bytes, write, memory, targets, leave)
 
         self.down.take(num_bytes, codec, receive, kept, news)
         if memory is not None:
             self.client.say(taken={})
-
-    def _half_of(self, announced: Answer | Final, codec: str, news: News | None) -> Half | None:
-        """What these weights are that come; None where they come whole or not at all."""
-        is_start = isinstance(announced, Answer) and announced.outcome not in COUNTED
-        if (
-            is_start
-            or announced.body_bytes <= CHUNK_BYTES
-            or not (self.transfer.lies_here and self.down.repeats(codec, news))
-        ):
-            return None
-        number = announced.step if isinstance(announced, Answer) else 0
-        first = self.down.reference if news is not None else 0
-        return Half(number, announced.version, codec, announced.body_bytes, first)
 
     def _expect(self, *kinds: str) -> Frame:
         """The next frame of one of `kinds`; while only Waiting comes, say so now and then."""
@@ -299,9 +273,7 @@ class Shard:
 
     def finish(self, transfer_s: float, can_evaluate: bool, kept_back: Mapping[str, float]) -> Final:
         """All steps are taken: wait for the others, receive the final weights."""
-        holds = self.down.holds(0)
-        told = {"holds": holds} if holds is not None else {}
-        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, **kept_back, **told})
+        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, **kept_back})
         received = self._expect("final")
         final = received.of(Final)
         self._receive_weights(received, final, codec="")

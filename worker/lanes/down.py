@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from ...common.codecs.base import Codec, Coder, SelfContained, Spares, body_bytes, take_body
+from ...common.codecs.base import Codec, Coder, Spares, body_bytes, take_body
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes
-from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, copy_bytes
-from .half import Half
 from .reference import News, Reference
-
-if TYPE_CHECKING:
-    import torch
 
 # Takes the body that was announced: `receive(write)` hands over each piece that comes, and returns after the last one.
 Receive = Callable[[Callable[[int, memoryview], None]], None]
@@ -36,63 +30,9 @@ class Down:
         if isinstance(codec, ByTensor) and moves_reference(codec):
             self._reference = Reference(codec, model.layout, model.names_at)
         self._encoded, self._bodies = Spares(), Spares()
-        self._half: Half | None = None
-
-    # ---- what comes, and may break off --------------------------------------------------------------
-
-    def begin(self, half: Half) -> bool:
-        """The newest answer's weights begin to come; whether some of them are here, which do not come then."""
-        old, self._half = self._half, half
-        if half.goes_on_from(old):
-            return True
-        self._give_back(old)
-        return False
-
-    def repeats(self, codec: str, news: News | None) -> bool:
-        """Whether an answer in this codec that is sent again has the same bytes."""
-        if news is not None:
-            return codec not in ("", "raw")
-        return codec in ("", "raw") or isinstance(self.codec, SelfContained)
-
-    def forget(self) -> None:
-        """What came last is of no more use than for what it was."""
-        old, self._half = self._half, None
-        self._give_back(old)
-
-    def _give_back(self, old: Half | None) -> None:
-        if old is not None and old.memory is not None:
-            self._encoded.give_back(old.memory)
-
-    def holds(self, number: int, version: int | None = None) -> pb.Held | None:
-        """What is here of the answer to this contribution (0: of the final weights), whose stream was lost; of
-        `version` if that is known and nothing is here."""
-        half = self._half
-        if half is not None and half.number == number and half.first in (0, self.reference):
-            return half.said(self.transfer.targets)
-        return pb.Held(step=number, version=version) if version is not None else None
-
-    @property
-    def version(self) -> int | None:
-        """Of the answer that came last, or some of it."""
-        return self._half.version if self._half is not None else None
-
-    def _room(self, num_bytes: int) -> torch.Tensor:
-        """For encoded bytes, with those that are here in their places."""
-        half = self._half = self._half or Half(-1, 0, "", num_bytes)
-        old = half.memory
-        if old is not None and old.numel() == num_bytes:
-            return old
-        room = half.memory = self._encoded.lend(num_bytes)
-        if old is not None:
-            num_held = min(old.numel(), num_bytes)
-            room[:num_held] = old[:num_held]
-        return room
-
-    # ---- all of it ----------------------------------------------------------------------------------
 
     def started(self) -> None:
         """The server has forgotten what it sent before."""
-        self.forget()
         self._decoder, self.num_taken = self.codec.decoder(self._layout), 0
         if self._reference is not None:
             self._reference.number = 0
@@ -113,11 +53,8 @@ class Down:
         """The model has the weights when this returns, and the server may count on it. Whatever is raised, they did not
         come, and may come again. Bytes `kept`, which `receive` finds, do not come: the model has them. `news` is an
         answer that leads to a reference."""
-        if self._half is not None and self._half.has_all:
-            receive(lambda offset, data: None)
-            return
         if news is not None and self._reference is not None:
-            self._reference.take(num_bytes, codec, news, receive, self.transfer.write, self._room)
+            self._reference.take(num_bytes, codec, news, receive, self.transfer.write)
             num_bytes = num_bytes if codec in ("", "raw") else self._layout.exchange_bytes
         elif codec in ("", "raw"):
             self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
@@ -127,10 +64,6 @@ class Down:
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
             self.transfer.finish_write(num_bytes, kept)
-        if news is not None or (self._half is not None and self._half.number < 0):
-            self.forget()
-        elif self._half is not None:
-            self._half.has_all = True
 
     def _take_encoded(self, num_bytes: int, codec: str, receive: Receive) -> None:
         if self._reference is not None:
@@ -139,7 +72,7 @@ class Down:
         if codec != self.codec.name:
             raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
         self._check(num_bytes, (body_bytes(self.codec, self._layout),))
-        encoded, body = self._room(num_bytes), self._bodies.lend(self._layout.exchange_bytes)
+        encoded, body = self._encoded.lend(num_bytes), self._bodies.lend(self._layout.exchange_bytes)
         memory = as_bytes(encoded)
 
         def write(offset: int, data: memoryview) -> None:
@@ -149,6 +82,7 @@ class Down:
         take_body(self.codec, self._decoder, self._layout, encoded, body)
         self.transfer.write(0, as_bytes(body))
         self._decoder.commit()
+        self._encoded.give_back(encoded)
         self._bodies.give_back(body)
         self.num_taken += 1
 

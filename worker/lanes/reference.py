@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...common.codecs.base import body_bytes
+from ...common.codecs.base import Spares, body_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.codecs.shared.reference import check_sum, follow
 from ...common.errors import Reason, refusal
@@ -39,6 +39,7 @@ class Reference:
         self._names_at = names_at
         self._codec, self._layout = codec, layout
         self._body: torch.Tensor | None = None
+        self._encoded = Spares()
 
     def take(
         self,
@@ -47,10 +48,9 @@ class Reference:
         news: News,
         receive: Callable[[Write], None],
         write: Write,
-        room: Callable[[int], torch.Tensor] = new_body,
     ) -> None:
         """What comes, whole or as differences in `codec`, is in the copy, and written as weights, when this returns.
-        Whatever is raised, it did not come, and may come again. `room` is memory for encoded bytes."""
+        Whatever is raised, it did not come, and may come again."""
         if self._body is None:
             self._body = new_body(self._layout.exchange_bytes)
         if codec in ("", "raw"):
@@ -59,7 +59,7 @@ class Reference:
             if codec != self._codec.name:
                 told = f"differences in codec '{codec}', asked for were '{self._codec.name}'"
                 raise refusal(Reason.BAD_REQUEST, told)
-            self._take_differences(num_bytes, news, self._body, receive, room)
+            self._take_differences(num_bytes, news, self._body, receive)
             write(0, as_bytes(self._body))
         self.number = news.number
 
@@ -81,7 +81,6 @@ class Reference:
         news: News,
         body: torch.Tensor,
         receive: Callable[[Write], None],
-        room: Callable[[int], torch.Tensor],
     ) -> None:
         held = self.number
         if not 0 < held <= news.number:
@@ -91,7 +90,7 @@ class Reference:
         sizes = [body_bytes(codec, self._layout) for codec in codecs]
         if num_bytes != sum(sizes) or num_bytes > max(*sizes, 0, self._layout.exchange_bytes):
             raise _of_other_bytes(num_bytes, sum(sizes))
-        encoded = room(num_bytes)
+        encoded = self._encoded.lend(num_bytes)
         memory = as_bytes(encoded)
 
         def keep(offset: int, data: memoryview) -> None:
@@ -105,6 +104,7 @@ class Reference:
             at += size
             if number == news.checked:
                 self._check(number, body, news.crc)
+        self._encoded.give_back(encoded)
 
     def _codecs(self, news: News, count: int) -> list[ByTensor]:
         """Of each difference, for what it has. Refuses BAD_REQUEST what is not of so many, or of no such tensors."""

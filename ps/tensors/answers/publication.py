@@ -5,8 +5,7 @@ version exists from the decision on; who reads it follows `ready`. Workers on th
 for the others frames are encoded once and shared.
 
 Nobody ever reads two versions: while somebody reads one, the next commit writes elsewhere (into the memory of an old
-version). At most `limit` versions are on their way at once; who comes when there are as many waits. A version whose way
-to a worker broke off is among these until the worker is back, or anybody wants its place.
+version). At most `limit` versions are on their way at once; who comes when there are as many waits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
 from ....common.tensors.layout import Kind, Layout
-from ....common.wire.frames import CHUNK_BYTES, body_frames, check_sum, left_out_frame
+from ....common.wire.frames import CHUNK_BYTES, body_frames, left_out_frame
 from ....common.wire.segments import Segment
 
 # Readers are woken once in so many bytes: a wake-up costs as much as copying 1 MiB.
@@ -70,11 +69,6 @@ def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, 
         yield start, end, False
 
 
-async def check_sum_of(pieces: Sequence[memoryview], ranges: Sequence[Range]) -> int:
-    """CRC-32 of these bytes of a body, ascending, which nobody waits for: on a thread of its own."""
-    return await asyncio.to_thread(check_sum, pieces, ranges)
-
-
 class Publication:
     """One version in `segment`, of which the first `ready` of `num_bytes` bytes are made."""
 
@@ -93,7 +87,6 @@ class Publication:
         self.owns_segment = True
         self.num_users = 0  # workers it is on its way to
         self.num_readers = 0  # of the segment: workers of this host, and the encoder
-        self.num_kept = 0  # workers that it did not get to, and may have to go on to
         self._frames: list[tuple[bytes, int, int]] = []  # and the bytes of the body that are in each
         self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
@@ -124,18 +117,6 @@ class Publication:
             is_left_out = any(first <= start and end <= last for first, last in left_out)
             yield left_out_frame(start, end - start) if is_left_out else raw
             num_sent += 1
-
-    async def check_sum(self, ranges: Sequence[Range], as_frames: bool) -> int:
-        """CRC-32 of these bytes of the body, ascending, when it is made."""
-        if as_frames:
-            async for _ in self.frames():
-                pass
-            pieces = [memoryview(raw)[start - end :] for raw, start, end in self._frames]  # its data is its end
-        else:
-            async for _ in self.progress():
-                pass
-            pieces = [self.segment.bytes[: self.num_bytes]]
-        return await check_sum_of(pieces, ranges)
 
     def encode(self, done: Callable[[Publication], None]) -> None:
         """Begin to make frames, unless that was begun before; `done` is called when the segment has been read."""
@@ -193,7 +174,6 @@ class Publisher:
         self._new_memory = new_memory
         self._free: list[Segment] = []
         self._used: set[Publication] = set()
-        self._kept: dict[int, tuple[Publication, bool]] = {}  # by rank, and whether as frames
         self._released = asyncio.Event()
 
     def next(self, version: int) -> Publication:
@@ -218,12 +198,10 @@ class Publisher:
         assert self.latest.version >= min_version
         return self.hold(as_frames)
 
-    def hold(self, as_frames: bool, publication: Publication | None = None) -> Publication:
-        """The latest version, or one that was kept, whatever is on its way besides; to be given back with `release`."""
-        publication = publication or self.latest
+    def hold(self, as_frames: bool) -> Publication:
+        """The latest version, whatever is on its way besides; to be given back with `release`."""
+        publication = self.latest
         self._used.add(publication)
-        if len(self._used | self._all_kept) > self._limit:
-            self.let_go_of_all()
         publication.num_users += 1
         if as_frames:
             publication.encode(self._tidy)
@@ -241,44 +219,11 @@ class Publisher:
             self._released.set()
         self._tidy(publication)
 
-    # ---- what broke off ---------------------------------------------------------------------
-
-    @property
-    def _all_kept(self) -> set[Publication]:
-        return {publication for publication, _ in self._kept.values()}
-
-    def keep(self, rank: int, publication: Publication, as_frames: bool) -> None:
-        """The worker of this rank may come back for the rest of this version, which is on its way: as frames or where
-        it lies. Not where others would have to wait."""
-        self.let_go(rank)
-        if len(self._used | self._all_kept | {publication}) <= self._limit:
-            publication.num_kept += 1
-            publication.num_readers += not as_frames
-            self._kept[rank] = publication, as_frames
-
-    def kept(self, rank: int, version: int) -> Publication | None:
-        """This version, of which the rank has some; None where it is gone."""
-        publication, _ = self._kept.get(rank, (self.latest, False))
-        return next((one for one in (publication, self.latest) if one.version == version), None)
-
-    def let_go(self, rank: int) -> None:
-        """The worker of this rank has it, or is gone."""
-        if (kept := self._kept.pop(rank, None)) is not None:
-            publication, as_frames = kept
-            publication.num_kept -= 1
-            publication.num_readers -= not as_frames
-            self._tidy(publication)
-
-    def let_go_of_all(self) -> None:
-        """Somebody wants the memory."""
-        for rank in list(self._kept):
-            self.let_go(rank)
-
     def _tidy(self, publication: Publication) -> None:
         """An old version nobody needs any more leaves its memory to others."""
         if publication is self.latest:
             return
-        if publication.num_users == publication.num_kept == 0:
+        if publication.num_users == 0:
             publication.forget_frames()
         if publication.num_readers == 0 and publication.owns_segment:
             publication.owns_segment = False

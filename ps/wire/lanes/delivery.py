@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from ....common.codecs.base import Codec, body_bytes
+from ....common.codecs.base import Codec
 from ....common.reporting.log import get_logger
 from ....common.tensors.layout import as_bytes, copy_of
 from ....common.wire.frames import (
@@ -16,16 +16,15 @@ from ....common.wire.frames import (
     INLINE_BYTES,
     body_frames,
     frame,
-    left_out_frame,
-    rest_frames,
+    message_frames,
 )
 from ....proto import parameter_server_pb2 as pb
 from ...core import effects
 from ...engine.engine import Engine
 from ...engine.peers import Done, Go, Item, Peer
-from ...tensors.answers.publication import Publication, Range, check_sum_of
+from ...tensors.answers.publication import Publication
 from ...tensors.answers.reference import News
-from ..stream import Stream, StreamLost
+from ..stream import Stream
 from .grpc import Header, Lane
 
 log = get_logger()
@@ -124,9 +123,6 @@ class Delivery:
             await self._send_encoded(self._peer.answer_codec, header, go)
         else:
             await self._send(self.lane, header, said.version, go)
-        self._peer.holds = None
-        if self._engine.model.has_weights:
-            self._engine.model.publisher.let_go(self._peer.rank)
         self._peer.traffic.received(*self._stream.take_sent())
 
     async def final(self, done: Done) -> None:
@@ -162,74 +158,18 @@ class Delivery:
             )
             return
         publication = await self._publication(lane.as_frames, version, go)
-        if publication is None:
-            await self._say_all_held(header(version, num_bytes, None), num_bytes)
-            return
-        if not publication.owns_segment:
-            lane = self._frames  # all that was kept of it
         is_next = go is not None and go.answer.outcome != "START" and peer.answer_codec is None
         lane.left_out = model.changes.kept(peer.base) if is_next and peer.base is not None else ()
-        try:
-            held = self._held(go, "", num_bytes, publication.version)
-            if held and await self._is_same(publication.check_sum(held, lane.as_frames)):
-                lane.left_out = held
-        except BaseException:
-            model.publisher.release(publication, lane.as_frames)
-            raise
-        if num_bytes > CHUNK_BYTES and not more_bytes:
-            model.publisher.keep(peer.rank, publication, lane.as_frames)
         await lane.send(header, publication, num_bytes + more_bytes)
-        peer.sent = publication.version, lane.as_frames
 
-    # ---- what broke off before ------------------------------------------------------------------
+    async def _publication(self, as_frames: bool, version: int, go: Go | None) -> Publication:
+        """The version that is to be sent, to be given back to the publisher."""
+        held = go.held if go is not None else None
+        return held or await self._engine.model.publisher.acquire(version, as_frames)
 
-    async def _publication(self, as_frames: bool, version: int, go: Go | None) -> Publication | None:
-        """That is to be sent, to be given back; None where the worker has all of an older one, which is gone."""
-        publisher, peer = self._engine.model.publisher, self._peer
-        if go is None or not go.answer.is_continued:
-            return (go.held if go is not None else None) or await publisher.acquire(version, as_frames)
-        if (kept := publisher.kept(peer.rank, version)) is not None:
-            is_left_as_frames = not kept.owns_segment
-            if not is_left_as_frames or not peer.encodes(go.answer):
-                return publisher.hold(as_frames or is_left_as_frames, kept)
-        if peer.holds is None or not peer.holds.has_all:  # no refusal: with that it would cease to be a member
-            log.info("not_continued", rank=peer.rank, version=version, meaning="the memory is used: it joins again")
-            raise StreamLost
-        return None
-
-    def _held(self, go: Go | None, codec: str, num_bytes: int, version: int | None = None) -> Sequence[Range]:
-        """What the worker says that it has of this body."""
-        holds, number = self._peer.holds, go.answer.number if go is not None else 0
-        if holds is None or (holds.number, holds.codec) != (number, codec):
-            return ()
-        if version is not None and version != holds.version:
-            return ()
-        return holds.ranges if holds.ranges and holds.ranges[-1][1] <= num_bytes else ()
-
-    async def _is_same(self, check_sum: Awaitable[int]) -> bool:
-        """Whether it has these bytes."""
-        holds = self._peer.holds
-        assert holds is not None
-        is_same = holds.has_all or await check_sum == holds.crc
-        if is_same:
-            log.info(
-                "answer_continued", rank=self._peer.rank, step=holds.number, held=sum(b - a for a, b in holds.ranges)
-            )
-        else:
-            log.warning("answer_not_continued", rank=self._peer.rank, step=holds.number, meaning="it has other bytes")
-        return is_same
-
-    async def _say_all_held(self, announced: pb.ServerMessage, num_bytes: int) -> None:
-        await self._stream.say(announced)
-        await self._stream.write(left_out_frame(0, num_bytes))
-
-    async def _write_rest(
-        self, announced: pb.ServerMessage, pieces: Sequence[memoryview], held: Sequence[Range]
-    ) -> None:
-        """A body of this worker's alone, without what it has of it."""
-        if held and not await self._is_same(check_sum_of(pieces, held)):
-            held = ()
-        for raw in rest_frames(announced, pieces, held):  # copies
+    async def _write(self, announced: pb.ServerMessage, pieces: Sequence[memoryview]) -> None:
+        """A payload of this worker's alone; copies each frame."""
+        for raw in message_frames(announced, list(pieces)):
             await self._stream.write(raw)
 
     # ---- encoded --------------------------------------------------------------------------------
@@ -244,8 +184,7 @@ class Delivery:
             announced.answer.left_out.add(tensors=self._engine.model.positions_of(left_out))
         if news.checked is not None and news.checked.check is not None:
             announced.answer.checked_reference, announced.answer.reference_crc = news.checked.number, news.checked.check
-        held = self._held(go, news.codec, num_bytes) if news.codec else ()
-        await self._write_rest(announced, pieces, held)
+        await self._write(announced, pieces)
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
         """As this worker's codec has them, which remembers what the worker has: nobody else's frames."""
@@ -255,15 +194,8 @@ class Delivery:
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             version, weights = go.answer.version, copy_of(memoryview(go.body or model.small_body()))
             encoded = await tensors.run(partial(encode, weights))
-        elif go.answer.is_continued and memory.unsent is not None and memory.unsent[0] == go.answer.version:
-            version, encoded = memory.unsent
         else:
             publication = await self._publication(False, go.answer.version, go)
-            if publication is None:
-                announced = header(go.answer.version, num_bytes := body_bytes(codec, model.store.layout), None)
-                announced.answer.codec = codec.name
-                await self._say_all_held(announced, num_bytes)
-                return
             try:
                 async for _ in publication.progress():
                     pass
@@ -273,8 +205,5 @@ class Delivery:
                 model.publisher.release(publication, as_frames=False)
         announced = header(version, len(encoded), None)
         announced.answer.codec = codec.name
-        memory.unsent = version, encoded
-        await self._write_rest(announced, [as_bytes(encoded)], self._held(go, codec.name, len(encoded), version))
-        memory.unsent = None
-        self._peer.sent = version, False
+        await self._write(announced, [as_bytes(encoded)])
         memory.spares.give_back(encoded)

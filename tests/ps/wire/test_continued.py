@@ -14,12 +14,19 @@ from paramserver.common.wire.frames import frame, message_frames
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
+from paramserver.ps.wire import intake
 
 from ..streams import Server, Worker, served
 
 BIG = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (600_000,))])
 NUM_BYTES = BIG.exchange_bytes
 PIECE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def least_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial uploads of more than 1 MiB are kept here, so that these tests need no large model."""
+    monkeypatch.setattr(intake, "_LEAST_KEPT", PIECE)
 
 
 SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
