@@ -57,19 +57,28 @@ def test_a_reply_that_breaks_off_comes_whole_over_the_next_connection(job, lane,
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("sync", marks=pytest.mark.slow), pytest.param("async", marks=pytest.mark.campaign)]
+    ("lane", "mode"),
+    [
+        pytest.param("direct", "sync", marks=pytest.mark.slow),
+        pytest.param("grpc", "async", marks=pytest.mark.campaign),
+        pytest.param("grpc", "sync", marks=pytest.mark.slow),
+        pytest.param("direct", "async", marks=pytest.mark.campaign),
+    ],
 )
-def test_of_two_shards_both_send_the_reply_again_where_one_broke_off(job, mode):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_of_two_shards_both_send_the_reply_again_where_one_broke_off(job, lane, mode):
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as also:
+        port, direct_port = taken.getsockname()[1], also.getsockname()[1]
     half = BODY // 2
     server = job.serve(mode, 1, 3, "--shards", "2", "--set", "server.lease_s=30")
     way = Proxy(
-        f"127.0.0.1:{port}", lambda _: Plan(reset_after_down=None if way.num_resets else half + half * 3 // 4), 0
+        f"127.0.0.1:{port}",
+        lambda _: Plan(reset_after_down=None if way.num_resets else half + half * 3 // 4),
+        direct_port if lane == "direct" else 0,
     )
     with way:
         where = ("--listen", f"127.0.0.1:{port}", "--set", f"server.advertise={way.address}")
-        shard = job.shard(1, 2, *where, "--set", "server.direct=false", "--set", "server.lease_s=30")
+        where += ("--set", f"server.direct_port={direct_port}", "--set", "server.lease_s=30")
+        shard = job.shard(1, 2, *where)
         job.end(job.work(0, padding=PADDING), server, shard)
     assert way.num_resets == 1
     assert torch.equal(job.applied(), torch.ones(1, 3))
