@@ -33,8 +33,8 @@ from paramserver.worker.lanes.up import Up
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
-sys.path.insert(0, str(Path(__file__).parent))
-from delta_codec import DeltaCodec
+sys.path.insert(0, str(Path(__file__).parent / "added"))
+from delta import DeltaCodec
 
 ALL_CODECS = [*CODECS.names(), "delta"]
 LANES = ["grpc", "shared memory", "direct"]
@@ -179,7 +179,7 @@ def test_what_is_contributed_arrives_and_what_is_sent_again_is_the_same(lane: st
         assert again == first
         pair.decode(first)
         body = pair.decode(again)
-        pair.memory.settle(True)
+        pair.memory.end_attempt(True)
         pair.up.answered(pb.Answer.APPLIED)
         assert torch.equal(body[pair.layout.parameter_bytes :], as_tensor(pair.model, pair.layout.parameter_bytes))
 
@@ -248,18 +248,18 @@ def test_contributions_are_remembered_once_on_both_sides(fates: list[str]) -> No
         if fate != "lost on the way":
             body = pair.decode(frames)
         if fate in ("lost on the way", "withdrawn"):
-            pair.memory.settle(False)
+            pair.memory.end_attempt(False)
             pair.up.joined(pair.lane)
             continue  # resumed: the same contribution again
         if fate == "start":
-            pair.memory.settle(False)
+            pair.memory.end_attempt(False)
             pair.restart()
             continue
         is_folded = fate in ("applied", "answer lost")
-        pair.memory.settle(is_folded)
+        pair.memory.end_attempt(is_folded)
         outcome = {"applied": "APPLIED", "answer lost": "REPEATED", "dropped": "DROPPED", "rejected": "REJECTED"}[fate]
         if fate == "answer lost":  # and asked for again on a new stream, before anything else
-            pair.memory.settle(False)
+            pair.memory.end_attempt(False)
             pair.up.joined(pair.lane)
         pair.up.answered(pb.Answer.Outcome.Value(outcome))
         encoder, decoder = memories(pair)
@@ -307,7 +307,7 @@ def test_bytes_that_no_encoder_made_are_a_refusal_and_nothing_is_remembered() ->
         pair.memory.take(pair.codec, spoiled, new_body(pair.layout.exchange_bytes))
     assert error.value.reason is Reason.BAD_REQUEST
     pair.decode(pair.contribute())
-    pair.memory.settle(True)
+    pair.memory.end_attempt(True)
     pair.up.answered(pb.Answer.APPLIED)
     encoder, decoder = memories(pair)
     assert encoder.num_counted == decoder.num_counted == 1
