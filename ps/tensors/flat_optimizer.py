@@ -7,17 +7,17 @@ torch would have skipped for want of a gradient become flat parameters of their 
 
 Torch's fused kernels step up to 64 bytes at a time, and by scalar code the elements that are left over. The two round
 differently in SGD with momentum and in Adam, so bits would depend on where a flat parameter ends: on the number of
-shards. What a flat parameter has beyond whole lines of 64 bytes is therefore stepped in a line of its own, which is
-filled up with zeros.
+shards. What the runs of a window have beyond whole lines of 64 bytes is therefore copied into one parameter, which is
+filled up with zeros to whole lines.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -68,25 +68,72 @@ class OptimizerState:
         return self.bodies[key]
 
 
-class _Line:
-    """A parameter of 64 bytes for `weights`, which are fewer. `filled`: their places in it, and in its gradient."""
+class _Flat:
+    """A parameter of the optimizer: a run of weights. Its tensors have always been stepped together, as have those of
+    all flats of a window and group with the same `history`."""
 
-    def __init__(self, weights: torch.Tensor) -> None:
-        self.weights = weights
-        self.parameter = _parameter(_filled_up(weights))
-        self.gradient = torch.zeros_like(self.parameter)
-        here = slice(weights.numel())
-        self.filled = self.parameter.data[here], self.gradient[here]
+    def __init__(self, run: FlatRun, weights: torch.Tensor, tensors: list[Entry], history: int) -> None:
+        self.tensors, self.history = tensors, history
+        self._run = run
+        self.parameter = torch.nn.Parameter(run.view(weights), requires_grad=False)  # nobody asks for its gradient
+
+    def move(self, weights: torch.Tensor) -> None:
+        """The weights lie in this body from now on."""
+        self.parameter.data = self._run.view(weights)
+
+    def prepare(self, gradient: torch.Tensor, view: View) -> torch.Tensor:
+        """What to step along, [n] of the body `gradient`; the parameter has its weights then."""
+        return view(self._run, gradient)
+
+    def finish(self) -> None:
+        """The parameter was stepped: so are the weights."""
+
+    def read(self, body: torch.Tensor) -> torch.Tensor:
+        """What a body holds for each element of the parameter; shares memory where it can."""
+        return self._run.view(body)
+
+    def write(self, values: torch.Tensor, body: torch.Tensor) -> None:
+        """Back."""
+        self._run.view(body).copy_(values)
 
 
-class _Flat(NamedTuple):
-    """Part of a run that one parameter group holds, as a parameter of the optimizer. The tensors that lie in it have
-    always been stepped together."""
+class _Lines(_Flat):
+    """The ends of runs, fewer than 64 bytes each, as one parameter with memory of its own."""
 
-    run: FlatRun
-    parameter: torch.nn.Parameter
-    tensors: list[Entry]
-    line: _Line | None = None  # where the parameter is not the weights' own memory
+    def __init__(self, runs: list[FlatRun], weights: torch.Tensor, tensors: list[Entry], history: int) -> None:
+        self.tensors, self.history = tensors, history
+        self._dtype, self._end, size = runs[0].dtype, runs[-1].end, runs[0].dtype.itemsize
+        self._places = torch.cat([torch.arange(run.offset // size, run.end // size) for run in runs])
+        num_per_line = _LINE_BYTES // size
+        self._num_elements = -(-len(self._places) // num_per_line) * num_per_line
+        self._weights = weights
+        self._gradient = self._zeros()
+        self.parameter = torch.nn.Parameter(self.read(weights), requires_grad=False)
+
+    def move(self, weights: torch.Tensor) -> None:
+        self._weights = weights
+
+    def prepare(self, gradient: torch.Tensor, view: View) -> torch.Tensor:
+        self._gather(self._weights, self.parameter.data)
+        self._gather(gradient, self._gradient)
+        return self._gradient
+
+    def finish(self) -> None:
+        self.write(self.parameter.data, self._weights)
+
+    def read(self, body: torch.Tensor) -> torch.Tensor:
+        out = self._zeros()
+        self._gather(body, out)
+        return out
+
+    def write(self, values: torch.Tensor, body: torch.Tensor) -> None:
+        body[: self._end].view(self._dtype).index_copy_(0, self._places, values[: len(self._places)])
+
+    def _gather(self, body: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(body[: self._end].view(self._dtype), 0, self._places, out=out[: len(self._places)])
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self._num_elements, dtype=self._dtype)
 
 
 _LINE_BYTES = 64  # of the widest vectors
@@ -98,27 +145,51 @@ class FlatOptimizer:
 
     def __init__(self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[Window]) -> None:
         self._layout = layout
-        self._windows: list[list[list[_Flat]]] = [[] for _ in windows]  # of each window, those of each group
-        groups = []
-        entries = {entry.spec.name: entry for entry in layout.entries}
+        self._ranges = [(window.start, window.end) for window in windows]
+        self._weights = [weights] * len(windows)  # the body in which each window is stepped
         self._has_lines = [
             _has_lines(cls, group.hyperparameters) for cls, group in zip(spec.classes, spec.groups, strict=True)
         ]
-        for group, has_lines in zip(spec.groups, self._has_lines, strict=True):
-            held = [entries[name] for name in group.tensors if entries[name].num_bytes]
-            held.sort(key=lambda entry: entry.offset)
-            runs = joined(held)
-            for (start, end, _), flats in zip(windows, self._windows, strict=True):
-                parts = [part for run in runs if (part := run.within(start, end)) is not None]
-                flats.append([flat for one in parts for flat in _flats(one, one.view(weights), held, has_lines)])
-            members = [flat.parameter for flats in self._windows for flat in flats[-1]]
-            groups.append({"params": members, **group.hyperparameters})
+        entries = {entry.spec.name: entry for entry in layout.entries}
+        held = [
+            sorted((entries[name] for name in group.tensors if entries[name].num_bytes), key=_offset)
+            for group in spec.groups
+        ]
+        # Of each window, the flats of each group.
+        self._windows = [
+            [list(self._build(index, group, held[group])) for group in range(len(held))]
+            for index in range(len(windows))
+        ]
+        groups = [
+            {"params": [flat.parameter for flat in self._flats_of(index)], **group.hyperparameters}
+            for index, group in enumerate(spec.groups)
+        ]
         self.name, self.torch = spec.name, JointOptimizer(spec.classes, groups)
         self._kernels = [
             kernel_of(cls) if group.get("fused") and len({one.dtype for one in group["params"]}) == 1 else None
             for cls, group in zip(spec.classes, self.torch.param_groups, strict=True)
         ]
         self._is_parted = False  # some flats have missed steps that others took
+
+    def _build(self, index: int, group: int, entries: list[Entry], history: int = 0) -> Iterator[_Flat]:
+        """The flats of what lies in a window of these tensors of a group, in the order of a body."""
+        start, end = self._ranges[index]
+        weights = self._weights[index]
+        ends: defaultdict[torch.dtype, list[FlatRun]] = defaultdict(list)
+        for of_tensors in joined(_lying_in(start, end, entries)):
+            if (run := of_tensors.within(start, end)) is None:
+                continue
+            size = run.dtype.itemsize
+            num_left = run.num_elements % (_LINE_BYTES // size) if self._has_lines[group] else 0
+            if num_whole := run.num_elements - num_left:
+                whole = replace(run, num_elements=num_whole)
+                tensors = _lying_in(whole.offset, whole.end, entries)
+                yield _Flat(whole, weights, tensors, history)
+            if num_left:
+                ends[run.dtype].append(replace(run, offset=run.offset + num_whole * size, num_elements=num_left))
+        for runs in ends.values():
+            tensors = [entry for run in runs for entry in _lying_in(run.offset, run.end, entries)]
+            yield _Lines(runs, weights, tensors, history)
 
     def set_hyperparameters(self, groups: list[Hyperparameters]) -> None:
         for group, values in zip(self.torch.param_groups, groups, strict=False):
@@ -147,12 +218,10 @@ class FlatOptimizer:
 
     def move(self, index: int, weights: torch.Tensor) -> None:
         """Step window `index` in other memory from now on, which must hold the same weights."""
+        self._weights[index] = weights
         for flats in self._windows[index]:
             for flat in flats:
-                if flat.line is not None:
-                    flat.line.weights = flat.run.view(weights)
-                else:
-                    flat.parameter.data = flat.run.view(weights)
+                flat.move(weights)
 
     def step(
         self, index: int, gradient: torch.Tensor, view: View, without: frozenset[str] | set[str] = frozenset()
@@ -166,13 +235,13 @@ class FlatOptimizer:
         elif self._step_directly(window, gradient, view):
             return
         stepped = [flat for flats in window for flat in flats if not (without and flat.tensors[0].spec.name in without)]
-        for flat, its in zip(stepped, _gradients_of(stepped, gradient, view), strict=True):
-            flat.parameter.grad = its
+        for flat in stepped:
+            flat.parameter.grad = flat.prepare(gradient, view)
         # Torch's fused steps take no parameters that were stepped before together with others.
         for has_state in (True, False) if self._is_parted else (None,):
             self._step_those(window, has_state)
-        _empty_lines(stepped)
         for flat in stepped:
+            flat.finish()
             flat.parameter.grad = None  # its memory is used again
 
     def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor, view: View) -> bool:
@@ -189,8 +258,9 @@ class FlatOptimizer:
                     return False
                 steps.append((step, flats))
         for step, flats in steps:
-            step([flat.parameter for flat in flats], _gradients_of(flats, gradient, view))
-            _empty_lines(flats)
+            step([flat.parameter for flat in flats], [flat.prepare(gradient, view) for flat in flats])
+            for flat in flats:
+                flat.finish()
         return True
 
     def _step_those(self, window: list[list[_Flat]], has_state: bool | None) -> None:
@@ -203,36 +273,28 @@ class FlatOptimizer:
                 ]
         self.torch.step()
 
-    def _part(self, index: int, group: int, kind: Callable[[str], object]) -> None:
-        """From now on tensors of different `kind` are not stepped as one: each flat of a window's group becomes as many
-        as there are stretches of one kind in it, with the state that it has."""
-        window = self._windows[index]
-        found: list[_Flat] = []
-        for flat in window[group]:
-            stretches = [list(same) for _, same in groupby(flat.tensors, lambda entry: kind(entry.spec.name))]
-            if len(stretches) > 1:
-                found += self._cut(flat, stretches, self._has_lines[group])
-            else:
-                found.append(flat)
-        if len(found) > len(window[group]):
-            window[group], self._is_parted = found, True
-
-    def _cut(self, flat: _Flat, stretches: list[list[Entry]], has_lines: bool) -> Iterator[_Flat]:
-        remembered = self.torch.state.pop(flat.parameter, None)
-        values = flat.parameter.data if flat.line is None else flat.line.weights
-        for stretch in stretches:
-            run = flat.run.within(stretch[0].offset, stretch[-1].end)
-            assert run is not None
-            first = (run.offset - flat.run.offset) // run.dtype.itemsize
-            for part in _flats(run, values[first : first + run.num_elements], stretch, has_lines):
-                first = (part.run.offset - flat.run.offset) // run.dtype.itemsize
-                here = slice(first, first + part.run.num_elements)
-                if remembered is not None:
-                    self.torch.state[part.parameter] = {
-                        key: value if value is None else _state_of(part, value[here]) if value.dim() else value.clone()
-                        for key, value in remembered.items()
-                    }
-                yield part
+    def _part(self, index: int, group: int, kind: Callable[[str], Hashable]) -> None:
+        """From now on tensors of different `kind` are not stepped as one: the flats of a window's group are made anew,
+        with the state that they have."""
+        flats = self._windows[index][group]
+        members: dict[tuple[int, Hashable], dict[str, Entry]] = {}
+        for flat in flats:
+            for entry in flat.tensors:
+                members.setdefault((flat.history, kind(entry.spec.name)), {})[entry.spec.name] = entry
+        if len(members) == len({flat.history for flat in flats}):
+            return
+        remembered = OptimizerState([GroupState({}, {})])
+        for flat in flats:
+            self._copy(flat, remembered)
+            self.torch.state.pop(flat.parameter, None)
+        self._windows[index][group] = [
+            flat
+            for history, entries in enumerate(members.values())
+            for flat in self._build(index, group, sorted(entries.values(), key=_offset), history)
+        ]
+        for flat in self._windows[index][group]:
+            self._restore(flat, remembered, remembered.groups[0], is_copied=True)
+        self._is_parted = True
 
     def state(self, into: OptimizerState | None = None) -> OptimizerState:
         """A copy of what is remembered, in the memory of an earlier copy when one is given."""
@@ -241,12 +303,11 @@ class FlatOptimizer:
             group = GroupState(current_hyperparameters(torch_group), {})
             state.groups.append(group)
             for flat in self._flats_of(index):
-                of_all = self._copy(flat, state)
-                group.tensors.update((entry.spec.name, of_all) for entry in flat.tensors)
+                self._copy(flat, state)
         return state
 
-    def _copy(self, flat: _Flat, state: OptimizerState) -> TensorState:
-        """What is remembered of a flat, its elementwise part in the bodies of `state`."""
+    def _copy(self, flat: _Flat, state: OptimizerState) -> None:
+        """What is remembered of a flat, to the last group of `state`, its elementwise part to the bodies."""
         keys, scalars = [], {}
         for key, value in self.torch.state.get(flat.parameter, {}).items():
             if value is None:
@@ -254,28 +315,36 @@ class FlatOptimizer:
             if value.dim() == 0:
                 scalars[key] = value.clone()
                 continue
-            if (value.dtype, value.shape) != (flat.run.dtype, flat.parameter.shape):
+            if (value.dtype, value.shape) != (flat.parameter.dtype, flat.parameter.shape):
                 raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
             keys.append(key)
-            flat.run.view(state.body(key, self._layout)).copy_(value[: flat.run.num_elements])
-        return TensorState(frozenset(keys), scalars)
+            flat.write(value, state.body(key, self._layout))
+        of_all = TensorState(frozenset(keys), scalars)
+        state.groups[-1].tensors.update((entry.spec.name, of_all) for entry in flat.tensors)
 
     def set_state(self, state: OptimizerState) -> None:
         """Go on from `state`, of an optimizer of the same groups; its memory is this optimizer's from now on."""
         self.set_hyperparameters([group.hyperparameters for group in state.groups])
-        for number, (_, tensors) in enumerate(state.groups):
+        for number, group in enumerate(state.groups):
 
-            def kind(name: str, tensors: dict[str, TensorState] = tensors) -> object:
+            def kind(name: str, tensors: dict[str, TensorState] = group.tensors) -> Hashable:
                 keys, scalars = tensors.get(name, TensorState())
-                return keys, {key: value.item() for key, value in scalars.items()}
+                return keys, frozenset((key, value.item()) for key, value in scalars.items())
 
             for window in range(len(self._windows)):
                 self._part(window, number, kind)
             for flat in self._flats_of(number):
-                keys, scalars = tensors.get(flat.tensors[0].spec.name, TensorState())
-                if keys or scalars:  # before the first step what the constructor made is right
-                    elementwise = {key: _state_of(flat, flat.run.view(state.bodies[key])) for key in keys}
-                    self.torch.state[flat.parameter] = elementwise | {k: v.clone() for k, v in scalars.items()}
+                self._restore(flat, state, group)
+
+    def _restore(self, flat: _Flat, state: OptimizerState, group: GroupState, is_copied: bool = False) -> None:
+        """Go on with what `state` has of a flat, in its memory unless it `is_copied`."""
+        keys, scalars = group.tensors.get(flat.tensors[0].spec.name, TensorState())
+        if not keys and not scalars:  # before the first step what the constructor made is right
+            return
+        elementwise = {key: flat.read(state.bodies[key]) for key in keys}
+        if is_copied:
+            elementwise = {key: value.clone() for key, value in elementwise.items()}
+        self.torch.state[flat.parameter] = elementwise | {key: value.clone() for key, value in scalars.items()}
 
     def _flats_of(self, group: int) -> Iterator[_Flat]:
         for window in self._windows:
@@ -287,64 +356,17 @@ class FlatOptimizer:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _parameter(values: torch.Tensor) -> torch.nn.Parameter:
-    """In the place of `values`. Nobody asks for its gradient: it is told."""
-    return torch.nn.Parameter(values, requires_grad=False)
-
-
 def _has_lines(cls: str, told: Hyperparameters) -> bool:
     """Whether the two ways of a class round differently. Those of SGD without momentum are equal: such a run is spared
     two copies a step, and a momentum that somebody sets later is not looked for."""
     return has_fused(cls) and (cls.lower() != "sgd" or bool(told.get("momentum")))
 
 
-def _flats(run: FlatRun, values: torch.Tensor, entries: list[Entry], has_lines: bool) -> Iterator[_Flat]:
-    """A run whose weights are `values`: its whole lines of 64 bytes, and what is left over."""
-    size = run.dtype.itemsize
-    whole = run.num_elements - (run.num_elements % (_LINE_BYTES // size) if has_lines else 0)
-    if whole:
-        part = replace(run, num_elements=whole)
-        yield _Flat(part, _parameter(values[:whole]), _lying_in(part, entries))
-    if whole < run.num_elements:
-        part = replace(run, offset=run.offset + whole * size, num_elements=run.num_elements - whole)
-        line = _Line(values[whole:])
-        yield _Flat(part, line.parameter, _lying_in(part, entries), line)
+def _offset(entry: Entry) -> int:
+    return entry.offset
 
 
-def _gradients_of(flats: Sequence[_Flat], gradient: torch.Tensor, view: View) -> list[torch.Tensor]:
-    """What each is stepped along; lines are filled."""
-    found = [view(flat.run, gradient) for flat in flats]
-    filled: list[torch.Tensor] = []
-    told: list[torch.Tensor] = []
-    for index, (_, _, _, line) in enumerate(flats):
-        if line is not None:
-            filled += line.filled
-            told += line.weights, found[index]
-            found[index] = line.gradient
-    if filled:
-        torch._foreach_copy_(filled, told)
-    return found
-
-
-def _empty_lines(flats: Sequence[_Flat]) -> None:
-    """The weights are those that were stepped."""
-    if lines := [line for _, _, _, line in flats if line is not None]:
-        torch._foreach_copy_([line.weights for line in lines], [line.filled[0] for line in lines])
-
-
-def _state_of(flat: _Flat, values: torch.Tensor) -> torch.Tensor:
-    """What is remembered of each element, as its optimizer keeps it."""
-    return values if flat.line is None else _filled_up(values)
-
-
-def _filled_up(values: torch.Tensor) -> torch.Tensor:
-    """To a line of 64 bytes, with zeros."""
-    line = torch.zeros(_LINE_BYTES // values.element_size(), dtype=values.dtype)
-    line[: values.numel()] = values
-    return line
-
-
-def _lying_in(run: FlatRun, entries: list[Entry]) -> list[Entry]:
-    """Of tensors in the order of a body, those of which the run holds something."""
-    first = bisect_right(entries, run.offset, key=lambda entry: entry.end)
-    return entries[first : bisect_left(entries, run.end, key=lambda entry: entry.offset)]
+def _lying_in(start: int, end: int, entries: list[Entry]) -> list[Entry]:
+    """Of tensors in the order of a body, those that have something in bytes [start, end)."""
+    first = bisect_right(entries, start, key=lambda entry: entry.end)
+    return entries[first : bisect_left(entries, end, key=_offset)]
