@@ -64,21 +64,10 @@ class Engine:
         self.now = now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self.broke("tensors", error))
-        self.model = Model(
-            config,
-            self.tensors,
-            policy.contribution == "gradient",
-            policy.outer,
-            policy.has_rounds,
-            policy.compensation,
-            policy.contribution == "report",
-            policy.may_sum,
-        )
-        self.model.has_fragments = policy.fragments > 1
+        self.model = Model(config, self.tensors, policy)
         self.folding = Folding(
-            self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found)),
-            policy.contribution == "report",
-        )  # fmt: skip
+            self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
+        )
         self.states = States()
         self.best = Best(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
@@ -236,7 +225,7 @@ class Engine:
 
     def _attach(self, peer: Peer) -> Peer:
         if not peer.is_resumed:
-            self.folding.forget(peer.rank)
+            self.folding.drop_rank(peer.rank)
         return self.streams.attach(peer)
 
     def may_return(self, peer: Peer) -> bool:
@@ -364,9 +353,9 @@ class Engine:
         self.folding.withdraw(rank, incarnation)
         self.states.withdraw(rank, incarnation)
         if rank not in self.run.roster.workers:
-            self.folding.forget(rank)
+            self.folding.drop_rank(rank)
             if self.model.has_weights and (delivered := self.model.delivered) is not None:
-                self.tensors.submit(partial(delivered.forget, rank))
+                self.tensors.submit(partial(delivered.drop, rank))
         if withdrawn.ends_streams:
             self.streams.withdraw(rank, incarnation)
 

@@ -58,7 +58,7 @@ class CodecMemories:
             self._of_rank[rank] = CodecMemory(self._model.layout, self._spares)
         return self._of_rank[rank]
 
-    def forget(self, rank: int) -> None:
+    def drop(self, rank: int) -> None:
         """Another process has this rank, or none."""
         self._of_rank.pop(rank, None)
 
@@ -77,11 +77,8 @@ class Folding:
         tensors: TensorThread,
         answers_before_commit: bool,
         measured: Callable[[int, float], None] = lambda version, norm: None,
-        is_brought: bool = False,
     ) -> None:
-        """`measured` is told the norm of this shard's part of the mean that is to become a version. `is_brought`:
-        whatever is folded is all of what the workers have."""
-        self._is_brought = is_brought
+        """`measured` is told the norm of this shard's part of the mean that is to become a version."""
         self._model = model
         self._tensors = tensors
         self._answers_before_commit = answers_before_commit
@@ -131,9 +128,9 @@ class Folding:
             if body is not None:
                 self._model.staging.give_back(body)
 
-    def forget(self, rank: int) -> None:
+    def drop_rank(self, rank: int) -> None:
         """Another process has this rank, or none."""
-        self.codec_memories.forget(rank)
+        self.codec_memories.drop(rank)
         self.halves.drop(rank)
 
     def withdraw(self, rank: int, incarnation: int) -> None:
@@ -152,7 +149,7 @@ class Folding:
 
         def work() -> list[torch.Tensor]:
             taken = body.clone() if is_copied else body
-            if self._is_brought:
+            if self._model.is_brought:
                 store.bring(brought)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
@@ -180,10 +177,10 @@ class Folding:
             self._model.changes.made(commit.version, self._without if store.optimizer is not None else ())
             self._without = None
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
-        num_live = 1 if self._is_brought else len(commit.members)
+        num_live = 1 if self._model.is_brought else len(commit.members)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
         # Where workers average among themselves, whoever brings the weights has the lowest rank's buffers.
-        lowest_live = sys.maxsize if self._is_brought else commit.members[0] if commit.members else 0
+        lowest_live = sys.maxsize if self._model.is_brought else commit.members[0] if commit.members else 0
         step = partial(
             store.commit, num_live, lowest_live, told,
             publication.segment.body, publication.made, lr_scale=commit.lr_scale,

@@ -26,13 +26,12 @@ from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
-from ..policies.base import Outer
-from ..policies.shared.late import Compensation
+from ..policies.base import Policy
 from .answers.delivered import Delivered
 from .answers.publication import Changes, Publisher
 from .answers.reference import References
 from .staging import StagingPool
-from .store import Store
+from .store import Store, StoreOptions
 from .tables import Tables
 from .thread import TensorThread
 
@@ -48,8 +47,8 @@ _NOT_AVERAGED = (
 class Model:
     """The run's model. `store`, `staging`, `publisher`, `changes` and `references` exist once there are weights.
 
-    `has_optimizer`: workers contribute gradients, and their optimizer runs here; or `outer` does, along their deltas.
-    `has_rounds`: every version is for all of them. `is_brought`: workers step, and may say what theirs remembers.
+    The mode's `policy` says who steps: workers contribute gradients, and their optimizer runs here; or `policy.outer`
+    does, along their deltas. `is_brought`: workers step, and may say what their optimizer remembers.
     """
 
     store: Store
@@ -58,26 +57,13 @@ class Model:
     changes: Changes
     references: References
 
-    def __init__(
-        self,
-        config: Config,
-        tensors: TensorThread,
-        has_optimizer: bool,
-        outer: Outer | None = None,
-        has_rounds: bool = False,
-        compensation: Compensation | None = None,
-        is_brought: bool = False,
-        may_sum: bool = True,
-    ) -> None:
-        self._config = config
-        self._may_sum = may_sum
-        self._compensation = compensation
+    def __init__(self, config: Config, tensors: TensorThread, policy: Policy) -> None:
+        self._config, self._tensors = config, tensors
+        self._has_optimizer = policy.contribution == "gradient"
+        self.is_brought = policy.contribution == "report"
+        self._may_sum, self._has_rounds, self._has_fragments = policy.may_sum, policy.has_rounds, policy.fragments > 1
+        self._outer, self._compensation = policy.outer, policy.compensation
         self.delivered: Delivered | None = None  # where late gradients are compensated
-        self._has_rounds = has_rounds
-        self.has_fragments = False  # of the parameters, of which a version changes one
-        self._tensors = tensors
-        self._has_optimizer, self._is_brought = has_optimizer, is_brought
-        self._outer = outer
         self.whole: Layout | None = None  # the workers' model
         self.whole_optimizer: OptimizerSpec | None = None
         self.share: Share | None = None  # what this server holds of it: all, where it is the only one
@@ -110,7 +96,7 @@ class Model:
 
     def _can_be_kept(self) -> bool:
         """Of what workers run: by names that torch has, element by element."""
-        if not self._is_brought or self.optimizer is None or self.optimizer.tables:
+        if not self.is_brought or self.optimizer is None or self.optimizer.tables:
             return False
         try:
             for name, group in zip(self.optimizer.classes, self.optimizer.groups, strict=True):
@@ -149,7 +135,7 @@ class Model:
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
         does not take, no parameter at all. Where workers run the optimizer it may be any."""
-        if optimizer.reduction == "sum" and not (self._may_sum and (self._has_optimizer or self._is_brought)):
+        if optimizer.reduction == "sum" and not (self._may_sum and (self._has_optimizer or self.is_brought)):
             why = "steps are along a weighted mean" if self._has_optimizer else "workers step by themselves"
             raise refusal(
                 Reason.OPTIMIZER_UNSUPPORTED,
@@ -313,16 +299,18 @@ class Model:
             self.layout,
             weights.body,
             self.running,
-            buffers=store.buffers,
-            polyak=store.polyak,
-            aggregation=AGGREGATIONS.load(policy.aggregation),
-            trim=policy.trim,
-            limits=Limits(store.on_nonfinite, store.max_norm, store.on_large),
-            is_part=server.shards > 1,
-            clip_norm=store.clip_norm,
-            tables=self._tables,
-            follows=self._outer is not None,
-            steps=not self._is_brought,
+            StoreOptions(
+                buffers=store.buffers,
+                polyak=store.polyak,
+                aggregation=AGGREGATIONS.load(policy.aggregation),
+                trim=policy.trim,
+                clip_norm=store.clip_norm,
+                limits=Limits(store.on_nonfinite, store.max_norm, store.on_large),
+                is_part=server.shards > 1,
+                measures_direction=self._outer is not None,
+                steps=not self.is_brought,
+            ),
+            self._tables,
         )
         restore(self.store)
         num_bytes = self.layout.exchange_bytes
@@ -331,7 +319,7 @@ class Model:
         notify, version = self._tensors.notify, self.store.version
         self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
         self.changes = Changes(self.layout, version)
-        self.references = References(self.store, self._tensors, self._has_rounds, self.has_fragments)
+        self.references = References(self.store, self._tensors, self._has_rounds, self._has_fragments)
         if self._compensation is not None:
             num_kept = 2 if policy.pipelined else 1
             self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)

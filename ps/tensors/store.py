@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,14 +32,33 @@ from .thread import INLINE_BYTES
 from .windows import windows_of
 
 
+@dataclass(frozen=True)
+class StoreOptions:
+    """How a store makes versions.
+
+    `polyak` is the decay of a Polyak average, if one is kept. `trim` belongs to some aggregations. `clip_norm` bounds
+    the mean gradient that the optimizer steps along (2-norm of all parameters and rows). `limits` say what becomes of
+    contributions before they are folded. `is_part`: other shards hold the rest of the model. `measures_direction`: the
+    store compares each round's mean with the one before. Without `steps` the optimizer only holds the state of the
+    workers' optimizer, which they send (`Store.bring`).
+    """
+
+    buffers: Buffers = "average"
+    polyak: float | None = None
+    aggregation: type[Aggregator] = Mean
+    trim: int = 1
+    clip_norm: float | None = None
+    limits: Limits = field(default_factory=Limits)
+    is_part: bool = False
+    measures_direction: bool = False
+    steps: bool = True
+
+
 class Store:
     """Versioned weights, uint8 [layout.total_bytes], and what moves them.
 
-    `optimizer` is None when workers contribute weights: a commit then takes the mean as the
-    new weights. `version` counts commits. `sanity` says what to do with bodies before they are folded,
-    `clip_norm` how long the mean gradient that the optimizer steps along may be (2-norm of all parameters and rows).
-    Without `steps` it is only what `bring` says that the workers' remember.
-    `follows`: it is measured whether means go the way of those before (`direction`).
+    `optimizer` is None when workers contribute weights: a commit then takes the mean as the new weights. `version`
+    counts commits. `sanity` judges contributions before they are folded.
     """
 
     def __init__(
@@ -46,36 +66,25 @@ class Store:
         layout: Layout,
         weights: torch.Tensor,
         optimizer: OptimizerSpec | None,
-        *,
-        buffers: Buffers = "average",
-        polyak: float | None = None,
-        aggregation: type[Aggregator] = Mean,
-        trim: int = 1,
-        limits: Limits | None = None,
-        is_part: bool = False,
-        clip_norm: float | None = None,
+        options: StoreOptions = StoreOptions(),
         tables: Tables | None = None,
-        follows: bool = False,
-        steps: bool = True,
     ) -> None:
         self.layout = layout
         self.weights = weights
         self.version = 0
-        self._steps = steps and optimizer is not None
+        self._options = options
+        self._steps = options.steps and optimizer is not None
         self.windows = windows_of(layout)
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
-        self._buffers = buffers
-        self.aggregator = aggregation(self.windows, self._view, buffers, trim)
+        self.aggregator = options.aggregation(self.windows, self._view, options.buffers, options.trim)
         self.aggregator.sums = sums = self._steps and optimizer is not None and optimizer.reduction == "sum"
         if tables is not None:
             tables.sums = sums
-        self.sanity = Sanity(limits or Limits(), self.windows, self._view, self._steps, is_part, self._name_of)
+        self.sanity = Sanity(options.limits, self.windows, self._view, self._steps, options.is_part, self._name_of)
         self.tables = tables
-        self.direction = Direction(self.windows, self._view) if follows else None
+        self.direction = Direction(self.windows, self._view) if options.measures_direction else None
         self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
-        self._clip_norm = clip_norm  # of the mean gradient
-        self._polyak = polyak
-        self.averaged = weights.clone() if polyak is not None else None
+        self.averaged = weights.clone() if options.polyak is not None else None
         self.optimizer: FlatOptimizer | None = None
         if optimizer is not None:
             self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows)
@@ -181,7 +190,7 @@ class Store:
     def _clip_factor(self, norm: float | None, clip_norm: float) -> float | None:
         """What the mean of the round is multiplied with to be no longer than its bounds; the mean is complete then.
         None where nothing is clipped: each window is completed when it is stepped, while it is in the cache."""
-        bounds = [one for one in (self._clip_norm, clip_norm) if one]
+        bounds = [bound for bound in (self._options.clip_norm, clip_norm) if bound]
         if not bounds or self.aggregator.result is None:
             return None
         return min(1.0, factor_to(min(bounds), self.measure() if norm is None else norm))
@@ -194,23 +203,23 @@ class Store:
             self.direction.see(index, mean, self._without)
         if self.optimizer is not None and self._steps:
             self.optimizer.step(index, mean, self._view, self._without)
-        view = self._view
+        view, buffers, polyak = self._view, self._options.buffers, self._options.polyak
         for piece in self.windows[index].pieces:
             is_buffer = piece.kind is Kind.BUFFER
-            if is_buffer and self._buffers != "keep":
+            if is_buffer and buffers != "keep":
                 target, source = view(piece, weights), view(piece, mean)
-                if piece.is_averaged and self._buffers == "average":
+                if piece.is_averaged and buffers == "average":
                     target.lerp_(source, share)
                 elif is_of_lowest:
                     target.copy_(source)
             elif not is_buffer and not self._steps:
                 view(piece, weights).copy_(view(piece, mean))
-            if self.averaged is not None and self._polyak is not None:
+            if self.averaged is not None and polyak is not None:
                 average = view(piece, self.averaged)
                 if is_buffer:
                     average.copy_(view(piece, weights))
                 else:
-                    average.lerp_(view(piece, weights), 1 - self._polyak)
+                    average.lerp_(view(piece, weights), 1 - polyak)
 
     def _where(self, element: FlatRun, body: torch.Tensor) -> str:
         return f"{element.view(body).item()} in '{self._name_of(element)}'"

@@ -117,7 +117,7 @@ class Learner:
         self._check_size(layout.exchange_bytes)
         self._shares.num_batches(num_workers)  # says at once where samples are too few
         self._thread = _Inline(_fail)
-        self.model = Model(config, self._thread, self.source == "gradient", policy.outer, policy.has_rounds)
+        self.model = Model(config, self._thread, policy)
         self._described = describe_optimizer(first.optimizer, first.tensors.names)
         check(config, self.source, self._described)
         self.model.adopt(layout, self._described)

@@ -14,7 +14,7 @@ from paramserver.common.tensors.layout import new_body
 from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 from paramserver.tests.numeric.test_diloco_equals_reference import (
     INNER,
     SIZES,
@@ -82,7 +82,12 @@ def ours(sizes: tuple[int, ...], num: int, policy: Policy, joins_at: int = -1) -
     weights = new_body(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     assert policy.outer is not None
-    store = Store(layout, weights, outer_spec(policy.outer.name, policy.outer.arguments, layout), follows=True)
+    store = Store(
+        layout,
+        weights,
+        outer_spec(policy.outer.name, policy.outer.arguments, layout),
+        StoreOptions(measures_direction=True),
+    )
     for rank in range(len(sizes)):
         policy.joined(rank, 0.0)
     step = 0

@@ -20,7 +20,7 @@ from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.core.judgement import Limits
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Contribution, Fold
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 NUM_WORKERS = 5
@@ -84,7 +84,9 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits | None
     spec = describe_optimizer(torch.optim.SGD(workers[0].model.parameters(), lr=0.2), workers[0].tensors.names)
     weights = new_body(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
-    store = Store(layout, weights, spec, aggregation=AGGREGATIONS.load(aggregation), trim=trim, limits=limits)
+    store = Store(
+        layout, weights, spec, StoreOptions(aggregation=AGGREGATIONS.load(aggregation), trim=trim, limits=limits)
+    )
     policy = policy_of("sync", {"training_steps": NUM_STEPS, "num_workers": NUM_WORKERS})
     for worker in workers:
         policy.joined(worker.rank, 0.0)

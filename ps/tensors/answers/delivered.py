@@ -62,7 +62,7 @@ class Delivered:
                 gradient.add_(change, alpha=self._rule.strength)
         return True
 
-    def forget(self, rank: int) -> None:
+    def drop(self, rank: int) -> None:
         self._of_rank.pop(rank, None)
 
     @property

@@ -40,7 +40,7 @@ def folded_from(body: torch.Tensor | None, answers_before_commit: bool) -> tuple
     def failed(error: BaseException) -> None:
         raise error
 
-    model: Any = SimpleNamespace(store=Store(), staging=StagingPool(1, 4), delivered=None)
+    model: Any = SimpleNamespace(store=Store(), staging=StagingPool(1, 4), delivered=None, is_brought=False)
     if body is None:
         body = model.staging.try_borrow(lambda: 0)
         body.fill_(2)

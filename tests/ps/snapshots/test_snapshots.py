@@ -15,6 +15,7 @@ from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.core.effects import SnapshotTaken
+from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.files import candidates, writing_to
 from paramserver.ps.snapshots.resume import after_going_back, new_incarnation, resume_model
@@ -41,7 +42,7 @@ class Rig:
         self.ends: list[BaseException] = []
         self.told: list[SnapshotTaken] = []
         self.tensors = TensorThread(self.ends.append)
-        self.model = Model(config, self.tensors, has_optimizer=True)
+        self.model = Model(config, self.tensors, make_policy(config))
         self.model.adopt(LAYOUT, SPEC)
         self.model.begin(self.model.new_memory())
         self.model.store.weights.zero_()
@@ -83,7 +84,7 @@ async def test_a_snapshot_is_written_told_and_gone_on_from(tmp_path):
     rig.snapshots.prune(1)
     (fact,) = rig.told
     assert (fact.version, fact.contributions) == (1, {0: 4, 1: 5})
-    model = Model(of(tmp_path), rig.tensors, has_optimizer=True)
+    model = Model(of(tmp_path), rig.tensors, make_policy(of(tmp_path)))
     available = Available(of(tmp_path))
     saved = resume_model(of(tmp_path), available, available.newest(), model)
     assert saved == {**SAVED, "version": 1, "mode": "sync", "states": {}}
@@ -168,7 +169,7 @@ async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_
     ]):  # fmt: skip
         place = tmp_path / str(index)
         config = of(place, "localsgd")
-        model = Model(config, tensors, has_optimizer=False)
+        model = Model(config, tensors, make_policy(config))
         model.adopt(LAYOUT, spec)
         model.begin(model.new_memory())
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -179,7 +180,7 @@ async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_
         assert len(candidates(place)) == 1
         available = Available(of(place))
         with pytest.raises(CheckpointError, match=says):
-            resume_model(of(place), available, available.newest(), Model(of(place), tensors, has_optimizer=True))
+            resume_model(of(place), available, available.newest(), Model(of(place), tensors, make_policy(of(place))))
 
 
 def test_every_start_has_an_incarnation_of_its_own(tmp_path):

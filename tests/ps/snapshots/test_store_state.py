@@ -21,7 +21,7 @@ from paramserver.ps.snapshots.manifest import WEIGHTS
 from paramserver.ps.snapshots.resharding import merge
 from paramserver.ps.snapshots.store_state import Captured, capture, manifest_of, restore, tensors_of
 from paramserver.ps.tensors.model import outer_spec
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(cls.__name__ for cls in known_optimizers().values() if is_elementwise(cls))
@@ -83,7 +83,7 @@ def optimizer(name: str | None, groups: tuple[tuple[str, ...], ...] = GROUPS, **
 
 
 def new_store(spec: OptimizerSpec | None, layout: Layout = LAYOUT, polyak: float | None = 0.9) -> Store:
-    return Store(layout, body_of(999, layout), spec, polyak=polyak)
+    return Store(layout, body_of(999, layout), spec, StoreOptions(polyak=polyak))
 
 
 def train(store: Store, first: int, last: int) -> None:
@@ -106,7 +106,7 @@ def restored(loaded: Loaded, polyak: float | None = 0.9) -> Store:
         loaded.layout,
         torch.full((loaded.layout.total_bytes,), 0xAA, dtype=torch.uint8),
         loaded.manifest.optimizer if loaded.manifest.hyperparameters is not None else None,
-        polyak=polyak,
+        StoreOptions(polyak=polyak),
     )
     restore(store, loaded)
     return store

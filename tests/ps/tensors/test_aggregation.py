@@ -20,7 +20,7 @@ from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.aggregation import order
 from paramserver.ps.tensors.aggregation.base import Aggregator
 from paramserver.ps.tensors.aggregation.order import exchanges, sort_rows
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -233,8 +233,8 @@ def test_buffers_are_as_with_the_mean(name: str, buffers: Any, ranks: list[int])
 def store_of(name: str, **options: Any) -> Store:
     adam = OptimizerSpec("Adam", (GroupSpec(("a", "b", "c"), {"lr": 0.1}),))
     return Store(
-        LAYOUT, body_of(999, is_contribution=False), adam, aggregation=AGGREGATIONS.load(name), **options
-    )  # fmt: skip
+        LAYOUT, body_of(999, is_contribution=False), adam, StoreOptions(aggregation=AGGREGATIONS.load(name), **options)
+    )
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -15,7 +15,7 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.core.judgement import SOUND, Limits, decide, halted, rejected_too_often
 from paramserver.ps.tensors.sanity import Findings
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ACTIONS: list[Any] = ["reject", "skip", "clip", "halt"]
@@ -53,7 +53,7 @@ def body_of(seed: int, scale: float = 1.0, layout: Layout = LAYOUT) -> Body:
 def store_of(limits: Limits, layout: Layout = LAYOUT, sends_gradients: bool = True, **options: Any) -> Store:
     names = tuple(spec.name for spec in layout.specs if spec.kind is P and spec.dtype == "float32")
     spec = OptimizerSpec("Adam", (GroupSpec(names, {"lr": 0.1, "weight_decay": 0.1}),)) if sends_gradients else None
-    return Store(layout, body_of(999, layout=layout), spec, limits=limits, **options)
+    return Store(layout, body_of(999, layout=layout), spec, StoreOptions(limits=limits, **options))
 
 
 def norm_of(body: Body, layout: Layout = LAYOUT) -> float:
@@ -164,9 +164,11 @@ def test_one_inf_among_ten_million() -> None:
     views(body, layout)["w"][7_654_321] = math.inf
     weights = new_body(layout.total_bytes)
     for max_norm in (None, 1.0):
-        rejecting = Store(layout, weights, None, limits=Limits(max_norm=max_norm))
+        rejecting = Store(layout, weights, None, StoreOptions(limits=Limits(max_norm=max_norm)))
         assert rejecting.sanity.examine(body, weights).action == "reject"
-    clipping = Store(layout, weights, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),)), limits=Limits("clip"))
+    clipping = Store(
+        layout, weights, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),)), StoreOptions(limits=Limits("clip"))
+    )
     assert clipping.sanity.examine(body, weights).is_clipped
     assert views(body, layout)["w"].count_nonzero() == 0
 
@@ -176,7 +178,7 @@ def test_one_inf_among_ten_million() -> None:
 def test_nothing_to_measure_is_sound(specs: list[TensorSpec], max_norm: float | None) -> None:
     layout = Layout(specs)
     body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    store = Store(layout, body.clone(), None, limits=Limits("halt", max_norm, "halt"))
+    store = Store(layout, body.clone(), None, StoreOptions(limits=Limits("halt", max_norm, "halt")))
     assert store.sanity.examine(body, store.weights) == SOUND
     assert store.sanity.judge(body, Findings(), store.weights) == SOUND
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_body
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.tensors.sanity import Findings, Unsound
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
@@ -68,7 +68,7 @@ def body_of(values: Values, layout: Layout = LAYOUT, is_contribution: bool = Tru
 
 
 def store_of(values: Values, optimizer: OptimizerSpec | None = SGD, layout: Layout = LAYOUT, **options: Any) -> Store:
-    return Store(layout, body_of(values, layout, is_contribution=False), optimizer, **options)
+    return Store(layout, body_of(values, layout, is_contribution=False), optimizer, StoreOptions(**options))
 
 
 def apply(store: Store, contributions: list[tuple[Values, float, int]], layout: Layout = LAYOUT, **commit: Any) -> None:
@@ -496,7 +496,7 @@ def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
     """Cosines of successive means: 1, 0 and -1 have the mean 0; where nothing was folded nothing is measured."""
     layout = Layout([TensorSpec("w", P, "float32", (2, 1_000)), TensorSpec("b", B, "float32", (4,))])
     sgd = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
-    store = Store(layout, new_body(layout.total_bytes).zero_(), sgd, follows=True)
+    store = Store(layout, new_body(layout.total_bytes).zero_(), sgd, StoreOptions(measures_direction=True))
     for east, north in ((1.0, 0.0), (2.0, 0.0), (0.0, 3.0), (0.0, -1.0)):
         body = new_body(layout.exchange_bytes).zero_()
         (_, w), _ = layout.views(body)

@@ -23,7 +23,7 @@ from paramserver.common.tensors.optimizers import (
 )
 from paramserver.common.tensors.sharding import Part, divide
 from paramserver.ps.tensors import windows
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {"lr": 0.01}) for name, cls in sorted(known_optimizers().items()) if is_elementwise(cls)
@@ -80,7 +80,9 @@ class Case:
         for share in divide(self.layout, num_shards):
             parts = {part.name: part for part in share.parts}
             weights = body_of(share.layout, self.weights, parts)
-            found.append((Store(share.layout, weights, share.optimizer(self.optimizer), **options), parts))
+            found.append(
+                (Store(share.layout, weights, share.optimizer(self.optimizer), StoreOptions(**options)), parts)
+            )
         return found
 
     def trained(self, num_shards: int, **options: Any) -> Values:

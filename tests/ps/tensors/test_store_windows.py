@@ -12,7 +12,7 @@ import torch
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.tensors.sanity import Findings
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -63,7 +63,7 @@ class Twin:
         self, monkeypatch: pytest.MonkeyPatch, window_bytes: int, spec: OptimizerSpec | None, **options: Any
     ) -> None:
         monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
-        self.store = Store(LAYOUT, body_of(999, is_contribution=False), spec, **options)
+        self.store = Store(LAYOUT, body_of(999, is_contribution=False), spec, StoreOptions(**options))
 
     def round(self, number: int, count: int, *, may_keep: bool = False, elsewhere: bool = False) -> list[int]:
         """`count` contributions and a commit; returns the progress told."""

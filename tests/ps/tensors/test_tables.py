@@ -16,8 +16,9 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, Reduction
 from paramserver.common.tensors.sharding import divide
 from paramserver.common.tensors.tables import make_spec
+from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.model import Model
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
 from paramserver.ps.tensors.tables import Rows, Tables
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -128,7 +129,7 @@ def test_numbers_may_change_and_nothing_else() -> None:
     "told", [{"lr": -1.0}, {"lr": "0.1"}, {"lr": 1e10}, {"momentum": 0.9}, {"lr": 0.1, "eps": 0.1}]
 )
 def test_what_is_no_learning_rate_of_a_table_is_refused(told: dict) -> None:
-    model = Model(Config(), TensorThread(lambda error: None), has_optimizer=True)
+    model = Model(Config(), TensorThread(lambda error: None), make_policy(Config()))
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (3,))])
     model.adopt(layout, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),), (SPEC,)))
     model.check_hyperparameters([{"lr": 0.2}, {"lr": 0.2}])
@@ -157,9 +158,8 @@ def test_rows_count_in_the_norm_that_a_step_is_clipped_to(
                 share.layout,
                 weights,
                 optimizer,
-                clip_norm=bounds[0],
-                is_part=shards > 1,
-                tables=Tables(optimizer.tables, 1),
+                StoreOptions(clip_norm=bounds[0], is_part=shards > 1),
+                Tables(optimizer.tables, 1),
             )
         )
     first = torch.cat([store.tables.state()["weight/items"] for store in stores])
