@@ -83,7 +83,7 @@ class Refuse(ToAWorker):
 
 
 @dataclass(slots=True)
-class Withdraw(ToAWorker):
+class Fence(ToAWorker):
     """What came from this incarnation of a rank, or an older one, and has not happened yet, never will."""
 
     ends_streams: bool = True

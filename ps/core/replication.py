@@ -41,7 +41,7 @@ class Sequencer:
         event.at = self._now()
         self._happens(event)
 
-    def withdrawn(self, rank: int, incarnation: int) -> None:
+    def fenced(self, rank: int, incarnation: int) -> None:
         """Nothing of this incarnation of a rank, or an older one, is waited for any more."""
 
     def applied(self, effects: list[Effect]) -> None:
@@ -99,11 +99,11 @@ class Gather:
         self._num_shards = num_shards
         # By rank (None: of no worker) and by what it is: what has come to which shard.
         self._found: dict[int | None, dict[tuple[object, ...], dict[int, Event]]] = {}
-        self._withdrawn: dict[int, int] = {}
+        self._fenced: dict[int, int] = {}
 
     def add(self, shard: int, event: Event) -> list[Event]:
         """Everyone's, in the order of shards, when this one completes them; empty otherwise."""
-        if isinstance(event, events.OfAWorker) and event.incarnation <= self._withdrawn.get(event.rank, 0):
+        if isinstance(event, events.OfAWorker) and event.incarnation <= self._fenced.get(event.rank, 0):
             return []
         key, rank = events.key_of(event), event.rank if isinstance(event, events.OfAWorker) else None
         of_rank = self._found.setdefault(rank, {})
@@ -116,9 +116,9 @@ class Gather:
             del self._found[rank]
         return [found[index] for index in range(self._num_shards)]
 
-    def withdraw(self, rank: int, incarnation: int) -> None:
+    def fence(self, rank: int, incarnation: int) -> None:
         """The worker is gone, or begins again as another incarnation."""
-        self._withdrawn[rank] = max(incarnation, self._withdrawn.get(rank, 0))
+        self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
         of_rank = self._found.pop(rank, {})
         if left := {key: found for key, found in of_rank.items() if _incarnation(found) > incarnation}:
             self._found[rank] = left
@@ -216,8 +216,8 @@ class Coordinator(Sequencer):
             return replace(first, durable=min(part.durable for part in parts if isinstance(part, events.Stored)))
         return first
 
-    def withdrawn(self, rank: int, incarnation: int) -> None:
-        self._gather.withdraw(rank, incarnation)
+    def fenced(self, rank: int, incarnation: int) -> None:
+        self._gather.fence(rank, incarnation)
 
     def missing(self, rank: int) -> str:
         kind, shards = self._gather.missing(rank)

@@ -197,7 +197,7 @@ class Run:
     def _displace(self, old: Worker, new: Worker, at: float) -> Iterator[Effect]:
         """An older stream or process of a rank is told that it was replaced."""
         yield effects.Refuse(old.rank, old.incarnation, replaced(old.rank, old.incarnation))
-        yield effects.Withdraw(old.rank, old.incarnation)
+        yield effects.Fence(old.rank, old.incarnation)
         if new.is_resumed:
             self.policy.disconnected(new.rank)
             return
@@ -357,7 +357,7 @@ class Run:
             return
         worker.is_away = True
         self.policy.disconnected(worker.rank)
-        yield effects.Withdraw(worker.rank, worker.incarnation)
+        yield effects.Fence(worker.rank, worker.incarnation)
         yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": event.reason})
 
     def expel(self, worker: Worker, error: ParamServerError, at: float) -> Iterator[Effect]:
@@ -369,7 +369,7 @@ class Run:
         rank, incarnation = worker.rank, worker.incarnation
         self.roster.remove(worker)
         is_goodbye = how in ("goodbye", "failed")
-        yield effects.Withdraw(rank, incarnation, ends_streams=not is_goodbye)
+        yield effects.Fence(rank, incarnation, ends_streams=not is_goodbye)
         level = {"goodbye": "routine", "failed": "info"}.get(how, "warning")
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
         yield effects.WorkerLeft(rank, incarnation, how, reason)

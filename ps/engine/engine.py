@@ -215,7 +215,7 @@ class Engine:
 
         def is_known() -> bool:
             has_come = rank in workers and workers[rank].incarnation >= incarnation
-            return has_come or self.folding.is_withdrawn(rank, incarnation)
+            return has_come or self.folding.is_fenced(rank, incarnation)
 
         await self.until(is_known, timeout_s)
         worker = workers.get(rank)
@@ -276,7 +276,7 @@ class Engine:
             effects.KeepWeights: lambda asked: self.best.keep(asked.version),
             effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
-            effects.Withdraw: self._withdraw,
+            effects.Fence: self._fence,
             effects.TakeSnapshot: self._take_snapshot,
             effects.Prune: self._prune,
             effects.TellDone: self.streams.tell_done,
@@ -347,17 +347,17 @@ class Engine:
         if self.config.server.shards > 1 and self.model.has_weights:
             self.model.staging.make_room(2 * len(self.run.roster.workers))
 
-    def _withdraw(self, withdrawn: effects.Withdraw) -> None:
-        rank, incarnation = withdrawn.rank, withdrawn.incarnation
-        self.sequencer.withdrawn(rank, incarnation)
-        self.folding.withdraw(rank, incarnation)
-        self.states.withdraw(rank, incarnation)
+    def _fence(self, fenced: effects.Fence) -> None:
+        rank, incarnation = fenced.rank, fenced.incarnation
+        self.sequencer.fenced(rank, incarnation)
+        self.folding.fence(rank, incarnation)
+        self.states.fence(rank, incarnation)
         if rank not in self.run.roster.workers:
             self.folding.drop_rank(rank)
             if self.model.has_weights and (delivered := self.model.delivered) is not None:
                 self.tensors.submit(partial(delivered.drop, rank))
-        if withdrawn.ends_streams:
-            self.streams.withdraw(rank, incarnation)
+        if fenced.ends_streams:
+            self.streams.fence(rank, incarnation)
 
     def _take_snapshot(self, effect: effects.TakeSnapshot) -> None:
         if self.snapshots is None or self.is_broken:

@@ -86,14 +86,14 @@ class Folding:
         self.halves = Halves()
         self._staged: dict[Identity, _Staged] = {}  # that came here whole
         self._kept: dict[Identity, _Staged] = {}  # of contributions that count and are to be folded
-        self._withdrawn: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
+        self._fenced: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
         self._without: frozenset[str] | None = None  # a gradient, of all that is folded and not in a version yet
         self._are_few = False  # contributions of the newest commit
         self._measured = measured
         self._steps: dict[int, partial[list[torch.Tensor]]] = {}  # of commits whose mean is measured, by version
 
-    def is_withdrawn(self, rank: int, incarnation: int) -> bool:
-        return self._withdrawn.get(rank, 0) >= incarnation
+    def is_fenced(self, rank: int, incarnation: int) -> bool:
+        return self._fenced.get(rank, 0) >= incarnation
 
     def stage(
         self,
@@ -106,7 +106,7 @@ class Folding:
         slot: torch.Tensor | None = None,
     ) -> None:
         """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
-        if self.is_withdrawn(identity.rank, identity.incarnation) or identity in self._staged:
+        if self.is_fenced(identity.rank, identity.incarnation) or identity in self._staged:
             self._return(body, slot)  # it has been let go, or said this before
         else:
             self._staged[identity] = _Staged(body, without, rows, base_version, brought, slot)
@@ -133,9 +133,9 @@ class Folding:
         self.codec_memories.drop(rank)
         self.halves.drop(rank)
 
-    def withdraw(self, rank: int, incarnation: int) -> None:
+    def fence(self, rank: int, incarnation: int) -> None:
         """Of this incarnation of a rank, and of older ones, nothing more is taken."""
-        self._withdrawn[rank] = max(incarnation, self._withdrawn.get(rank, 0))
+        self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
         for identity in [one for one in self._staged if one.rank == rank and one.incarnation <= incarnation]:
             self._give_back(identity)
         self.codec_memories.end_attempt(rank, False)

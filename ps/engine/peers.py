@@ -172,7 +172,7 @@ class Streams:
                 error = explained
         peer.end(error)
 
-    def withdraw(self, rank: int, incarnation: int) -> None:
+    def fence(self, rank: int, incarnation: int) -> None:
         """End what this incarnation of a rank, and older ones, have open."""
         for peer in list(self.peers.values()):
             if peer.rank == rank and peer.incarnation <= incarnation:

@@ -44,7 +44,7 @@ class States:
         """The contribution does not count."""
         self._staged.pop(identity, None)
 
-    def withdraw(self, rank: int, incarnation: int) -> None:
+    def fence(self, rank: int, incarnation: int) -> None:
         """What came from this incarnation of a rank, or an older one, and has not happened, never will."""
         self._staged = {
             one: told for one, told in self._staged.items() if one.rank != rank or one.incarnation > incarnation

@@ -236,8 +236,8 @@ class Learner:
             folding.fold(effect)
         elif isinstance(effect, effects.Discard):
             folding.discard(effect)
-        elif isinstance(effect, effects.Withdraw):
-            folding.withdraw(effect.rank, effect.incarnation)
+        elif isinstance(effect, effects.Fence):
+            folding.fence(effect.rank, effect.incarnation)
         elif isinstance(effect, effects.Commit):
             folding.commit(effect)
             total = self._num_workers * (self._config.run.steps or 1)

@@ -77,7 +77,7 @@ class Worker:
 
 
 @cache
-def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits | None = None) -> float:
+def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limits()) -> float:
     """The loss on fresh samples after NUM_STEPS rounds; the liars have the lowest ranks."""
     workers = [Worker(rank, LIE if rank < num_liars else 1.0) for rank in range(NUM_WORKERS)]
     layout = workers[0].tensors.layout

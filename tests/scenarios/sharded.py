@@ -52,8 +52,8 @@ class Shard:
             found = self.run.apply(event)
             self.applied.append((event, found))
             for effect in found:
-                if isinstance(effect, effects.Withdraw):
-                    self.sequencer.withdrawn(effect.rank, effect.incarnation)
+                if isinstance(effect, effects.Fence):
+                    self.sequencer.fenced(effect.rank, effect.incarnation)
             self.sequencer.applied(found)
         self._is_applying = False
 

@@ -205,8 +205,8 @@ def _words(effect: effects.Effect) -> str:
             return f"fold {_contribution(identity)}{f'*{weight:g}' if weight != 1 else ''}" + _scaled(scale)
         case effects.Discard(identity, is_counted):
             return f"discard {_contribution(identity)}" + (", which counts" if is_counted else "")
-        case effects.Withdraw(rank, incarnation):
-            return f"withdraw w{rank}.{incarnation}"
+        case effects.Fence(rank, incarnation):
+            return f"fence w{rank}.{incarnation}"
         case effects.Commit():
             folded = " ".join(map(_contribution, effect.contributions))
             rate = f" lr {effect.hyperparameters[0]['lr']:g}" if effect.hyperparameters else ""

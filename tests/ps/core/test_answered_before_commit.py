@@ -50,13 +50,13 @@ def test_one_sent_again_after_a_reset_is_answered_and_not_folded_again() -> None
     """Whether it sends the contribution once more, or asks for the answer only."""
     check("""\
 contribute w0 s1        -> keep w0#1; fold w0#1; answer w0 v0
-disconnect w0           -> withdraw w0.1; (away)
-resume w0               -> refuse w0.1: REPLACED; withdraw w0.1; seat w0.2 again at s1
+disconnect w0           -> fence w0.1; (away)
+resume w0               -> refuse w0.1: REPLACED; fence w0.1; seat w0.2 again at s1
 contribute w0 s1        -> discard w0#1; answer w0 REPEATED v0
-disconnect w0           -> withdraw w0.2; (away)
+disconnect w0           -> fence w0.2; (away)
 contribute w1 s1        -> keep w1#1; fold w1#1; answer w1 v0
 contribute w1 s2        -> keep w1#2; fold w1#2; commit v1 [w0#1 w1#1 w1#2]; answer w1 v1
-resume w0               -> refuse w0.2: REPLACED; withdraw w0.2; seat w0.3 again at s1
+resume w0               -> refuse w0.2: REPLACED; fence w0.2; seat w0.3 again at s1
 repeat w0 s1            -> answer w0 REPEATED v1
 contribute w0 s2        -> keep w0#2; fold w0#2; answer w0 v1
 """)
@@ -67,7 +67,7 @@ def test_it_is_committed_when_its_sender_has_died_since() -> None:
     check("""\
 contribute w0 s1        -> keep w0#1; fold w0#1; answer w0 v0
 heart w0 stops          -> (nothing)
-disconnect w0           -> withdraw w0.1; (left)
+disconnect w0           -> fence w0.1; (left)
 contribute w1 s1        -> keep w1#1; fold w1#1; answer w1 v0
 enter w0                -> seat w0.2 at s1; answer w0 START v0
 contribute w0 s2        -> keep w0#2; fold w0#2; commit v1 [w0#1 w1#1 w0#2]; answer w0 v1
@@ -156,7 +156,7 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
     assert after.tell("enter w1") == "seat w1.2 at s1; answer w0 START v1; answer w1 START v1"
     # An old process that goes on where it was told begins there too: what it had been answered for is a gap.
     assert after.tell("contribute w1 s3").startswith("discard w1#3; refuse w1.2: STEP_GAP")
-    assert after.tell("leave w1").startswith("withdraw w1.2")
+    assert after.tell("leave w1").startswith("fence w1.2")
     assert after.tell("contribute w0 s3") == "keep w0#3; fold w0#3; answer w0 v1"
     assert after.tell("enter w1") == "seat w1.3 at s1; answer w1 START v1"
     assert after.tell("contribute w1 s2") == "keep w1#2; fold w1#2; answer w1 v1"

@@ -83,11 +83,11 @@ def test_other_contributions_and_incarnations_are_another_thing() -> None:
 def test_of_who_was_let_go_nothing_is_waited_for() -> None:
     gather = Gather(2)
     gather.add(1, events.Contributed(0, 1, 5, 0))
-    gather.withdraw(0, 1)
+    gather.fence(0, 1)
     assert not gather.add(0, events.Contributed(0, 1, 5, 0))
-    assert not gather.add(1, events.Contributed(0, 1, 5, 0)), "it was withdrawn, also for a shard that is late"
+    assert not gather.add(1, events.Contributed(0, 1, 5, 0)), "it was fenced, also for a shard that is late"
     gather.add(1, events.Contributed(3, 2, 1, 0))
-    gather.withdraw(3, 1)  # an older one of that rank
+    gather.fence(3, 1)  # an older one of that rank
     assert gather.add(0, events.Contributed(3, 2, 1, 0))
 
 

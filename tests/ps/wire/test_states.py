@@ -133,6 +133,6 @@ def test_what_is_kept_is_what_a_snapshot_may_need() -> None:
     restored.restore({0: 4}, {"0": {"step": 3}}, {0: b"3", 2: b"of a place that is not known"})
     assert restored.saved({0: 4, 2: 9}) == {0: ({"step": 3}, b"3")}
     restored.stage(Identity(0, 2, 5), {"step": 4}, None)
-    restored.withdraw(0, 2)
+    restored.fence(0, 2)
     restored.counted(Identity(0, 3, 5), 5)
     assert restored.at(0, 5) is None
