@@ -135,6 +135,19 @@ def _modes_that(can: Callable[[Any], bool]) -> str:
     return ", ".join(name for name in MODES.names() if can(MODES.load(name)))
 
 
+def check_mode(mode: str, config: Any) -> None:
+    """Refuse settings of the sections `policy` and `store` that workers of this mode cannot follow.
+
+    The server and the launcher call it with the whole configuration. Raises UsageError.
+    """
+    policy, store = config.policy, config.store
+    options = policy.options(mode)
+    check_fragments(mode, options, policy.pipelined)
+    if policy.pipelined:
+        check_pipelined(mode, options)
+    check_contributions(mode, policy.aggregation, store.max_norm, store.clip_norm)
+
+
 def check_contributions(mode: str, aggregation: str, max_norm: float | None, clip_norm: float | None = None) -> None:
     """Whether what this mode's workers send can be aggregated and capped so; UsageError, the server's and the
     launcher's."""

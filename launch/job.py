@@ -30,7 +30,7 @@ from .plan.process import SERVER, Child, ProcessSpec
 from .plan.runs import Plan
 from .supervise.blame import Blame
 from .supervise.supervisor import Decision, Finish, JobSettings, Kill, Restart, Start, Supervisor, Terminate
-from .view.events import Event, parse_event, parse_status
+from .view.events import Event, parse_event
 from .view.screen import Screen, make_screen
 from .view.series import Series
 
@@ -161,7 +161,7 @@ class Job:
 
     def _understood(self, line: str, event: Event) -> bool:
         """Take the figures out of a status or summary event; False for everything else."""
-        if (status := parse_status(event)) is not None:
+        if (status := event.status) is not None:
             add_trained(self._trained, status)
             self._screen.status(line, status, self._loop.time())
             if self._is_enough is not None and self._is_enough(status):

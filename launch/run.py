@@ -20,9 +20,7 @@ from ..common.registry import (
     BACKENDS,
     MODES,
     canonical_mode,
-    check_contributions,
-    check_fragments,
-    check_pipelined,
+    check_mode,
     mode_label,
 )
 from ..common.security import WEB_TOKEN_VARIABLE
@@ -103,12 +101,7 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
 
     for plan in plans:
         if plan.server is not None:
-            options = config.policy.options(plan.mode)
-            check_fragments(plan.mode, options, config.policy.pipelined)
-            if config.policy.pipelined:
-                check_pipelined(plan.mode, options)
-            store = config.store
-            check_contributions(plan.mode, config.policy.aggregation, store.max_norm, store.clip_norm)
+            check_mode(plan.mode, config)
         if backend.spans_hosts:
             check_exposure(plan)
         for path in (plan.save, plan.history):

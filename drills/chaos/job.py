@@ -17,7 +17,7 @@ from ...common.reporting.status import Status
 from ...launch.backends.base import Site
 from ...launch.backends.local import LocalBackend
 from ...launch.plan.process import SERVER, Child, ProcessSpec
-from ...launch.view.events import Event, parse_event, parse_status
+from ...launch.view.events import Event, parse_event
 from .faults import Injector, Say
 from .plan import Fault
 from .processes import child_of_port, children_of, job_processes
@@ -193,7 +193,7 @@ class Chaos:
         event = parse_event(line)
         if event is None:
             return
-        self._note_status(parse_status(event))
+        self._note_status(event.status)
         if event.name == "snapshot":
             self._begun.set()
         if event.name == "listening" and event.fields.get("role") == SERVER.role:

@@ -48,6 +48,11 @@ class Event:
     level: str = "info"
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def status(self) -> Status | None:
+        """The run's status; None in other events, and where the fields are not a status's."""
+        return Status.parse(self.fields) if self.name == "status" else None
+
     def is_at_least(self, level: str) -> bool:
         """Whether it is as important as `level`; a level of someone else's making always is."""
         return self.level not in _LEVELS or _LEVELS.index(self.level) >= _LEVELS.index(level)
@@ -67,8 +72,3 @@ def parse_event(line: str) -> Event | None:
     for common in ("program", "timestamp"):
         fields.pop(common, None)
     return Event(name, level, fields)
-
-
-def parse_status(event: Event) -> Status | None:
-    """The status in an event; None for other events and for fields that are not a status's."""
-    return Status.parse(event.fields) if event.name == "status" else None

@@ -8,19 +8,16 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.registry import AUTO, CODECS, MODES, check_contributions, check_fragments, check_pipelined, check_zero
+from ...common.registry import AUTO, CODECS, MODES, check_mode, check_zero
 from ..core.run import Options
 from ..policies.base import Common, Policy
 
 
 def make_policy(config: Config) -> Policy:
     """The mode's state machine with the options of the configuration."""
-    policy, run, store = config.policy, config.run, config.store
+    policy, run = config.policy, config.run
     options = policy.options(run.mode)
-    check_fragments(run.mode, options, policy.pipelined)
-    if policy.pipelined:
-        check_pipelined(run.mode, options)
-    check_contributions(run.mode, policy.aggregation, store.max_norm, store.clip_norm)
+    check_mode(run.mode, config)
     reports = MODES.load(run.mode).contribution == "report"
     check_zero(config.worker.zero, run.mode, reports, getattr(options, "staleness", 0))
     if reports:

@@ -22,7 +22,7 @@ from paramserver.common.reporting.report import (
 from paramserver.common.reporting.status import Status
 from paramserver.common.reporting.summary import Summary, WorkerSummary
 from paramserver.launch.plan.process import SERVER, Child
-from paramserver.launch.view.events import LineSplitter, parse_event, parse_status
+from paramserver.launch.view.events import LineSplitter, parse_event
 from paramserver.launch.view.screen import LiveScreen, PlainScreen
 from paramserver.launch.view.series import Series
 from paramserver.launch.view.text import LastLines, child_line
@@ -52,7 +52,7 @@ STATUS = {
 def status(**changes: object) -> Status:
     event = parse_event(json.dumps({**STATUS, **changes}))
     assert event is not None
-    parsed = parse_status(event)
+    parsed = event.status
     assert parsed is not None
     return parsed
 
@@ -168,7 +168,7 @@ def test_at_80_columns_nothing_is_lost_of_what_a_worker_waits_for() -> None:
 def test_a_status_of_someone_elses_making_is_not_understood(changes: dict[str, object]) -> None:
     event = parse_event(json.dumps({**STATUS, **changes}))
     assert event is not None
-    assert parse_status(event) is None
+    assert event.status is None
 
 
 def test_lines_come_whole_however_the_bytes_come() -> None:

@@ -66,9 +66,7 @@ class OutputConfig(Section):
         None, description="final weights; of several modes FILE-MODE.safetensors each"
     )
     save_averaged: bool = Field(False, description="save the Polyak average (store.polyak) instead")
-    best_weights: Weights | None = Field(
-        None, description="weights of the best evaluation; none: best.safetensors beside output.save"
-    )
+    best_weights: Weights | None = Field(None, description="weights of the best evaluation; none: beside output.save")
     curve: Annotated[Curve | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.csv|.jsonl", is_for_alone=True)] = Field(
         None, description="all evaluations; of several modes FILE-MODE each"
     )
@@ -76,16 +74,11 @@ class OutputConfig(Section):
         None, description="results as JSON"
     )
     history: Annotated[str | None, Flag(Panel.OUTPUT, EVERY, metavar="FILE.jsonl")] = Field(
-        None,
-        description="what was applied when (a worker: sent and answered), for ps-launch check; "
-        "of several modes FILE-MODE.jsonl each",
+        None, description="what was applied when, for ps-launch check; of several modes FILE-MODE.jsonl each"
     )
 
     report: Annotated[str | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="DIR")] = Field(
-        None,
-        min_length=1,
-        description="how runs compare, as report.html and report.md there; without run.eval_every they are evaluated "
-        "twenty times",
+        None, min_length=1, description="write report.html and report.md there: how the runs compare"
     )
 
     target: Annotated[Until | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="FIGURE>=X|<=X")] = Field(
@@ -125,12 +118,8 @@ class OutputConfig(Section):
 class CostConfig(Section):
     """What machines cost: shown with the run, at its end, and before it by ps-launch --estimate."""
 
-    per_hour: float | None = Field(
-        None, ge=0, description="price of an hour of one machine; hosts.yaml may say another for each"
-    )
-    total_per_hour: float | None = Field(
-        None, ge=0, description="of all machines of the run together; none: of one. ps-launch --hosts adds them up"
-    )
+    per_hour: float | None = Field(None, ge=0, description="price of a machine's hour; hosts.yaml may give another")
+    total_per_hour: float | None = Field(None, ge=0, description="price of an hour of all machines; none: of one")
     currency: str = Field("USD", pattern=r"^\S{1,8}$", description="in which prices are")
 
     @property
@@ -154,9 +143,7 @@ class LaunchConfig(Section):
         None, description="where processes start: local, slurm, ray or ssh; none: ssh with launch.hosts, else local"
     )
     ray_address: str = Field("auto", min_length=1, description="HOST:PORT of a Ray cluster; auto: this machine's")
-    ray_worker: dict[str, float] = Field(
-        {"CPU": 1}, description="what each worker asks Ray for, such as {CPU: 4, GPU: 1}"
-    )
+    ray_worker: dict[str, float] = Field({"CPU": 1}, description="what each worker asks Ray for, e.g. {CPU: 4, GPU: 1}")
     ray_server: dict[str, float] = Field({"CPU": 1}, description="what the server, and each shard, asks Ray for")
     ray_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "PACK", description="how Ray lays processes on nodes"
@@ -174,14 +161,13 @@ class LaunchConfig(Section):
     ssh: str = Field("ssh", min_length=1, description="the ssh command, with options of your own")
     connect_s: float = Field(10.0, gt=0, description="seconds a host has to answer")
     lost_after_s: float = Field(
-        20.0, ge=5, description="a host not heard of for so long is lost, and ends what runs there by itself"
+        20.0, ge=5, description="seconds of silence until a host is lost and ends its processes"
     )
     script: Annotated[str | None, Flag(Panel.RUN, (LAUNCHER,), metavar="FILE.py")] = Field(
         None, description="your own training script as each worker; its arguments follow --"
     )
     torch_variables: Annotated[bool, Flag(Panel.OTHER, (LAUNCHER,))] = Field(
-        False,
-        description="a script is given RANK and WORLD_SIZE too; trainers take them for a process group of their own",
+        False, description="give a script RANK and WORLD_SIZE too, which trainers take for a process group"
     )
     group: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="G")] = Field(
         1, ge=1, le=254, description="processes of each worker, on one host: they divide its batch, and are one rank"
@@ -193,9 +179,7 @@ class LaunchConfig(Section):
         None, ge=0, le=65535, description="server port; none: a free one"
     )
     status_interval_s: float = Field(2.0, gt=0, description="seconds between status lines without a terminal")
-    grace_s: float = Field(
-        10.0, gt=0, description="seconds from Ctrl-C until children are killed, servers ten times as long"
-    )
+    grace_s: float = Field(10.0, gt=0, description="seconds from Ctrl-C to a kill; servers have ten times as long")
     max_restarts: Annotated[int, Flag(Panel.SNAPSHOTS, (LAUNCHER,), metavar="N")] = Field(
         3, ge=0, description="of each process, before the job ends with exit code 17; 0: its first failure ends the job"
     )

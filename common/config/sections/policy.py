@@ -25,9 +25,7 @@ class PolicyConfig(Section):
     min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
     aggregation: Annotated[str, AfterValidator(AGGREGATIONS.check)] = Field(
-        "mean",
-        description="sync, diloco: how a round's gradients or deltas become one: mean, or median or trimmed_mean, "
-        "which withstand some that lie and hold those of every worker in memory",
+        "mean", description="sync, diloco: how contributions of a round become one: mean, median or trimmed_mean"
     )
     trim: int = Field(1, ge=1, description="trimmed_mean: values left out at each end, of every element")
 

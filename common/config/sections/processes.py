@@ -19,6 +19,7 @@ Lane = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
 ReachedOrNone = Annotated[str, AfterValidator(reached_or_none)]
+PemFile = Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")]
 
 
 class ServerConfig(Section):
@@ -26,7 +27,7 @@ class ServerConfig(Section):
         DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one"
     )
     insecure: Annotated[bool, Flag(Panel.SECURITY, EVERY)] = Field(
-        False, description="allow an address other machines can reach, in the clear"
+        False, description="serve other machines without TLS"
     )
     shards: Annotated[int, Flag(Panel.HOSTS, metavar="S")] = Field(
         1, ge=1, le=256, description="server processes the model is divided among, by bytes"
@@ -52,9 +53,7 @@ class ServerConfig(Section):
     direct: bool = Field(True, description="a second port, where workers exchange without gRPC between")
     direct_port: int = Field(0, ge=0, le=65535, description="its number; 0: any, as of shards that ps-launch starts")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between status events")
-    absent_s: float = Field(
-        15.0, ge=0, description="how long the end of a run waits for a worker that was lost before its last step"
-    )
+    absent_s: float = Field(15.0, ge=0, description="seconds a run's end waits for a worker lost before its last step")
     join_timeout_s: float = Field(30.0, gt=0, description="a connection that does not join by then is closed")
     lease_s: float = Field(5.0, ge=0.5, description="a worker that is not heard of for so long is let go")
     drain_s: float = Field(5.0, gt=0, description="seconds a stopping server lets its workers leave")
@@ -73,9 +72,7 @@ class WorkerConfig(Section):
     rank: Annotated[int | None, Flag(Panel.RUN, (WORKER,))] = Field(
         None, ge=0, description="0..N-1; none: the server gives a free one"
     )
-    local_rank: int | None = Field(
-        None, ge=0, description="which of its host's workers this one is: the cuda device that `auto` takes"
-    )
+    local_rank: int | None = Field(None, ge=0, description="rank among this host's workers: the cuda device of `auto`")
     group: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
         False, description="this process is one of several that are one worker, as torchrun says (RANK, WORLD_SIZE)"
     )
@@ -84,46 +81,28 @@ class WorkerConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: CodecOrAuto = Field(
-        "raw",
-        description="how contributions are encoded: bf16 and fp16 halve them, int8 and q4 are 3.9 and 7.8 times less; "
-        "auto measures which of them pays",
+        "raw", description="codec of contributions: bf16 and fp16 halve them, int8 is 1/3.9, q4 1/7.8; auto measures"
     )
     answer_codec: Codec = Field(
-        "raw",
-        description="the same of the weights that come back (int8, q4: what has changed in them): workers compute on "
-        "rounded ones, the server on its own",
+        "raw", description="codec of the server's weights; workers compute on rounded weights, the server on exact ones"
     )
     lanes: tuple[Lane, ...] = Field(
-        ("shared", "direct", "grpc"),
-        description="how tensors travel, the best first: shared memory with a server on this host, a connection to its "
-        "direct port, gRPC, which is always there",
+        ("shared", "direct", "grpc"), description="how tensors travel: the first that is possible; grpc must be named"
     )
-    max_mbit: float | None = Field(
-        None, ge=1, description="Mbit/s of tensors each way that this worker stays below on the network; none: no limit"
-    )
+    max_mbit: float | None = Field(None, ge=1, description="most Mbit/s of tensors each way over the network")
     overlap: bool | None = Field(
         None,
         description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no",
     )
     zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
-        0,
-        ge=0,
-        le=3,
-        description="what each has a part of only: 1: what the optimizer remembers (allreduce, among workers); "
-        "3: parameters and gradients too (fully_shard, among the processes of a worker); 0: nothing",
+        0, ge=0, le=3, description="ZeRO stage: 1 shards optimizer state (allreduce), 3 the model too (--group)"
     )
-    zero_copies: int = Field(
-        2,
-        ge=1,
-        le=2,
-        description="workers that hold each part of it: with 2 any one may die, with 1 each holds 1/N",
-    )
+    zero_copies: int = Field(2, ge=1, le=2, description="workers that hold each part of it: with 2, any one may die")
     evaluate: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
         False, description="train nothing: evaluate the run's weights while the workers of the run train"
     )
     accept_restarted_schedule: bool = Field(
-        False,
-        description="a script that takes a rank may begin its learning-rate schedule anew; false: such a worker stops",
+        False, description="a script that takes a rank may restart its learning-rate schedule; false: it stops"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
@@ -170,8 +149,7 @@ class CheckpointConfig(Section):
     every_s: float | None = Field(None, gt=0, description="seconds between two; 30 when neither is given")
     keep: int = Field(3, ge=1, description="how many are kept; older ones are removed")
     resume: Annotated[str | None, Flag(Panel.SNAPSHOTS, metavar="latest|never|PATH")] = Field(
-        None,
-        description="a snapshot, a directory of them, 'latest' or 'never'; none: the newest in checkpoint.dir, if any",
+        None, description="a snapshot, a directory of them, latest or never; none: the newest in checkpoint.dir"
     )
 
     @model_validator(mode="after")
@@ -186,15 +164,9 @@ class CheckpointConfig(Section):
 class SecurityConfig(Section):
     """Encryption and identity; `ps-certs init` makes the files. The token itself is never a setting."""
 
-    ca: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")] = Field(
-        None, description="PEM: certificates the other side's must be signed by"
-    )
-    cert: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")] = Field(
-        None, description="PEM: this program's own certificate; a server with one speaks TLS"
-    )
-    key: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")] = Field(
-        None, description="PEM: the key of security.cert"
-    )
+    ca: PemFile = Field(None, description="PEM: certificates the other side's must be signed by")
+    cert: PemFile = Field(None, description="PEM: this program's own certificate; a server with one speaks TLS")
+    key: PemFile = Field(None, description="PEM: the key of security.cert")
     mutual: bool = Field(False, description="server: workers and other shards need a certificate signed by security.ca")
     token_file: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE")] = Field(
         None, description="file with the token all share; or PS_TOKEN in the environment"

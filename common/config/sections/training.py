@@ -12,28 +12,17 @@ from ..option import LAUNCHER, NOT_FINITE, WORKER, Flag, Panel, Section
 
 class StoreConfig(Section):
     buffers: Literal["average", "lowest_rank", "keep"] = Field(
-        "average",
-        description="running statistics of normalisation layers: averaged, of the lowest live rank, or untouched; all "
-        "other buffers are of the lowest live rank, or untouched",
+        "average", description="running statistics of normalisation: averaged, the lowest live rank's, or untouched"
     )
     polyak: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
     on_nonfinite: Literal["reject", "skip", "clip", "halt"] = Field(
-        "reject",
-        description="a contribution with NaN or Inf: computed again, counted but not applied, "
-        "taken with those values as 0, or the end of the run",
+        "reject", description="NaN or Inf in a contribution: compute it again, skip it, take 0 instead, or end the run"
     )
-    max_nonfinite: int = Field(
-        10, ge=1, description="contributions of one worker rejected in a row that end the run (exit 16)"
-    )
+    max_nonfinite: int = Field(10, ge=1, description="rejected in a row, of one worker, that end the run (exit 16)")
     clip_norm: Annotated[float | None, Flag(Panel.OPTIMIZER)] = Field(
-        None,
-        gt=0,
-        description="sync: cap on the 2-norm of the mean gradient, as clip_grad_norm_ in one process; diloco: of the "
-        "mean delta; none: any",
+        None, gt=0, description="cap on the 2-norm of the mean gradient (sync) or mean delta (diloco); none: any"
     )
-    max_norm: float | None = Field(
-        None, gt=0, description="cap on the 2-norm of each worker's gradient, or delta, before the mean; none: any"
-    )
+    max_norm: float | None = Field(None, gt=0, description="cap on the 2-norm of each worker's gradient or delta")
     on_large: Literal["reject", "skip", "clip", "halt"] = Field(
         "clip", description="a gradient beyond store.max_norm: as on_nonfinite; clip scales it down to the cap"
     )
