@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.config.cli import make_app, run_app
+from ..common.config.cli import make_app
 from ..common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -129,9 +128,3 @@ def tally_table(tally: Tally) -> object:
         if counts[name] or name in ("applied", "repeated", "restarts"):
             table.add_row(f"{counts[name]:,}", title)
     return table
-
-
-def main(arguments: list[str]) -> None:
-    """Run the command with what follows `ps-launch check`."""
-    sys.argv[1:] = arguments
-    run_app(app, PROGRAM)

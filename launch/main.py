@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
-from ..common.config.cli import Flags, PrintConfigOption, SetOption, run_command, show_config
+from ..common.config.cli import Flags, PrintConfigOption, SetOption, run_app, run_command, show_config
 from ..common.config.option import LAUNCHER
 
 _HELP = """Start a server and N workers, watch them, and end them together.
@@ -46,7 +46,7 @@ _COMMANDS = {
     "check": "..drills.check_main",
     "chaos": "..drills.chaos.main",
     "doctor": "..drills.doctor.main",
-}  # each with a main(arguments)
+}  # each with an app and the name of its PROGRAM
 
 
 _EstimateOption = Annotated[
@@ -89,7 +89,8 @@ def launch(
 
 def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:  # all else is a run: `ps-launch CONFIG` needs no word for it
-        importlib.import_module(_COMMANDS[sys.argv[1]], __package__).main(sys.argv[2:])
+        command = importlib.import_module(_COMMANDS[sys.argv.pop(1)], __package__)
+        run_app(command.app, command.PROGRAM)
     sys.argv[1:] = fold_script_arguments(sys.argv[1:])
     run_command(LAUNCHER, _HELP, launch)
 

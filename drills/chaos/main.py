@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...common.config.cli import make_app, run_app
+from ...common.config.cli import make_app
 from ...common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def chaos(
     from .plan import check_kinds
     from .trial import LANES, make_trial
 
+    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # a drill is no run that anybody looks for
+
     if not sys.platform.startswith("linux"):
         raise UsageError("faults are injected with what Linux has (/proc, pidfd)", fix="run it on Linux")
     kinds = check_kinds(faults, shards)
@@ -82,13 +84,6 @@ def chaos(
     command += f" --mode {mode} --lane {lane}" + (f" --shards {shards}" if shards > 1 else "")
     print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command}", flush=True)
     return _tell(_run(trial.setup), trial, is_kept=keep is not None)
-
-
-def main(arguments: list[str]) -> None:
-    """Run the command with what follows `ps-launch chaos`."""
-    sys.argv[1:] = arguments
-    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # a drill is no run that anybody looks for
-    run_app(app, PROGRAM)
 
 
 def _folder(keep: str | None) -> Path:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from ...common.config.cli import SetOption, make_app, run_app
+from ...common.config.cli import SetOption, make_app
 from ...common.errors import UsageError
 from .measure import LANES
 
@@ -69,10 +68,3 @@ def doctor(
             config, workers, hosts, megabytes, compute_s, seconds, tuple(chosen), budget, verify, as_json, sets or []
         )
     )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Entry point."""
-    if arguments is not None:
-        sys.argv[1:] = arguments
-    run_app(app, PROGRAM)

@@ -24,11 +24,14 @@ The contract test builds each backend with the fixture `<name>_site`, which give
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shlex
 import signal
 from abc import ABC, abstractmethod
+from asyncio.subprocess import Process
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -44,6 +47,7 @@ from ..view.events import LineSplitter
 OnLine = Callable[[Child, str], None]
 OnExit = Callable[[Child, int], None]
 T = TypeVar("T")
+_END_S = 15.0
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
 _FILE = re.compile(r"^PS_SECURITY__")  # of these, only where the secret is
@@ -74,6 +78,7 @@ class Backend(ABC):
 
     spans_hosts: ClassVar[bool] = False
     takes_hosts: ClassVar[bool] = False  # whether --hosts is for this one
+    has_agent_each: ClassVar[bool] = False  # whether every process has an agent of its own
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         self._on_line = on_line
@@ -168,11 +173,26 @@ class Backend(ABC):
         """It has ended; `why` it could not be started or was lost, if so."""
         if self._is_closed:
             return
+        connection = running.connection
+        if self.has_agent_each and connection is not None:
+            if connection.is_lost:
+                code, why = self._lost(running, connection)
+            else:  # its agent has nothing else to do
+                watched(connection.close())
         self._said(running, running.splitter.rest())
         if why:
             self._said(running, [f"cannot start {why}" if code == CANNOT_START else why])
         del self._running[running.spec.child]
         self._on_exit(running.spec.child, code)
+
+    def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
+        """Returns the exit code, and the reason, of a process that was lost with its own agent."""
+        return HOST_LOST, f"{connection.name} was lost"
+
+    def _threads_env(self, num_threads: int) -> dict[str, str]:
+        """The variable that limits a process to so many threads, unless the user has chosen a number."""
+        is_chosen = self._site.config.worker.threads is not None or "OMP_NUM_THREADS" in os.environ
+        return {} if is_chosen else {"OMP_NUM_THREADS": str(num_threads)}
 
     def _connection(self, **how: Any) -> Connection:
         self._connections.append(Connection(**how))
@@ -189,6 +209,20 @@ class Backend(ABC):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(connection.close() for connection in self._connections))
+
+
+async def end_helper(process: Process, *, terminates: bool = False) -> None:
+    """End a child that lives until its input is closed, and kill it when that takes too long."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with suppress(ProcessLookupError):
+        if terminates:
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
 
 
 def command_text(spec: ProcessSpec, *before: str) -> str:

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ...common.errors import UsageError
@@ -26,15 +25,14 @@ from ..hosts.connection import Connection, agent_command, watched
 from ..hosts.ray_job import PASS
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import HOST_LOST
-from .base import Backend, OnExit, OnLine, Running, Site, command_text, handed_on
-
-_END_S = 15.0
+from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, handed_on
 
 
 class RayBackend(Backend):
     """See `base.Backend`."""
 
     spans_hosts = True
+    has_agent_each = True
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         super().__init__(on_line, on_exit, site)
@@ -89,34 +87,20 @@ class RayBackend(Backend):
             on_said=lambda line: self._said(running, [line]),
         )
         connection.begin()
-        env = handed_on(os.environ)
-        if self._site.config.worker.threads is None and "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = str(max(1, int(self._asked(running.spec.child).get("CPU", 1))))
+        num_threads = max(1, int(self._asked(running.spec.child).get("CPU", 1)))
+        env = handed_on(os.environ) | self._threads_env(num_threads)
         return connection, {**env, **running.spec.env}, os.path.abspath(self._site.folder)
 
     def _host_of(self, child: Child) -> str:
         return self._nodes[self._bundles[child]][1]
 
-    def _ended(self, running: Running, code: int, why: str) -> None:
-        connection = running.connection
-        if connection is not None and not self._is_closed:
-            if connection.is_lost:
-                code, why = HOST_LOST, f"its actor on {connection.name} was lost"
-            else:  # its agent has nothing else to do
-                watched(connection.close())
-        super()._ended(running, code, why)
+    def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
+        return HOST_LOST, f"its actor on {connection.name} was lost"
 
     async def close(self) -> None:
         await super().close()
         if self._job is not None:
-            assert self._job.stdin is not None
-            self._job.stdin.close()
-            with suppress(ProcessLookupError):
-                try:
-                    await asyncio.wait_for(self._job.wait(), _END_S)
-                except TimeoutError:
-                    self._job.kill()
-                    await self._job.wait()
+            await end_helper(self._job)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @classmethod

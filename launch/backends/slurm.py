@@ -19,7 +19,6 @@ import shutil
 import subprocess
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
@@ -27,7 +26,7 @@ from ..hosts.connection import Connection, agent_command, watched
 from ..plan.allocation import Allocation, Place, parse_counts, place
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
-from .base import Backend, OnExit, OnLine, Running, Site, command_text
+from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper
 
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")
 # What salloc runs: says what it was given, then holds it until the launcher is gone.
@@ -37,13 +36,13 @@ _STEPS_OWN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "
 _NOT_FOR_SRUN = re.compile(r"SLURM_(?!CONF$)")
 _NO_BINDING = "srun: cluster configuration lacks support for cpu binding"  # then there is none to turn off
 _WAITS = re.compile(r"queued and waiting|error")  # what of salloc's words is news
-_END_S = 15.0
 
 
 class SlurmBackend(Backend):
     """See `base.Backend`."""
 
     spans_hosts = True
+    has_agent_each = True
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         super().__init__(on_line, on_exit, site)
@@ -53,8 +52,6 @@ class SlurmBackend(Backend):
         self._addresses: dict[str, str] = {}  # of the nodes
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
-        if self._site.hosts:
-            raise UsageError("--hosts together with the backend slurm: Slurm knows its nodes", fix="leave out --hosts")
         absent = [program for program in ("srun", "salloc", "scontrol") if shutil.which(program) is None]
         if absent:
             raise UsageError(f"no {absent[0]} on this machine", fix="start ps-launch where jobs are submitted from")
@@ -77,9 +74,7 @@ class SlurmBackend(Backend):
             on_said=lambda line: self._said(running, [line] if line != _NO_BINDING else []),
         )
         connection.begin()
-        env = {}
-        if self._site.config.worker.threads is None and "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = str(where.num_threads)
+        env = self._threads_env(where.num_threads)
         if spec.child.role != "server":
             env["PS_WORKER__LOCAL_RANK"] = str(where.local_rank)
         return connection, {**env, **spec.env}, "."
@@ -88,25 +83,21 @@ class SlurmBackend(Backend):
         node = self._places[child].node
         return self._addresses.get(node, node)
 
-    def _ended(self, running: Running, code: int, why: str) -> None:
-        connection = running.connection
-        if connection is not None and not self._is_closed:
-            if connection.is_lost:
-                step, node = connection.hello.get("step"), self._places[running.spec.child].node
-                what = f"step {step} on {node} was lost" if step else f"no step could be started on {node}"
-                self._said(running, [f"{what}: srun ended with {connection.code}"])
-                code, why = HOST_LOST if step else CANNOT_START, ""
-                _cancel_left(connection)
-            else:  # its agent has nothing else to do
-                watched(connection.close())
-        super()._ended(running, code, why)
+    def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
+        step, node = connection.hello.get("step"), self._places[running.spec.child].node
+        lost = f"step {step} on {node} was lost" if step else f"no step could be started on {node}"
+        self._said(running, [f"{lost}: srun ended with {connection.code}"])
+        _cancel_left(connection)
+        return HOST_LOST if step else CANNOT_START, ""
 
     async def close(self) -> None:
         await super().close()
         for connection in self._connections:
             _cancel_left(connection)
         if self._holder is not None:
-            await _release(self._holder, is_granted=self._allocation is not None)
+            # A salloc that still waits for nodes has a command that does not read yet. Terminated while it ends by
+            # itself it may hang (seen in Slurm 22.05).
+            await end_helper(self._holder, terminates=self._allocation is None)
 
     @classmethod
     def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
@@ -187,20 +178,6 @@ def _cancel_left(connection: Connection) -> None:
     step = connection.hello.get("step")
     if step and (connection.code is None or connection.code < 0):
         subprocess.run(["scancel", "--signal=KILL", step], capture_output=True, check=False)
-
-
-async def _release(holder: Process, *, is_granted: bool) -> None:
-    """Give the allocation back: the end of its input ends the holder, and salloc the job."""
-    assert holder.stdin is not None
-    holder.stdin.close()
-    with suppress(ProcessLookupError):
-        if not is_granted:  # still waits for nodes, and its command has not begun to read
-            holder.terminate()  # while it ends by itself this may hang it, seen in Slurm 22.05
-        try:
-            await asyncio.wait_for(holder.wait(), _END_S)
-        except TimeoutError:
-            holder.kill()
-            await holder.wait()
 
 
 ENTRY = SlurmBackend
