@@ -21,7 +21,7 @@ from ..common.config.cli import (
     run_command,
 )
 from ..common.config.flags import flag_name, flags_of
-from ..common.config.launchers import find_place
+from ..common.config.launchers import engine_settings
 from ..common.config.option import WORKER
 from ..common.config.preflight.code import check_task
 from ..common.config.preflight.files import check_weights
@@ -91,7 +91,7 @@ def _check_here(resolved: Resolved) -> None:
 
 def _say_place(resolved: Resolved) -> None:
     """Whose word the rank is, when an engine's was taken: in a job within a job this is what people look for."""
-    place = find_place(os.environ, resolved.config.worker.group)
+    place = engine_settings(os.environ, resolved.config.worker.group)
     rank = place.settings.get("worker.rank")
     if rank is None or resolved.origins.get("worker.rank") != f"environment {rank.name}":
         return

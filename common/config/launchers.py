@@ -1,9 +1,9 @@
-"""A worker's place as the engine that started it says: torchrun, Slurm, MPI, Kubernetes. Pure.
+"""Reads a worker's rank from the engine that started it: torchrun, Slurm, MPI, Kubernetes. Pure.
 
-One engine gives all of it (rank, number of workers, rank on its host, where the server is), so that a
-rank never meets another engine's number of workers. It is the first in `ENGINES` whose rank is set:
-what can run inside another comes first, so torchrun inside a Slurm job is torchrun, and so is mpirun
-Open MPI. The values are texts here; `sources.py` checks them with all the others.
+One engine gives all settings (rank, number of workers, rank on its host, server), so that a rank is never combined
+with another engine's number of workers. That engine is the first in `ENGINES` whose rank is set. An engine that can
+run inside another one comes first: torchrun inside a Slurm job is torchrun. Values are texts here, and `sources.py`
+checks them with all other settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .schema import DEFAULT_ADDRESS, DEFAULT_PORT
 
 @dataclass(frozen=True)
 class Engine:
-    """The names of its variables; of several for one thing, the first that is set is taken."""
+    """Names of an engine's variables. Where several mean one thing, the first that is set counts."""
 
     name: str
     rank: str
@@ -44,40 +44,43 @@ ENGINES = (
     Engine("Kubernetes", "JOB_COMPLETION_INDEX"),
 )
 
-# What says whose place a process has; not where other hosts are, which a child may want to know too.
-PLACE_NAMES = frozenset(
+# Variables that say which rank a process has. Names of hosts are not among them: a child may need these.
+RANK_VARIABLES = frozenset(
     name for engine in ENGINES for name in (engine.rank, *engine.workers, *engine.local_rank, *engine.local_workers)
 )
 _HOSTS = "SLURM_JOB_NODELIST"
 
 
 @dataclass(frozen=True)
-class Said:
-    """A setting that an engine gives: its text and the variable it is from."""
+class Variable:
+    """The value of a setting and the variable that it came from."""
 
     value: str
     name: str
 
 
 @dataclass(frozen=True)
-class Place:
-    """What was found: settings by their dotted key, whose word was taken and whose was not."""
+class EngineSettings:
+    """Settings by dotted key, the engine that gave them, and other engines whose rank was ignored."""
 
-    settings: Mapping[str, Said]
+    settings: Mapping[str, Variable]
     engine: str = ""
     overruled: tuple[str, ...] = ()
     restarts: str = ""  # how often torchrun has started its workers again
 
 
-def find_place(environ: Mapping[str, str], is_group: bool = False) -> Place:
-    """The place that the environment gives this process; empty when no engine started it. `is_group`: torchrun started
-    it as one of several that are one worker, and what it is in says whose place that has."""
+def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> EngineSettings:
+    """Returns the settings that an engine gives this process; none where no engine started it.
+
+    `is_group`: torchrun started the process as a member of a replica group. Then the rank of the group comes from
+    the engine around torchrun.
+    """
     if is_group:
-        return _place_of_group(environ)
+        return _settings_of_group(environ)
     present = [engine for engine in ENGINES if environ.get(engine.rank)]
     if not present:  # a number of workers alone still says something
         workers = _first(environ, ENGINES[0].workers)
-        return Place({"run.workers": workers} if workers else {})
+        return EngineSettings({"run.workers": workers} if workers else {})
     engine = present[0]
     found = {
         "worker.rank": _first(environ, (engine.rank,)),
@@ -85,27 +88,27 @@ def find_place(environ: Mapping[str, str], is_group: bool = False) -> Place:
         "worker.local_rank": _first(environ, engine.local_rank),
         "worker.server": _server(environ, engine),
     }
-    return Place(
-        settings={key: said for key, said in found.items() if said is not None},
+    return EngineSettings(
+        settings={key: variable for key, variable in found.items() if variable is not None},
         engine=engine.name,
         overruled=tuple(other.name for other in present[1:]),
         restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "") if engine is ENGINES[0] else "",
     )
 
 
-def _place_of_group(environ: Mapping[str, str]) -> Place:
-    """RANK and WORLD_SIZE are of the worker's own processes; its rank is another engine's, or the server's to give."""
+def _settings_of_group(environ: Mapping[str, str]) -> EngineSettings:
+    """RANK and WORLD_SIZE count the group's members. Its own rank comes from an outer engine or the server."""
     torchrun = ENGINES[0]
     own = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
-    outer = find_place({name: value for name, value in environ.items() if name not in own})
-    settings = {"worker.server": Said(DEFAULT_ADDRESS, torchrun.workers[0])} if environ.get(torchrun.rank) else {}
+    outer = engine_settings({name: value for name, value in environ.items() if name not in own})
+    settings = {"worker.server": Variable(DEFAULT_ADDRESS, torchrun.workers[0])} if environ.get(torchrun.rank) else {}
     settings |= outer.settings
     if (local_rank := _first(environ, torchrun.local_rank)) is not None:
         settings["worker.local_rank"] = local_rank
-    return Place(settings, outer.engine, outer.overruled)
+    return EngineSettings(settings, outer.engine, outer.overruled)
 
 
-def _server(environ: Mapping[str, str], engine: Engine) -> Said | None:
+def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
     """Where the server of several workers is when nobody says it: on the first host, this one if all are here.
 
     None for a worker that may be the only one: a script without a server then trains alone.
@@ -115,12 +118,12 @@ def _server(environ: Mapping[str, str], engine: Engine) -> Said | None:
         return None
     here = _first(environ, engine.local_workers)
     if (here is not None and here.value == workers.value) or (engine.name == "Slurm" and _is_one(environ)):
-        return Said(DEFAULT_ADDRESS, workers.name)
+        return Variable(DEFAULT_ADDRESS, workers.name)
     if environ.get("MASTER_ADDR"):
-        return Said(_address(environ["MASTER_ADDR"]), "MASTER_ADDR")
+        return Variable(_address(environ["MASTER_ADDR"]), "MASTER_ADDR")
     if environ.get(_HOSTS):
-        return Said(_address(first_host(environ[_HOSTS])), _HOSTS)
-    return Said(DEFAULT_ADDRESS, workers.name)
+        return Variable(_address(first_host(environ[_HOSTS])), _HOSTS)
+    return Variable(DEFAULT_ADDRESS, workers.name)
 
 
 def first_host(hosts: str) -> str:
@@ -139,5 +142,5 @@ def _address(host: str) -> str:
     return f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Said | None:
-    return next((Said(environ[name], name) for name in names if environ.get(name)), None)
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Variable | None:
+    return next((Variable(environ[name], name) for name in names if environ.get(name)), None)

@@ -1,9 +1,9 @@
-"""Where settings come from, and which source wins.
+"""Reads settings from all sources, with the origin of each value.
 
 flag > `PS_SECTION__KEY` environment > YAML > launcher environment (RANK, ...) > default
 
-`PS_SERVER` is short for `PS_WORKER__SERVER`, which wins over it. What a launcher says is found in
-`launchers.py`, and only for those that are workers.
+`PS_SERVER` is short for `PS_WORKER__SERVER`, which wins over it. `launchers.py` reads the launcher environment, for
+workers only.
 
 `load_config` merges the sources into one dict with the origin of every value beside it,
 then validates once; an error names the key, its origin (file:line, the flag, the variable)
@@ -25,14 +25,14 @@ from ..registry import MODES, canonical_mode
 from ..user_code import is_in_file
 from .documents import built, items, read_document, refusal, scalar
 from .flags import flag_name, sections, settings
-from .launchers import PLACE_NAMES, find_place
+from .launchers import RANK_VARIABLES, engine_settings
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
-# Of two that say the same in two ways a stronger source's one counts.
+# Two settings of one thing: the one from the stronger source counts.
 _INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
-# The place of a worker: what a launcher does not pass on to its own children.
-LAUNCHER_ENV_NAMES = PLACE_NAMES | _SHORT_NAMES.keys()
+# Variables of a process's own rank, which a launcher does not pass on to its children.
+LAUNCHER_ENV_NAMES = RANK_VARIABLES | _SHORT_NAMES.keys()
 
 
 @dataclass
@@ -87,21 +87,21 @@ class Resolved:
 
 
 def _readers(key: str, modes: Iterable[str]) -> list[str]:
-    """The modes that have this option; empty for a setting of every mode."""
+    """Returns the modes that have this option; empty for a setting of every mode."""
     section, _, name = key.partition(".")
     found = mode_options(modes).items() if section == "policy" else ()
     return [mode for mode, options in found if name in options.model_fields]
 
 
 def of_mode(mode: str, flags: Mapping[str, Any], sets: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """What one mode is told of what several were, without options that only others have."""
+    """Returns the flags and the `sets` without the options that only other modes have."""
 
     def is_its(key: str) -> bool:
         readers = _readers(key.strip(), [mode])
         return not readers or mode in readers
 
-    told = {key: value for key, value in flags.items() if is_its(key)}
-    return told, [text for text in sets if is_its(text.partition("=")[0])]
+    of_flags = {key: value for key, value in flags.items() if is_its(key)}
+    return of_flags, [text for text in sets if is_its(text.partition("=")[0])]
 
 
 def load_config(
@@ -119,35 +119,36 @@ def load_config(
     of --set. Only a worker (`is_worker`) reads its rank from RANK or SLURM_PROCID. `defaults` maps dotted keys to a
     program's own defaults and their origin. Raises UsageError.
     """
-    told: list[tuple[str, Any, str]] = [(key, *found) for key, found in defaults.items()]  # the later wins
+    entries: list[tuple[str, Any, str]] = []  # key, value and origin; the later wins
     if path is not None:
-        told += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
+        entries += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
     for name, key in _SHORT_NAMES.items():
         if environ.get(name):
-            told.append((key, scalar(environ[name]), f"environment {name}"))
+            entries.append((key, scalar(environ[name]), f"environment {name}"))
     for name, text in sorted(environ.items()):
         if name.startswith("PS_") and "__" in name:
-            told.append((name[3:].lower().replace("__", "."), scalar(text), f"environment {name}"))
+            entries.append((name[3:].lower().replace("__", "."), scalar(text), f"environment {name}"))
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
             raise UsageError(f"--set {text}: not of the form section.key=value", fix="e.g. --set policy.staleness=2")
-        told.append((key.strip(), scalar(value), f"--set {key.strip()}"))
-    told += [(key, value, "flag") for key, value in flags.items() if value is not None]
-    if is_worker:  # what is told to be a group may have its place from elsewhere
-        is_group = next((value for key, value, _ in reversed(told) if key == "worker.group"), False) is True
-        place = find_place(environ, is_group).settings
-        told = [(key, _number(said.value), f"environment {said.name}") for key, said in place.items()] + told
-    return _validated(told)
+        entries.append((key.strip(), scalar(value), f"--set {key.strip()}"))
+    entries += [(key, value, "flag") for key, value in flags.items() if value is not None]
+    if is_worker:  # the rank of a replica group comes from an outer engine
+        is_group = next((value for key, value, _ in reversed(entries) if key == "worker.group"), False) is True
+        of_engine = engine_settings(environ, is_group).settings
+        weakest = [(key, _number(found.value), f"environment {found.name}") for key, found in of_engine.items()]
+        entries = [*weakest, *entries]
+    return _validated([*((key, *found) for key, found in defaults.items()), *entries])
 
 
-def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
-    """The configuration that (key, value, origin) make, of which the later win."""
-    mode, others = _modes_in_files(told)
+def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:
+    """Returns the configuration that the (key, value, origin) entries make. Later entries win."""
+    mode, others = _modes_in_files(entries)
     known = settings([mode, *others] if mode else others)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for key, value, origin in told:
+    for key, value, origin in entries:
         if origin == "flag":
             origin = f"flag {flag_name(key, known[key])}"
         _check_key(key, origin, known)
@@ -166,7 +167,7 @@ def _validated(told: list[tuple[str, Any, str]]) -> Resolved:
 
 
 def _kind(origin: str) -> str:
-    """Of a source: flag, --set, environment, or the file's name."""
+    """Returns the kind of an origin: flag, --set, environment, or the file's name."""
     return origin.partition(" ")[0].partition(":")[0]
 
 
@@ -182,11 +183,11 @@ def _put(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
     target[last] = value
 
 
-def _modes_in_files(told: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
+def _modes_in_files(entries: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
     """The mode that is to run, and those in files that any source names beside it: what the file that a stronger
     source overruled says in `policy` stays known. Raises UsageError for a file that has no such mode."""
     run, others = "", dict[str, None]()
-    for key, value, origin in told:
+    for key, value, origin in entries:
         try:
             if key == "run.mode" and isinstance(value, str):
                 run = canonical_mode(value) if is_in_file(value) else ""
@@ -195,13 +196,13 @@ def _modes_in_files(told: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
                 others |= {canonical_mode(mode): None for mode in value if is_in_file(str(mode))}
             mode_options(others)
         except UsageError as error:
-            said = "flag --mode" if origin == "flag" else origin
-            raise UsageError(f"{said}: {error.message}", fix=error.fix) from None
+            source = "flag --mode" if origin == "flag" else origin
+            raise UsageError(f"{source}: {error.message}", fix=error.fix) from None
     return run, [mode for mode in others if mode != run]
 
 
 def _number(text: str) -> int | str:
-    """What an engine says: a whole decimal number (010 is ten, as in `srun`), or an address."""
+    """Returns an engine's value: a whole decimal number (010 is ten, as in `srun`), or the text."""
     return int(text) if text.isascii() and text.isdecimal() else text
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.common.config.launchers import ENGINES, find_place, first_host
+from paramserver.common.config.launchers import ENGINES, engine_settings, first_host
 from paramserver.common.config.sources import LAUNCHER_ENV_NAMES, load_config
 from paramserver.common.errors import UsageError
 
@@ -79,7 +79,7 @@ def test_an_engine_gives_all_of_a_place(
 def test_the_innermost_engine_gives_everything(
     environ: dict[str, str], engine: str, rank: int, workers: int, overruled: tuple[str, ...]
 ) -> None:
-    found = find_place(environ)
+    found = engine_settings(environ)
     assert (found.engine, found.overruled) == (engine, overruled)
     assert found.settings["worker.rank"].value == str(rank)
     assert found.settings["run.workers"].value == str(workers)
@@ -111,8 +111,8 @@ def test_a_number_of_workers_alone_still_counts() -> None:
 
 
 def test_restarts_are_torchruns() -> None:
-    assert find_place(TORCHRUN).restarts == "2"
-    assert find_place(SLURM | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == ""
+    assert engine_settings(TORCHRUN).restarts == "2"
+    assert engine_settings(SLURM | {"TORCHELASTIC_RESTART_COUNT": "2"}).restarts == ""
 
 
 # ---- where the server is ---------------------------------------------------------------------------

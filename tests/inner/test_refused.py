@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from paramserver.common.config.launchers import find_place
+from paramserver.common.config.launchers import engine_settings
 from paramserver.common.errors import MismatchError, UsageError
 from paramserver.launch.plan.placement import place
 from paramserver.tests.inner.conftest import Run
@@ -29,11 +29,11 @@ def test_the_place_in_a_group_is_torchruns_and_the_rank_another_engines() -> Non
     assert find_member(TORCHRUN | {"RANK": "0"}).is_host
     assert not find_member(TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_host
     slurm = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a[1-3]"}
-    told = find_place(TORCHRUN | slurm, is_group=True)
+    told = engine_settings(TORCHRUN | slurm, is_group=True)
     assert {key: said.value for key, said in told.settings.items()} == {
         "worker.rank": "2", "run.workers": "3", "worker.local_rank": "1", "worker.server": "h:50051",
     }  # fmt: skip
-    alone = find_place(TORCHRUN, is_group=True).settings
+    alone = engine_settings(TORCHRUN, is_group=True).settings
     assert {key: said.value for key, said in alone.items()} == {
         "worker.local_rank": "1", "worker.server": "127.0.0.1:50051",
     }  # fmt: skip
