@@ -1,7 +1,7 @@
-"""What the commands share: options that mean the same everywhere, and the one place errors end.
+"""Builds the command line of every program, runs it, and prints its errors.
 
-A user's mistake is printed as `ps-server: what happened` and `  fix: what to do`, with the
-exit code of its class; only our own bugs show a traceback.
+A user's mistake is printed as `ps-server: MESSAGE` and `  fix: FIX`, and the process ends with the exit code of the
+error's class. Only bugs of the project show a traceback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PrintConfigOption = Annotated[
         "--print-config", help="Show every setting and where it comes from, then stop.", rich_help_panel="Other"
     ),
 ]
-# What a command gets for its parameter `flags`: by dotted key the value of each flag, None where it was not given.
+# A command's parameter `flags`: the value of each flag by dotted key, None where it was not given.
 Flags = Mapping[str, Any]
 
 
@@ -47,7 +47,7 @@ _EPILOG = "--version, by itself, shows the version."
 
 
 class Drained(BaseException):
-    """Raised by the SIGTERM handler: finish in good order, then exit 143."""
+    """The SIGTERM handler raises it: the program ends in good order with exit code 143."""
 
 
 class _Help:
@@ -99,10 +99,10 @@ def make_app(help_text: str) -> App:
 
 
 def run_command(program: str, help_text: str, command: Callable[..., int | None]) -> NoReturn:
-    """Run a program that is one command, and end the process with the exit code of what happened.
+    """Run a program of one command, and end the process with the command's exit code.
 
-    The command's first parameter is `Flags`: those of which the configuration's fields say that the program has
-    them. The second is the configuration file; the others, as Typer takes them, stand last in --help.
+    The command's first parameter is `Flags`: the flags that fields of the configuration declare for this program. The
+    second is the configuration file. All others are Typer's, and stand last in --help.
     """
     gc.disable()  # until the command runs: what is imported for it, and for --help, is no garbage
     try:
@@ -113,14 +113,14 @@ def run_command(program: str, help_text: str, command: Callable[..., int | None]
 
 
 def single_app(program: str, help_text: str, command: Callable[..., int | None], arguments: list[str]) -> App:
-    """The app of a program that is one command, with the flags that it has for `arguments`. Raises UsageError."""
+    """Returns the app of a program of one command, with its flags for these `arguments`. Raises UsageError."""
     app = make_app(help_text)
     app.command(help=help_text, epilog=_EPILOG)(_with_flags(program, command, _modes_in_files(arguments)))
     return app
 
 
 def _modes_in_files(arguments: list[str]) -> list[str]:
-    """The modes `FILE.py:NAME` that --mode names, loaded: their options are flags too. Raises UsageError."""
+    """Loads the modes `FILE.py:NAME` of --mode, because their options are flags too. Raises UsageError."""
     from ..registry import canonical_mode
     from ..user_code import is_in_file
     from .schema import mode_options
@@ -136,7 +136,7 @@ def _modes_in_files(arguments: list[str]) -> list[str]:
 
 
 def _with_flags(program: str, command: Callable[..., int | None], modes: list[str]) -> Callable[..., int | None]:
-    """`command` with one option for each of the program's flags in the place of its first parameter."""
+    """Returns `command` with one option for each of the program's flags instead of its first parameter."""
     from .flags import flags_of
 
     flags = flags_of(program, modes)
@@ -161,7 +161,7 @@ def _with_flags(program: str, command: Callable[..., int | None], modes: list[st
 
 
 def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
-    """The annotation of a Typer option. Its type is that of the field, whose bounds the schema checks."""
+    """Returns the annotation of a Typer option with the field's type. The schema checks the bounds."""
     from .flags import flag_name
     from .option import WORKER
 
@@ -180,21 +180,23 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
 
 
 def before_torch() -> None:
-    """Call before torch is imported.
+    """Set variables that torch and gRPC read when they are imported. Call it before they are.
 
-    OpenMP threads that have nothing to do spin by default, and take the cores from the other
-    processes of the run: 2 workers and a server on 2 cores took 38 ms a step, 10 ms with this.
+    Idle OpenMP threads spin by default and take the cores from the other processes of the run: 2 workers and a server
+    on 2 cores took 38 ms a step, and 10 ms with passive threads.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Who waits for another process in a store of torch's would have two lines of C++ every second.
+    # A process that waits in torch's store would otherwise log two lines of C++ every second.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # gRPC reads it when it is imported. A failed handshake is reported by us, with its reason.
+    # A failed handshake is reported with its reason by `common/tls_probe.py`.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def after_torch() -> None:
-    """Call when all that is ours has been imported, without the collector, and nothing of the user's: it lasts as long
-    as the process, and nobody looks for garbage in it, neither now (0.2 s) nor when the process ends (0.3 s)."""
+    """Exclude everything imported so far from garbage collection, and turn the collector on.
+
+    Modules of the project live as long as the process. Looking through them costs 0.2 s here, and 0.3 s at its end.
+    """
     gc.freeze()
     gc.enable()
 
@@ -209,7 +211,7 @@ def resolve(
 ) -> Resolved:
     """Load the configuration from all sources; with `print_config` show it and exit 0.
 
-    Only a worker has a place that an engine's RANK or SLURM_PROCID can tell.
+    Only a worker reads its rank from an engine's RANK or SLURM_PROCID.
     """
     from .sources import load_config
 
@@ -232,7 +234,7 @@ def show_config(resolved: Resolved) -> None:
 
 
 def _takes_no_value(message: str) -> str:
-    """Of an argument too many, where it is behind a flag."""
+    """Returns a hint where the unexpected argument of an error follows a flag."""
     for flag, word in pairwise(sys.argv[1:]):
         if flag.startswith("--") and f"unexpected extra argument ({word})" in message.replace("(s)", ""):
             return f"{flag} takes no value; "
@@ -240,7 +242,7 @@ def _takes_no_value(message: str) -> str:
 
 
 def run_app(app: typer.Typer, program: str) -> NoReturn:
-    """Run a Typer app and end the process with the exit code of what happened."""
+    """Run a Typer app, and end the process with its exit code."""
     if sys.argv[1:] == ["--version"]:
         from ..version import PROGRAM_VERSION
 
@@ -269,7 +271,7 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
 
 
 def report(program: str, error: ParamServerError) -> int:
-    """Print an error of ours for a person, and return its exit code."""
+    """Print an error for a person, and return its exit code."""
     for index, line in enumerate(error.message.splitlines()):
         print(f"{program}: {line}" if index == 0 else f"  {line}", file=sys.stderr)
     if error.fix:
