@@ -164,10 +164,10 @@ def check_contributions(mode: str, aggregation: str, max_norm: float | None, cli
         raise UsageError(
             f"store.clip_norm is {clip_norm:g}, and mode {mode} does not take one step along the mean gradient of all",
             fix=f"take a mode that does ({able}), or clip in the worker's own loop"
-            + (", or each worker's gradient by store.max_norm" if kind.contribution in ("gradient", "delta") else ""),
+            + (", or each worker's gradient by store.max_norm" if kind.kind.server_steps else ""),
         )
-    if max_norm is not None and kind.contribution in ("weights", "report"):
-        able = _modes_that(lambda kind: kind.contribution not in ("weights", "report"))
+    if max_norm is not None and not kind.kind.server_steps:
+        able = _modes_that(lambda kind: kind.kind.server_steps)
         raise UsageError(
             f"store.max_norm is {max_norm:g}, and workers of mode {mode} send weights, whose norm says nothing",
             fix=f"clip gradients in the worker's own loop, or take a mode that sends them: {able}",

@@ -50,7 +50,7 @@ def take_step(session: Session, model: nn.Module, optimizer: AcceleratedOptimize
     optimizer.optimizer = inner = session.optimizer(model, optimizer.optimizer)
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
-    if goes_on and session.settings.source == "gradient" and not session.step:
+    if goes_on and not session.settings.kind.worker_steps and not session.step:
         log.warning(
             "optimizer_state_not_loaded",
             meaning="training goes on from the checkpoint's weights; moments are the server's, and begin anew in a new "

@@ -97,7 +97,7 @@ class RankSampler(Sampler[int]):
 
 def say_clipping(session: Session, setting: str) -> None:
     """Where a trainer clips what this rank sends."""
-    if session.settings.source == "gradient" and session.settings.num_workers > 1:
+    if not session.settings.kind.worker_steps and session.settings.num_workers > 1:
         log.warning(
             "clips_each_rank",
             meaning=f"{setting} clips the gradient of each rank, not the mean of all as a process group would",

@@ -54,7 +54,7 @@ REASON_SHARD_MISMATCH: Reason
 REASON_EVICTED: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "optimizer", "placed", "offset", "data", "left_out")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "ask_again", "optimizer", "placed", "offset", "data", "left_out")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class WorkerMessage(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    ASK_AGAIN_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -84,12 +85,13 @@ class WorkerMessage(_message.Message):
     state: State
     figures: Figures
     rows: Rows
+    ask_again: AskAgain
     optimizer: State
     placed: int
     offset: int
     data: bytes
     left_out: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "answers_taken")
@@ -228,14 +230,14 @@ class InitialWeights(_message.Message):
     def __init__(self, body_bytes: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("body_bytes", "codec", "in_segment")
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("num_bytes", "codec", "in_shared_memory")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
-    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    body_bytes: int
+    IN_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
     codec: str
-    in_segment: bool
-    def __init__(self, body_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., in_segment: _Optional[bool] = ...) -> None: ...
+    in_shared_memory: bool
+    def __init__(self, num_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., in_shared_memory: _Optional[bool] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("table", "count")
@@ -250,70 +252,120 @@ class Taken(_message.Message):
     def __init__(self) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("step", "base_version", "num_samples", "body_bytes", "wants_weights", "hyperparameters", "codec", "loss", "compute_s", "transfer_s", "in_segment", "repeat", "skew", "batches", "without_gradient", "data", "evaluates", "training_steps", "place", "part", "has_base", "residual", "residuals_lost", "residual_lost", "clip_norm", "continues", "reference", "epoch", "broken", "bytes_among")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("seq", "counts", "base", "timing", "payload", "training", "residual", "completion", "first", "position")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    counts: Counts
+    base: Base
+    timing: Timing
+    payload: PayloadInfo
+    training: TrainingInfo
+    residual: ResidualInfo
+    completion: CompletionInfo
+    first: FirstInfo
+    position: Position
+    def __init__(self, seq: _Optional[int] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., payload: _Optional[_Union[PayloadInfo, _Mapping]] = ..., training: _Optional[_Union[TrainingInfo, _Mapping]] = ..., residual: _Optional[_Union[ResidualInfo, _Mapping]] = ..., completion: _Optional[_Union[CompletionInfo, _Mapping]] = ..., first: _Optional[_Union[FirstInfo, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
+
+class Counts(_message.Message):
+    __slots__ = ("num_samples", "num_training_steps", "num_batches", "part")
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WANTS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    LOSS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    num_samples: int
+    num_training_steps: int
+    num_batches: int
+    part: int
+    def __init__(self, num_samples: _Optional[int] = ..., num_training_steps: _Optional[int] = ..., num_batches: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+
+class Base(_message.Message):
+    __slots__ = ("version", "has_all", "reference")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HAS_ALL_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    has_all: bool
+    reference: int
+    def __init__(self, version: _Optional[int] = ..., has_all: _Optional[bool] = ..., reference: _Optional[int] = ...) -> None: ...
+
+class Timing(_message.Message):
+    __slots__ = ("compute_s", "transfer_s")
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
-    IN_SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    REPEAT_FIELD_NUMBER: _ClassVar[int]
-    SKEW_FIELD_NUMBER: _ClassVar[int]
-    BATCHES_FIELD_NUMBER: _ClassVar[int]
-    WITHOUT_GRADIENT_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    EVALUATES_FIELD_NUMBER: _ClassVar[int]
-    TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    HAS_BASE_FIELD_NUMBER: _ClassVar[int]
-    RESIDUAL_FIELD_NUMBER: _ClassVar[int]
-    RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
-    RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
-    CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
-    CONTINUES_FIELD_NUMBER: _ClassVar[int]
-    REFERENCE_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    BROKEN_FIELD_NUMBER: _ClassVar[int]
-    BYTES_AMONG_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    base_version: int
-    num_samples: int
-    body_bytes: int
-    wants_weights: bool
-    hyperparameters: _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]
-    codec: str
-    loss: float
     compute_s: float
     transfer_s: float
-    in_segment: bool
-    repeat: bool
-    skew: int
-    batches: int
-    without_gradient: _containers.RepeatedScalarFieldContainer[int]
-    data: Data
-    evaluates: bool
-    training_steps: int
-    place: Place
-    part: int
-    has_base: bool
-    residual: float
-    residuals_lost: int
-    residual_lost: float
-    clip_norm: float
-    continues: bool
-    reference: int
-    epoch: int
-    broken: bool
-    bytes_among: int
-    def __init__(self, step: _Optional[int] = ..., base_version: _Optional[int] = ..., num_samples: _Optional[int] = ..., body_bytes: _Optional[int] = ..., wants_weights: _Optional[bool] = ..., hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., codec: _Optional[str] = ..., loss: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., in_segment: _Optional[bool] = ..., repeat: _Optional[bool] = ..., skew: _Optional[int] = ..., batches: _Optional[int] = ..., without_gradient: _Optional[_Iterable[int]] = ..., data: _Optional[_Union[Data, _Mapping]] = ..., evaluates: _Optional[bool] = ..., training_steps: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., part: _Optional[int] = ..., has_base: _Optional[bool] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ..., clip_norm: _Optional[float] = ..., continues: _Optional[bool] = ..., reference: _Optional[int] = ..., epoch: _Optional[int] = ..., broken: _Optional[bool] = ..., bytes_among: _Optional[int] = ...) -> None: ...
+    def __init__(self, compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
-class Place(_message.Message):
+class PayloadInfo(_message.Message):
+    __slots__ = ("codec", "num_bytes", "in_shared_memory", "without_gradient", "continues")
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
+    codec: str
+    num_bytes: int
+    in_shared_memory: bool
+    without_gradient: _containers.RepeatedScalarFieldContainer[int]
+    continues: bool
+    def __init__(self, codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., in_shared_memory: _Optional[bool] = ..., without_gradient: _Optional[_Iterable[int]] = ..., continues: _Optional[bool] = ...) -> None: ...
+
+class TrainingInfo(_message.Message):
+    __slots__ = ("hyperparameters", "clip_norm", "loss", "wants_weights", "evaluates")
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATES_FIELD_NUMBER: _ClassVar[int]
+    hyperparameters: _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]
+    clip_norm: float
+    loss: float
+    wants_weights: bool
+    evaluates: bool
+    def __init__(self, hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., clip_norm: _Optional[float] = ..., loss: _Optional[float] = ..., wants_weights: _Optional[bool] = ..., evaluates: _Optional[bool] = ...) -> None: ...
+
+class ResidualInfo(_message.Message):
+    __slots__ = ("norm", "num_lost", "lost_norm")
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_FIELD_NUMBER: _ClassVar[int]
+    LOST_NORM_FIELD_NUMBER: _ClassVar[int]
+    norm: float
+    num_lost: int
+    lost_norm: float
+    def __init__(self, norm: _Optional[float] = ..., num_lost: _Optional[int] = ..., lost_norm: _Optional[float] = ...) -> None: ...
+
+class CompletionInfo(_message.Message):
+    __slots__ = ("generation", "failed", "peer_bytes")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    PEER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    failed: bool
+    peer_bytes: int
+    def __init__(self, generation: _Optional[int] = ..., failed: _Optional[bool] = ..., peer_bytes: _Optional[int] = ...) -> None: ...
+
+class FirstInfo(_message.Message):
+    __slots__ = ("num_samples", "digest", "run_steps", "rates")
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RUN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    num_samples: int
+    digest: int
+    run_steps: int
+    rates: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., run_steps: _Optional[int] = ..., rates: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Position(_message.Message):
     __slots__ = ("step", "local_steps", "batches", "epoch", "epoch_batches")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +379,14 @@ class Place(_message.Message):
     epoch_batches: int
     def __init__(self, step: _Optional[int] = ..., local_steps: _Optional[int] = ..., batches: _Optional[int] = ..., epoch: _Optional[int] = ..., epoch_batches: _Optional[int] = ...) -> None: ...
 
+class AskAgain(_message.Message):
+    __slots__ = ("seq", "reference")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    reference: int
+    def __init__(self, seq: _Optional[int] = ..., reference: _Optional[int] = ...) -> None: ...
+
 class State(_message.Message):
     __slots__ = ("num_bytes", "offset", "piece")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -336,18 +396,6 @@ class State(_message.Message):
     offset: int
     piece: bytes
     def __init__(self, num_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., piece: _Optional[bytes] = ...) -> None: ...
-
-class Data(_message.Message):
-    __slots__ = ("num_samples", "digest", "steps", "rates")
-    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    RATES_FIELD_NUMBER: _ClassVar[int]
-    num_samples: int
-    digest: int
-    steps: int
-    rates: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., steps: _Optional[int] = ..., rates: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Rates(_message.Message):
     __slots__ = ("first", "last", "num_changes")
@@ -360,18 +408,14 @@ class Rates(_message.Message):
     def __init__(self, first: _Optional[_Iterable[float]] = ..., last: _Optional[_Iterable[float]] = ..., num_changes: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("transfer_s", "can_evaluate", "residual", "residuals_lost", "residual_lost")
+    __slots__ = ("transfer_s", "can_evaluate", "residual")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     CAN_EVALUATE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_FIELD_NUMBER: _ClassVar[int]
-    RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
-    RESIDUAL_LOST_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
     can_evaluate: bool
-    residual: float
-    residuals_lost: int
-    residual_lost: float
-    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[float] = ..., residuals_lost: _Optional[int] = ..., residual_lost: _Optional[float] = ...) -> None: ...
+    residual: ResidualInfo
+    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[_Union[ResidualInfo, _Mapping]] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason",)
@@ -543,14 +587,14 @@ class RunSettings(_message.Message):
         GRADIENT: _ClassVar[RunSettings.ContributionKind]
         WEIGHTS: _ClassVar[RunSettings.ContributionKind]
         DELTA: _ClassVar[RunSettings.ContributionKind]
-        REPORT: _ClassVar[RunSettings.ContributionKind]
+        COMPLETION: _ClassVar[RunSettings.ContributionKind]
         DELTA_OF_FRAGMENT: _ClassVar[RunSettings.ContributionKind]
         DELTA_OVERLAPPED: _ClassVar[RunSettings.ContributionKind]
     CONTRIBUTION_KIND_UNSPECIFIED: RunSettings.ContributionKind
     GRADIENT: RunSettings.ContributionKind
     WEIGHTS: RunSettings.ContributionKind
     DELTA: RunSettings.ContributionKind
-    REPORT: RunSettings.ContributionKind
+    COMPLETION: RunSettings.ContributionKind
     DELTA_OF_FRAGMENT: RunSettings.ContributionKind
     DELTA_OVERLAPPED: RunSettings.ContributionKind
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -667,7 +711,7 @@ class Answer(_message.Message):
     codec: str
     batches: int
     steps: int
-    began: Place
+    began: Position
     spare: bool
     in_step: int
     reference: int
@@ -679,7 +723,7 @@ class Answer(_message.Message):
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
     rates: Rates
     same_batches_as: int
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Place, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
+    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Position, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("tensors",)

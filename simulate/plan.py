@@ -86,7 +86,7 @@ def _modes(text: str | None) -> list[str]:
     if text is None:
         return []
     if text.strip().lower() == "all":  # that have a server between workers
-        return [name for name in MODES.names() if MODES.load(name).contribution != "report"]
+        return [name for name in MODES.names() if not MODES.load(name).kind.has_peers]
     try:
         return list(dict.fromkeys(canonical_mode(word) for word in text.split(",")))
     except UsageError as error:
@@ -207,7 +207,7 @@ def _joins_at(text: str) -> tuple[float, ...]:
 def _framing(config: Config, sizes: tuple[int, int, int]) -> Framing:
     """Of workers on other machines: they share no memory with the server."""
     worker, answered = config.worker, config.worker.answer_codec
-    is_gradient = MODES.load(config.run.mode).contribution == "gradient"
+    is_gradient = not MODES.load(config.run.mode).kind.worker_steps
     codecs = worker.codec, "" if answered == "raw" else answered
     return Framing(*sizes, *codecs, "direct" in worker.wanted_lanes, is_gradient)
 

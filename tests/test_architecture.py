@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import MODE_ALIASES, MODES
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +47,8 @@ FILES = [
 # Time, chance, threads and output come in as arguments or go out as values.
 PURE = [
     "common/config/option.py",
+    "common/kinds.py",
+    "common/wire/records.py",
     "ps/policies/*",
     "ps/core/*",
     "worker/session.py",
@@ -114,6 +117,7 @@ WIRE_USERS = {
     "worker/lanes/up.py",
     "common/wire/checks.py",
     "common/wire/frames.py",
+    "common/wire/messages.py",
     "common/wire/protocol.py",
     "common/wire/segments.py",
 }
@@ -131,6 +135,7 @@ GRPC_USERS = WIRE_USERS - {
     "worker/lanes/up.py",
     "common/wire/checks.py",
     "common/wire/frames.py",
+    "common/wire/messages.py",
     "common/wire/segments.py",
 }
 
@@ -355,7 +360,12 @@ def test_translators_know_no_policy(name: str) -> None:
 
 def test_a_mode_imports_modes_and_what_options_are_made_of_only() -> None:
     """One file in this folder is a mode: whoever writes one needs nothing else of ours."""
-    known = ("paramserver.ps.policies", "paramserver.common.config.option")
+    known = (
+        "paramserver.ps.policies",
+        "paramserver.common.config.option",
+        "paramserver.common.kinds",
+        "paramserver.common.wire.records",
+    )
     modes = matching(["ps/policies/*"])
     ours = {one for ones in breaches(modes, {"paramserver"}).values() for one in ones}
     assert [one for one in ours if not one.startswith(known)] == []
@@ -389,6 +399,22 @@ def test_no_import_runs_up() -> None:
 
 
 # ---- what is nowhere -------------------------------------------------------------------------------
+
+
+def test_kinds_of_contribution_are_compared_in_one_file() -> None:
+    """Everybody else asks a kind what follows from it (`common/kinds.py`)."""
+    kinds = {kind.value for kind in ContributionKind}
+    found = []
+    for name in FILES:
+        for node in ast.walk(tree_of(name)) if name != "common/kinds.py" else ():
+            if not isinstance(node, ast.Compare):
+                continue
+            for side in (node.left, *node.comparators):
+                values = [side, *(side.elts if isinstance(side, ast.Tuple | ast.Set | ast.List) else ())]
+                is_text = any(isinstance(one, ast.Constant) and one.value in kinds for one in values)
+                if is_text or any(ast.unparse(one).startswith("ContributionKind.") for one in values):
+                    found.append((name, ast.unparse(node)))
+    assert found == []
 
 
 def test_nothing_is_pickled() -> None:

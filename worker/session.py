@@ -16,21 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..common.errors import UnreachableError
+from ..common.wire.records import Position
 
 # Back-off between attempts to reach the server: doubles from the first to the last.
 _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 0.25
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank was when a contribution began."""
-
-    step: int  # training steps behind it
-    local_steps: int  # in the contribution
-    batches: int  # of its data that were behind it
-    epoch: int | None = None  # from 0; None where the script has no loop over epochs
-    epoch_batches: int = 0  # of the epoch that were behind it
 
 
 @dataclass
@@ -103,7 +93,7 @@ class Progress:
         self.steps_left -= 1
         return self.steps_left <= 0
 
-    def replay(self, place: Place) -> None:
+    def replay(self, place: Position) -> None:
         """Compute the last contribution that counts once more, from where it began; it is not sent."""
         self.after_replay = (self.training_steps, self.local_steps, self.is_done)
         self.training_steps, self.is_done = place.step, False

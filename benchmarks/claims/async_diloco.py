@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from ...common.tensors.layout import Layout
+from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
-from ...ps.policies.base import Answer, Commit, Contribution, Decision, Fold
+from ...ps.policies.base import Answer, Commit, Decision, Fold
 from ...ps.tensors.model import outer_spec
 from ...ps.tensors.store import Store
 from ...worker.tasks.digits import Digits
@@ -97,8 +98,9 @@ class Run:
             version, _, steps = self._held[rank]
             self._staged[rank] = self._delta(rank)
             taken += steps
-            number = policy.num_counted[rank] + 1
-            self._perform(policy.contributed(rank, Contribution(number, version, steps * BATCH, steps), now), now)
+            id, counts = ContributionId(rank, 1, policy.num_counted[rank] + 1), Counts(steps * BATCH, steps)
+            contribution = Contribution(id, counts=counts, base=Base(version))
+            self._perform(policy.contributed(rank, contribution, now), now)
         _load(self._layout, self._store.weights, self._tensors)
         found = self._task.evaluate(self._net)
         return Outcome(found["loss"], found["accuracy"], now)

@@ -22,6 +22,7 @@ from torch import nn
 from ...common.codecs.base import Codec, body_bytes, take_body
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import approach, moves_reference
+from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
 from ...common.tensors.layout import Layout, as_bytes, new_body
 from ...common.tensors.onebit import OneBitAdam
@@ -29,7 +30,7 @@ from ...common.tensors.optimizers import apply_hyperparameters, current_hyperpar
 from ...common.wire.frames import body_frames
 from ...worker.lanes.encoding import Encoding
 from ...worker.tasks.digits import Digits
-from ...worker.tensors.transfer import DirectTransfer, ModelTensors, Source
+from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 
 NUM_WORKERS, BATCH = 4, 32
 WARM = 0.2  # of a run, of 1-bit Adam
@@ -50,8 +51,8 @@ class Outcome(NamedTuple):
 class Way:
     """From one worker's gradients, or its deltas, to what the server makes of them."""
 
-    def __init__(self, codec: Codec, layout: Layout, source: Source = "gradient") -> None:
-        self.codec, self._layout, self._source = codec, layout, source
+    def __init__(self, codec: Codec, layout: Layout, kind: ContributionKind = ContributionKind.GRADIENT) -> None:
+        self.codec, self._layout, self._kind = codec, layout, kind
         self.encoding = Encoding(codec, layout, len(layout.entries))
         self.num_sent = 0  # bytes of the newest
 
@@ -64,7 +65,7 @@ class Way:
     def encode(self, transfer: DirectTransfer, without: frozenset[str] = frozenset()) -> torch.Tensor:
         """uint8 [exchange_bytes], of a contribution without these tensors; what becomes of it is to be said."""
         self.encoding.choose(without)
-        (self._stretch,) = transfer.gather(self._source)
+        (self._stretch,) = transfer.gather(self._kind)
         sent = torch.frombuffer(self.encoding.whole(self._stretch), dtype=torch.uint8)
         body, self.num_sent = new_body(self._layout.exchange_bytes), len(sent)
         codec = self.encoding.codec
@@ -75,7 +76,7 @@ class Way:
         if counts:
             self.encoding.commit()
         else:
-            self.encoding.rollback(self._stretch if self._source == "delta" else None)
+            self.encoding.rollback(self._stretch if self._kind.holds_differences else None)
 
 
 class Back:
@@ -146,7 +147,7 @@ def run(
         for (_, view), tensor in zip(layout.views(mean.view(torch.uint8)), tensors.tensors, strict=True):
             tensor.grad = view
         back.give_back(weights)
-        for group, said in zip(server.param_groups, ways[0].encoding.told(begun), strict=True):
+        for group, said in zip(server.param_groups, ways[0].encoding.told(tuple(begun)), strict=True):
             apply_hyperparameters(group, said)
         server.step()
         if lose_every and step % lose_every == lose_every - 1:

@@ -18,8 +18,9 @@ from torch import nn
 
 from ...common.tensors.layout import FlatRun, Layout
 from ...common.tensors.optimizers import GroupSpec, OptimizerSpec
+from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
-from ...ps.policies.base import Commit, Contribution, Fold
+from ...ps.policies.base import Commit, Fold
 from ...ps.tensors.answers.delivered import Delivered
 from ...ps.tensors.store import Store
 from ...worker.tasks.digits import Digits
@@ -78,7 +79,8 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
         for (_, view), tensor in zip(layout.views(body), tensors.tensors, strict=True):
             assert tensor.grad is not None
             view.copy_(tensor.grad)
-        for decision in policy.contributed(rank, Contribution(index // num_workers + 1, version, BATCH), 0.0):
+        id = ContributionId(rank, 1, index // num_workers + 1)
+        for decision in policy.contributed(rank, Contribution(id, counts=Counts(BATCH), base=Base(version)), 0.0):
             if isinstance(decision, Fold):
                 if delivered is not None:
                     delivered.note(rank, version, of_worker)

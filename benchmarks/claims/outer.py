@@ -25,10 +25,12 @@ from torch import nn
 from ...common.codecs.base import body_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, PieceEncoder, only_rest
 from ...common.codecs.shared.reference import approach, moves_reference
+from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
 from ...common.tensors.layout import new_body
+from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
-from ...ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Outcome
+from ...ps.policies.base import Answer, Commit, Discard, Fold, Outcome
 from ...ps.tensors.model import outer_spec
 from ...ps.tensors.store import Store
 from ...worker.tasks.base import Task
@@ -114,7 +116,7 @@ class Worker:
         self._received: list[torch.Tensor] = []  # and not merged
         self._since = 0  # local steps since then
         self.without: frozenset[str] = frozenset()
-        self.way = Way(codec_of(asked.up, asked.has_feedback), self.tensors.layout, "delta")
+        self.way = Way(codec_of(asked.up, asked.has_feedback), self.tensors.layout, ContributionKind.DELTA)
         self._optimizer = torch.optim.AdamW(self.net.parameters(), lr=rate(task, 0, num_steps))
         self._batches = _batches(task, rank, seed)
         self.taken = self.version = self.number = 0
@@ -212,7 +214,8 @@ class Run:
                 worker.step()
             worker.measure()
             self.sent += num_framed(worker.way.num_sent - worker.num_left_out)
-            said = Contribution(worker.number, worker.version, worker.to_take, worker.to_take)
+            counts = Counts(worker.to_take, worker.to_take)
+            said = Contribution(ContributionId(rank, 1, worker.number), counts=counts, base=Base(worker.version))
             self._carry_out(self.policy.contributed(rank, said, self.now))
 
     def _carry_out(self, decisions: list[Any]) -> None:

@@ -25,9 +25,9 @@ class Watch:
         contribute, send, receive = exchange.contribute, shard.contribute, shard.receive
         sent = answered = 0.0
 
-        def timed_send(source: str, work: Any) -> None:
+        def timed_send(outgoing: Any) -> None:
             nonlocal sent
-            send(source, work)
+            send(outgoing)
             sent = time.perf_counter()
 
         def timed_receive() -> Any:
@@ -36,9 +36,9 @@ class Watch:
             answered = time.perf_counter()
             return received
 
-        def timed_contribute(source: str, work: Any) -> Any:
+        def timed_contribute(outgoing: Any) -> Any:
             begun = time.perf_counter()
-            answer = contribute(source, work)
+            answer = contribute(outgoing)
             self.last = Moments(begun, sent, answered, time.perf_counter(), answer.held_s)
             return answer
 

@@ -22,7 +22,9 @@ from ...common.errors import ParamServerError
 from ...common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
 from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, length_of, on_the_wire
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, message_frames, parse
+from ...common.wire.messages import contribution_message
 from ...common.wire.protocol import SERVICE
+from ...common.wire.records import Base, Contribution, ContributionId, PayloadInfo
 from ...worker.conversation import messages
 from ...worker.session import Progress
 from ...worker.tensors.transfer import ModelTensors
@@ -153,10 +155,14 @@ class Player:
         await self._take(received)
 
     async def exchange_until(self, is_over: Callable[[], bool]) -> None:
-        work = messages.Work(1, loss=0.0, compute_s=0.0, hyperparameters=[])
         while not is_over() and not self._progress.is_done:
             num_bytes = self._bodies.layout.exchange_bytes
-            header = messages.contribution(self._progress, work, num_bytes, "raw", False)
+            contribution = Contribution(
+                ContributionId(self._progress.rank or 0, self._progress.incarnation, self._progress.next_number),
+                base=Base(self._progress.version),
+                payload=PayloadInfo("raw", num_bytes),
+            )
+            header = contribution_message(contribution)
             await self._send(message_frames(header, self._bodies.gradient))
             began = time.perf_counter()
             await self._take(await self._receive("answer"))

@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from ...common.kinds import ContributionKind
 from ..errors import Reason, UsageError, refusal
 from ..tensors.layout import Layout, new_body
 
@@ -140,9 +141,9 @@ def _or_differences(setting: str, codec: Codec) -> str:
     return f"{told}; or --mode diloco, which always does; or --set worker.{setting}=bf16"
 
 
-def _check_reference(mode: str, source: str, down: Codec) -> None:
+def _check_reference(mode: str, kind: ContributionKind, down: Codec) -> None:
     """Whether answers may be differences in this codec."""
-    if source == "weights":
+    if not kind.may_lose:
         raise UsageError(
             f"worker.answer_codec is {down.name}, and workers of this run in mode {mode} send weights, in which what "
             "it leaves out would be lost",
@@ -191,26 +192,26 @@ _LINEAR = ("SGD", "ASGD")
 
 def check_codecs(
     mode: str,
-    source: str,
+    kind: ContributionKind,
     up: Codec,
     down: Codec,
     optimizers: Iterable[tuple[str, Mapping[str, object]]] = (),
     fragments: int = 1,
 ) -> None:
-    """Whether workers of a mode that contribute `source` may send in one codec and be answered in another; UsageError.
+    """Whether workers of a mode that contribute this kind may send in one codec and be answered in another; UsageError.
     `optimizers`: the server's, class and arguments of each group; none where they are not known yet."""
     if fragments > 1:
         _check_fragments(up, down, fragments)
     if not down.takes_weights:
-        _check_reference(mode, source, down)
-    if source == "weights" and not up.takes_weights:
+        _check_reference(mode, kind, down)
+    if not kind.may_lose and not up.takes_weights:
         raise UsageError(
             f"worker.codec is {up.name}, and workers of this run in mode {mode} send weights, of which it leaves out "
             "too much",
             fix=_or_differences("codec", up),
         )
     _check_own(mode, up, optimizers)
-    for name, arguments in optimizers if source == "gradient" and up.optimizer is None else ():
+    for name, arguments in () if kind.worker_steps or up.optimizer is not None else optimizers:
         if not up.suits_adaptive and name not in _LINEAR:
             why = (
                 f"the server's {name} divides every gradient by its usual size, and most of them are 0 or all alike now"

@@ -61,7 +61,7 @@ class _Momentum(Preparation):
         self._is_warm = True  # the newest contribution is a gradient
         self._momentum: torch.Tensor | None = None  # uint8 [exchange_bytes]; None: zeros
         self._next: torch.Tensor | None = None  # the momentum once the newest contribution counts
-        self._sent: tuple[Sequence[Hyperparameters], list[Hyperparameters]] | None = None
+        self._sent: tuple[tuple[Hyperparameters, ...], tuple[Hyperparameters, ...]] | None = None
 
     def begin(self, groups: Sequence[Hyperparameters]) -> None:
         self._beta, self._warmup_steps = groups[0]["betas"][0], int(groups[0]["warmup_steps"])
@@ -85,13 +85,13 @@ class _Momentum(Preparation):
     def reset(self) -> None:
         self._momentum = None
 
-    def hyperparameters(self, groups: list[Hyperparameters]) -> list[Hyperparameters]:
-        """With b1 0 after the warm-up, since what is sent is the momentum already; the same list for the same one."""
+    def hyperparameters(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
+        """With b1 0 after the warm-up, since what is sent is the momentum already; the same tuple for the same one."""
         if self._is_warm or not groups:
             return groups
         if self._sent is None or self._sent[0] is not groups:
-            changed = [{**group, "betas": [0.0, group["betas"][1]]} if "betas" in group else group for group in groups]
-            self._sent = groups, changed
+            changed = ({**one, "betas": [0.0, one["betas"][1]]} if "betas" in one else one for one in groups)
+            self._sent = groups, tuple(changed)
         return self._sent[1]
 
 

@@ -28,6 +28,7 @@ _MAX_METRICS = 1_000
 _MAX_SECONDS = 1e9
 _MAX_NORM = sys.float_info.max  # what is finite
 _LEASE_S = 0.01, 1e6
+_MAX_SAMPLES = 2**40  # in a contribution
 _MAX_SHARDS = 4096
 _MAX_GROUPS = 100_000  # of an optimizer
 _MAX_STATE_BYTES = 1 << 40  # a server's own limit is limits.state_bytes
@@ -121,8 +122,6 @@ def _check_welcome(welcome: pb.Welcome) -> None:
     if welcome.shards and (len(welcome.shards) < 2 or welcome.shards[0] or not all(welcome.shards[1:])):
         told = f"Welcome.shards are {len(welcome.shards)} addresses"
         raise refusal(Reason.BAD_REQUEST, f"{told}; of two or more only the coordinator's, the first, is empty")
-    if welcome.HasField("held"):
-        check_header(welcome.held)
 
 
 def _check_held(held: pb.Held) -> None:
@@ -134,12 +133,6 @@ def _check_answer(answer: pb.Answer) -> None:
     if answer.worker_index >= max(1, answer.num_workers):
         told = f"Answer.worker_index is {answer.worker_index} of {answer.num_workers} workers"
         raise refusal(Reason.BAD_REQUEST, told)
-    if answer.HasField("began"):
-        check_header(answer.began)
-    if answer.HasField("group"):
-        check_header(answer.group)
-    if answer.HasField("rates"):
-        check_header(answer.rates)
 
 
 def _check_group(group: pb.Group) -> None:
@@ -154,26 +147,18 @@ def _check_state(state: pb.State) -> None:
         raise refusal(Reason.BAD_REQUEST, f"{what}; all of it are {state.num_bytes}")
 
 
-def _check_contribution(contribution: pb.Contribution) -> None:
-    if contribution.HasField("place"):
-        check_header(contribution.place)
-    if contribution.HasField("data"):
-        check_header(contribution.data)
-
-
-def _check_beat(beat: pb.Beat) -> None:
-    if beat.HasField("figures"):
-        check_header(beat.figures)
-
-
 # ---- all of them ------------------------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
 # Whole numbers of steps, versions, bytes and the like, by message: from 0 to MAX_COUNT.
 COUNTS: dict[type[Message], tuple[str, ...]] = {
-    pb.Contribution: ("step", "base_version", "batches", "epoch", "bytes_among"),
-    pb.Data: ("num_samples", "steps"),
-    pb.Place: ("step", "batches", "epoch", "epoch_batches"),
+    pb.Contribution: ("seq",),
+    pb.Counts: ("num_batches",),
+    pb.Base: ("version",),
+    pb.CompletionInfo: ("generation", "peer_bytes"),
+    pb.FirstInfo: ("num_samples", "run_steps"),
+    pb.Position: ("step", "batches", "epoch", "epoch_batches"),
+    pb.AskAgain: ("seq",),
     pb.Figures: ("version", "step"),
     pb.Welcome: ("step",),
     pb.Held: ("step", "body_bytes"),
@@ -190,7 +175,10 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.Join: dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
     pb.Model: {"answer_codec": check_text, "meeting": check_address},  # `codecs` are looked up where they are agreed on
     pb.Begin: {"codec": check_text},
-    pb.Contribution: {"codec": check_text, "compute_s": _seconds, "transfer_s": _seconds, "clip_norm": _norm},
+    pb.Counts: {"num_samples": _range(0, _MAX_SAMPLES)},
+    pb.Timing: {"compute_s": _seconds, "transfer_s": _seconds},
+    pb.PayloadInfo: {"codec": check_text},
+    pb.TrainingInfo: {"clip_norm": _norm},
     pb.Finish: {"transfer_s": _seconds},
     pb.Stop: {"reason": check_text},
     pb.Figures: {"failure": check_text},
@@ -211,7 +199,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "same_batches_as": _range(0, MAX_RANK - 1),
     },
     pb.Group: {"meeting": check_address, "secret": _check_secret},
-    pb.Data: {"rates": _rates},
+    pb.FirstInfo: {"rates": _rates},
     pb.Rates: {"first": _rates, "last": _rates},
     pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
     pb.Snapshot: {"run": check_text},
@@ -233,15 +221,20 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
 }
 _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.Join: _check_join,
-    pb.Contribution: _check_contribution,
     pb.Figures: lambda figures: _check_names("a figure's name", figures.figures),
     pb.Leave: lambda leave: _check_names("a metric's name", leave.metrics),
-    pb.Beat: _check_beat,
     pb.Welcome: _check_welcome,
     pb.Held: _check_held,
     pb.Answer: _check_answer,
     pb.Group: _check_group,
     pb.State: _check_state,
+}
+# Messages within a message that are checked with it.
+_PARTS: dict[type[Message], tuple[str, ...]] = {
+    pb.Contribution: ("counts", "base", "timing", "payload", "training", "completion", "first", "position"),
+    pb.Welcome: ("held",),
+    pb.Answer: ("began", "group", "rates"),
+    pb.Beat: ("figures",),
 }
 _NEEDED = {"outcome", "lease_s", "batch_size"}  # of which the zero of a field that was not said is out of range
 _COUNTS = {kind: operator.attrgetter(*names, names[0]) for kind, names in COUNTS.items()}
@@ -253,7 +246,10 @@ _CHECKS = {
 
 # A contribution and a reply are checked at each exchange. This look at all fields at once, which finds nearly all of
 # them sound, takes half the time; whatever it does not pass goes by the table.
-_OF_CONTRIBUTION = operator.attrgetter("codec", "compute_s", "transfer_s", "clip_norm", *COUNTS[pb.Contribution])
+_OF_CONTRIBUTION = operator.attrgetter(
+    "payload.codec", "timing.compute_s", "timing.transfer_s", "training.clip_norm", "counts.num_samples",
+    "seq", "base.version", "counts.num_batches", "completion.generation", "completion.peer_bytes",
+)  # fmt: skip
 _OF_ANSWER = operator.attrgetter(
     "outcome", "held_s", "num_workers", "worker_index", "same_batches_as", "codec", *COUNTS[pb.Answer]
 )
@@ -262,16 +258,17 @@ _START, _REJECTED = int(pb.Answer.START), int(pb.Answer.REJECTED)  # looked up o
 
 
 def _is_sound_contribution(contribution: pb.Contribution) -> bool:
-    codec, compute_s, transfer_s, clip_norm, *counts = _OF_CONTRIBUTION(contribution)
+    codec, compute_s, transfer_s, clip_norm, num_samples, *counts = _OF_CONTRIBUTION(contribution)
     return (
         0 <= compute_s <= _MAX_SECONDS
         and 0 <= transfer_s <= _MAX_SECONDS
         and 0 <= clip_norm <= _MAX_NORM
+        and num_samples <= _MAX_SAMPLES
         and max(counts) <= MAX_COUNT
         and len(codec) <= MAX_NAME
         and codec.isprintable()
-        and not contribution.HasField("place")
-        and not contribution.HasField("data")
+        and not contribution.HasField("position")
+        and not contribution.HasField("first")
     )
 
 
@@ -310,3 +307,6 @@ def check_header(header: Message) -> None:
             check(what, value)
     if (whole := _WHOLE.get(kind)) is not None:
         whole(header)
+    for part in _PARTS.get(kind, ()):
+        if header.HasField(part):
+            check_header(getattr(header, part))

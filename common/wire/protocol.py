@@ -19,7 +19,7 @@ from ..tensors.layout import Kind, Layout, TensorSpec
 from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, Reduction, TableSpec
 from .checks import check_text
 
-SERVICE = "paramserver.v1.ParameterServer"
+SERVICE = "paramserver.v2.ParameterServer"
 # What a message may hold. Each of these numbers is far beyond real models, and bounds the time one message takes.
 _MAX_TENSORS = 100_000
 _MAX_DIMENSIONS = 64  # torch's own limit

@@ -206,7 +206,7 @@ def first_try(foreseen: Sequence[Foreseen]) -> Foreseen:
     if every_step := [one for one in good if one.local_steps == 1]:
         return min(every_step, key=lambda one: CODECS.index(one.codec))
     if good:
-        return min(good, key=lambda one: (one.local_steps, registry.MODES.load(one.mode).contribution != "delta"))
+        return min(good, key=lambda one: (one.local_steps, not registry.MODES.load(one.mode).kind.holds_differences))
     return max(foreseen, key=lambda one: one.of_ideal)
 
 

@@ -125,7 +125,7 @@ def check_exposure(plan: Plan) -> None:
             f"the server is to listen on {open_address}, where other machines can reach it, and {' and '.join(lacks)}",
             fix="ps-certs init makes certificates and a token; on a network you trust add --insecure",
         )
-    if (plan.config.run.workers or 1) > 1 and MODES.load(plan.mode).contribution == "report":
+    if (plan.config.run.workers or 1) > 1 and MODES.load(plan.mode).kind.has_peers:
         raise AuthError(
             f"workers of mode {plan.mode} would exchange gradients in the clear, where other machines can reach "
             f"them (on {open_address}): torch's Gloo and NCCL have neither TLS nor a check of who connects",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import Reason, refusal
-from ..policies.base import Answer, Commit, Contribution, Decision, Discard, Fold, Outer, Policy, Refuse
+from ...common.wire.records import Base, Contribution, ContributionId, Counts
+from ..policies.base import Answer, Commit, Decision, Discard, Fold, Outer, Policy, Refuse
 from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
@@ -21,8 +22,8 @@ from .counting.drawn import Data, Drawn
 from .counting.rates import Rates
 from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
-from .events import Contributed, Identity, Repeated
-from .judgement import SOUND, halted, rejected_too_often
+from .events import AskedAgain, Contributed
+from .judgement import SOUND, Judgement, halted, rejected_too_often
 from .roster import Roster, Worker
 
 # An exchange is over with one of these, and the worker has said how long it took with the next contribution.
@@ -34,19 +35,34 @@ _NUM_NAMED = 8  # ranks in one warning
 
 
 @dataclass(slots=True)
-class Held:
+class Pending:
     """A contribution that counts and is not in a version yet; it gets its weight when it is folded."""
 
-    identity: Identity
-    hyperparameters: tuple[dict[str, Any], ...] | None
-    num_batches: int  # drawn for it
+    contribution: Contribution
+    hyperparameters: tuple[dict[str, Any], ...] | None  # that its worker said last
     num_steps: int  # training steps in it
     num_contributed: int  # by its process: how far the schedule is that they come from
-    is_taken: bool  # False: it counts as an empty one
-    has_body: bool  # False: it is a report, and there is nothing to fold
-    scale: float
-    clip_norm: float
+    judgement: Judgement
     weight: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.contribution.id.rank
+
+    @property
+    def num_batches(self) -> int:
+        """Drawn for it."""
+        num = self.contribution.counts.num_batches
+        return self.num_steps if num is None else num
+
+    @property
+    def clip_norm(self) -> float:
+        return self.contribution.training.clip_norm
+
+    @property
+    def is_folded(self) -> bool:
+        """It has a payload, and does not count as an empty one."""
+        return self.judgement.is_taken and self.contribution.kind.has_payload
 
 
 class Contributions:
@@ -57,13 +73,15 @@ class Contributions:
         self._roster = roster
         self._mode = mode
         self._max_rejected = max_rejected
-        self._held: dict[int, Held] = {}  # by rank, until the policy folds it
+        self._pending: dict[int, Pending] = {}  # by rank, until the policy folds it
         self.drawn = Drawn()
         self._data = Data()
         self.rates = Rates()
         # By rank, with the version it met and its training steps.
         self._undecided: dict[int, tuple[Worker, Contributed, int, int]] = {}
-        self._in_mean: list[Held] = []  # since the newest commit; several of one rank where it is answered before that
+        self._in_mean: list[
+            Pending
+        ] = []  # since the newest commit; several of one rank where it is answered before that
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
         self._outer: Outer | None = None  # that the newest commit was made with
@@ -83,65 +101,58 @@ class Contributions:
     def taken(self, worker: Worker, event: Contributed) -> list[Effect]:
         """A contribution of a live worker, whole on all shards."""
         rank, policy, stats, at = worker.rank, self.policy, self._roster.stats[worker.rank], event.at
-        stats.compute_s += event.compute_s
-        stats.transfer_s += event.transfer_s
-        if event.residual or stats.residual or event.residuals_lost:
-            stats.kept_back(event.residual, event.residuals_lost, event.residual_lost)
-        worker.waiting_since, worker.wants_weights = at - event.looked_s, event.wants_weights
-        worker.evaluates = event.evaluates
-        if event.hyperparameters is not None:
-            worker.hyperparameters = event.hyperparameters
+        contribution = event.contribution
+        training, residual = contribution.training, contribution.residual
+        stats.compute_s += contribution.timing.compute_s
+        stats.transfer_s += contribution.timing.transfer_s
+        if residual.norm or stats.residual or residual.num_lost:
+            stats.kept_back(residual)
+        worker.waiting_since, worker.wants_weights = at - event.looked_s, training.wants_weights
+        worker.evaluates = training.evaluates
+        if training.hyperparameters:
+            worker.hyperparameters = training.hyperparameters
         if event.judgement is not SOUND and event.judgement.action in ("reject", "halt"):
             return list(self._rejected(stats, event))
         found: list[Effect] = []
-        if math.isfinite(event.loss):
-            stats.loss = event.loss
-        if event.data is not None and not worker.num_contributed:
-            found += self._data.told(rank, event.base_version, *event.data)
-        if event.num_steps is None:
-            event.num_steps = policy.told_steps(rank)
-        contribution = Contribution(
-            event.number, event.base_version, event.num_samples or 1, event.num_steps, event.part,
-            event.epoch, event.is_broken, event.has_body, round(event.compute_s, 6),
-        )  # fmt: skip
+        if math.isfinite(training.loss):
+            stats.loss = training.loss
+        if (first := contribution.first) is not None and not worker.num_contributed:
+            found += self._data.told(rank, contribution.base.version, first.num_samples, first.digest)
+        if contribution.counts.num_training_steps is None and (told := policy.told_steps(rank)) is not None:
+            counts = replace(contribution.counts, num_training_steps=told)
+            contribution = event.contribution = replace(contribution, counts=counts)
         worker.staleness = policy.staleness(rank, contribution)
-        num_counted, version, identity = policy.num_counted[rank], policy.version, event.identity
-        num_steps = self._steps_in(event)
+        num_counted, version = policy.num_counted[rank], policy.version
+        num_steps = self._steps_in(contribution)
         decisions = policy.contributed(rank, contribution, at)
         if decisions and isinstance(decisions[0], Wait):
             self._undecided[rank] = worker, event, version, num_steps
         elif policy.num_counted[rank] > num_counted:
             outcome = "accepted" if event.judgement.is_taken else "skipped"
-            found.append(self._note(event, identity, outcome, version))
-            self._counted(worker, stats, event, identity, num_steps, found)
+            found.append(self._note(event, outcome, version))
+            self._counted(worker, stats, event, num_steps, found)
         else:
-            outcome = "repeated" if event.number == num_counted else "dropped"
+            outcome = "repeated" if contribution.id.seq == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):
                 outcome = "refused"
-            found.append(self._note(event, identity, outcome, version))
-            found.append(effects.Discard(identity))
+            found.append(self._note(event, outcome, version))
+            found.append(effects.Discard(contribution.id))
         self._perform(decisions, at, found)
         return found
 
     def refuse(self, event: Contributed) -> list[Effect]:
         """It comes from nobody who may contribute now."""
-        identity = event.identity
-        return [effects.Discard(identity), self._note(event, identity, "refused", self.policy.version)]
+        return [effects.Discard(event.contribution.id), self._note(event, "refused", self.policy.version)]
 
-    def _counted(
-        self, worker: Worker, stats: WorkerStats, event: Contributed, identity: Identity, in_it: int,
-        found: list[Effect],
-    ) -> None:  # fmt: skip
-        """Hold it until it is folded, and say what was not sound about it. `in_it`: its training steps."""
-        rank, judged = worker.rank, event.judgement
+    def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, in_it: int, found: list[Effect]) -> None:
+        """Keep it until it is folded, and say what was not sound about it. `in_it`: its training steps."""
+        rank, judged, contribution = worker.rank, event.judgement, event.contribution
         worker.num_contributed += 1
-        num_steps = self.policy.local_steps if event.num_steps is None else event.num_steps
-        self._held[rank] = Held(
-            identity, worker.hyperparameters, num_steps if event.num_batches is None else event.num_batches, num_steps,
-            worker.num_contributed, judged.is_taken, event.has_body, judged.scale, event.clip_norm,
-        )  # fmt: skip
-        self.rates.counted(rank, worker.hyperparameters, event.rates)
-        stats.accepted(worker.staleness, event.num_samples, self.policy.lead(rank), event.at, in_it)
+        counts, told = contribution.counts, worker.hyperparameters
+        num_steps = self.policy.local_steps if counts.num_training_steps is None else counts.num_training_steps
+        self._pending[rank] = Pending(contribution, told, num_steps, worker.num_contributed, judged)
+        self.rates.counted(rank, told, contribution.first.rates if contribution.first is not None else ())
+        stats.accepted(worker.staleness, counts.num_samples, self.policy.lead(rank), event.at, in_it)
         self.staleness[bin_of(worker.staleness)] += 1
         self._ended_at = event.at
         if self._first is None and (steps := self.policy.min_steps_done) > self._begun_steps:
@@ -150,52 +161,50 @@ class Contributions:
             self._empty.pop(rank, None)
         if judged.is_clipped:
             stats.clipped += 1
-            found.append(Log("debug", "clipped", {"rank": rank, "step": event.number, "reason": judged.what}))
-        if not event.has_body:
-            found.append(effects.Discard(identity, is_counted=True))
+            found.append(Log("debug", "clipped", {"rank": rank, "step": contribution.id.seq, "reason": judged.what}))
+        if not contribution.kind.has_payload:
+            found.append(effects.Discard(contribution.id, is_counted=True))
         elif judged.is_taken:
-            found.append(effects.Keep(identity))
+            found.append(effects.Keep(contribution.id))
         else:
             stats.skipped += 1
             self._empty[rank] = f"{judged.what} ({judged.limit}): counted as a contribution, nothing folded"
-            found.append(Log("warning", "skipped", {"rank": rank, "step": event.number, "reason": judged.what}))
-            found.append(effects.Discard(identity, is_counted=True))
+            said = {"rank": rank, "step": contribution.id.seq, "reason": judged.what}
+            found.append(Log("warning", "skipped", said))
+            found.append(effects.Discard(contribution.id, is_counted=True))
 
     def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
         """Answered with fresh weights when the mode allows another attempt; the end of the run when it goes on."""
         rank, version, found = event.rank, self.policy.version, event.judgement
-        yield effects.Discard(event.identity)
-        yield self._note(event, event.identity, "rejected", version)
+        yield effects.Discard(event.contribution.id)
+        yield self._note(event, "rejected", version)
         stats.rejected += 1
         stats.rejected_in_a_row += 1
         row, limit = stats.rejected_in_a_row, self._max_rejected
         yield Log("warning", "rejected", {"rank": rank, "reason": found.what, "in_a_row": row, "limit": limit})
         if found.action == "halt":
-            yield effects.End(halted(rank, event.number, version, found))
+            yield effects.End(halted(rank, event.contribution.id.seq, version, found))
         elif row >= limit:
             yield effects.End(rejected_too_often(rank, row, limit, version, found))
         else:
             self._rejected_for[rank] = f"{found.what}: nothing folded"
             yield from self.perform(self.policy.rejected(rank, event.at), event.at)
 
-    def repeated(self, worker: Worker, event: Repeated) -> list[Effect]:
+    def asked_again(self, worker: Worker, event: AskedAgain) -> list[Effect]:
         """It asks again for the answer to a contribution that counts."""
-        number, at = event.number, event.at
+        at, version = event.at, self.policy.version
         worker.waiting_since = at
-        version = self.policy.version
-        decisions = self.policy.contributed(worker.rank, Contribution(number, version), at)
-        identity = Identity(worker.rank, worker.incarnation, number)
-        found: list[Effect] = [effects.ContributionTaken(identity, version, version, "repeated", 0, -1.0)]
+        asked = ContributionId(worker.rank, worker.incarnation, event.seq)
+        contribution = Contribution(asked, base=Base(version), counts=Counts(0))
+        decisions = self.policy.contributed(worker.rank, contribution, at)
+        found: list[Effect] = [effects.ContributionTaken(contribution, version, "repeated", -1.0)]
         self._perform(decisions, at, found)
         return found
 
-    def _note(self, event: Contributed, identity: Identity, outcome: str, version: int) -> Effect:
+    def _note(self, event: Contributed, outcome: str, version: int) -> Effect:
         is_over = outcome in _ENDS_EXCHANGE
         exchange_s = self._roster.stats[event.rank].exchange_s(event.incarnation) if is_over else -1.0
-        return effects.ContributionTaken(
-            identity, event.base_version, version, outcome, event.num_samples, exchange_s,
-            event.compute_s, event.transfer_s, event.num_steps, event.part, event.steps, event.traffic,
-        )  # fmt: skip
+        return effects.ContributionTaken(event.contribution, version, outcome, exchange_s, event.traffic)
 
     # ---- decisions ------------------------------------------------------------------------
 
@@ -210,20 +219,20 @@ class Contributions:
             if isinstance(decision, Answer):
                 self._answer(decision, at, found)
             elif isinstance(decision, Fold):
-                held = self._held.pop(decision.rank)
-                held.weight = decision.weight
-                self._in_mean.append(held)
-                if held.is_taken and held.has_body:
-                    found.append(effects.Fold(held.identity, held.weight, held.scale))
+                pending = self._pending.pop(decision.rank)
+                pending.weight = decision.weight
+                self._in_mean.append(pending)
+                if pending.is_folded:
+                    found.append(effects.Fold(pending.contribution.id, pending.weight, pending.judgement.scale))
             elif isinstance(decision, Commit):
                 self._commit(decision, found)
             elif isinstance(decision, Accept):
                 worker, event, version, num_steps = self._undecided.pop(decision.rank)
-                found.append(self._note(event, event.identity, "accepted", version))
-                self._counted(worker, self._roster.stats[worker.rank], event, event.identity, num_steps, found)
+                found.append(self._note(event, "accepted", version))
+                self._counted(worker, self._roster.stats[worker.rank], event, num_steps, found)
             elif isinstance(decision, Discard) and decision.rank in self._undecided:
                 _, event, version, _ = self._undecided.pop(decision.rank)
-                found += [self._note(event, event.identity, "dropped", version), effects.Discard(event.identity)]
+                found += [self._note(event, "dropped", version), effects.Discard(event.contribution.id)]
             elif isinstance(decision, Refuse):
                 refused = self._roster.workers.get(decision.rank)
                 if refused is not None:
@@ -233,7 +242,7 @@ class Contributions:
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
         hyperparameters, clip_norm = self._drawn_and_told(in_mean)
-        if policy.has_rounds and policy.contribution == "gradient" and not self._clip_norms_differed:
+        if policy.has_rounds and policy.kind.holds_gradients and not self._clip_norms_differed:
             self._compare_clip_norms(in_mean, clip_norm, found)
         if (outer := policy.outer) is not None:
             hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
@@ -248,39 +257,39 @@ class Contributions:
                 found.append(self._less_momentum(told_momentum))
         lr_scale = self.lr_scale
         if decision.scales:
-            lr_scale *= decision.lr_scale((one.identity.rank, one.weight if one.is_taken else 0.0) for one in in_mean)
+            lr_scale *= decision.lr_scale((one.rank, one.weight if one.judgement.is_taken else 0.0) for one in in_mean)
+        taken = tuple([one.contribution.id for one in in_mean if one.judgement.is_taken])
         found.append(effects.Commit(
-            policy.version, tuple([held.identity for held in in_mean if held.is_taken]), policy.committed_by or (),
+            policy.version, taken, policy.committed_by or (),
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
-            clip_norm if policy.contribution == "gradient" else 0.0,
+            clip_norm if policy.kind.holds_gradients else 0.0,
         ))  # fmt: skip
 
-    def _drawn_and_told(self, in_mean: list[Held]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
+    def _drawn_and_told(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
         """Batches of these are in a version now; the hyperparameters and the clip_norm that it is made with, as workers
         say."""
         policy = self.policy
         if len(in_mean) == 1:
-            held = in_mean[0]
-            rank = held.identity.rank
-            self.drawn.committed(rank, held.num_batches, held.num_steps, policy.steps_done(rank))
-            return held.hyperparameters, held.clip_norm
+            one = in_mean[0]
+            self.drawn.committed(one.rank, one.num_batches, one.num_steps, policy.steps_done(one.rank))
+            return one.hyperparameters, one.clip_norm
         drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
-        for held in in_mean:
-            num_batches, num_steps = drawn.get(held.identity.rank, (0, 0))
-            drawn[held.identity.rank] = num_batches + held.num_batches, num_steps + held.num_steps
+        for one in in_mean:
+            num_batches, num_steps = drawn.get(one.rank, (0, 0))
+            drawn[one.rank] = num_batches + one.num_batches, num_steps + one.num_steps
         for rank, (num_batches, num_steps) in drawn.items():
             self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
         # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
         # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
-        told = [held for held in in_mean if held.hyperparameters is not None]
-        newest = max(told, key=lambda held: (held.num_contributed, -held.identity.rank), default=None)
+        told = [one for one in in_mean if one.hyperparameters is not None]
+        newest = max(told, key=lambda one: (one.num_contributed, -one.rank), default=None)
         return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
 
-    def _compare_clip_norms(self, in_mean: list[Held], used: float, found: list[Effect]) -> None:
+    def _compare_clip_norms(self, in_mean: list[Pending], used: float, found: list[Effect]) -> None:
         """Workers of a round that clip to different norms are named, once in a run: only one norm can be used."""
-        if any(held.clip_norm != used for held in in_mean):
+        if any(one.clip_norm != used for one in in_mean):
             self._clip_norms_differed = True
-            by_rank = sorted((held.identity.rank, held.clip_norm) for held in in_mean)
+            by_rank = sorted((one.rank, one.clip_norm) for one in in_mean)
             norms = ", ".join(f"{norm or 'none'} (rank {rank})" for rank, norm in by_rank[:_NUM_NAMED])
             meaning = "a round is clipped to one norm: give optimizer.clip_grad_norm() the same on every worker"
             fields = {"norms": norms, "used": f"{used or 'none'}", "meaning": meaning}
@@ -310,7 +319,7 @@ class Contributions:
         elif self._started_at is None:
             self._started_at, self._begun_steps = at, policy.min_steps_done
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
-        has_weights = is_start or (policy.contribution != "report" and (worker.wants_weights or name != "APPLIED"))
+        has_weights = is_start or (not policy.kind.has_peers and (worker.wants_weights or name != "APPLIED"))
         num_workers, index = self._roster.division(rank)
         is_asked = not index and not self._roster.spares
         # What it was asked for with one answer may come when it has been given newer ones: its exchanges overlap.
@@ -360,12 +369,12 @@ class Contributions:
         stats = self._roster.stats.values()
         return sum(one.samples for one in stats), sum(one.training_steps for one in stats)
 
-    def _steps_in(self, event: Contributed) -> int:
+    def _steps_in(self, contribution: Contribution) -> int:
         """Training steps in a contribution that is taken now."""
-        if event.num_steps is not None:
-            return event.num_steps
+        if contribution.counts.num_training_steps is not None:
+            return contribution.counts.num_training_steps
         most, total = self.policy.local_steps, self.policy.training_steps
-        return most if total is None else max(0, min(most, total - self.policy.steps_done(event.rank)))
+        return most if total is None else max(0, min(most, total - self.policy.steps_done(contribution.id.rank)))
 
     def elapsed_s(self, at: float, is_over: bool) -> float:
         """Seconds from the first answer to the newest contribution, or to now while the run goes on."""

@@ -201,7 +201,7 @@ def _ranks(ranks: Any) -> str:
 
 def _has_rate(run: Run) -> bool:
     """The server steps with a learning rate."""
-    return run.policy.contribution in ("gradient", "delta")
+    return run.policy.kind.server_steps
 
 
 def keep_out(run: Run, ranks: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
 """What a run wants done, and what it tells: the outside carries effects out, in order, and says nothing but events.
 
-Effects name workers by rank and incarnation and contributions by `Identity`; whose stream or memory that is, the
+Effects name workers by rank and incarnation and contributions by `ContributionId`; whose stream or memory that is, the
 outside knows. Those that are a `Fact` are told to observers too. Nobody changes one (see `events.py` on why they are
 not frozen).
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 from ...common.errors import ParamServerError
 from ...common.reporting.status import Status
+from ...common.wire.records import Contribution, ContributionId
 from .counting.rates import RankRates
-from .events import Identity
 
 
 @dataclass(slots=True)
@@ -104,17 +104,10 @@ class WorkerLeft(Fact):
 class ContributionTaken(Fact):
     """A contribution came whole to all shards; `outcome` is what became of it."""
 
-    identity: Identity
-    base_version: int
+    contribution: Contribution
     version: int  # when it came
     outcome: str  # accepted, dropped, repeated, rejected, skipped, refused
-    num_samples: int
     exchange_s: float  # that the worker's exchange before this one took; negative: unknown
-    compute_s: float = 0.0  # for it, as its worker says
-    transfer_s: float = 0.0  # of the exchange before, without what the mode held it
-    num_steps: int | None = None  # training steps in it; None: as many as its worker was told
-    part: int = 0  # of a model that is stepped in parts, from 1
-    run_steps: int = 0  # training steps of the run, as its worker says with it; 0: it says nothing
     traffic: tuple[int, int] = (0, 0)  # bytes that its worker has sent and received so far; zeros: not counted
 
 
@@ -122,14 +115,14 @@ class ContributionTaken(Fact):
 class Keep(Effect):
     """This contribution counts: its body stays until it is folded, whatever becomes of its worker."""
 
-    identity: Identity
+    id: ContributionId
 
 
 @dataclass(slots=True)
 class Fold(Effect):
     """Add a contribution to the mean being formed, multiplied by `scale`."""
 
-    identity: Identity
+    id: ContributionId
     weight: float
     scale: float = 1.0
 
@@ -138,7 +131,7 @@ class Fold(Effect):
 class Discard(Effect):
     """Nothing of this contribution is folded. `is_counted`: it counts all the same, as an empty one."""
 
-    identity: Identity
+    id: ContributionId
     is_counted: bool = False
 
 
@@ -147,7 +140,7 @@ class Commit(Fact):
     """Make the mean of what was folded the next version."""
 
     version: int
-    contributions: tuple[Identity, ...]  # that were folded
+    contributions: tuple[ContributionId, ...]  # that were folded
     members: tuple[int, ...]  # live ranks, ascending
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # of each group; None: as they are
     lr_scale: float = 1.0

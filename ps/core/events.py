@@ -12,24 +12,16 @@ Times are seconds of the monotonic clock of the process that orders the events (
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 
 from ...common.errors import Reason, refusal
 from ...common.wire.json_text import read_json
+from ...common.wire.records import Contribution, ResidualInfo
 from .judgement import SOUND, Judgement
-
-
-class Identity(NamedTuple):
-    """Of one contribution: an effect of it happens at most once in a run."""
-
-    rank: int
-    incarnation: int
-    number: int  # of the rank's contributions, from 1
 
 
 @dataclass(slots=True)
@@ -95,9 +87,7 @@ class Finished(OfAWorker):
 
     transfer_s: float = 0.0
     can_evaluate: bool = False
-    residual: float = 0.0  # norm of what its codec has kept back,
-    residuals_lost: int = 0  # how often such was lost since its process began, and norms of it in all
-    residual_lost: float = 0.0
+    residual: ResidualInfo = field(default_factory=ResidualInfo)
 
 
 @dataclass(slots=True)
@@ -168,48 +158,31 @@ class Brought(OfAWorker):
 
 
 @dataclass(slots=True)
-class Contributed(OfAWorker):
+class Contributed(Event):
     """A contribution is here, whole and looked through."""
 
     is_gathered: ClassVar[bool] = True
-    number: int
-    base_version: int
-    num_samples: int = 1  # 0: nobody said; it weighs as 1
-    wants_weights: bool = True
-    hyperparameters: tuple[dict[str, Any], ...] | None = None  # of each group; None: as before
+    contribution: Contribution
     judgement: Judgement = SOUND
-    loss: float = math.nan
-    compute_s: float = 0.0
-    transfer_s: float = 0.0
     looked_s: float = 0.0  # it was looked through so long, here
-    num_batches: int | None = None  # drawn for it; None: one for each training step
-    num_steps: int | None = None  # training steps in it; None: as many as the worker was told
-    data: tuple[int, int] | None = None  # of a process's first: samples of the data set, digest; 0: not known
-    evaluates: bool = False  # its worker evaluates the weights of the answer
-    steps: int = 0  # with it: training steps of the run where nobody has set them, as this worker counts; 0: unknown
-    part: int = 0  # of a model that is stepped in parts, from 1
-    residual: float = 0.0  # norm of what its worker's codec had kept back before it,
-    residuals_lost: int = 0  # how often such was lost since its process began, and norms of it in all
-    residual_lost: float = 0.0
-    epoch: int = 0  # of a report, which may come without a body, or say that there is no mean
-    is_broken: bool = False
-    has_body: bool = True
-    rates: tuple[float, ...] = ()  # with a process's first: learning rates at its first training step
-    clip_norm: float = 0.0  # 2-norm that the server steps along at most; 0: any
     # Bytes that its worker has sent and received here so far, this one included, words about a wait not.
     traffic: tuple[int, int] = (0, 0)
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.rank, self.incarnation, self.number)
+    def rank(self) -> int:
+        return self.contribution.id.rank
+
+    @property
+    def incarnation(self) -> int:
+        return self.contribution.id.incarnation
 
 
 @dataclass(slots=True)
-class Repeated(OfAWorker):
+class AskedAgain(OfAWorker):
     """It asks again for the answer to a contribution that counts."""
 
     is_gathered: ClassVar[bool] = True
-    number: int
+    seq: int
 
 
 @dataclass(slots=True)
@@ -265,7 +238,7 @@ class Failed(Event):
 
 KINDS: tuple[type[Event], ...] = (
     Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartBegan, HeartStopped, Heard,
-    Offered, Brought, Contributed, Repeated, Measured, Stored, Controlled, Ticked, Stopped,
+    Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
     Failed,
 )  # fmt: skip
 
@@ -273,23 +246,36 @@ KINDS: tuple[type[Event], ...] = (
 # ---- of several shards --------------------------------------------------------------------------------
 
 # What each shard may say differently of one thing: what it finds in its part, and what only the worker's clock says.
-_OWN = (
-    "at", "judgement", "durable", "held", "compute_s", "transfer_s", "looked_s", "loss", "wants_weights", "traffic",
-)  # fmt: skip
+_OWN = {
+    "at", "judgement", "durable", "held", "looked_s", "traffic", "timing", "payload", "position", "loss",
+    "wants_weights", "has_all", "reference", "peer_bytes",
+}  # fmt: skip
+
+AboutAWorker = OfAWorker | Contributed
 
 
 def key_of(event: Event) -> tuple[Any, ...]:
     """The same for what several shards say of one thing."""
-    names = ("rank", "incarnation", "number", "attempt", "version")
+    if isinstance(event, Contributed):
+        return "Contributed", *event.contribution.id
+    names = ("rank", "incarnation", "seq", "attempt", "version")
     return (type(event).__name__, *(getattr(event, name, None) for name in names))
 
 
 def differences(one: Event, other: Event) -> list[str]:
     """Fields in which two shards were told different things, as phrases; empty where both were told the same."""
-    mine, theirs = asdict(one), asdict(other)
-    return [
-        f"{name} {mine[name]} and {theirs[name]}" for name in mine if name not in _OWN and mine[name] != theirs[name]
-    ]
+    return _differences(asdict(one), asdict(other))
+
+
+def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name in mine.keys() - _OWN:
+        here, there = mine[name], theirs[name]
+        if isinstance(here, dict) and isinstance(there, dict):
+            found += _differences(here, there)
+        elif here != there:
+            found.append(f"{name} {here} and {there}")
+    return sorted(found)
 
 
 # ---- as text ------------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ class Gather:
 
     def add(self, shard: int, event: Event) -> list[Event]:
         """Everyone's, in the order of shards, when this one completes them; empty otherwise."""
-        if isinstance(event, events.OfAWorker) and event.incarnation <= self._fenced.get(event.rank, 0):
+        if isinstance(event, events.AboutAWorker) and event.incarnation <= self._fenced.get(event.rank, 0):
             return []
-        key, rank = events.key_of(event), event.rank if isinstance(event, events.OfAWorker) else None
+        key, rank = events.key_of(event), event.rank if isinstance(event, events.AboutAWorker) else None
         of_rank = self._found.setdefault(rank, {})
         found = of_rank.setdefault(key, {})
         found[shard] = event
@@ -134,7 +134,7 @@ class Gather:
 def _incarnation(found: dict[int, Event]) -> int:
     """Of what has come of a worker."""
     one = next(iter(found.values()))
-    assert isinstance(one, events.OfAWorker)
+    assert isinstance(one, events.AboutAWorker)
     return one.incarnation
 
 
@@ -151,7 +151,7 @@ _WHAT = {
     "Contributed": "its part of the contribution",
     "Brought": "its part of the initial weights",
     "Offered": "this worker's connection",
-    "Repeated": "this worker's question",
+    "AskedAgain": "this worker's question",
 }
 
 
@@ -204,7 +204,7 @@ class Coordinator(Sequencer):
         """What has happened when these have come, one to each shard."""
         first = parts[0]
         for shard, other in enumerate(parts[1:], 1):
-            if isinstance(first, events.OfAWorker) and (told := events.differences(first, other)):
+            if isinstance(first, events.AboutAWorker) and (told := events.differences(first, other)):
                 what = f"shards 0 and {shard} were told different things: {'; '.join(told)}"
                 return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, what)
         if isinstance(first, events.Contributed):

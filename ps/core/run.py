@@ -87,7 +87,7 @@ class Run:
     def _handlers(self) -> dict[type[events.Event], Callable[[Any], Iterable[Effect]]]:
         """By kind of event, what it leads to."""
         of_a_worker: dict[type[events.Event], Callable[..., Iterable[Effect]]] = {
-            events.Repeated: self._repeated,
+            events.AskedAgain: self._asked_again,
             events.Disconnected: self._disconnected,
             events.Left: self._left,
             events.Expelled: self._expelled,
@@ -281,16 +281,17 @@ class Run:
         if worker.rank not in self.policy.members:
             error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
             return [*self.contributions.refuse(event), *self.expel(worker, error, event.at)]
-        told = list(self.length.told(worker.rank, event.steps)) if event.steps else []
+        first = event.contribution.first
+        told = list(self.length.told(worker.rank, first.run_steps)) if first is not None and first.run_steps else []
         found = self._after(self.contributions.taken(worker, event), event.at)
         return told + found if told else found
 
-    def _repeated(self, worker: Worker, event: events.Repeated) -> Iterable[Effect]:
-        number, counted = event.number, self.policy.num_counted.get(worker.rank, 0)
-        if worker.rank not in self.policy.members or number != counted:
-            what = f"rank {worker.rank} asks again about contribution {number}; the last that counts is {counted}"
+    def _asked_again(self, worker: Worker, event: events.AskedAgain) -> Iterable[Effect]:
+        seq, counted = event.seq, self.policy.num_counted.get(worker.rank, 0)
+        if worker.rank not in self.policy.members or seq != counted:
+            what = f"rank {worker.rank} asks again about contribution {seq}; the last that counts is {counted}"
             return self.expel(worker, refusal(Reason.STEP_GAP, what), event.at)
-        return self._after(self.contributions.repeated(worker, event), event.at)
+        return self._after(self.contributions.asked_again(worker, event), event.at)
 
     def take_over(self, mode: str, policy: Policy, at: float) -> list[Effect]:
         """Another mode of the same kin holds from here on."""
@@ -404,7 +405,7 @@ class Run:
         rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
         self.has_finished = True
         stats.transfer_s += event.transfer_s
-        stats.kept_back(event.residual, event.residuals_lost, event.residual_lost)
+        stats.kept_back(event.residual)
         self.roster.finished(worker)
         worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
         yield Log("routine", "finished", {"rank": worker.rank, "steps": stats.training_steps})
@@ -590,7 +591,7 @@ class Run:
 
 
 # What a worker is told is over when it has been closed.
-_BEFORE_THE_END = events.Offered | events.Brought | events.Repeated | events.StopAsked
+_BEFORE_THE_END = events.Offered | events.Brought | events.AskedAgain | events.StopAsked
 _LOOKED_AT = frozenset((effects.Commit, effects.Answer, effects.End))  # of what was decided: by `_after`
 
 

@@ -19,9 +19,9 @@ import torch
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
+from ...common.wire.records import ContributionId
 from ..core import effects, events
 from ..core.effects import Fact
-from ..core.events import Identity
 from ..core.replication import Sequencer
 from ..core.run import Options, Run
 from ..policies.base import Policy
@@ -253,7 +253,8 @@ class Engine:
         parameters `without` a gradient are zeros in it. None: it is a report without one. `brought`:
         what its worker's optimizer remembers. `slot`: memory of the staging pool that it was counted with so far."""
         if body is not None:
-            self.folding.stage(event.identity, body, without, rows, event.base_version, brought, slot)
+            contribution = event.contribution
+            self.folding.stage(contribution.id, body, without, rows, contribution.base.version, brought, slot)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------
@@ -310,17 +311,17 @@ class Engine:
 
     def _keep(self, keep: effects.Keep) -> None:
         self.folding.keep(keep)
-        self._counted(keep.identity)
+        self._counted(keep.id)
 
     def _discard(self, discard: effects.Discard) -> None:
         self.folding.discard(discard)
         if discard.is_counted:
-            self._counted(discard.identity)
+            self._counted(discard.id)
         else:
-            self.states.forget(discard.identity)
+            self.states.forget(discard.id)
 
-    def _counted(self, identity: Identity) -> None:
-        self.states.counted(identity, self.run.policy.committed_of(identity.rank))
+    def _counted(self, id: ContributionId) -> None:
+        self.states.counted(id, self.run.policy.committed_of(id.rank))
 
     def _evaluated(self, found: effects.Evaluated) -> None:
         here = sum(one.num_sent + one.num_received for one in self.traffic.values())

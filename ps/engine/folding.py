@@ -12,8 +12,8 @@ import torch
 
 from ...common.codecs.base import Spares
 from ...common.reporting.log import get_logger
+from ...common.wire.records import ContributionId
 from ..core import effects
-from ..core.events import Identity
 from ..core.judgement import overflowed
 from ..tensors.codec_memory import CodecMemory
 from ..tensors.flat_optimizer import OptimizerState
@@ -84,8 +84,8 @@ class Folding:
         self._answers_before_commit = answers_before_commit
         self.codec_memories = CodecMemories(model, tensors)
         self.halves = Halves()
-        self._staged: dict[Identity, _Staged] = {}  # that came here whole
-        self._kept: dict[Identity, _Staged] = {}  # of contributions that count and are to be folded
+        self._staged: dict[ContributionId, _Staged] = {}  # that came here whole
+        self._kept: dict[ContributionId, _Staged] = {}  # of contributions that count and are to be folded
         self._fenced: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
         self._without: frozenset[str] | None = None  # a gradient, of all that is folded and not in a version yet
         self._are_few = False  # contributions of the newest commit
@@ -97,7 +97,7 @@ class Folding:
 
     def stage(
         self,
-        identity: Identity,
+        id: ContributionId,
         body: torch.Tensor,
         without: frozenset[str] = frozenset(),
         rows: Sequence[Rows] = (),
@@ -106,21 +106,21 @@ class Folding:
         slot: torch.Tensor | None = None,
     ) -> None:
         """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
-        if self.is_fenced(identity.rank, identity.incarnation) or identity in self._staged:
+        if self.is_fenced(id.rank, id.incarnation) or id in self._staged:
             self._return(body, slot)  # it has been let go, or said this before
         else:
-            self._staged[identity] = _Staged(body, without, rows, base_version, brought, slot)
+            self._staged[id] = _Staged(body, without, rows, base_version, brought, slot)
 
     def keep(self, keep: effects.Keep) -> None:
-        self._kept[keep.identity] = self._staged.pop(keep.identity)
-        self.codec_memories.end_attempt(keep.identity.rank, True)
+        self._kept[keep.id] = self._staged.pop(keep.id)
+        self.codec_memories.end_attempt(keep.id.rank, True)
 
     def discard(self, discard: effects.Discard) -> None:
-        self._give_back(discard.identity)
-        self.codec_memories.end_attempt(discard.identity.rank, False)
+        self._give_back(discard.id)
+        self.codec_memories.end_attempt(discard.id.rank, False)
 
-    def _give_back(self, identity: Identity) -> None:
-        if (staged := self._staged.pop(identity, None)) is not None:
+    def _give_back(self, id: ContributionId) -> None:
+        if (staged := self._staged.pop(id, None)) is not None:
             self._return(staged.body, staged.slot)
 
     def _return(self, *bodies: torch.Tensor | None) -> None:
@@ -136,30 +136,28 @@ class Folding:
     def fence(self, rank: int, incarnation: int) -> None:
         """Of this incarnation of a rank, and of older ones, nothing more is taken."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
-        for identity in [one for one in self._staged if one.rank == rank and one.incarnation <= incarnation]:
-            self._give_back(identity)
+        for id in [one for one in self._staged if one.rank == rank and one.incarnation <= incarnation]:
+            self._give_back(id)
         self.codec_memories.end_attempt(rank, False)
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        body, without, rows, base_version, brought, slot = self._kept.pop(fold.identity)
+        body, without, rows, base_version, brought, slot = self._kept.pop(fold.id)
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(body)
         is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
 
         def work() -> list[torch.Tensor]:
             taken = body.clone() if is_copied else body
-            if self._model.is_brought:
+            if self._model.kind.has_peers:
                 store.bring(brought)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
             if (delivered := self._model.delivered) is not None:
-                is_moved = delivered.compensate(fold.identity.rank, base_version, taken, store.weights)
+                is_moved = delivered.compensate(fold.id.rank, base_version, taken, store.weights)
                 if not is_moved:
-                    log.warning(
-                        "not_compensated", rank=fold.identity.rank, version=base_version, meaning=_NOT_COMPENSATED
-                    )
-            return store.fold(taken, fold.weight, fold.identity.rank, may_keep, without, rows)
+                    log.warning("not_compensated", rank=fold.id.rank, version=base_version, meaning=_NOT_COMPENSATED)
+            return store.fold(taken, fold.weight, fold.id.rank, may_keep, without, rows)
 
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(one is body for one in reusable):
@@ -177,10 +175,10 @@ class Folding:
             self._model.changes.made(commit.version, self._without if store.optimizer is not None else ())
             self._without = None
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
-        num_live = 1 if self._model.is_brought else len(commit.members)
+        num_live = 1 if self._model.kind.has_peers else len(commit.members)
         told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
         # Where workers average among themselves, whoever brings the weights has the lowest rank's buffers.
-        lowest_live = sys.maxsize if self._model.is_brought else commit.members[0] if commit.members else 0
+        lowest_live = sys.maxsize if self._model.kind.has_peers else commit.members[0] if commit.members else 0
         step = partial(
             store.commit, num_live, lowest_live, told,
             publication.segment.body, publication.made, lr_scale=commit.lr_scale,

@@ -18,10 +18,10 @@ def make_policy(config: Config) -> Policy:
     policy, run = config.policy, config.run
     options = policy.options(run.mode)
     check_mode(run.mode, config)
-    reports = MODES.load(run.mode).contribution == "report"
-    check_zero(config.worker.zero, run.mode, reports, getattr(options, "staleness", 0))
-    if reports:
-        _check_reports(config)
+    has_peers = MODES.load(run.mode).kind.has_peers
+    check_zero(config.worker.zero, run.mode, has_peers, getattr(options, "staleness", 0))
+    if has_peers:
+        _check_peers(config)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     settings |= {"training_steps": run.steps, "num_workers": run.workers, **_of_codecs(config)}
     settings["max_staged"] = config.server.max_staged if config.server.shards == 1 else None  # `make_room`
@@ -36,7 +36,7 @@ def make_policy(config: Config) -> Policy:
     return made
 
 
-def _check_reports(config: Config) -> None:
+def _check_peers(config: Config) -> None:
     """What stands between workers and server means nothing where no gradients pass it; UsageError."""
     worker, mode = config.worker, config.run.mode
     for name, value, none in (
@@ -72,7 +72,7 @@ def _check_codecs(policy: Policy, config: Config) -> None:
         from ...common.codecs.base import check_codecs
 
         up, down = codecs
-        check_codecs(config.run.mode, policy.contribution, up, down, fragments=policy.fragments)
+        check_codecs(config.run.mode, policy.kind, up, down, fragments=policy.fragments)
 
 
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..core.events import Identity
+from ...common.wire.records import ContributionId
 
 
 class Kept(NamedTuple):
-    """When a contribution began: fields of Place in the proto, and the script's state."""
+    """When a contribution began: fields of Position in the proto, and the script's state."""
 
     place: dict[str, int]
     body: bytes
@@ -20,29 +20,29 @@ class States:
     """Of all ranks. One counts when its contribution does; those are kept that a snapshot may need."""
 
     def __init__(self) -> None:
-        self._staged: dict[Identity, tuple[dict[str, int], bytes | None]] = {}
+        self._staged: dict[ContributionId, tuple[dict[str, int], bytes | None]] = {}
         self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
-    def stage(self, identity: Identity, place: dict[str, int], body: bytes | None) -> None:
+    def stage(self, id: ContributionId, place: dict[str, int], body: bytes | None) -> None:
         """It came with this contribution; no body: that of the rank's one before that counts."""
-        self._staged[identity] = (place, body)
+        self._staged[id] = (place, body)
 
-    def counted(self, identity: Identity, num_committed: int) -> None:
+    def counted(self, id: ContributionId, num_committed: int) -> None:
         """The contribution counts; of its rank so many are in a version."""
-        rank, kept = identity.rank, self._of_rank.get(identity.rank, {})
-        place, body = self._staged.pop(identity, (None, None))
+        rank, kept = id.rank, self._of_rank.get(id.rank, {})
+        place, body = self._staged.pop(id, (None, None))
         if body is None and kept:
             body = kept[max(kept)].body
         if place is None or body is None:
             self._of_rank.pop(rank, None)  # of a script that remembers nothing
             return
-        kept[identity.number] = Kept(place, body)
+        kept[id.seq] = Kept(place, body)
         oldest = max((number for number in kept if number <= num_committed), default=0)
         self._of_rank[rank] = {number: one for number, one in kept.items() if number >= oldest}
 
-    def forget(self, identity: Identity) -> None:
+    def forget(self, id: ContributionId) -> None:
         """The contribution does not count."""
-        self._staged.pop(identity, None)
+        self._staged.pop(id, None)
 
     def fence(self, rank: int, incarnation: int) -> None:
         """What came from this incarnation of a rank, or an older one, and has not happened, never will."""

@@ -36,14 +36,16 @@ class HistorySink(Sink):
 def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
     """The operation and the fields of a fact's line; ("", {}) for one that has none."""
     match fact:
-        case effects.ContributionTaken((rank, incarnation, number)):
+        case effects.ContributionTaken(contribution):
+            rank, incarnation, seq = contribution.id
+            counts, timing, first = contribution.counts, contribution.timing, contribution.first
             return "accept", {
-                "rank": rank, "incarnation": incarnation, "step": number, "base_version": fact.base_version,
-                "version": fact.version, "outcome": fact.outcome, "samples": fact.num_samples or None,
-                "compute_s": round(fact.compute_s, 6), "transfer_s": round(fact.transfer_s, 6),
-                **({} if fact.num_steps is None else {"num_steps": fact.num_steps}),
-                **({"part": fact.part} if fact.part else {}),
-                **({"run_steps": fact.run_steps} if fact.run_steps else {}),
+                "rank": rank, "incarnation": incarnation, "step": seq, "base_version": contribution.base.version,
+                "version": fact.version, "outcome": fact.outcome, "samples": counts.num_samples or None,
+                "compute_s": round(timing.compute_s, 6), "transfer_s": round(timing.transfer_s, 6),
+                **({} if counts.num_training_steps is None else {"num_steps": counts.num_training_steps}),
+                **({"part": counts.part} if counts.part else {}),
+                **({"run_steps": first.run_steps} if first is not None and first.run_steps else {}),
                 **({"bytes": fact.traffic} if any(fact.traffic) else {}),
             }  # fmt: skip
         case effects.Commit(version, contributions, members):

@@ -138,7 +138,7 @@ class MetricsSink(Sink, Collector):
             case ContributionTaken():
                 self._contributions.labels(fact.outcome).inc()
                 if fact.outcome == "accepted":
-                    self._staleness.observe(max(0, fact.version - fact.base_version))
+                    self._staleness.observe(max(0, fact.version - fact.contribution.base.version))
                 if fact.exchange_s >= 0:
                     self._exchanges.observe(fact.exchange_s)
             case Commit():

@@ -235,14 +235,15 @@ class Streams:
     def add(self, now_s: float, fact: ContributionTaken) -> None:
         """Its exchange before and its computing have ended now. Where both went on side by side (pipelined), each has
         its share of the time between."""
-        rank, compute_s = fact.identity.rank, max(0.0, fact.compute_s)
+        rank, timing = fact.contribution.id.rank, fact.contribution.timing
+        compute_s = max(0.0, timing.compute_s)
         until = self._until.get(rank)
         if fact.exchange_s < 0 or until is None:  # the first of a process
             wait_s = transfer_s = 0.0
             begin_s = now_s - compute_s
         else:
-            transfer_s = max(0.0, fact.transfer_s)
-            wait_s = max(0.0, fact.exchange_s - fact.transfer_s)
+            transfer_s = max(0.0, timing.transfer_s)
+            wait_s = max(0.0, fact.exchange_s - timing.transfer_s)
             begin_s = until
         self._until[rank] = now_s
         total = wait_s + transfer_s + compute_s

@@ -35,8 +35,7 @@ class TracingSink(Sink):
         if isinstance(fact, ContributionTaken):
             if len(self._taken) >= _MOST_OPEN:
                 self._taken.clear()
-            rank, incarnation, number = fact.identity
-            self._taken[rank, incarnation, number] = now, fact.base_version
+            self._taken[fact.contribution.id] = now, fact.contribution.base.version
         elif isinstance(fact, Commit):
             self._engine.tensors.submit(lambda: None, lambda _: self._made(fact, now))
         elif isinstance(fact, Answer):
@@ -48,8 +47,8 @@ class TracingSink(Sink):
     def _made(self, commit: Commit, begun: int) -> None:
         """The tensor work of the version is done."""
         ended = self._ns(self._engine.now())
-        for rank, incarnation, number in commit.contributions:
-            above = self._traces.of_others(ids_of(self._run, rank, incarnation, number))
+        for rank, incarnation, seq in commit.contributions:
+            above = self._traces.of_others(ids_of(self._run, rank, incarnation, seq))
             self._traces.below(above, "apply", begun, ended, {"paramserver.version": commit.version}, serves=True)
 
     def _answered(self, answer: Answer, now: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import Field
 
 from ...common.config.option import Section
+from ...common.kinds import ContributionKind
 from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, Refuse, names
 from .rules import GroupRule
 from .shared.decisions import Accept, Wait
@@ -38,7 +39,7 @@ class AllreduceOptions(Section):
 class AllreducePolicy(Policy):
     Options = AllreduceOptions
     options: AllreduceOptions
-    contribution = "report"
+    kind = ContributionKind.COMPLETION
     has_rounds = True
     rules = (GroupRule,)
 
@@ -87,17 +88,18 @@ class AllreducePolicy(Policy):
         self._reports.pop(rank, None)  # it will say it again
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
-        if contribution.number == self.num_counted.get(rank):  # it asks again, and knows of nothing newer
+        if contribution.id.seq == self.num_counted.get(rank):  # it asks again, and knows of nothing newer
             self._reports.pop(rank, None)
         return super().contributed(rank, contribution, now)
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank = member.rank
-        if self.version - contribution.base_version > self.outstanding and not contribution.is_broken:
-            told = f"on version {contribution.base_version}, and version {self.version + 1} is to be made of it"
+        if self.version - contribution.base.version > self.outstanding and not contribution.completion.failed:
+            told = f"on version {contribution.base.version}, and version {self.version + 1} is to be made of it"
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", f"computed {told}: {self.outstanding} may lie between")]
         self._owe(member, Outcome.DROPPED)  # unless all others report too
-        if rank in self._outside or (contribution.epoch or self.epoch, contribution.part) != (self.epoch, 0):
+        generation = contribution.completion.generation or self.epoch
+        if rank in self._outside or generation != self.epoch or contribution.counts.part:
             return [Discard(rank)]
         self._reports[rank] = contribution
         return [Wait(rank)]
@@ -118,7 +120,7 @@ class AllreducePolicy(Policy):
             return self._form()
         if len(self._reports) < len(self.group):
             return []
-        if any(report.is_broken for report in self._reports.values()):
+        if any(report.completion.failed for report in self._reports.values()):
             return self._form()
         decisions = self._close()
         return decisions + self._form() if self._outside else decisions
@@ -146,7 +148,7 @@ class AllreducePolicy(Policy):
         decisions += [Fold(rank, self._weight(self._reports[rank])) for rank in self.group]
         self.committed_by = self.group
         commit = self._commit(self.group, f"all {len(self.group)} members of the group have the mean")
-        if any(report.has_body for report in self._reports.values()):
+        if any(report.kind.has_payload for report in self._reports.values()):
             self._brought = self.version
         self._reports, self._turn = {}, self._turn + 1
         return [*decisions, commit]

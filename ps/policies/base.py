@@ -33,11 +33,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from ...common.config.option import Section
+from ...common.kinds import ContributionKind
+from ...common.wire.records import Contribution
 from .rules import Rule
-from .shared.decisions import Answer, Commit, Contribution, Decision, Discard, Fold, Merge, Outcome, Outer, Refuse
+from .shared.decisions import Answer, Commit, Decision, Discard, Fold, Merge, Outcome, Outer, Refuse
 from .shared.late import Compensation
 from .shared.members import Common, Member, canonical, names
 from .shared.standing import Standing
@@ -58,10 +60,7 @@ class Policy(ABC):
     Options: ClassVar[type[Section]] = Section
     # What its histories must keep to, beyond what holds in every mode.
     rules: ClassVar[tuple[type[Rule], ...]] = ()
-    # What workers send. The server runs their optimizer on gradients, averages weights, and runs its own (`outer`)
-    # on deltas: the weights that local steps began from minus those they led to.
-    # Of a report workers have averaged gradients themselves, and run their own optimizers: it may bring weights.
-    contribution: Literal["gradient", "weights", "delta", "report"] = "gradient"
+    kind: ContributionKind = ContributionKind.GRADIENT  # what workers send
     # Whether a commit is one step along the gradients of all, which something other than their mean may then
     # stand for (policy.aggregation).
     may_aggregate: ClassVar[bool] = False
@@ -223,25 +222,25 @@ class Policy(ABC):
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """A contribution is staged: fold it, or discard it with an answer or a refusal."""
-        if rank in self.members and contribution.number == self.num_counted[rank]:
+        if rank in self.members and contribution.id.seq == self.num_counted[rank]:
             # Applied before, and its answer was lost. Where it still waits for its round, so does the repeat.
             self._owe(self.members[rank], Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
-        if (refusal := self._refusal(rank, contribution.number)) is not None:
+        if (refusal := self._refusal(rank, contribution.id.seq)) is not None:
             return [Discard(rank), refusal]
-        if contribution.part and self.answers_before_commit:
+        if contribution.counts.part and self.answers_before_commit:
             told = "this mode answers contributions before they are in a version, and cannot step a model in parts"
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", told)]
         member, counted = self.members[rank], self.num_counted[rank]
-        num_steps = contribution.num_steps
-        if num_steps is not None and num_steps < self.local_steps and not contribution.continues:
+        num_steps = contribution.counts.num_training_steps
+        if num_steps is not None and num_steps < self.local_steps and not contribution.counts.continues_step:
             self._too_many[rank] = self.local_steps - num_steps
         elif self._too_many:
             self._too_many.pop(rank, None)
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
-        if contribution.part and not self.has_rounds and self.num_counted[rank] > counted:
-            self._stepped_part(rank, contribution.continues)
+        if contribution.counts.part and not self.has_rounds and self.num_counted[rank] > counted:
+            self._stepped_part(rank, contribution.counts.continues_step)
         decisions += self._settle(now)
         return decisions
 
@@ -374,8 +373,8 @@ class Policy(ABC):
 
     def staleness(self, rank: int, contribution: Contribution) -> int:
         """Versions between the weights a contribution was computed on and those it is about to meet."""
-        behind = self.version - contribution.base_version
-        if self.common.pipelined and self.contribution != "gradient" and rank in self.members:
+        behind = self.version - contribution.base.version
+        if self.common.pipelined and self.kind.worker_steps and rank in self.members:
             # It stands on weights that it contains, or it would undo what is there. All but the first were computed
             # before those came.
             return max(0, behind) + (not self.members[rank].is_fresh)
@@ -491,7 +490,7 @@ class Policy(ABC):
         return 1
 
     def _weight(self, contribution: Contribution) -> float:
-        return float(contribution.num_samples) if self.common.weighting == "samples" else 1.0
+        return float(contribution.counts.num_samples or 1) if self.common.weighting == "samples" else 1.0
 
     def _refusal(self, rank: int, number: int) -> Refuse | None:
         """Of a contribution that cannot be this rank's next; None when it can."""

@@ -37,7 +37,7 @@ class SinglePolicy(Policy):
                 return [Discard(rank)]
             scales = (scale(tau),) if scale is not None else ()
         self._count(member)
-        commit = self._commit((rank,), f"contribution {contribution.number} of rank {rank}", scales)
+        commit = self._commit((rank,), f"contribution {contribution.id.seq} of rank {rank}", scales)
         return [Fold(rank, self._weight(contribution)), commit]
 
     def _momentum_among(self) -> int:

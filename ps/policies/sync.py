@@ -7,11 +7,12 @@ exchange is in flight would end that, so sync is never pipelined.
 
 from __future__ import annotations
 
+from ...common.kinds import ContributionKind
 from .shared.rounds import RoundPolicy
 
 
 class SyncPolicy(RoundPolicy):
-    contribution = "gradient"
+    kind = ContributionKind.GRADIENT
     may_aggregate = True
 
 

@@ -48,7 +48,7 @@ class Model:
     """The run's model. `store`, `staging`, `publisher`, `changes` and `references` exist once there are weights.
 
     The mode's `policy` says who steps: workers contribute gradients, and their optimizer runs here; or `policy.outer`
-    does, along their deltas. `is_brought`: workers step, and may say what their optimizer remembers.
+    does, along their deltas; or workers step, and may say what their optimizer remembers.
     """
 
     store: Store
@@ -59,8 +59,7 @@ class Model:
 
     def __init__(self, config: Config, tensors: TensorThread, policy: Policy) -> None:
         self._config, self._tensors = config, tensors
-        self._has_optimizer = policy.contribution == "gradient"
-        self.is_brought = policy.contribution == "report"
+        self.kind = policy.kind
         self._may_sum, self._has_rounds, self._has_fragments = policy.may_sum, policy.has_rounds, policy.fragments > 1
         self._outer, self._compensation = policy.outer, policy.compensation
         self.delivered: Delivered | None = None  # where late gradients are compensated
@@ -92,11 +91,11 @@ class Model:
     @property
     def running(self) -> OptimizerSpec | None:
         """The optimizer that runs here, or of which is kept what the workers' remembers."""
-        return self.outer or (self.optimizer if self._has_optimizer or self._can_be_kept() else None)
+        return self.outer or (self.optimizer if not self.kind.worker_steps or self._can_be_kept() else None)
 
     def _can_be_kept(self) -> bool:
         """Of what workers run: by names that torch has, element by element."""
-        if not self.is_brought or self.optimizer is None or self.optimizer.tables:
+        if not self.kind.has_peers or self.optimizer is None or self.optimizer.tables:
             return False
         try:
             for name, group in zip(self.optimizer.classes, self.optimizer.groups, strict=True):
@@ -135,14 +134,14 @@ class Model:
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
         does not take, no parameter at all. Where workers run the optimizer it may be any."""
-        if optimizer.reduction == "sum" and not (self._may_sum and (self._has_optimizer or self.is_brought)):
-            why = "steps are along a weighted mean" if self._has_optimizer else "workers step by themselves"
+        if optimizer.reduction == "sum" and not (self._may_sum and self.kind.steps_along_mean_gradient):
+            why = "steps are along a weighted mean" if not self.kind.worker_steps else "workers step by themselves"
             raise refusal(
                 Reason.OPTIMIZER_UNSUPPORTED,
                 f"session.optimizer(..., reduction='sum') in mode {self._config.run.mode}, whose {why}",
                 fix="use --mode sync, allreduce, async or ssp; or a loss that is a mean over its batch",
             )
-        if not self._has_optimizer:
+        if self.kind.worker_steps:
             if optimizer.tables:
                 what = f"tables of rows (session.rows) need gradients, and workers of mode {self._config.run.mode} send"
                 sent = "weights" if self._outer is None else "how far their weights went"
@@ -223,11 +222,11 @@ class Model:
             self.store.tables.change(self.optimizer.tables)
         self.may_change = False
 
-    def check_hyperparameters(self, groups: list[Hyperparameters]) -> None:
+    def check_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
         """Refuse what the optimizer that runs here would fail on, or would not have begun with."""
         assert self.optimizer is not None
         for name, known, told in zip(self.optimizer.classes, self.optimizer.groups, groups, strict=False):
-            if told and self._has_optimizer:
+            if told and not self.kind.worker_steps:
                 check_hyperparameters(name, told, known.hyperparameters)
         for table, told in zip(self.optimizer.tables, groups[len(self.optimizer.groups) :], strict=False):
             if told and not (told.keys() == {"lr"} and isinstance(told["lr"], float) and 0 <= told["lr"] <= 1e9):
@@ -308,7 +307,7 @@ class Model:
                 limits=Limits(store.on_nonfinite, store.max_norm, store.on_large),
                 is_part=server.shards > 1,
                 measures_direction=self._outer is not None,
-                steps=not self.is_brought,
+                steps=not self.kind.has_peers,
             ),
             self._tables,
         )

@@ -10,6 +10,7 @@ import grpc.aio
 from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
 from ...common.wire.frames import INLINE_BYTES, Frame
+from ...common.wire.messages import read_residual
 from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
@@ -87,12 +88,8 @@ class Conversation:
             if received.kind == "finish":
                 peer.state = "finished"
                 facts = received.of(pb.Finish)
-                self._engine.offer(
-                    events.Finished(
-                        *peer.seat, facts.transfer_s, facts.can_evaluate,
-                        facts.residual, facts.residuals_lost, facts.residual_lost,
-                    )
-                )  # fmt: skip
+                residual = read_residual(facts.residual)
+                self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, residual))
                 if not await self._hear_out(peer, delivery):
                     return None
                 while (goodbye := await self._stream.read("leave", "taken")) is not None and goodbye.kind == "taken":

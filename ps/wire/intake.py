@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+from dataclasses import asdict
 from functools import partial
 
 from ...common.codecs.base import Codec, body_bytes, check_codecs
@@ -17,10 +18,10 @@ from ...common.errors import CheckpointError, ParamServerError, Reason, UsageErr
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import copy_of
-from ...common.tensors.optimizers import Hyperparameters
 from ...common.wire.checks import check_header
 from ...common.wire.frames import Frame, parse
-from ...common.wire.protocol import hyperparameters_from_proto
+from ...common.wire.messages import read_contribution
+from ...common.wire.records import Contribution, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.judgement import SOUND, Judgement
@@ -38,12 +39,24 @@ from .stream import Stream, StreamLost
 log = get_logger()
 
 _LEAST_KEPT = 16 << 20  # of a payload: a smaller one is sent again whole
-_MAX_SAMPLES = 2**40
 _MAX_NAME, _MAX_SAID = 100, 500  # letters
 _MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # of an optimizer's state: times the parameters, and names
 _MAX_FIGURES = 64  # of an evaluation
 # What a worker may send before the facts of its contribution, and after them.
-_NEXT = ("contribution", "begin", "rows", "finish", "leave", "stop", "figures", "taken", "state", "optimizer", "")
+_NEXT = (
+    "contribution",
+    "ask_again",
+    "begin",
+    "rows",
+    "finish",
+    "leave",
+    "stop",
+    "figures",
+    "taken",
+    "state",
+    "optimizer",
+    "",
+)
 _PIECE = ("taken", "")
 
 
@@ -55,7 +68,6 @@ class Intake:
         self._stream = stream
         self._peer = peer
         self._lane = lane
-        self._told: list[Hyperparameters] = []  # with the contribution that is on its way
         self._without: frozenset[str] = frozenset()  # a gradient, in it
         self._barred = ""  # why it cannot be in the codec that it is in
         self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
@@ -67,10 +79,11 @@ class Intake:
         self._position = partial(engine.run.policy.upload_position, peer.rank)
 
     async def next(self) -> Frame | None:
-        """Take one contribution and hand it to the run. Returns the Contribution, or the Finish or Leave
+        """Take one contribution and hand it to the run. Returns the Contribution, or the AskAgain, Finish or Leave
         that came instead; None when the stream ended before it was whole."""
         upload: Upload | None = None
         facts: Frame | None = None
+        announced: Contribution | None = None
         is_lost = True
         try:
             while facts is None or upload is None or not upload.is_complete:
@@ -95,24 +108,24 @@ class Intake:
                 if received.kind == "figures":
                     self._engine.offer(figures_told(self._peer.rank, received.of(pb.Figures)))
                     continue
+                if received.kind == "ask_again":
+                    self._take_question(received.of(pb.AskAgain))
+                    return received
                 if received.kind == "contribution":
-                    facts, header = received, received.of(pb.Contribution)
-                    if header.repeat:
-                        self._peer.state, self._peer.base = "waiting", None
-                        self._peer.reference = header.reference
-                        self._engine.offer(events.Repeated(*self._peer.seat, header.step))
+                    facts, announced = received, self._facts(received.of(pb.Contribution))
+                    if not announced.kind.has_payload:
+                        self._hand_over(announced, None, SOUND)
                         return facts
-                    self._check_facts(header)
-                    if self._is_bare(header):
-                        self._hand_over(header, None, SOUND)
+                    if announced.payload.continues:
+                        upload = self._continued(announced, upload)
+                    elif upload is None and len(facts.data) == announced.payload.num_bytes:
+                        await self._take_whole(announced, facts)
                         return facts
-                    if header.continues:
-                        upload = self._continued(header, upload)
-                    elif upload is None and len(facts.data) == header.body_bytes:
-                        await self._take_whole(facts)
-                        return facts
-                if received.kind == "begin" or (received.kind == "contribution" and not header.continues):
-                    upload = await self._announced(received, upload)
+                    else:
+                        upload = await self._announced(announced.payload, upload)
+                elif received.kind == "begin":
+                    upload = await self._announced(received.of(pb.Begin), upload)
+                    upload.restart()
                 if upload is None:
                     raise refusal(Reason.BAD_REQUEST, "a piece of a body that no Begin or Contribution announced")
                 if received.placed and upload.in_segment:
@@ -121,18 +134,24 @@ class Intake:
             whole_at = self._engine.now()
             judgement = await upload.judge()
             looked_s = self._engine.now() - whole_at
-            self._hand_over(facts.of(pb.Contribution), upload.take(), judgement, looked_s)
+            assert announced is not None
+            self._hand_over(announced, upload.take(), judgement, looked_s)
             return facts
         except Exception as error:
             is_lost = isinstance(error, StreamLost)
             raise
         finally:
-            if upload is not None and not (is_lost and facts is not None and self._keep_half(facts, upload)):
+            if upload is not None and not (is_lost and announced is not None and self._keep_half(announced, upload)):
                 upload.close()
             if (slot := self._taken_slot()) is not None:
                 self._engine.model.staging.give_back(slot)
 
-    def _keep_half(self, facts: Frame, upload: Upload) -> bool:
+    def _take_question(self, asked: pb.AskAgain) -> None:
+        self._peer.state, self._peer.base = "waiting", None
+        self._peer.reference = asked.reference
+        self._engine.offer(events.AskedAgain(*self._peer.seat, asked.seq))
+
+    def _keep_half(self, contribution: Contribution, upload: Upload) -> bool:
         """Whether what has come of a body is kept for the next stream of this process."""
         rank, staging = self._peer.rank, self._engine.model.staging
         is_here = self._engine.may_return(self._peer)
@@ -140,24 +159,23 @@ class Intake:
         # Memory of a segment is the worker's; what others wait for is theirs.
         if not (is_here and is_worth_it and staging.is_own(upload.body)) or staging.num_waiting:
             return False
-        self._halves.keep(rank, facts.of(pb.Contribution).step, upload)
+        self._halves.keep(rank, contribution.id.seq, upload)
         return True
 
-    def _continued(self, header: pb.Contribution, begun: Upload | None) -> Upload:
+    def _continued(self, contribution: Contribution, begun: Upload | None) -> Upload:
         """What is here of the body of this contribution; the rest comes."""
-        _, codec = self._check(header)
+        payload, seq = contribution.payload, contribution.id.seq
+        _, codec = self._check(payload)
         if begun is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution that continues another stream's, after a Begin")
-        upload = self._halves.of(self._peer.rank, header.step)
+        upload = self._halves.of(self._peer.rank, seq)
         if upload is None:  # no refusal: with that it would cease to be a member
-            log.info(
-                "not_continued", rank=self._peer.rank, step=header.step, meaning="the memory is used: it joins again"
-            )
+            log.info("not_continued", rank=self._peer.rank, step=seq, meaning="the memory is used: it joins again")
             raise StreamLost
-        if upload.codec != codec or (header.in_segment and self._lane.memory(0) is not None):
+        if upload.codec != codec or (payload.in_shared_memory and self._lane.memory(0) is not None):
             raise refusal(Reason.BAD_REQUEST, "a Contribution continues one in another codec, or in another memory")
         upload = self._halves.take(self._peer.rank)
-        upload.go_on(header.in_segment)
+        upload.go_on(payload.in_shared_memory)
         self._stream.owe(upload.num_missing)
         return upload
 
@@ -215,13 +233,12 @@ class Intake:
         slot, self._slot = self._slot, None
         return slot
 
-    async def _take_whole(self, received: Frame) -> None:
+    async def _take_whole(self, contribution: Contribution, received: Frame) -> None:
         """A small contribution, whose body came with it."""
-        header = received.of(pb.Contribution)
-        store, codec = self._check(header)
+        store, codec = self._check(contribution.payload)
         body = await self._borrow()
         if codec.is_identity:
-            self._take_raw(received, store, body)
+            self._take_raw(contribution, received, store, body)
             return
         try:
             memory, encoded = self._engine.folding.codec_memories.of(self._peer.rank), copy_of(received.data)
@@ -229,9 +246,9 @@ class Intake:
         except BaseException:
             self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
             raise
-        self._hand_over(header, body, judgement)
+        self._hand_over(contribution, body, judgement)
 
-    def _take_raw(self, received: Frame, store: Store, body: Body) -> None:
+    def _take_raw(self, contribution: Contribution, received: Frame, store: Store, body: Body) -> None:
         staging = self._engine.model.staging
         try:
             staging.bytes_of(body)[:] = received.data
@@ -239,69 +256,66 @@ class Intake:
         except BaseException:
             self._engine.tensors.then(partial(staging.give_back, body))
             raise
-        self._hand_over(received.of(pb.Contribution), body, judgement)
+        self._hand_over(contribution, body, judgement)
 
     def take_small(self, raw: bytes) -> bool:
         """The same between two calls of `next`, at once; False for what is no raw contribution in one message, or has
         to wait."""
         received = parse(pb.WorkerMessage, raw)
         header = received.header
-        if not isinstance(header, pb.Contribution) or header.repeat or len(received.data) != header.body_bytes:
+        if not isinstance(header, pb.Contribution) or len(received.data) != header.payload.num_bytes:
             return False
         check_header(header)
-        self._check_facts(header)
-        if self._is_bare(header):
+        contribution = self._facts(header)
+        if not contribution.kind.has_payload:
             self._stream.num_received += len(raw)
-            self._hand_over(header, None, SOUND)
+            self._hand_over(contribution, None, SOUND)
             return True
-        store, codec = self._check(header)
+        store, codec = self._check(contribution.payload)
         body = self._engine.model.staging.try_borrow(self._position) if codec.is_identity else None
         if body is None:
             return False
         self._stream.num_received += len(raw)
-        self._take_raw(received, store, body)
+        self._take_raw(contribution, received, store, body)
         return True
 
-    def _is_bare(self, header: pb.Contribution) -> bool:
-        """A report without a body."""
+    def _facts(self, header: pb.Contribution) -> Contribution:
+        """The contribution that this message announces; refuses what it cannot be."""
         model, policy = self._engine.model, self._engine.run.policy
-        if not header.epoch and policy.contribution == "report":
-            raise refusal(Reason.BAD_REQUEST, f"rank {self._peer.rank} reports, and does not say of which epoch")
-        return not header.body_bytes and model.has_weights and policy.contribution == "report"
-
-    def _check_facts(self, header: pb.Contribution) -> None:
         if self._lane.reading is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last answer's segment is still lent")
-        if not 0 <= header.num_samples <= _MAX_SAMPLES:
-            raise refusal(Reason.BAD_REQUEST, f"num_samples is {header.num_samples}; the range is 0 to {_MAX_SAMPLES}")
-        if header.base_version > (version := self._engine.run.policy.version):
-            what = f"a contribution of rank {self._peer.rank} on version {header.base_version}"
+        if not model.has_weights:
+            raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
+        kind = policy.kind
+        if not (kind.has_payload or header.completion.generation):
+            told = f"rank {self._peer.rank} sends a completion, and does not say of which generation"
+            raise refusal(Reason.BAD_REQUEST, told)
+        contribution = read_contribution(header, self._peer.seat, kind.received(header.payload.num_bytes > 0))
+        if contribution.base.version > (version := policy.version):
+            what = f"a contribution of rank {self._peer.rank} on version {contribution.base.version}"
             raise refusal(Reason.BAD_REQUEST, f"{what}, which nobody was given: the newest is {version}")
-        self._told = hyperparameters_from_proto(header.hyperparameters)
-        self._engine.model.check_hyperparameters(self._told)
-        self._without = self._engine.model.names_here(header.without_gradient)
+        model.check_hyperparameters(contribution.training.hyperparameters)
+        self._without = model.names_here(contribution.payload.without_gradient)
         self._peer.state = "uploading"
+        return contribution
 
-    async def _announced(self, received: Frame, upload: Upload | None) -> Upload:
+    async def _announced(self, header: pb.Begin | PayloadInfo, upload: Upload | None) -> Upload:
         """The upload that a Begin or a Contribution announces, or that a Contribution belongs to."""
-        header = received.of(pb.Begin) if received.kind == "begin" else received.of(pb.Contribution)
         store, codec = self._check(header)
         if upload is not None:
-            if (upload.codec, upload.in_segment) != (codec, header.in_segment):
-                raise refusal(Reason.BAD_REQUEST, "Begin and its Contribution differ in codec or in_segment")
-            if received.kind == "begin":
-                upload.restart()
+            if (upload.codec, upload.in_segment) != (codec, header.in_shared_memory):
+                raise refusal(Reason.BAD_REQUEST, "Begin and its Contribution differ in codec or in_shared_memory")
             return upload
-        body = self._lane.memory(store.layout.exchange_bytes) if header.in_segment else None
+        body = self._lane.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
         if body is None:
             body = await self._borrow()
         memory, give_back = (
             self._engine.folding.codec_memories.of(self._peer.rank),
             self._engine.model.staging.give_back,
         )
-        return Upload(store, self._engine.tensors, codec, body, give_back, memory, header.in_segment)
+        return Upload(store, self._engine.tensors, codec, body, give_back, memory, header.in_shared_memory)
 
-    def _check(self, header: pb.Begin | pb.Contribution) -> tuple[Store, Codec]:
+    def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
         """The store and the codec of a body that is announced well."""
         if not self._engine.model.has_weights:
             raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
@@ -314,18 +328,18 @@ class Intake:
         if self._engine.run.policy.fragments > 1 and isinstance(codec, ByTensor):
             codec = only_rest(codec, self._without)
         num_bytes = body_bytes(codec, store.layout)
-        if header.body_bytes != num_bytes:
+        if header.num_bytes != num_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"a contribution of {header.body_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
+                f"a contribution of {header.num_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
             )
-        if header.in_segment and not self._lane.carries(codec):
+        if header.in_shared_memory and not self._lane.carries(codec):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         self._peer.traffic.codec = codec.name
         return store, codec
 
     def _hand_over(
-        self, header: pb.Contribution, body: Body | None, judgement: Judgement, looked_s: float = 0.0
+        self, contribution: Contribution, body: Body | None, judgement: Judgement, looked_s: float = 0.0
     ) -> None:
         """A whole contribution: let the run have it."""
         if self._barred:
@@ -333,60 +347,34 @@ class Intake:
             judgement = Judgement("reject", what, "in every mode")
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
-        traffic.num_among += header.bytes_among
+        traffic.num_among += contribution.completion.peer_bytes
         rows, self._rows = self._rows, []
         brought, self._brought = self._brought, None
         try:
-            event = self._event(header, judgement, rows, looked_s)
+            event = self._event(contribution, judgement, rows, looked_s)
         except BaseException:
             if body is not None:
                 self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
             raise
-        event.has_body = body is not None
-        self._peer.base = header.base_version if header.has_base else None
-        self._peer.reference = header.reference
+        base = contribution.base
+        self._peer.base = base.version if base.has_all else None
+        self._peer.reference = base.reference
         slot = self._taken_slot() if body is not None else None  # the body lies in the worker's own memory
         self._peer.state = "waiting"  # before the run has it: it may answer at once
         self._engine.contributed(event, body, self._without, rows, brought, slot)
 
     def _event(
-        self, header: pb.Contribution, judgement: Judgement, rows: list[Rows], looked_s: float
+        self, contribution: Contribution, judgement: Judgement, rows: list[Rows], looked_s: float
     ) -> events.Contributed:
         """What the run is told of it; what its script remembers is staged."""
         if rows:
             judgement = self._engine.model.store.sanity.with_rows(judgement, [one.values for one in rows])
         traffic = self._peer.traffic
-        event = events.Contributed(
-            *self._peer.seat,
-            header.step,
-            header.base_version,
-            header.num_samples,
-            header.wants_weights,
-            tuple(self._told) or None,
-            judgement,
-            header.loss,
-            header.compute_s,
-            header.transfer_s,
-            looked_s,
-            header.batches if header.HasField("batches") else None,
-            header.training_steps if header.HasField("training_steps") else None,
-            (header.data.num_samples, header.data.digest) if header.HasField("data") else None,
-            evaluates=header.evaluates,
-            steps=header.data.steps,
-            part=header.part,
-            residual=header.residual,
-            residuals_lost=header.residuals_lost,
-            residual_lost=header.residual_lost,
-            epoch=header.epoch,
-            is_broken=header.broken,
-            rates=tuple(header.data.rates),
-            clip_norm=header.clip_norm,
-            traffic=(traffic.num_sent, traffic.num_received - traffic.num_in_waiting),
-        )
-        if header.HasField("place"):
-            place = {field.name: value for field, value in header.place.ListFields()}
-            self._engine.states.stage(event.identity, place, self._told_state())
-        return event
+        if (position := contribution.position) is not None:
+            said = {name: value for name, value in asdict(position).items() if value is not None}
+            self._engine.states.stage(contribution.id, said, self._told_state())
+        bytes_so_far = traffic.num_sent, traffic.num_received - traffic.num_in_waiting
+        return events.Contributed(contribution, judgement, looked_s, bytes_so_far)
 
     async def _borrow(self) -> Body:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
@@ -433,7 +421,7 @@ def barred(engine: Engine, peer: Peer, up: Codec) -> UsageError | None:
     groups = zip(optimizer.classes, (group.hyperparameters for group in optimizer.groups), strict=True)
     down = peer.answer_codec or codec_named("")
     try:
-        check_codecs(engine.run.mode, policy.contribution, up, down, list(groups), fragments=policy.fragments)
+        check_codecs(engine.run.mode, policy.kind, up, down, list(groups), fragments=policy.fragments)
     except UsageError as error:
         return error
     return None

@@ -36,12 +36,6 @@ log = get_logger()
 
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
-_KINDS = {
-    "gradient": pb.RunSettings.GRADIENT,
-    "weights": pb.RunSettings.WEIGHTS,
-    "delta": pb.RunSettings.DELTA,
-    "report": pb.RunSettings.REPORT,
-}
 _ENDED_S = 1.0  # within which the old stream of a process that is back is over
 _MAX_REASON = 300  # characters
 _MAX_CODECS = 32
@@ -180,7 +174,7 @@ class Joining:
             sends = f"deltas (RunSettings.{told}), which this worker does not say that it sends"
             fix = "install the same version of paramserver on both"
             raise refusal(Reason.BAD_REQUEST, f"workers of mode {self._config.run.mode} send {sends}", fix=fix)
-        if engine.run.policy.contribution == "report" and not offered.meeting:
+        if engine.run.policy.kind.has_peers and not offered.meeting:
             told = (
                 f"workers of mode {self._config.run.mode} average among themselves, and this one says no Model.meeting"
             )
@@ -235,9 +229,12 @@ _OF_DELTAS = (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSett
 
 
 def _kind_of(policy: Policy) -> pb.RunSettings.ContributionKind:
-    if policy.contribution == "delta" and policy.common.pipelined:
+    if policy.kind.holds_differences and policy.common.pipelined:
         return pb.RunSettings.DELTA_OVERLAPPED
-    return pb.RunSettings.DELTA_OF_FRAGMENT if policy.fragments > 1 else _KINDS[policy.contribution]
+    if policy.fragments > 1:
+        return pb.RunSettings.DELTA_OF_FRAGMENT
+    kind: pb.RunSettings.ContributionKind = getattr(pb.RunSettings, policy.kind.name)
+    return kind
 
 
 def settings_of(config: Config, run: Run) -> pb.RunSettings:
@@ -257,7 +254,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
         fragments=policy.fragments if policy.fragments > 1 else 0,
         overlap_steps=policy.merge.after_steps,
         outstanding=policy.outstanding,
-        union_batch=policy.has_rounds and policy.contribution in ("gradient", "report"),
+        union_batch=policy.has_rounds and policy.kind.steps_along_mean_gradient,
         merge=policy.merge.rule,
         merge_alpha=policy.merge.alpha,
         task=config.task.name if ".py:" not in config.task.name else "",

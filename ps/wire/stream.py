@@ -166,10 +166,10 @@ class Stream:
                 self._num_begins += 1
                 if self._num_begins > _MAX_BEGINS:
                     raise refusal(Reason.BAD_REQUEST, f"Begin came {_MAX_BEGINS + 1} times without a Contribution")
-                self.owe(header.body_bytes)
+                self.owe(header.num_bytes)
             case pb.Contribution():
                 if not self._num_begins:
-                    self.owe(header.body_bytes)
+                    self.owe(header.payload.num_bytes)
                 self._num_begins = 0
             case pb.InitialWeights():
                 self.owe(header.body_bytes)

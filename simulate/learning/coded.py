@@ -12,6 +12,7 @@ from ...common.codecs.base import Codec, begin_body, check_codecs, take_body
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
+from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
 from ...common.tensors.layout import Layout, new_body
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
@@ -22,12 +23,12 @@ from ...worker.lanes.encoding import Encoding
 from ...worker.tensors.transfer import Stretch
 
 
-def check(config: Config, source: str, described: OptimizerSpec) -> None:
+def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> None:
     """UsageError for codecs that the optimizer cannot have in front of it, as a worker finds when it joins."""
     worker = config.worker
     groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
     up, down = CODECS.load(worker.codec)(), CODECS.load(worker.answer_codec)()
-    check_codecs(config.run.mode, source, up, down, groups)
+    check_codecs(config.run.mode, kind, up, down, groups)
 
 
 class Up:
@@ -50,7 +51,7 @@ class Up:
 
     def told(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
         """As they are said with it."""
-        return tuple(self._encoding.told(groups))
+        return self._encoding.told(tuple(groups))
 
     def answered(self, answer: effects.Answer, is_work: bool) -> None:
         """What became of the newest; `is_work`: it is to be sent with the next one if it was dropped."""

@@ -27,6 +27,7 @@ from ...common.tensors.optimizers import (
     without_compiler,
 )
 from ...common.user_code import user_code
+from ...common.wire.records import TrainingInfo
 from ...common.wire.segments import private_segment
 from ...ps.core import effects, events
 from ...ps.engine.folding import Folding
@@ -103,7 +104,7 @@ class Learner:
         """UsageError for what a simulation cannot learn with."""
         without_compiler()
         policy = make_policy(config)
-        self.source = policy.contribution
+        self.kind = policy.kind
         _check_possible(config, policy)
         self._config, self._num_workers = config, num_workers
         device = torch.device("cpu")
@@ -119,7 +120,7 @@ class Learner:
         self._thread = _Inline(_fail)
         self.model = Model(config, self._thread, policy)
         self._described = describe_optimizer(first.optimizer, first.tensors.names)
-        check(config, self.source, self._described)
+        check(config, self.kind, self._described)
         self.model.adopt(layout, self._described)
         begin = private_segment(layout.total_bytes)
         begin.body.copy_(copy_of(*first.transfer.gather_all()))
@@ -137,7 +138,7 @@ class Learner:
         return _Rank(self._first, weights, weights, iter(()), (self._num_workers, rank))
 
     def _check_size(self, num_bytes: int) -> None:
-        each = num_bytes * (2 if self.source == "gradient" else 6)  # weights, gradient, optimizer, anchor, body
+        each = num_bytes * (6 if self.kind.worker_steps else 2)  # weights, gradient, optimizer, anchor, body
         each += num_bytes * 3 * (self._config.worker.codec != "raw")  # gathered, encoded, what was left out
         if each * self._num_workers > _MOST_BYTES:
             raise UsageError(
@@ -151,7 +152,7 @@ class Learner:
     def compute(self, rank: int, num_steps: int, step: int) -> None:
         """So many training steps, from number `step` of the run on; what comes of them is to be sent."""
         one, machine, config = self._ranks[rank], self._ranks[rank].machine, self._config
-        if self.source == "gradient":
+        if not self.kind.worker_steps:
             machine.put(one.weights)
         one.num_samples = 0
         for at in range(step, step + num_steps):
@@ -163,16 +164,16 @@ class Learner:
             machine.optimizer.zero_grad()
             with user_code():
                 self.task.loss(machine.net, batch).backward()
-            if self.source != "gradient":
+            if self.kind.worker_steps:
                 machine.step(machine.optimizer)
-        if self.source == "gradient":
+        if not self.kind.worker_steps:
             groups = [current_hyperparameters(group) for group in machine.optimizer.param_groups]
             one.hyperparameters = tuple(groups) if one.up is None else one.up.told(groups)
             names = [entry.spec.name for entry in machine.tensors.layout.entries]
             one.without = frozenset(names[index] for index in machine.tensors.without_gradient())
         if machine.anchor is not None:
             machine.anchor.measure()
-        (stretch,) = machine.transfer.gather(self.source)
+        (stretch,) = machine.transfer.gather(self.kind)
         one.body = copy_of(*stretch.pieces) if one.up is None else one.up.sent(stretch, one.version)
         if not bool(torch.isfinite(self._parameters(one.body)).all()):
             raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
@@ -182,19 +183,19 @@ class Learner:
         floats = [view.flatten().float() for _, view in views if view.is_floating_point()]
         return torch.stack([view.sum() for view in floats])
 
-    def send(self, event: events.Contributed) -> None:
-        """What a rank has computed leaves with this event, and is at the server when that happens."""
-        one = self._ranks[event.rank]
+    def send(self, rank: int) -> tuple[int, TrainingInfo]:
+        """What a rank has computed leaves, and is at the server when its contribution is; samples and what else it
+        says."""
+        one = self._ranks[rank]
         assert one.body is not None
         one.sent = one.body, one.without
-        event.num_samples = one.num_samples
-        event.hyperparameters = one.hyperparameters
+        return one.num_samples, TrainingInfo(one.hyperparameters or ())
 
     def arrived(self, event: events.Contributed) -> None:
         """The body is the server's."""
         sent = self._ranks[event.rank].sent
         assert sent is not None
-        self._folding.stage(event.identity, *sent)
+        self._folding.stage(event.contribution.id, *sent)
 
     def answered(self, answer: effects.Answer) -> None:
         """The server has decided on an answer: its weights are those of now."""
@@ -210,16 +211,16 @@ class Learner:
         if is_start:
             first = answer.training_steps if answer.num_batches is None else answer.num_batches
             one.batches = sharded_batches(self._shares, lambda: one.division, first)
-        if is_start and self.source != "gradient":  # another process: its optimizer begins anew
+        if is_start and self.kind.worker_steps:  # another process: its optimizer begins anew
             one.machine = _Machine(self._config, self.task)
-            one.machine.anchor = Anchor(one.machine.tensors) if self.source == "delta" else None
-        if is_start and (self._config.worker.codec != "raw" or self.source == "delta"):
+            one.machine.anchor = Anchor(one.machine.tensors) if self.kind.holds_differences else None
+        if is_start and (self._config.worker.codec != "raw" or self.kind.holds_differences):
             one.up = Up(self._config, self._first.tensors.layout, self._described)
         elif one.up is not None:
-            one.up.answered(answer, is_work=self.source == "delta")
+            one.up.answered(answer, is_work=self.kind.holds_differences)
         if answer.has_weights:
             one.weights, one.version = one.on_its_way, answer.version
-            if self.source != "gradient":
+            if self.kind.worker_steps:
                 one.machine.holds = None
                 one.machine.put(one.weights)
                 if one.machine.anchor is not None:
@@ -285,7 +286,7 @@ def _check_possible(config: Config, policy: Any) -> None:
     if config.policy.pipelined and worker.codec != "raw":
         told = f"policy.pipelined with worker.codec {worker.codec}: what it leaves out is added to the next one in time"
         raise UsageError(f"flag --learn: {told} only where a worker waits", fix="--set policy.pipelined=false")
-    if config.policy.pipelined and policy.contribution != "gradient":
+    if config.policy.pipelined and policy.kind.worker_steps:
         told = f"policy.pipelined in mode {config.run.mode} puts local steps onto late weights, which is not modelled"
         raise UsageError(f"flag --learn: {told}", fix="--set policy.pipelined=false")
 

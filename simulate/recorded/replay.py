@@ -23,6 +23,7 @@ from typing import Any
 
 from ...common.errors import UsageError
 from ...common.registry import MODES, mode_anywhere
+from ...common.wire.records import Base, Contribution, ContributionId, Counts, FirstInfo, Timing
 from ...drills.history_lines import Line, Problem
 from ...ps.core import effects, events
 from ...ps.core.judgement import SOUND, Judgement
@@ -217,13 +218,15 @@ class _Replay:
         worker = self._of_run.roster.workers.get(rank)
         if worker is not None and worker.incarnation == line["incarnation"]:
             self._offers(rank, line)
-        event = events.Contributed(
-            rank, line["incarnation"], line["step"], line["base_version"], num_samples=get("samples", None) or 1,
-            judgement=_JUDGED.get(line["outcome"], SOUND), compute_s=get("compute_s", 0.0),
-            transfer_s=get("transfer_s", 0.0), num_steps=get("num_steps"), part=get("part", 0),
-            steps=get("run_steps", 0),
-        )  # fmt: skip
-        self._apply(event, line)
+        contribution = Contribution(
+            ContributionId(rank, line["incarnation"], line["step"]),
+            self._of_run.policy.kind,
+            Counts(get("samples", None) or 1, get("num_steps"), part=get("part", 0)),
+            Base(line["base_version"]),
+            Timing(get("compute_s", 0.0), get("transfer_s", 0.0)),
+            first=FirstInfo(run_steps=get("run_steps", 0)),
+        )
+        self._apply(events.Contributed(contribution, _JUDGED.get(line["outcome"], SOUND)), line)
 
 
 def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:

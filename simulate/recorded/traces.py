@@ -50,4 +50,4 @@ def framing_of(lines: Sequence[Line], config: Config, world: World) -> Framing |
     if world.framing is None:
         return None
     mode = config_of(lines, config).run.mode
-    return replace(world.framing, has_base=MODES.load(mode).contribution == "gradient")
+    return replace(world.framing, has_base=not MODES.load(mode).kind.worker_steps)

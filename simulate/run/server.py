@@ -89,8 +89,10 @@ class Server:
         if framing is None:
             worker.num_sent += self._world.up_bytes
         else:
-            is_cut_short = event.num_steps is not None and worker.sent_steps != self._policy.local_steps
-            worker.num_sent += framing.up(event, is_cut_short)
+            contribution = event.contribution
+            has_other = contribution.counts.num_training_steps is not None
+            is_cut_short = has_other and worker.sent_steps != self._policy.local_steps
+            worker.num_sent += framing.up(contribution, is_cut_short)
         self._arrived(worker, None)
 
     # ---- what the run decides takes time --------------------------------------------------------

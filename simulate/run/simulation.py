@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
+from ...common.wire.records import Base, Contribution, ContributionId, Counts, Timing, TrainingInfo
 from ...ps.core import effects, events
 from ...ps.core.run import Run
 from ...ps.engine.modes import make_policy, options_of
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 TICK_S = 0.2  # as in a server
 NUM_SAMPLES = 100  # of a run: looking at all workers that often costs next to nothing
 _MOST_IDLE_TICKS = 100_000
+_SILENT = TrainingInfo()
 
 
 class Simulation:
@@ -50,7 +52,7 @@ class Simulation:
     ) -> None:
         self.config, self.world, self.learner = config, world, learner
         self.policy = policy = make_policy(config)
-        if policy.contribution == "report":
+        if policy.kind.has_peers:
             told = f"mode {config.run.mode}: its workers average among themselves, and links between them are not told"
             raise UsageError(told, fix="take a mode whose workers exchange with the server")
         plain = {"keeps_snapshots": False, "epochs": None, "stop_when": None, "patience": None}
@@ -60,7 +62,7 @@ class Simulation:
         self._clock, self._tell, self._looked = clock, tell, looked
         self._server = Server(world, policy, self._arrived, self._delivered)
         self._agenda = self._server.agenda
-        self._is_mean = policy.contribution == "weights"  # what is sent stands on the average that it contains
+        self._is_mean = not policy.kind.may_lose  # what is sent stands on the average that it contains
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
@@ -179,17 +181,20 @@ class Simulation:
     def _hand_over(self, worker: Worker) -> None:
         """The contribution leaves; who is pipelined goes on with the next, unless it was the last."""
         number, pull_every = worker.counted + 1, self.policy.pull_every
-        event = worker.event
-        if event is None or event.incarnation != worker.incarnation:
-            event = worker.event = events.Contributed(worker.rank, worker.incarnation, 0, 0)
-        # One object for all of them: the answer to the one before has come, and nobody keeps what is past.
-        event.number, event.base_version = number, worker.version if self._is_mean else worker.base
-        event.num_samples = self._batch_size * worker.steps
-        event.wants_weights = pull_every == 1 or number % pull_every == 0
-        event.compute_s, event.transfer_s = worker.computed_s, worker.transfer_s
-        event.num_steps = worker.steps if worker.steps != worker.told_steps else None  # it was told others too late
+        num_samples, training = self._batch_size * worker.steps, _SILENT
         if self.learner is not None:
-            self.learner.send(event)
+            num_samples, training = self.learner.send(worker.rank)
+        wants_weights = pull_every == 1 or number % pull_every == 0
+        contribution = Contribution(
+            ContributionId(worker.rank, worker.incarnation, number),
+            self.policy.kind,
+            # The steps where it was told others too late.
+            Counts(num_samples, worker.steps if worker.steps != worker.told_steps else None),
+            Base(worker.version if self._is_mean else worker.base),
+            Timing(worker.computed_s, worker.transfer_s),
+            training=training if wants_weights else replace(training, wants_weights=False),
+        )
+        worker.event = events.Contributed(contribution)
         worker.sent_steps = worker.steps
         worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self._agenda.now
         worker.done_steps += worker.steps
@@ -265,10 +270,10 @@ class Simulation:
             self._tell(now, effect)
 
     def _fold(self, fold: effects.Fold) -> None:
-        self._server.fold(self.workers[fold.identity.rank])
+        self._server.fold(self.workers[fold.id.rank])
 
     def _discard(self, discard: effects.Discard) -> None:
-        self._server.release(self.workers[discard.identity.rank])
+        self._server.release(self.workers[discard.id.rank])
 
     def _commit(self, commit: effects.Commit) -> None:
         self._server.commit()
@@ -282,12 +287,12 @@ class Simulation:
         self._server.answer(self.workers[answer.rank], answer)
 
     def _taken(self, taken: effects.ContributionTaken) -> None:
-        rank, _, number = taken.identity
+        rank, _, number = taken.contribution.id
         if taken.outcome == "accepted":
             self.tally.num_steps += self.workers[rank].sent_steps
             if self.tally.num_steps >= self._sampled_at:
                 self._sample()
-        self.tally.note((self._agenda.now, taken.outcome, rank, number, taken.base_version))
+        self.tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
 
     def _sample(self) -> None:
         """How far apart the versions are that workers hold, and where their time went until now."""

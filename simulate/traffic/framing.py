@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ...ps.core import effects, events
+from ...common.wire.records import Contribution
+from ...ps.core import effects
 
 INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: up to here a body is in the message that announces it
 CHUNK_BYTES = 1 << 20  # of a body in one message of a stream
@@ -46,18 +47,17 @@ class Framing:
     has_base: bool = True  # gradient modes: who contributes says that it still has its weights
     extra: Extra = NOTHING
 
-    def up(self, event: events.Contributed, is_cut_short: bool = False) -> float:
+    def up(self, contribution: Contribution, is_cut_short: bool = False) -> float:
         """Of this contribution, its messages and its body."""
-        size = self._up_size + _FIELD[event.number.bit_length()] + _FIELD[event.base_version.bit_length()]
-        size += _FIELD[event.num_samples.bit_length()]
-        if event.wants_weights:
-            size += 2
-        if event.compute_s:
-            size += 1 + _DOUBLE
-        if self.codec != "raw" and event.number > 1:
-            size += 2 + _DOUBLE  # residual
-        if is_cut_short and event.num_steps is not None:
-            size += 2 + _varint(event.num_steps)
+        seq, counts, timing = contribution.id.seq, contribution.counts, contribution.timing
+        size = self._up_size + _FIELD[seq.bit_length()]
+        num_steps = counts.num_training_steps if is_cut_short else None
+        size += _topic(_FIELD[counts.num_samples.bit_length()] + (0 if num_steps is None else 1 + _varint(num_steps)))
+        size += _topic(_FIELD[contribution.base.version.bit_length()] + (2 if self.has_base else 0))
+        size += _topic((timing.compute_s > 0) * (1 + _DOUBLE) + (timing.transfer_s > 0) * (1 + _DOUBLE))
+        size += _topic(1 + _DOUBLE + (2 if contribution.training.wants_weights else 0))  # loss
+        if self.codec != "raw" and seq > 1:
+            size += _topic(1 + _DOUBLE)  # residual
         return size + _FIELD[size.bit_length()] + self._up_body
 
     def down(self, answer: effects.Answer) -> float:
@@ -81,9 +81,8 @@ class Framing:
     def _up_size(self) -> int:
         """Of the message, what is the same in every one."""
         num, is_raw = self.up_bytes, self.codec == "raw"
-        size = _number(4, num) + 2 + len(self.codec) + 2 * (1 + _DOUBLE)  # loss, transfer_s
-        size += 2 if self.is_direct and is_raw and num > INLINE_BYTES else 0  # in_segment
-        return size + (3 if self.has_base else 0)
+        is_placed = self.is_direct and is_raw and num > INLINE_BYTES
+        return _topic(_number(2, num) + _text(self.codec) + (2 if is_placed else 0))  # payload
 
     @cached_property
     def _up_body(self) -> float:
@@ -111,6 +110,11 @@ class Framing:
             piece = min(num - at, PLACED_BYTES if is_direct else CHUNK_BYTES)
             size += 1 + _varint(piece) + (1 + _varint(at) if is_direct or at else 0)
         return size
+
+
+def _topic(num: int) -> int:
+    """A message of so many bytes, fewer than 128, within the one that is counted; an empty one is absent."""
+    return num and 2 + num
 
 
 def _number(field: int, value: int) -> int:

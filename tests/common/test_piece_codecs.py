@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.codecs.base import check_codecs
 from paramserver.common.errors import UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
 
@@ -257,45 +258,45 @@ def test_what_is_small_is_bf16() -> None:
 SGD, MOMENTUM, ADAM = ("SGD", {"lr": 0.1, "momentum": 0}), ("SGD", {"momentum": 0.9}), ("AdamW", {"lr": 1e-3})
 
 
-def check(source: str, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw") -> None:
-    check_codecs("sync", source, CODECS.load(codec)(), CODECS.load(down)(), optimizers)
+def check(kind: ContributionKind, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw") -> None:
+    check_codecs("sync", kind, CODECS.load(codec)(), CODECS.load(down)(), optimizers)
 
 
 @pytest.mark.parametrize("codec", ["raw", "bf16", "fp16", "int8", "q4"])
 def test_what_leaves_out_little_goes_with_every_optimizer(codec: str) -> None:
-    check("gradient", codec, SGD, MOMENTUM, ADAM)
-    check("delta", codec)
+    check(ContributionKind.GRADIENT, codec, SGD, MOMENTUM, ADAM)
+    check(ContributionKind.DELTA, codec)
     if CODECS.load(codec).takes_weights:
-        check("weights", codec, down=codec)
+        check(ContributionKind.WEIGHTS, codec, down=codec)
 
 
 def test_weights_themselves_survive_rounding_alone() -> None:
     with pytest.raises(UsageError, match="in mode sync send weights") as error:
-        check("weights", "q4")
+        check(ContributionKind.WEIGHTS, "q4")
     assert "--set worker.codec=q4 for ps-server too" in error.value.fix
     with pytest.raises(UsageError, match=r"worker.answer_codec is int8, and .* in mode sync send weights") as error:
-        check("weights", "raw", down="int8")
+        check(ContributionKind.WEIGHTS, "raw", down="int8")
     assert "--set worker.answer_codec=int8 for ps-server too" in error.value.fix and "diloco" in error.value.fix
 
 
 @pytest.mark.parametrize("codec", ["int8", "q4", "q2", "topk", "sparse"])
 def test_answers_may_be_differences_in_what_leaves_out_less_than_there_was(codec: str) -> None:
-    check("gradient", "raw", ADAM, down=codec)
-    check("delta", codec, down=codec)
+    check(ContributionKind.GRADIENT, "raw", ADAM, down=codec)
+    check(ContributionKind.DELTA, codec, down=codec)
 
 
 def test_answers_in_what_may_make_more_than_there_was_are_refused() -> None:
     with pytest.raises(UsageError, match=r"worker.answer_codec is onebit_adam") as error:
-        check("gradient", "raw", down="onebit_adam")
+        check(ContributionKind.GRADIENT, "raw", down="onebit_adam")
     assert "q4" in error.value.fix
 
 
 def test_what_leaves_out_much_is_refused_before_an_optimizer_that_remembers() -> None:
-    check("gradient", "topk", SGD, MOMENTUM)
+    check(ContributionKind.GRADIENT, "topk", SGD, MOMENTUM)
     for codec in ("topk", "sparse", "q2"):
-        check("delta", codec, ADAM, MOMENTUM)
+        check(ContributionKind.DELTA, codec, ADAM, MOMENTUM)
         with pytest.raises(UsageError, match="server's AdamW divides") as error:
-            check("gradient", codec, SGD, ADAM)
+            check(ContributionKind.GRADIENT, codec, SGD, ADAM)
         assert "diloco" in error.value.fix
     with pytest.raises(UsageError, match=r"momentum 0\.9"):
-        check("gradient", "q2", MOMENTUM)
+        check(ContributionKind.GRADIENT, "q2", MOMENTUM)

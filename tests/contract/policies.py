@@ -7,15 +7,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
 
 from paramserver.common.registry import MODES
+from paramserver.common.wire.records import Contribution
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Common, Contribution, Discard, Fold, Outcome, Policy, Refuse
+from paramserver.ps.policies.base import Answer, Commit, Common, Discard, Fold, Outcome, Policy, Refuse
 from paramserver.ps.policies.shared.decisions import Accept, Wait
+
+from ..records import contribution_of
 
 ALL_MODES = MODES.names()
 MAX_RANK = 5
@@ -114,7 +117,7 @@ class ModelStore:
                     assert len(scales) in (0, len(ranks)), "one scale for each contribution, or none"
                     assert all(scale > 0 for scale in scales)
                     assert not scales or self.policy.may_scale
-                    assert not scales or self.policy.contribution != "weights", "a mean of weights has no rate"
+                    assert not scales or self.policy.kind.may_lose, "a mean of weights has no rate"
                     assert self.in_mean, "commit of nothing"
                     folded = sorted(rank for rank, _ in self.in_mean)
                     assert sorted(ranks) == folded, "commit names other ranks than were folded"
@@ -168,7 +171,7 @@ class ModelStore:
             ahead = self.lead(worker.rank) + self.common.pipelined
             assert ahead <= bound, f"rank {worker.rank} starts a step {ahead} ahead"
         worker.state = "finished" if self.policy.next_local_steps(worker.rank) == 0 else "computing"
-        is_computed = self.common.pipelined and self.policy.contribution == "gradient" and outcome != Outcome.START
+        is_computed = self.common.pipelined and not self.policy.kind.worker_steps and outcome != Outcome.START
         worker.base_version = worker.held_version if is_computed else self.version
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
@@ -235,10 +238,10 @@ class World:
     ) -> None:
         worker = self.store.live[rank]
         base = worker.base_version if base_version is None else base_version
-        contribution = Contribution(
-            worker.step + 1, base, num_samples, epoch=worker.epoch * self.says_epochs, is_broken=is_broken
+        contribution = contribution_of(
+            worker.step + 1, base, num_samples, generation=worker.epoch * self.says_epochs, failed=is_broken
         )
-        key = (rank, contribution.number)
+        key = (rank, contribution.id.seq)
         assert rank not in self.store.staged, "a worker that computes has nothing staged"
         self.store.staged[rank] = key
         self.store.weights[key] = float(num_samples) if self.common.weighting == "samples" else 1.0
@@ -247,7 +250,7 @@ class World:
         staleness = self.policy.staleness(rank, contribution)
         assert staleness >= 0
         # Weights contain the average they were last built on, but pipelined they were computed before it came.
-        if self.policy.contribution != "gradient" and base == self.policy.version:
+        if self.policy.kind.worker_steps and base == self.policy.version:
             assert staleness == (1 if self.common.pipelined and not worker.is_fresh else 0)
         worker.is_fresh = False
         # Whether it is accepted shows in the policy's own table; the model notes it before it sees folds.
@@ -278,7 +281,7 @@ class World:
         self.store.forget(rank)
         held_back = self.store.staged.pop(rank, None)  # the original, where it waits to be folded
         self.store.staged[rank] = (rank, worker.step)
-        worker.unanswered = replace(Contribution(worker.step, worker.base_version), num_samples=99)
+        worker.unanswered = contribution_of(worker.step, worker.base_version, num_samples=99)
         worker.state, worker.is_repeat, worker.is_away, worker.counts_for_nothing = "waiting", True, False, False
         accepted = self.store.accepted.copy()
         if held_back is None:
@@ -301,7 +304,7 @@ class World:
         held_back = self.store.staged.pop(rank, None)
         self.store.staged[rank] = (rank, step)
         version, last = self.policy.version, dict(self.policy.num_counted)
-        decisions = self.event("contributed", rank, Contribution(step, version), rank=rank, held_back=held_back)
+        decisions = self.event("contributed", rank, contribution_of(step, version), rank=rank, held_back=held_back)
         assert [type(decision) for decision in decisions] == [Discard, Refuse]
         assert decisions[1].kind == kind
         assert (self.policy.version, self.policy.num_counted) == (version, last)
@@ -309,7 +312,7 @@ class World:
     def reject(self, rank: int) -> None:
         """Its next contribution has come, and cannot be used."""
         worker = self.store.live[rank]
-        worker.unanswered = Contribution(worker.step + 1, worker.base_version)
+        worker.unanswered = contribution_of(worker.step + 1, worker.base_version)
         worker.state, worker.is_away, worker.counts_for_nothing = "waiting", False, True
         counted = dict(self.policy.num_counted)
         self.event("rejected", rank, rank=rank)

@@ -29,6 +29,8 @@ from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.wire.service import ParameterServerService
 
+from ..records import contribution_proto
+
 sys.path.insert(0, str(Path(__file__).parent / "added"))
 from delta import DeltaCodec
 
@@ -130,7 +132,7 @@ class Process:
         if not await self.join() or self.sent is None:
             return
         if self.counted > self.number:
-            self._say(contribution=pb.Contribution(step=self.counted, repeat=True))
+            self._say(ask_again=pb.AskAgain(seq=self.counted))
         else:
             self.send()
         await self.take()
@@ -142,8 +144,8 @@ class Process:
 
     def send(self, num_frames: int | None = None) -> None:
         assert self.sent is not None
-        header = pb.Contribution(
-            step=self.number + 1, num_samples=1, wants_weights=True, codec="delta", body_bytes=len(self.sent)
+        header = contribution_proto(
+            self.number + 1, num_samples=1, wants_weights=True, codec="delta", num_bytes=len(self.sent)
         )
         frames = list(message_frames(pb.WorkerMessage(contribution=header), [as_bytes(self.sent)]))
         self._send(frames[:num_frames])

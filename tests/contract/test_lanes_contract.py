@@ -19,6 +19,7 @@ from torch import nn
 
 from paramserver.common.codecs.base import body_bytes
 from paramserver.common.errors import ParamServerError, Reason
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.common.wire.direct import Placed
@@ -32,6 +33,8 @@ from paramserver.worker.lanes.shared import SharedLane
 from paramserver.worker.lanes.up import Up
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
+
+from ..records import contribution_of
 
 sys.path.insert(0, str(Path(__file__).parent / "added"))
 from delta import DeltaCodec
@@ -88,13 +91,13 @@ class Pair:
     def contribute(self) -> list[bytes]:
         """What the worker sends now."""
         self.sent = []
-        self.up.contribute(announce, "gradient")
+        self.up.contribute(CONTRIBUTION)
         return self.sent
 
     def decode(self, frames: list[bytes]) -> torch.Tensor:
         """What the shard makes of it, uint8 [exchange_bytes]."""
         first = parse(pb.WorkerMessage, frames[0])
-        arrived = new_body(first.header.body_bytes)
+        arrived = new_body(first.header.payload.num_bytes)
         target = as_bytes(arrived)
 
         def write(offset: int, data: memoryview) -> None:
@@ -105,7 +108,9 @@ class Pair:
                 return
             arrived[offset : offset + num_bytes].copy_(self.lane.segment[offset : offset + num_bytes])
 
-        reader = BodyReader(first.header.body_bytes, write, place if first.header.in_segment else None)
+        reader = BodyReader(
+            first.header.payload.num_bytes, write, place if first.header.payload.in_shared_memory else None
+        )
         reader.feed(first)
         for raw in frames[1:]:
             if isinstance(raw, Placed):
@@ -143,8 +148,7 @@ class Pair:
         self.memory = CodecMemory(self.layout)
 
 
-def announce(num_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
-    return pb.WorkerMessage(contribution=pb.Contribution(body_bytes=num_bytes, codec=codec, in_segment=in_segment))
+CONTRIBUTION = contribution_of(1)
 
 
 def weights_of(layout: Any, seed: int) -> torch.Tensor:
@@ -203,7 +207,7 @@ def num_bytes(frames: list[Any]) -> int:
 
 def as_tensor(model: ModelTensors, start: int) -> torch.Tensor:
     """The body of a gradient from byte `start`, raw."""
-    pieces = make_transfer(model).gather("gradient")[0].pieces
+    pieces = make_transfer(model).gather(ContributionKind.GRADIENT)[0].pieces
     return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)[start:]
 
 

@@ -50,7 +50,7 @@ class PolicyMachine(RuleBasedStateMachine):
         computing = self.ranks("computing")
         self.world.contribute(computing[pick % len(computing)], num_samples)
 
-    @precondition(lambda self: self.ranks("computing") and self.world.policy.contribution == "report")
+    @precondition(lambda self: self.ranks("computing") and self.world.policy.kind.has_peers)
     @rule(pick=st.integers(0, 20), is_broken=st.booleans())
     def reports(self, pick: int, is_broken: bool) -> None:
         computing = self.ranks("computing")

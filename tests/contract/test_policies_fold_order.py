@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Fold
+from paramserver.ps.policies.base import Answer, Commit, Fold
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
+
+from ..records import contribution_of
 
 ROUND_MODES = [mode for mode in ALL_MODES if getattr(make_policy(mode), "has_fixed_set", False)]
 
@@ -31,7 +33,7 @@ def play_rounds(mode: str, arrivals: list[list[int]], num_samples: dict[int, int
     for step, arrival in enumerate(arrivals, 1):
         decided = Round()
         for rank in arrival:
-            for decision in policy.contributed(rank, Contribution(step, policy.version, num_samples[rank]), 0.0):
+            for decision in policy.contributed(rank, contribution_of(step, policy.version, num_samples[rank]), 0.0):
                 if isinstance(decision, Fold):
                     decided.folds.append(decision)
                 elif isinstance(decision, Commit):
@@ -67,7 +69,7 @@ def test_fold_order_survives_departures(mode: str, data: st.DataObject) -> None:
         policy.joined(rank, 0.0)
     folded = []
     for rank in data.draw(st.permutations(ranks)):
-        decisions = policy.left(rank, 0.0) if rank in gone else policy.contributed(rank, Contribution(1, 0), 0.0)
+        decisions = policy.left(rank, 0.0) if rank in gone else policy.contributed(rank, contribution_of(1, 0), 0.0)
         folded += [decision.rank for decision in decisions if isinstance(decision, Fold)]
     assert folded == [rank for rank in ranks if rank not in gone]
     assert policy.version == 1
@@ -80,9 +82,9 @@ def test_what_waits_behind_a_departed_worker_is_folded_when_the_round_closes(mod
     for rank in range(4):
         policy.joined(rank, 0.0)
     for rank in (1, 2):
-        assert policy.contributed(rank, Contribution(1, 0), 0.0) == []
+        assert policy.contributed(rank, contribution_of(1, 0), 0.0) == []
     assert policy.left(0, 0.0) == []
-    decisions = policy.contributed(3, Contribution(1, 0), 0.0)
+    decisions = policy.contributed(3, contribution_of(1, 0), 0.0)
     assert decisions[:3] == [Fold(1, 1.0), Fold(2, 1.0), Fold(3, 1.0)]
     assert isinstance(decisions[3], Commit)
 
@@ -95,7 +97,7 @@ def test_without_a_fixed_set_nobody_waits_for_a_stragglers_upload(mode: str, opt
         policy.joined(rank, 0.0)
     for rank in (2, 1):
         assert policy.upload_position(rank) == 0
-        assert Fold(rank, 1.0) in policy.contributed(rank, Contribution(1, 0), 0.0)
+        assert Fold(rank, 1.0) in policy.contributed(rank, contribution_of(1, 0), 0.0)
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
@@ -135,7 +137,7 @@ def test_every_version_is_folded_in_rank_order_whoever_leaves_and_returns(mode: 
         action, rank = data.draw(st.sampled_from(actions))
         if action == "contribute":
             ready.remove(rank)
-            carry_out(policy.contributed(rank, Contribution(policy.num_counted[rank] + 1, policy.version), 0.0))
+            carry_out(policy.contributed(rank, contribution_of(policy.num_counted[rank] + 1, policy.version), 0.0))
         elif action == "leave":
             ready.discard(rank)
             carry_out(policy.left(rank, 0.0))
@@ -150,10 +152,10 @@ def test_who_returns_before_the_round_closes_is_folded_in_its_place(mode: str) -
     for rank in range(3):
         policy.joined(rank, 0.0)
     assert policy.left(0, 0.0) == []
-    assert policy.contributed(1, Contribution(1, 0), 0.0) == []
+    assert policy.contributed(1, contribution_of(1, 0), 0.0) == []
     assert [type(decision) for decision in policy.joined(0, 0.0)] == [Answer]
-    assert policy.contributed(0, Contribution(1, 0), 0.0) == [Fold(0, 1.0), Fold(1, 1.0)]
-    assert policy.contributed(2, Contribution(1, 0), 0.0)[0] == Fold(2, 1.0)
+    assert policy.contributed(0, contribution_of(1, 0), 0.0) == [Fold(0, 1.0), Fold(1, 1.0)]
+    assert policy.contributed(2, contribution_of(1, 0), 0.0)[0] == Fold(2, 1.0)
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
@@ -164,11 +166,11 @@ def test_who_returns_when_higher_ranks_are_folded_starts_with_the_next_round(mod
         policy.joined(rank, 0.0)
     policy.left(0, 0.0)
     for rank in (1, 2):
-        policy.contributed(rank, Contribution(1, 0), 0.0)
+        policy.contributed(rank, contribution_of(1, 0), 0.0)
     assert policy.version == 1
-    assert policy.contributed(1, Contribution(2, 1), 0.0) == [Fold(1, 1.0)]
+    assert policy.contributed(1, contribution_of(2, 1), 0.0) == [Fold(1, 1.0)]
     assert policy.joined(0, 0.0) == []
-    fold, commit, *answers = policy.contributed(2, Contribution(2, 1), 0.0)
+    fold, commit, *answers = policy.contributed(2, contribution_of(2, 1), 0.0)
     assert (fold, commit.ranks) == (Fold(2, 1.0), (1, 2))
     assert [answer.rank for answer in answers] == [0, 1, 2]
     assert policy.committed_by == (1, 2)
@@ -182,11 +184,11 @@ def test_a_round_that_has_lost_too_many_takes_in_who_came_late(mode: str) -> Non
         policy.joined(rank, 0.0)
     policy.left(0, 0.0)
     for rank in (1, 2):
-        policy.contributed(rank, Contribution(1, 0), 0.0)
-    policy.contributed(1, Contribution(2, 1), 0.0)
+        policy.contributed(rank, contribution_of(1, 0), 0.0)
+    policy.contributed(1, contribution_of(2, 1), 0.0)
     policy.joined(0, 0.0)
     assert [decision.rank for decision in policy.left(2, 0.0)] == [0]  # its START
-    assert policy.contributed(0, Contribution(1, 1), 0.0)[0] == Fold(0, 1.0)
+    assert policy.contributed(0, contribution_of(1, 1), 0.0)[0] == Fold(0, 1.0)
     assert policy.version == 2
 
 
@@ -198,7 +200,7 @@ def test_a_place_is_kept_free_only_while_nobody_needs_the_memory(mode: str) -> N
         policy.joined(rank, 0.0)
     assert policy.left(0, 0.0) == []
     assert [policy.upload_position(rank) for rank in (1, 2, 3)] == [1, 2, 3]
-    assert policy.contributed(1, Contribution(1, 0), 0.0) == [Fold(1, 1.0)]
+    assert policy.contributed(1, contribution_of(1, 0), 0.0) == [Fold(1, 1.0)]
     assert [policy.upload_position(rank) for rank in (2, 3)] == [0, 1]
 
 
@@ -210,5 +212,5 @@ def test_a_process_that_replaces_a_live_one_starts_at_once_however_little_memory
         policy.joined(rank, 0.0)
     assert [type(decision) for decision in policy.joined(0, 0.0)] == [Answer]
     assert [policy.upload_position(rank) for rank in range(2)] == [0, 0]
-    assert policy.contributed(1, Contribution(1, 0), 0.0) == [Fold(1, 1.0)]
-    assert policy.contributed(0, Contribution(1, 0), 0.0)[0] == Fold(0, 1.0)
+    assert policy.contributed(1, contribution_of(1, 0), 0.0) == [Fold(1, 1.0)]
+    assert policy.contributed(0, contribution_of(1, 0), 0.0)[0] == Fold(0, 1.0)

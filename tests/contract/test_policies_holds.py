@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.registry import MODES
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Outcome
+from paramserver.ps.policies.base import Answer, Commit, Outcome
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 from paramserver.worker.session import Progress
+
+from ..records import contribution_of
 
 # ---- holds ----------------------------------------------------------------------------------
 
@@ -34,7 +36,7 @@ def test_training_holds_below_min_workers(mode: str) -> None:
     assert policy.joined(0, 0.0) == []
     assert len(policy.joined(1, 0.0)) == 2
     policy.left(1, 0.0)
-    decisions = policy.contributed(0, Contribution(1, 0), 0.0)
+    decisions = policy.contributed(0, contribution_of(1, 0), 0.0)
     assert not any(isinstance(decision, Answer) for decision in decisions)
     assert policy.waiting(0.0) == {0: "1 of at least 2 workers (policy.min_workers) are live"}
     assert policy.tick(1e9) == [], "no time-out lifts a hold"
@@ -61,7 +63,7 @@ def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: in
         taken += num
         step += 1
         for rank in (0, 1):
-            policy.contributed(rank, Contribution(step, policy.version), 0.0)
+            policy.contributed(rank, contribution_of(step, policy.version), 0.0)
         assert step <= steps
     assert taken == steps
     assert policy.steps_done(0) == policy.steps_done(1) == steps
@@ -75,11 +77,11 @@ def test_finished_workers_hold_nobody_back(mode: str) -> None:
     for rank in (0, 1):
         policy.joined(rank, 0.0)
     for step in range(1, 5):
-        policy.contributed(0, Contribution(step, policy.version), 0.0)
+        policy.contributed(0, contribution_of(step, policy.version), 0.0)
         if policy.waiting(0.0):
-            policy.contributed(1, Contribution(step, policy.version), 0.0)
+            policy.contributed(1, contribution_of(step, policy.version), 0.0)
     for step in range(policy.num_counted[1] + 1, 5):
-        policy.contributed(1, Contribution(step, policy.version), 0.0)
+        policy.contributed(1, contribution_of(step, policy.version), 0.0)
         assert policy.waiting(0.0) == {}
     assert policy.next_local_steps(0) == policy.next_local_steps(1) == 0
 
@@ -97,7 +99,7 @@ def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_
     is_last = False
     while not is_last:
         is_last = progress.assume_counted()
-        policy.contributed(0, Contribution(progress.num_counted, policy.version), 0.0)
+        policy.contributed(0, contribution_of(progress.num_counted, policy.version), 0.0)
         assert progress.local_steps == progress.steps_left == policy.next_local_steps(0)
         assert progress.training_steps == policy.steps_done(0)
         assert is_last == (policy.next_local_steps(0) == 0)

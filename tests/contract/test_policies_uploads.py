@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold
+from paramserver.ps.policies.base import Answer, Commit, Discard, Fold
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
+
+from ..records import contribution_of
 
 
 async def let_coroutines_run() -> None:
@@ -52,7 +54,7 @@ class Uploads:
 
     def complete(self, rank: int) -> None:
         self.staged[rank] = self.bodies.pop(rank)
-        contribution = Contribution(self.policy.num_counted[rank] + 1, self.policy.version)
+        contribution = contribution_of(self.policy.num_counted[rank] + 1, self.policy.version)
         self.perform(self.policy.contributed(rank, contribution, 0.0))
 
     async def leave(self, rank: int) -> None:

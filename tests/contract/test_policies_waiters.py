@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Contribution
+from paramserver.ps.policies.base import Answer
+
+from ..records import contribution_of
 
 
 @dataclass
@@ -83,7 +85,7 @@ def test_those_wait_who_must(mode: str, data: st.DataObject) -> None:
             decisions = policy.left(rank, 0.0)
             naive.leave(rank)
         else:
-            contribution = Contribution(naive.numbers[rank] + 1, based_on[rank])
+            contribution = contribution_of(naive.numbers[rank] + 1, based_on[rank])
             decisions = policy.contributed(rank, contribution, 0.0)
             naive.contribute(rank)
         found = [decision.rank for decision in decisions if isinstance(decision, Answer)]

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, settings
 
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Refuse
+from paramserver.ps.policies.base import Answer, Commit, Discard, Refuse
 from paramserver.ps.policies.shared.decisions import Accept, Wait
 from paramserver.tests.drills.histories import Line
+
+from ..records import contribution_of
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 ALL_MODES = MODES.names()
@@ -99,7 +101,7 @@ class Simulation:
         self.write(
             "send", "worker", rank=rank, incarnation=self.incarnations[rank], step=step, base_version=base_version
         )
-        decisions = self.policy.contributed(rank, Contribution(step, base_version), 0.0)
+        decisions = self.policy.contributed(rank, contribution_of(step, base_version), 0.0)
         discarded = any(isinstance(decision, Discard) for decision in decisions)
         refused = any(isinstance(decision, Refuse) for decision in decisions)
         noted = {

@@ -27,6 +27,8 @@ from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import SERVICE, layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
+from ..records import contribution_proto
+
 DEADLINE_S = 120.0
 # Too large for one message and for a connection's first window: its bodies wait in flow control when nobody reads.
 NUM_FLOATS = 100_000
@@ -312,10 +314,10 @@ def initial_weights(layout: Layout = LAYOUT) -> Iterable[bytes]:
 
 def contribution_header(step: int, version: int = 0, layout: Layout = LAYOUT, **fields: Any) -> pb.WorkerMessage:
     values = {
-        "step": step, "base_version": version, "num_samples": 1, "wants_weights": True,
-        "body_bytes": layout.exchange_bytes, **fields,
+        "seq": step, "version": version, "num_samples": 1, "wants_weights": True,
+        "num_bytes": layout.exchange_bytes, **fields,
     }  # fmt: skip
-    return pb.WorkerMessage(contribution=pb.Contribution(**values))
+    return pb.WorkerMessage(contribution=contribution_proto(**values))
 
 
 def contribution(step: int, version: int = 0, layout: Layout = LAYOUT) -> Iterable[bytes]:
@@ -440,7 +442,7 @@ class _Wire:
 
     @staticmethod
     def begin_bytes() -> bytes:
-        return frame(pb.WorkerMessage(begin=pb.Begin(body_bytes=LAYOUT.exchange_bytes)))
+        return frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=LAYOUT.exchange_bytes)))
 
 
 @pytest.fixture

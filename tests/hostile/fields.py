@@ -39,7 +39,7 @@ KINDS = {
 
 _TABLE = """
 WorkerMessage     join model initial_weights contribution finish leave begin taken stop : part Stream.read
-WorkerMessage     state figures rows optimizer : part Stream.read
+WorkerMessage     state figures rows optimizer ask_again : part Stream.read
 WorkerMessage     placed offset left_out : whole BodyReader
 WorkerMessage     data : bytes BodyReader
 Join              run host device program_version process : text header
@@ -75,37 +75,46 @@ Table             hyperparameters : values make_spec
 ParameterGroup    tensors : text optimizer_from_proto
 ParameterGroup    hyperparameters : values check_hyperparameters
 InitialWeights    body_bytes : whole compared
-Begin             body_bytes : whole compared
+Begin             num_bytes : whole compared
 Begin             codec : text header
-Begin             in_segment : flag Lane.carries
+Begin             in_shared_memory : flag Lane.carries
 Rows              table count : whole Tables.read
-Contribution      step base_version batches epoch bytes_among : whole header
-Contribution      num_samples : whole Intake._check_facts
-Contribution      body_bytes reference : whole compared
-Contribution      wants_weights evaluates repeat has_base continues broken : flag any
-Contribution      in_segment : flag Lane.carries
-Contribution      hyperparameters : values check_hyperparameters
-Contribution      codec : text header
-Contribution      loss residual residual_lost : real shown
-Contribution      residuals_lost : whole shown
-Contribution      compute_s transfer_s clip_norm : real header
-Contribution      skew : whole unread
-Contribution      without_gradient : whole Model.names_here
-Contribution      part training_steps : whole policy
-Contribution      data place : part header
-Place             step batches epoch epoch_batches : whole header
-Place             local_steps : whole any
+Contribution      seq : whole header
+Contribution      counts base timing payload training completion first position : part header
+Contribution      residual : part kept_back
+Counts            num_samples num_batches : whole header
+Counts            num_training_steps part : whole policy
+Base              version : whole header
+Base              has_all : flag any
+Base              reference : whole compared
+Timing            compute_s transfer_s : real header
+PayloadInfo       codec : text header
+PayloadInfo       num_bytes : whole compared
+PayloadInfo       in_shared_memory : flag Lane.carries
+PayloadInfo       without_gradient : whole Model.names_here
+PayloadInfo       continues : flag any
+TrainingInfo      hyperparameters : values check_hyperparameters
+TrainingInfo      clip_norm : real header
+TrainingInfo      loss : real shown
+TrainingInfo      wants_weights evaluates : flag any
+ResidualInfo      norm lost_norm : real kept_back
+ResidualInfo      num_lost : whole shown
+CompletionInfo    generation peer_bytes : whole header
+CompletionInfo    failed : flag any
+FirstInfo         num_samples run_steps : whole header
+FirstInfo         digest : hash any
+FirstInfo         rates : real header
+Position          step batches epoch epoch_batches : whole header
+Position          local_steps : whole any
+AskAgain          seq : whole header
+AskAgain          reference : whole compared
 State             num_bytes offset : whole header
 State             piece : bytes header
-Data              num_samples steps : whole header
-Data              digest : hash any
-Data              rates : real header
 Rates             first last : real header
 Rates             num_changes : whole header
 Finish            transfer_s : real header
 Finish            can_evaluate : flag any
-Finish            residual residual_lost : real shown
-Finish            residuals_lost : whole shown
+Finish            residual : part kept_back
 Stop              reason : text header
 Figures           version step : whole header
 Figures           figures : part header

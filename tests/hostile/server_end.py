@@ -20,6 +20,7 @@ from paramserver.ps.shards.server import shared_config, with_shared
 from paramserver.ps.snapshots.manifest import Manifest, layout_of, read_manifest
 
 from ..ps.streams import SMALL, Aborted, Server, Worker, turns
+from ..records import contributed, contribution_proto
 from .hostile import Hostile
 
 MODES = ("async", "sync", "localsgd", "diloco", "allreduce", "ssp")
@@ -78,10 +79,10 @@ class ServerEnd:
 
     def _polite(self, server: Server) -> list[Sequence[bytes]]:
         """What a worker says, message by message."""
-        kind = pb.RunSettings.DELTA if server.engine.run.policy.contribution == "delta" else 0
-        header = pb.WorkerMessage(contribution=pb.Contribution(
-            step=1, num_samples=1, wants_weights=True, body_bytes=SMALL.exchange_bytes, epoch=1, loss=1.0,
-            hyperparameters=[struct({"lr": 0.5})], data=pb.Data(num_samples=9), place=pb.Place(step=0),
+        kind = pb.RunSettings.DELTA if server.engine.run.policy.kind.holds_differences else 0
+        header = pb.WorkerMessage(contribution=contribution_proto(
+            1, num_samples=1, wants_weights=True, num_bytes=SMALL.exchange_bytes, generation=1, loss=1.0,
+            hyperparameters=[struct({"lr": 0.5})], first=pb.FirstInfo(num_samples=9), position=pb.Position(step=0),
         ))  # fmt: skip
         body = [memoryview(bytes(SMALL.exchange_bytes))]
         model = pb.Model(contribution=kind, meeting="127.0.0.1:1", fingerprint=SMALL.fingerprint)
@@ -94,7 +95,7 @@ class ServerEnd:
             [frame(pb.WorkerMessage(model=model))],
             [] if server.engine.model.has_weights else list(message_frames(weights, body)),
             [frame(pb.WorkerMessage(state=pb.State(num_bytes=4, piece=b"abcd")))],
-            [frame(pb.WorkerMessage(begin=pb.Begin(body_bytes=SMALL.exchange_bytes)))],
+            [frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=SMALL.exchange_bytes)))],
             list(message_frames(header, body)),
             [frame(pb.WorkerMessage(figures=pb.Figures(version=1, step=1, figures={"loss": 1.0})))],
             [frame(pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1)))],
@@ -149,8 +150,8 @@ class ShardEnd:
         self._config = shared_config(Config(run={"mode": "async"}, server={"shards": 2}))
         self._said = [LINES.write(one) for one in (
             Register(1, 2, "127.0.0.1:9"), Ready(), ShardFailed("why"), Digest(256, "abc"), GoOn(1), End("why", 1),
-            BeginRun("run", 1, None, self._config), events.Offered(0, 1, "m", "o"), events.Contributed(0, 1, 1, 0),
-            events.Stored(1, 1), events.Measured(1, 1.0), events.Repeated(0, 1, 1), events.Brought(0, 1),
+            BeginRun("run", 1, None, self._config), events.Offered(0, 1, "m", "o"), contributed(0, 1, 1, 0),
+            events.Stored(1, 1), events.Measured(1, 1.0), events.AskedAgain(0, 1, 1), events.Brought(0, 1),
             events.Controlled("set", None, "mode", "ssp"), ShardState(*[0] * _num_of(ShardState)),
         )]  # fmt: skip
         self._new()

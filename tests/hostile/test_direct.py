@@ -116,7 +116,7 @@ def test_bytes_placed_beyond_the_body(server: Server, offset: int) -> None:
     shows_it_works(server)  # the run has weights
     peer, connection = direct_peer(server)
     header = contribution_header(1, 0)
-    header.contribution.in_segment = True
+    header.contribution.payload.in_shared_memory = True
     connection.sendall(message(header.SerializeToString()) + message(placed_frame(offset, 1 << 30)) + bytes(1 << 20))
     assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
     shows_it_works(server)
@@ -127,8 +127,8 @@ def test_one_that_stops_in_the_middle_of_a_body(server: Server) -> None:
     shows_it_works(server)
     peer, connection = direct_peer(server)
     header = contribution_header(1, 0)
-    header.contribution.in_segment = True
-    placed = placed_frame(0, header.contribution.body_bytes)
+    header.contribution.payload.in_shared_memory = True
+    placed = placed_frame(0, header.contribution.payload.num_bytes)
     connection.sendall(message(header.SerializeToString()) + message(placed) + bytes(1000))
     assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")
     assert is_drained(connection)

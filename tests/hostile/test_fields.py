@@ -55,7 +55,7 @@ def test_a_new_field_has_none():
         pool.Add(needed)
     pool.Add(file)
     file.ClearField("name")
-    changed = SimpleNamespace(message_types_by_name={"Join": pool.FindMessageTypeByName("paramserver.v1.Join")})
+    changed = SimpleNamespace(message_types_by_name={"Join": pool.FindMessageTypeByName("paramserver.v2.Join")})
     told = wrong(changed)
     assert "Join.run_this has no rule in tests/hostile/fields.py" in told
     assert "there is no Join.run any more" in told

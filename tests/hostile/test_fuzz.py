@@ -128,14 +128,14 @@ def campaign(num_inputs: int, seed: int, wire: Any) -> tuple[int, float]:
 def conversation(wire: Any) -> list[bytes]:
     """What a well-behaved worker says, one message of each kind; bodies are small."""
     groups = [{"lr": 0.1, "betas": [0.9, 0.999], "nesterov": True, "name": "x"}]
-    contribution = wire.contribution_header(1, body_bytes=32, codec="raw", loss=1.0, compute_s=0.1, transfer_s=0.1)
+    contribution = wire.contribution_header(1, num_bytes=32, codec="raw", loss=1.0, compute_s=0.1, transfer_s=0.1)
     for values in groups:
-        contribution.contribution.hyperparameters.add().update(values)
+        contribution.contribution.training.hyperparameters.add().update(values)
     contribution.data = bytes(32)
     said = [
         pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=32), data=bytes(32)),
         contribution,
-        pb.WorkerMessage(begin=pb.Begin(body_bytes=32)),
+        pb.WorkerMessage(begin=pb.Begin(num_bytes=32)),
         pb.WorkerMessage(offset=16, data=bytes(16)),
         pb.WorkerMessage(offset=16, placed=16),
         pb.WorkerMessage(taken=pb.Taken()),

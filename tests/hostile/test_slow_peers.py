@@ -107,8 +107,8 @@ def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
     if server.lane == "direct":
         peer = server.peer(71)
         peer.join()
-        header = wire.contribution_header(peer.step + 1, peer.version, in_segment=True)
-        peer.send(header.SerializeToString(), placed_frame(0, header.contribution.body_bytes))
+        header = wire.contribution_header(peer.step + 1, peer.version, in_shared_memory=True)
+        peer.send(header.SerializeToString(), placed_frame(0, header.contribution.payload.num_bytes))
         return 71, peer.raw
     slow = server.raw_peer()
     slow.call("Exchange")

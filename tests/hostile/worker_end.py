@@ -19,16 +19,17 @@ from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation import client, exchange
 from paramserver.worker.conversation.client import Lost
 from paramserver.worker.conversation.exchange import Exchange
-from paramserver.worker.conversation.messages import Work, read_settings
+from paramserver.worker.conversation.messages import Outgoing, read_settings
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.training.tasks.loading import check_named_by_server
 
+from ..records import contribution_of
 from .hostile import Hostile
 from .lying import settings, welcome
 
 CONFIG = WorkerConfig(server="127.0.0.1:1", rank=0, give_up_s=1e-9, lanes=("shared", "grpc"))
 ROWS = TableSpec("rows", 100, 4, "float32", 0.1, "SGD", {"lr": 0.1}, 0, 100)
-WORK = Work(num_samples=1, loss=0.5, compute_s=0.1, hyperparameters=[])
+WORK = Outgoing(contribution_of(1, loss=0.5, compute_s=0.1))
 REFUSED = (ParamServerError, Lost)
 
 
@@ -182,7 +183,7 @@ class WorkerEnd:
         if hostile.random.random() < 0.3:
             state = pb.State(num_bytes=8, piece=bytes(8))
             self._say(hostile, pb.ServerMessage(state=state))
-        self._say(hostile, self._answer(pb.Answer.START, began=pb.Place(step=1)), self._bytes)
+        self._say(hostile, self._answer(pb.Answer.START, began=pb.Position(step=1)), self._bytes)
         try:
             found.start(self._model, self._optimizer)
         finally:
@@ -195,7 +196,7 @@ class WorkerEnd:
         outcome = hostile.random.choice(list(pb.Answer.Outcome.values())[2:])
         self._say(hostile, self._answer(outcome, step=1, version=2, batches=1), self._bytes)
         try:
-            found.contribute("gradient", WORK)
+            found.contribute(WORK)
         finally:
             found.drop()
 

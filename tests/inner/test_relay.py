@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paramserver.common.errors import DivergedError, ParamServerError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import copy_of
 from paramserver.common.tensors.sharding import divide
 from paramserver.worker.inner import relay as relays
@@ -80,8 +81,8 @@ class Lain:
             for one, held in zip(model.tensors, self.tensors, strict=True)
         ]
 
-    def lying(self, source: str, index: int) -> torch.Tensor | None:
-        return (self.gradients if source == "gradient" else self.tensors)[index]
+    def lying(self, kind: ContributionKind, index: int) -> torch.Tensor | None:
+        return (self.gradients if kind == ContributionKind.GRADIENT else self.tensors)[index]
 
 
 @contextmanager
@@ -138,16 +139,16 @@ def test_the_same_bytes_as_of_a_model_in_one_process(
             assert there.transfer_of is not None
             direct, transfer = DirectTransfer(here), there.transfer_of(there)
             segment = torch.full((there.layout.exchange_bytes,), 255, dtype=torch.uint8)
-            for source in ("gradient", "weights"):
-                sent = b"".join(direct.gather(source)[0].pieces)
-                assert b"".join(bytes(one) for one in transfer.gather(source)[0].pieces) == sent
+            for kind in (ContributionKind.GRADIENT, ContributionKind.WEIGHTS):
+                sent = b"".join(direct.gather(kind)[0].pieces)
+                assert b"".join(bytes(one) for one in transfer.gather(kind)[0].pieces) == sent
                 streamed = bytearray(len(sent))
-                for stretch in transfer.stream(source):
+                for stretch in transfer.stream(kind):
                     (piece,) = stretch.pieces
                     assert len(piece) <= window_bytes
                     streamed[stretch.offset : stretch.offset + len(piece)] = piece
                 assert streamed == sent
-                assert [end for _, end in transfer.place(source, segment)][-1:] == [len(sent)]
+                assert [end for _, end in transfer.place(kind, segment)][-1:] == [len(sent)]
                 assert bytes(segment.numpy()) == sent
             every = b"".join(bytes(one) for one in transfer.gather_all())
             assert every == b"".join(map(bytes, direct.gather_all()))
@@ -172,7 +173,7 @@ def test_a_lane_that_goes_on_asking_when_the_others_follow_no_more_gets_nothing(
     whole = meta(module)
     with relayed(channels, ModelTensors(module)) as (relay, _):
         transfer = RelayedTransfer(whole, relay)
-        late = transfer.stream("gradient")
+        late = transfer.stream(ContributionKind.GRADIENT)
     assert list(late) == []
 
 
@@ -202,10 +203,12 @@ def test_two_connections_may_ask_at_once(channels: list[Channel]) -> None:
     module = Model(random.Random(5))
     model, whole = ModelTensors(module), meta(module)
     with relayed(channels, model) as (relay, _):
-        wanted = b"".join(DirectTransfer(model).gather("weights")[0].pieces)
+        wanted = b"".join(DirectTransfer(model).gather(ContributionKind.WEIGHTS)[0].pieces)
 
         def gather(_: int) -> bytes:
-            return b"".join(bytes(one) for one in RelayedTransfer(whole, relay).gather("weights")[0].pieces)
+            return b"".join(
+                bytes(one) for one in RelayedTransfer(whole, relay).gather(ContributionKind.WEIGHTS)[0].pieces
+            )
 
         with ThreadPoolExecutor(4) as pool:
             ask: Callable[[int], bytes] = gather

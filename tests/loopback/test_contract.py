@@ -17,7 +17,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 
-SERVICE = "paramserver.v1.ParameterServer"
+from ..records import contribution_proto
+
+SERVICE = "paramserver.v2.ParameterServer"
 
 
 class ForeignWorker:
@@ -69,9 +71,7 @@ class ForeignWorker:
 
     def contribute(self, step: int, version: int, values: list[float], piece_bytes: int = 1000) -> None:
         data = struct.pack(f"<{self.size}f", *values)
-        header = pb.Contribution(
-            step=step, base_version=version, num_samples=1, body_bytes=len(data), wants_weights=True
-        )
+        header = contribution_proto(step, version=version, num_samples=1, num_bytes=len(data), wants_weights=True)
         self.send(contribution=header)
         for at in range(0, len(data), piece_bytes):
             self.send(offset=at, data=data[at : at + piece_bytes])
@@ -177,12 +177,12 @@ def test_a_repeated_contribution_is_answered_and_not_applied(channel):
     assert (answer.answer.outcome, answer.answer.version, answer.answer.step) == (pb.Answer.REPEATED, 1, 1)
 
 
-_ANNOUNCED = {"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32}}
+_ANNOUNCED = {"contribution": {"seq": 1, "num_samples": 1, "num_bytes": 32}}
 
 
 def test_an_unfinished_upload_leaves_nothing_behind(channel):
     worker = _ready(channel)
-    worker.send(contribution=pb.Contribution(step=1, num_samples=1, body_bytes=32, wants_weights=True))
+    worker.send(contribution=contribution_proto(1, num_samples=1, num_bytes=32, wants_weights=True))
     worker.send(offset=0, data=bytes(16))
     worker._replies.cancel()
     second = ForeignWorker(channel, 8)
@@ -196,9 +196,9 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 2**50}}], "32"),
-        ([{"contribution": {"step": 1, "num_samples": 2**41, "body_bytes": 32}}], "num_samples is 2"),
-        ([{"contribution": {"step": 1, "num_samples": 1, "body_bytes": 32, "codec": "zip"}}], "unknown codec 'zip'"),
+        ([{"contribution": {"seq": 1, "num_samples": 1, "num_bytes": 2**50}}], "32"),
+        ([{"contribution": {"seq": 1, "num_samples": 2**41, "num_bytes": 32}}], "num_samples is 2"),
+        ([{"contribution": {"seq": 1, "num_samples": 1, "num_bytes": 32, "codec": "zip"}}], "unknown codec 'zip'"),
         ([_ANNOUNCED, {"offset": 4, "data": bytes(8)}, {"data": bytes(5)}], "at 0..5"),
         ([_ANNOUNCED, {"offset": 28, "data": bytes(8)}], "at 28..36"),
         ([_ANNOUNCED, {"offset": 0, "placed": 8}], "not in one"),
@@ -217,7 +217,7 @@ def test_what_breaks_the_contract_is_refused_with_a_reason(shared_channel, field
 
 
 def _message(kind: str, value):
-    return {"contribution": pb.Contribution, "join": pb.Join}[kind](**value) if isinstance(value, dict) else value
+    return {"contribution": contribution_proto, "join": pb.Join}[kind](**value) if isinstance(value, dict) else value
 
 
 def test_a_step_gap_is_refused_and_nothing_is_applied(channel):

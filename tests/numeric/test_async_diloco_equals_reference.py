@@ -13,7 +13,7 @@ from torch import nn
 from paramserver.common.tensors.delayed import DelayedNesterov
 from paramserver.common.tensors.layout import new_body
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Fold
+from paramserver.ps.policies.base import Answer, Commit, Fold
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
 from paramserver.tests.numeric.test_diloco_equals_reference import (
@@ -24,6 +24,8 @@ from paramserver.tests.numeric.test_diloco_equals_reference import (
     make_model,
     one_thread,
 )
+
+from ..records import contribution_of
 
 __all__ = ["one_thread"]  # the fixture
 H, STEPS, SIZES, LR = 4, 18, (4, 2, 3), 0.8
@@ -121,7 +123,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
         done, steps = policy.steps_done(rank), told[rank][-1]
         for step in range(done, done + steps):
             local_step(workers[rank].model, workers[rank].optimizer, rank, SIZES[rank], step)
-        said = Contribution(len(told[rank]), base[rank], steps * SIZES[rank], steps)
+        said = contribution_of(len(told[rank]), base[rank], steps * SIZES[rank], steps)
         perform(policy.contributed(rank, said, now), now, workers[rank].delta())
         assert policy.min_steps_done == min(map(policy.steps_done, range(3)))
     assert not policy._round, "what is there is in the weights"

@@ -13,13 +13,15 @@ import torch
 
 from paramserver.common.tensors.layout import new_body
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Fold
+from paramserver.ps.policies.base import Answer, Commit, Fold
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
 from paramserver.tests.numeric.test_diloco_equals_reference import assert_equal, one_thread
 from paramserver.tests.numeric.test_overlap_equals_reference import SIZES, Worker, local_step, make_inner, make_model
 from paramserver.worker.session import Progress
 from paramserver.worker.tensors.overlap import Merge
+
+from ..records import contribution_of
 
 __all__ = ["one_thread"]  # the fixture
 H, STEPS, LR, ALPHA = 8, 44, 0.8, 0.5
@@ -111,7 +113,7 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
                 worker.overlap.merge(worker.shadow.tensors)
         version, hears = answered.pop(rank, (0, steps))  # what `Pipelined` does with it
         staged = worker.measure(None)
-        said = Contribution(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
+        said = contribution_of(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
         contributions[rank].append(steps)
         perform(policy.contributed(rank, said, now), staged)
         del due[rank]

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from paramserver.common.config.schema import Config
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_body
 from paramserver.ps.engine.modes import make_policy, policy_of
-from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
+from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.tensors.anchor import Anchor
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
+
+from ..records import contribution_of
 
 H, STEPS = 5, 23  # the last round has 3 steps
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -68,7 +71,9 @@ class Worker:
 
     def delta(self) -> torch.Tensor:
         self.anchor.measure()
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("delta")[0].pieces)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(b"".join(self.transfer.gather(ContributionKind.DELTA)[0].pieces)), dtype=torch.uint8
+        )
 
     def receive(self, weights: torch.Tensor) -> None:
         self.transfer.write(0, memoryview(weights.numpy()))
@@ -93,7 +98,7 @@ def together(inner: str, sizes: tuple[int, ...], policy: Policy) -> torch.Tensor
                 local_step(worker.model, worker.optimizer, rank, size, number)
             staged[rank] = worker.delta()
         for rank in reversed(range(len(sizes))):
-            said = Contribution(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
+            said = contribution_of(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
             for decision in policy.contributed(rank, said, 0.0):
                 if isinstance(decision, Fold):
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank)
@@ -141,7 +146,7 @@ def test_it_equals_an_independent_reference(inner, sizes, lr, momentum):
 def test_localsgd_whose_codec_leaves_out_much_is_the_mean_of_weights_by_differences():
     told = {"training_steps": STEPS, "num_workers": 3, "local_steps": H}
     policy = policy_of("localsgd", told | {"leaves_out": True})
-    assert policy_of("localsgd", told).contribution == "weights" and policy.contribution == "delta"
+    assert policy_of("localsgd", told).kind == ContributionKind.WEIGHTS and policy.kind.holds_differences
     assert_equal(together("adamw", SIZES[1], policy), reference("adamw", SIZES[1], 1.0, 0.0, H, STEPS), 1e-12)
 
 

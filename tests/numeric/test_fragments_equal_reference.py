@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from paramserver.common.errors import UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import check_fragments
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.wire.frames import without_zeros
-from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
+from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store, StoreOptions
 from paramserver.tests.numeric.test_diloco_equals_reference import (
@@ -27,6 +28,8 @@ from paramserver.tests.numeric.test_diloco_equals_reference import (
 )
 from paramserver.worker.tensors.fragments import Fragments, divided
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
+
+from ..records import contribution_of
 
 __all__ = ["one_thread"]  # the fixture
 H, STEPS, LR = 6, 27, 0.7
@@ -99,7 +102,7 @@ def ours(sizes: tuple[int, ...], num: int, policy: Policy, joins_at: int = -1) -
             worker.choose(None if step + taken == STEPS else policy.version % num)
             staged[rank] = worker.delta()
         for rank in reversed(range(len(sizes))):
-            said = Contribution(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
+            said = contribution_of(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
             for decision in policy.contributed(rank, said, 0.0):
                 if isinstance(decision, Fold):
                     without = workers[decision.rank].without
@@ -191,6 +194,6 @@ def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a
             one.add_(1.0)
     fragments.choose(0)
     fragments.measure()
-    pieces = transfer.gather("delta")[0].pieces
+    pieces = transfer.gather(ContributionKind.DELTA)[0].pieces
     num_sent = sum(len(part) for _, parts, _ in without_zeros(pieces) for part in parts)
     assert 0.2 <= num_sent / tensors.layout.exchange_bytes <= 1.1 / 5

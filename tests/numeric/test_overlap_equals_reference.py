@@ -10,17 +10,20 @@ import torch
 from torch import nn
 
 from paramserver.common.errors import UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import check_fragments
 from paramserver.common.tensors.layout import new_body
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.averaging.diloco import DilocoOptions
-from paramserver.ps.policies.base import Commit, Contribution, Fold, Policy
+from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.strategies.shadow import Shadow
 from paramserver.worker.tensors.fragments import divided
 from paramserver.worker.tensors.overlap import Merge, Overlap
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
+
+from ..records import contribution_of
 
 H, STEPS, LR, MOMENTUM, SIZES = 30, 97, 0.7, 0.9, (5, 2, 9)
 CASES = [(1, 7), (1, 30), (2, 15), (2, 4), (3, 10), (3, 1), (5, 6), (5, 2)]  # P and tau
@@ -96,9 +99,11 @@ class Worker:
     def measure(self, fragment: int | None) -> torch.Tensor:
         self.without = frozenset(self.layout.specs[place].name for place in self.overlap.choose(fragment))
         self.overlap.measure()
-        self.shadow.snapshot("delta")
+        self.shadow.snapshot(ContributionKind.DELTA)
         self.overlap.depart()
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("delta")[0].pieces)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(b"".join(self.transfer.gather(ContributionKind.DELTA)[0].pieces)), dtype=torch.uint8
+        )
 
     def receive(self, weights: torch.Tensor) -> None:
         self.transfer.write(0, memoryview(weights.numpy()))
@@ -132,7 +137,7 @@ def ours(num: int, merge: Merge) -> dict[str, torch.Tensor]:
                     worker.overlap.merge(worker.shadow.tensors)
             staged[rank] = worker.measure(None if step + taken == STEPS else run.version % num)
         for rank in reversed(range(len(SIZES))):
-            said = Contribution(run.num_counted[rank] + 1, run.version, taken * SIZES[rank])
+            said = contribution_of(run.num_counted[rank] + 1, run.version, taken * SIZES[rank])
             for decision in run.contributed(rank, said, 0.0):
                 if isinstance(decision, Fold):
                     without = workers[decision.rank].without

@@ -14,14 +14,17 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.core.judgement import Limits
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Commit, Contribution, Fold
+from paramserver.ps.policies.base import Commit, Fold
 from paramserver.ps.tensors.store import Store, StoreOptions
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
+
+from ..records import contribution_of
 
 NUM_WORKERS = 5
 NUM_STEPS = 150
@@ -68,7 +71,9 @@ class Worker:
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(self.factor)
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("gradient")[0].pieces)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(b"".join(self.transfer.gather(ContributionKind.GRADIENT)[0].pieces)), dtype=torch.uint8
+        )
 
     def receive(self, weights: torch.Tensor) -> None:
         num_bytes = self.tensors.layout.exchange_bytes
@@ -96,7 +101,7 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limi
             body = staged[worker.rank] = worker.contribution(step)
             if not store.sanity.examine(body, store.weights).is_taken:
                 return math.inf  # NaN: as lost as can be
-            for decision in policy.contributed(worker.rank, Contribution(step + 1, policy.version, BATCH), 0.0):
+            for decision in policy.contributed(worker.rank, contribution_of(step + 1, policy.version, BATCH), 0.0):
                 if isinstance(decision, Fold):
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank)
                 elif isinstance(decision, Commit):

@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Commit, Contribution, Fold
+from paramserver.ps.policies.base import Commit, Fold
 from paramserver.ps.tensors.store import Store
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
+
+from ..records import contribution_of
 
 NUM_STEPS = 100
 UNION = 48  # samples of all workers in one step
@@ -86,7 +89,9 @@ class Worker:
     def gradient_body(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.model.zero_grad()
         loss_of(self.model, inputs[self.rows], targets[self.rows]).backward()
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("gradient")[0].pieces)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(b"".join(self.transfer.gather(ContributionKind.GRADIENT)[0].pieces)), dtype=torch.uint8
+        )
 
     def weights_body(
         self, inputs: torch.Tensor, targets: torch.Tensor, optimizer: torch.optim.Optimizer
@@ -94,7 +99,9 @@ class Worker:
         self.model.zero_grad()
         loss_of(self.model, inputs[self.rows], targets[self.rows]).backward()
         optimizer.step()
-        return torch.frombuffer(bytearray(b"".join(self.transfer.gather("weights")[0].pieces)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(b"".join(self.transfer.gather(ContributionKind.WEIGHTS)[0].pieces)), dtype=torch.uint8
+        )
 
     def receive(self, weights: torch.Tensor) -> None:
         self.transfer.write(0, memoryview(weights[: self.tensors.layout.exchange_bytes].numpy()))
@@ -129,7 +136,7 @@ def train_together(
     policy = policy_of(mode, {"training_steps": num_steps, "num_workers": len(sizes), "local_steps": 1})
     weights = new_body(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
-    store = Store(layout, weights, spec if policy.contribution == "gradient" else None)
+    store = Store(layout, weights, spec if not policy.kind.worker_steps else None)
     local = [OPTIMIZERS[name](worker.model.parameters()) for worker in workers]
     staged: dict[int, torch.Tensor] = {}
     for worker in workers:
@@ -138,11 +145,11 @@ def train_together(
     for (inputs, targets), ranks in zip(batches, arrivals(len(sizes), order), strict=False):
         for rank in ranks:
             worker = workers[rank]
-            if policy.contribution == "gradient":
+            if not policy.kind.worker_steps:
                 staged[rank] = worker.gradient_body(inputs, targets)
             else:
                 staged[rank] = worker.weights_body(inputs, targets, local[rank])
-            contribution = Contribution(policy.num_counted[rank] + 1, policy.version, worker.num_samples)
+            contribution = contribution_of(policy.num_counted[rank] + 1, policy.version, worker.num_samples)
             for decision in policy.contributed(rank, contribution, 0.0):
                 if isinstance(decision, Fold):
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank)

@@ -28,6 +28,8 @@ from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.wire.service import ParameterServerService
 
+from ..records import contribution_proto
+
 SMALL = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
 # Too large for inline work: the tensor thread runs, and answers come from another thread.
 LARGE = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (100_000,))])
@@ -122,7 +124,7 @@ class Worker:
         self.stream.send(pb.WorkerMessage(**fields).SerializeToString())
 
     def begin(self, **fields: Any) -> None:
-        self.send(begin=pb.Begin(**{"body_bytes": self.layout.exchange_bytes, **fields}))
+        self.send(begin=pb.Begin(**{"num_bytes": self.layout.exchange_bytes, **fields}))
 
     def piece(self, offset: int, num_bytes: int, value: float = 1.0) -> None:
         values = torch.full((num_bytes // 4,), value)
@@ -132,7 +134,7 @@ class Worker:
         """A contribution in the worker's segment."""
         assert self.segment is not None
         self.segment.body.view(torch.float32).fill_(value)
-        self.announce(step, in_segment=True)
+        self.announce(step, in_shared_memory=True)
         self.send(placed=self.layout.exchange_bytes)
 
     def weights(self) -> torch.Tensor:
@@ -162,9 +164,9 @@ class Worker:
 
     def _header(self, step: int, **fields: Any) -> pb.WorkerMessage:
         values = {
-            "step": step, "num_samples": 1, "wants_weights": True, "body_bytes": self.layout.exchange_bytes, **fields
+            "seq": step, "num_samples": 1, "wants_weights": True, "num_bytes": self.layout.exchange_bytes, **fields
         }  # fmt: skip
-        return pb.WorkerMessage(contribution=pb.Contribution(**values))
+        return pb.WorkerMessage(contribution=contribution_proto(**values))
 
     @property
     def kinds(self) -> list[str | None]:

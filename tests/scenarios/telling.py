@@ -34,11 +34,13 @@ from typing import Any
 
 import yaml
 
+from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.events import Identity
 from paramserver.ps.core.judgement import SOUND, Judgement
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
+
+from ..records import contributed
 
 _JUDGEMENTS = {
     "nan": Judgement("reject", "NaN or Inf", "limit"),
@@ -137,7 +139,7 @@ class Workers:
             case "contribute":
                 return self._contributed(rank, incarnation, rest)
             case "repeat":
-                return events.Repeated(*seat, int(rest[1:]))
+                return events.AskedAgain(*seat, int(rest[1:]))
             case "disconnect":
                 return events.Disconnected(*seat)
             case "leave":
@@ -160,13 +162,13 @@ class Workers:
     def _contributed(self, rank: int, incarnation: int, rest: str) -> events.Contributed:
         found = _CONTRIBUTED.fullmatch(rest)
         assert found is not None, f"no such contribution: {rest}"
-        return events.Contributed(
+        return contributed(
             rank,
             incarnation,
             int(found[1]),
             int(found[2]) if found[2] else self.versions.get(rank, 0),
             int(found[3] or 1),
-            hyperparameters=({"lr": float(found[4])},) if found[4] else None,
+            hyperparameters=({"lr": float(found[4])},) if found[4] else (),
             judgement=_JUDGEMENTS[found[5]] if found[5] else SOUND,
         )
 
@@ -231,8 +233,8 @@ def _words(effect: effects.Effect) -> str:
     return ""
 
 
-def _contribution(identity: Identity) -> str:
-    return f"w{identity.rank}#{identity.number}"
+def _contribution(identity: ContributionId) -> str:
+    return f"w{identity.rank}#{identity.seq}"
 
 
 def _scaled(scale: float) -> str:

@@ -31,8 +31,10 @@ import yaml
 
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Discard, Fold, Outcome, Policy, Refuse, names
+from paramserver.ps.policies.base import Answer, Commit, Discard, Fold, Outcome, Policy, Refuse, names
 from paramserver.ps.policies.shared.decisions import Accept, Wait
+
+from ..records import contribution_of
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 _NAMES = {
@@ -62,7 +64,7 @@ class Teller:
             rank, step = int(match[1]), int(match[2])
             base = int(match[3]) if match[3] else self.bases.get(rank, 0)
             epoch = int(match[4]) if match[4] else self.epochs.get(rank, 0)
-            contribution = Contribution(step, base, int(match[5] or 1), epoch=epoch, is_broken=bool(match[6]))
+            contribution = contribution_of(step, base, int(match[5] or 1), generation=epoch, failed=bool(match[6]))
             self.staleness[rank] = self.policy.staleness(rank, contribution)
             return self._say(self.policy.contributed(rank, contribution, self.now), rank)
         if match := re.fullmatch(r"(join|left) w(\d+)", event):
@@ -110,7 +112,7 @@ class Teller:
     def _take_weights(self, rank: int, outcome: Outcome) -> None:
         """What the answered worker's next contribution is based on."""
         policy = self.policy
-        is_computed = policy.common.pipelined and policy.contribution == "gradient" and outcome != Outcome.START
+        is_computed = policy.common.pipelined and not policy.kind.worker_steps and outcome != Outcome.START
         self.bases[rank] = self.held[rank] if is_computed else policy.version
         self.held[rank], self.epochs[rank] = policy.version, policy.epoch
 

@@ -16,7 +16,7 @@ from paramserver.tests.simulate.worlds import MB, config_of, world_of
 LINKS: dict[str, Any] = {"up": 4.0 * MB, "down": 4.0 * MB, "latency_s": 0.04, "jitter": 0.15}
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES.names() if MODES.load(mode).contribution != "report"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES.names() if not MODES.load(mode).kind.has_peers])
 def test_of_a_run_with_jitter_and_unequal_workers(mode: str) -> None:
     """Throughput within 10 %, waiting within 5 points, contributions exactly."""
     steps = 48 if config_of(mode, 4, 1).policy.options(mode).model_dump().get("local_steps", 1) == 1 else 800

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from paramserver.common.tensors.layout import new_body
 from paramserver.common.wire.frames import body_frames, frame
+from paramserver.common.wire.messages import contribution_message
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.core import effects, events
+from paramserver.ps.core import effects
 from paramserver.ps.wire.lanes.delivery import answer_message
 from paramserver.simulate.traffic.framing import Framing
-from paramserver.worker.conversation.messages import Work, contribution
-from paramserver.worker.session import Progress
+
+from ..records import contribution_of
 
 COUNT = st.integers(0, 1 << 40)
 SIZES = st.sampled_from([1, 4096, 64 << 10, (64 << 10) + 1, 1 << 20, (3 << 20) + 77])
@@ -30,16 +31,12 @@ def sent(message: pb.WorkerMessage | pb.ServerMessage, num_bytes: int) -> int:
 def test_a_contribution(
     number: int, version: int, samples: int, num_bytes: int, wants: bool, transfer_s: float, has_base: bool
 ) -> None:
-    progress = Progress()
-    progress.num_counted, progress.version = number, version
-    work = Work(samples, 1.0, 0.25, [], transfer_s, evaluates=False, has_base=has_base)
-    message = contribution(progress, work, num_bytes, "raw", False)
-    message.contribution.wants_weights = wants
-    event = events.Contributed(
-        0, 1, message.contribution.step, version, samples, wants, compute_s=0.25, transfer_s=transfer_s
-    )
+    contribution = contribution_of(
+        number, version, samples, loss=1.0, compute_s=0.25, transfer_s=transfer_s, has_all=has_base,
+        wants_weights=wants, codec="raw", num_bytes=num_bytes,
+    )  # fmt: skip
     framing = Framing(up_bytes=num_bytes, is_direct=False, has_base=has_base)
-    assert framing.up(event) == sent(message, num_bytes)
+    assert framing.up(contribution) == sent(contribution_message(contribution), num_bytes)
 
 
 @settings(max_examples=60, deadline=None)

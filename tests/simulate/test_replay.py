@@ -15,9 +15,7 @@ from paramserver.simulate.recorded.replay import replay
 from paramserver.tests.drills.simulation import simulate
 from paramserver.tests.simulate.histories import recorded
 
-EVERY_MODE = pytest.mark.parametrize(
-    "mode", [mode for mode in MODES.names() if MODES.load(mode).contribution != "report"]
-)
+EVERY_MODE = pytest.mark.parametrize("mode", [mode for mode in MODES.names() if not MODES.load(mode).kind.has_peers])
 
 
 @EVERY_MODE

@@ -19,9 +19,7 @@ from paramserver.simulate.results.summary import figures, ideal_rate, percentile
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
 
-EVERY_MODE = pytest.mark.parametrize(
-    "mode", [mode for mode in MODES.names() if MODES.load(mode).contribution != "report"]
-)
+EVERY_MODE = pytest.mark.parametrize("mode", [mode for mode in MODES.names() if not MODES.load(mode).kind.has_peers])
 
 
 def commit_times(mode: str, num_workers: int, steps: int, **told: Any) -> list[float]:

@@ -112,7 +112,7 @@ def other_grpc_server() -> Iterator[str]:
     ("somebody", "words"),
     [
         (http_server, "is no ps-server: it says '<!DOCTYPE HTML>"),
-        (other_grpc_server, "it does not know paramserver.v1"),
+        (other_grpc_server, "it does not know paramserver.v2"),
     ],
 )
 def test_something_else_at_the_address_is_named_at_once(

@@ -17,6 +17,8 @@ from paramserver.worker.lanes.up import Up
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
+from ..records import contribution_of
+
 NUM = 600_000
 
 
@@ -42,13 +44,10 @@ def sent(held: pb.Held) -> list[Any]:
     )
     up.joined(Lane(), held)
 
-    def announce(num_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
-        return pb.WorkerMessage(contribution=pb.Contribution(step=4, body_bytes=num_bytes, codec=codec))
-
-    up.contribute(announce, "gradient")
+    up.contribute(contribution_of(4))
     again = len(frames)
-    up.contribute(announce, "gradient")
-    assert not frames[again].header.continues, "what is held is held for one attempt"
+    up.contribute(contribution_of(4))
+    assert not frames[again].header.payload.continues, "what is held is held for one attempt"
     return frames[:again]
 
 
@@ -60,7 +59,7 @@ def held_ones(**otherwise: Any) -> pb.Held:
 
 def test_what_the_server_has_is_not_sent() -> None:
     facts, *pieces = sent(held_ones())
-    assert facts.header.continues
+    assert facts.header.payload.continues
     came = sorted((piece.offset, piece.offset + len(piece.data)) for piece in pieces)
     assert (came[0], came[1][0], came[-1][1]) == ((200_000, 800_000), 1_000_000, 4 * NUM)
     assert sum(end - start for start, end in came) == 4 * NUM - 400_000
@@ -69,5 +68,5 @@ def test_what_the_server_has_is_not_sent() -> None:
 @pytest.mark.parametrize("otherwise", [{"crc": 1}, {"step": 3}, {"body_bytes": 8}, {"codec": "bf16"}])
 def test_all_is_sent_where_it_has_something_else(otherwise: dict[str, Any]) -> None:
     facts, *pieces = sent(held_ones(**otherwise))
-    assert not facts.header.continues
+    assert not facts.header.payload.continues
     assert sum(len(piece.data) for piece in pieces) == 4 * NUM

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paramserver.common.codecs.base import body_bytes
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.common.wire.frames import BodyReader, parse
@@ -21,6 +22,8 @@ from paramserver.worker.strategies import early
 from paramserver.worker.strategies.early import EarlySender
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
+
+from ..records import contribution_of
 
 
 class Receiver:
@@ -54,7 +57,7 @@ class Receiver:
 
     def contribute(self) -> torch.Tensor:
         """The rest; returns the body that arrived."""
-        self.up.contribute(announce, "gradient")
+        self.up.contribute(CONTRIBUTION)
         assert self.reader.is_complete
         return self.body.clone()
 
@@ -72,8 +75,7 @@ class Receiver:
             self.reader.feed(received)
 
 
-def announce(body_bytes: int, codec: str, in_segment: bool) -> pb.WorkerMessage:
-    return pb.WorkerMessage(contribution=pb.Contribution(body_bytes=body_bytes, codec=codec, in_segment=in_segment))
+CONTRIBUTION = contribution_of(1)
 
 
 class Net(nn.Module):
@@ -164,7 +166,9 @@ def test_what_arrives_is_what_step_was_called_with(
         loop(twin, step)
         sender.settle()
         arrived = receiver.contribute()
-        assert bytes(arrived.numpy()) == b"".join(expected_from.gather("gradient")[0].pieces), f"step {step}"
+        assert bytes(arrived.numpy()) == b"".join(expected_from.gather(ContributionKind.GRADIENT)[0].pieces), (
+            f"step {step}"
+        )
     assert receiver.num_begun > 0, "nothing left early: this test shows nothing"
     assert bool(sender._hooks) == (loop.__name__ in STAYS_ON)
 

@@ -13,6 +13,7 @@ from paramserver.common.codecs.base import Spares
 from paramserver.common.codecs.bf16 import Bf16Codec
 from paramserver.common.codecs.fp16 import Fp16Codec
 from paramserver.common.errors import ParamServerError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_body
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.codec_memory import CodecMemory
@@ -46,7 +47,7 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
         assert up.encoding.body is None
-        sent = up.encoding.whole(transfer.gather("gradient")[0])
+        sent = up.encoding.whole(transfer.gather(ContributionKind.GRADIENT)[0])
         assert up.encoding.body == sent, "what was not answered is sent as it was"
         body = new_body(tensors.layout.exchange_bytes)
         server.take(codec, torch.frombuffer(bytearray(sent), dtype=torch.uint8), body)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paramserver.common.codecs.base import body_bytes, check_codecs, take_body
 from paramserver.common.codecs.shared.by_tensor import ByTensor, only_rest
 from paramserver.common.errors import ParamServerError, UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
 from paramserver.worker.lanes.encoding import Encoding
@@ -190,6 +191,6 @@ def test_differences_that_cannot_be_are_refused(left_out: tuple[Any, ...], sizes
 @pytest.mark.parametrize(("up", "down", "told"), [("raw", "bf16", "answer_codec is bf16, which has answers whole")])
 def test_what_cannot_travel_by_itself_is_refused(up: str, down: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        check_codecs("diloco", "delta", CODECS.load(up)(), CODECS.load(down)(), fragments=3)
+        check_codecs("diloco", ContributionKind.DELTA, CODECS.load(up)(), CODECS.load(down)(), fragments=3)
     for able in ("int8", "q4", "sparse", "topk", "powersgd", "bf16"):
-        check_codecs("diloco", "delta", CODECS.load(able)(), CODECS.load("q4")(), fragments=3)
+        check_codecs("diloco", ContributionKind.DELTA, CODECS.load(able)(), CODECS.load("q4")(), fragments=3)

@@ -19,7 +19,10 @@ from torch.utils.data import TensorDataset
 
 from paramserver.common.config.schema import Config, RunConfig, SlowdownConfig
 from paramserver.common.errors import UsageError
-from paramserver.worker.session import Length, Place, Progress
+from paramserver.common.kinds import ContributionKind
+from paramserver.common.wire.records import Position
+from paramserver.worker.conversation.messages import Begun
+from paramserver.worker.session import Length, Progress
 from paramserver.worker.tensors.packed import pack, unpack
 from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.optimizer import ExchangeOptimizer
@@ -56,7 +59,7 @@ class Strategy:
 
     def __init__(self, run: Run, number: int, goes_back: tuple[int, int] = (0, 0)) -> None:
         self.run, self.goes_back = run, goes_back
-        self.source, self.progress = "weights", Progress(run="this")
+        self.kind, self.progress = ContributionKind.WEIGHTS, Progress(run="this")
         self.settings = SimpleNamespace(steps=STEPS, mode="any")
         self.started_at = number
         run.start(self.progress, number)
@@ -64,7 +67,7 @@ class Strategy:
     def begun(self) -> Any:
         return self.run.came.get(self.started_at)
 
-    def replay(self, place: Place) -> None:
+    def replay(self, place: Position) -> None:
         self.progress.replay(place)
 
     def replayed(self) -> int:
@@ -76,10 +79,11 @@ class Strategy:
     def went_on(self) -> None:
         pass
 
-    def contribute(self, work: Any) -> None:
-        number = self.progress.next_number
-        self.run.came[number] = work.began
-        self.run.batches[number] = self.run.batches[number - 1] + work.num_batches
+    def contribute(self, outgoing: Any, parameters: Any = None) -> None:
+        number, contribution = self.progress.next_number, outgoing.contribution
+        began = contribution.position
+        self.run.came[number] = None if began is None else Begun(began, outgoing.state)
+        self.run.batches[number] = self.run.batches[number - 1] + contribution.counts.num_batches
         if number == self.goes_back[0]:
             self.started_at, self.goes_back = self.goes_back[1], (0, 0)
             self.run.start(self.progress, self.started_at)

@@ -13,6 +13,7 @@ from torch import nn
 
 from paramserver.common.config.schema import SlowdownConfig
 from paramserver.common.errors import UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.training.optimizer import ExchangeOptimizer
 from paramserver.worker.training.place.memory import Memory
@@ -24,8 +25,8 @@ from paramserver.worker.training.slowdown import Slowdown
 class Run:
     """What a strategy is to an optimizer, in a run of many local steps."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, kind: ContributionKind) -> None:
+        self.kind = kind
         self.settings = SimpleNamespace(steps=100, mode="any")
         self.progress = Progress(run="this", steps_left=100, local_steps=100)
 
@@ -38,13 +39,15 @@ class Run:
     def went_on(self) -> None:
         pass
 
-    def contribute(self, work: Any) -> None:
+    def contribute(self, outgoing: Any, parameters: Any = None) -> None:
         self.progress.steps_left = 100
 
 
-def optimizer_of(model: nn.Module, source: str = "weights") -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
+def optimizer_of(
+    model: nn.Module, kind: ContributionKind = ContributionKind.WEIGHTS
+) -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
     inner = torch.optim.Adam(model.parameters(), lr=0.1)
-    run = Run(source)
+    run = Run(kind)
     taken = Taken(lambda: run.progress, [inner], Length())
     slowdown = Slowdown(SlowdownConfig(), 0, 0)
     steps = Steps(run, slowdown, taken, Memory(run, taken, [inner]))  # type: ignore[arg-type]
@@ -86,16 +89,16 @@ def test_where_the_server_steps_only_hyperparameters_are_loaded() -> None:
     elsewhere = nn.Linear(3, 2)
     other = torch.optim.Adam(elsewhere.parameters(), lr=0.02)
     train(elsewhere, other, 2)
-    optimizer, inner = optimizer_of(nn.Linear(3, 2), "gradient")
+    optimizer, inner = optimizer_of(nn.Linear(3, 2), ContributionKind.GRADIENT)
     optimizer.load_state_dict(other.state_dict())
     assert (inner.param_groups[0]["lr"], len(inner.state)) == (0.02, 0)
     assert optimizer.state_dict()["paramserver"] == {"run": "this", "steps": 0}
 
 
-@pytest.mark.parametrize("source", ["weights", "gradient"])
-def test_the_inner_optimizer_is_stepped_by_nobody_else(source: str) -> None:
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.GRADIENT])
+def test_the_inner_optimizer_is_stepped_by_nobody_else(kind: ContributionKind) -> None:
     model = nn.Linear(3, 2)
-    optimizer, inner = optimizer_of(model, source)
+    optimizer, inner = optimizer_of(model, kind)
     train(model, optimizer, 1)
     with pytest.raises(UsageError, match="the run would never hear of it"):
         inner.step()

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from paramserver.common.errors import UnreachableError
+from paramserver.common.kinds import ContributionKind
 from paramserver.worker.conversation import interrupts
 from paramserver.worker.conversation.crew import Helper, Stopped
-from paramserver.worker.conversation.messages import Answer, Final, Work
+from paramserver.worker.conversation.messages import Answer, Final, Outgoing
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import pipelined as pipeline
 from paramserver.worker.strategies.choice import make_strategy
@@ -30,7 +31,9 @@ from paramserver.worker.tensors.overlap import Merge
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
-WORK = Work(num_samples=4, loss=0.5, compute_s=0.1, hyperparameters=[])
+from ..records import contribution_of
+
+WORK = Outgoing(contribution_of(1, 0, 4, loss=0.5, compute_s=0.1))
 DEADLINE_S = 10.0
 
 
@@ -48,8 +51,10 @@ class Net(nn.Module):
 class FakeExchange:
     """An exchange whose flights land when the test lets them, each with weights of a version, or an error."""
 
-    def __init__(self, source: str, steps: int = 100, local_steps: int = 1, merge: Merge | None = None) -> None:
-        self.settings = SimpleNamespace(source=source, steps=steps, pipelined=True, fragments=1, merge=merge or Merge())
+    def __init__(
+        self, kind: ContributionKind, steps: int = 100, local_steps: int = 1, merge: Merge | None = None
+    ) -> None:
+        self.settings = SimpleNamespace(kind=kind, steps=steps, pipelined=True, fragments=1, merge=merge or Merge())
         self.zero = 0
         self.progress = Progress(total_steps=steps)
         self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
@@ -66,13 +71,13 @@ class FakeExchange:
         self.model = model
         self._answer("START", 0)
 
-    def contribute(self, source: str, *work: Any) -> Any:
+    def contribute(self, outgoing: Outgoing) -> Any:
         self.threads.add(threading.current_thread().name)
         while not self.may_land.acquire(timeout=0.01):
             with interrupts.uninterrupted:
                 pass  # what a waiting worker hears from its server
         self.cut.append(self.progress.local_steps if self.progress.is_cut_short else None)
-        w, _, seen = self.model.sources(source)
+        w, _, seen = self.model.sources(self.settings.kind)
         self.sent.append((w.item(), seen.item(), self.progress.version))
         landing = self.landings.pop(0) if self.landings else "APPLIED"
         if isinstance(landing, BaseException):
@@ -103,9 +108,9 @@ class FakeExchange:
 class Bench:
     """A pipelined worker on the fake exchange."""
 
-    def __init__(self, source: str = "gradient", **options: Any) -> None:
+    def __init__(self, kind: ContributionKind = ContributionKind.GRADIENT, **options: Any) -> None:
         self.net = Net()
-        self.exchange = FakeExchange(source, **options)
+        self.exchange = FakeExchange(kind, **options)
         self.pipelined: Any = make_strategy(self.exchange, may_send_early=False)
         self.pipelined.start(ModelTensors(self.net), None)
 
@@ -155,10 +160,9 @@ def test_memory_is_kept_and_a_missing_gradient_is_zero() -> None:
     places = set()
     for step in range(4):
         bench.step(float(step))
-        places.add(
-            tuple(t.data_ptr() for t in [*bench.exchange.model.sources("gradient"), *bench.exchange.model.tensors])
-        )
-        assert bench.exchange.model.sources("gradient")[1].item() == 0.0
+        model = bench.exchange.model
+        places.add(tuple(t.data_ptr() for t in [*model.sources(ContributionKind.GRADIENT), *model.tensors]))
+        assert bench.exchange.model.sources(ContributionKind.GRADIENT)[1].item() == 0.0
         bench.land()
     assert len(places) == 1
     own = {tensor.data_ptr() for tensor in (bench.net.w, bench.net.seen, bench.net.w.grad)}
@@ -208,7 +212,7 @@ def test_a_rejected_gradient_does_not_take_the_next_one_with_it() -> None:
 
 
 def test_weights_go_on_from_the_average_and_their_own_steps_since() -> None:
-    bench = Bench("weights")
+    bench = Bench(ContributionKind.WEIGHTS)
     bench.net.w.data += 1.0
     bench.step()
     assert bench.net.w.item() == 101.0
@@ -224,7 +228,7 @@ def test_weights_go_on_from_the_average_and_their_own_steps_since() -> None:
 
 
 def test_deltas_are_of_the_steps_since_the_last_one_and_go_on_from_new_weights() -> None:
-    bench = Bench("delta")
+    bench = Bench(ContributionKind.DELTA)
     bench.net.w.data += 1.0
     bench.step()
     assert bench.net.w.item() == 101.0
@@ -241,7 +245,7 @@ def test_deltas_are_of_the_steps_since_the_last_one_and_go_on_from_new_weights()
 
 
 def test_deltas_are_merged_after_so_many_steps_and_an_evaluation_changes_nothing() -> None:
-    bench = Bench("delta", local_steps=3, merge=Merge("blend", 0.25, after_steps=2))
+    bench = Bench(ContributionKind.DELTA, local_steps=3, merge=Merge("blend", 0.25, after_steps=2))
     bench.net.w.data += 1.0
     for _ in range(2):
         bench.pipelined.progress.took_step()
@@ -268,10 +272,10 @@ def test_deltas_are_merged_after_so_many_steps_and_an_evaluation_changes_nothing
     assert bench.net.w.item() == 104.0 + 8.0
 
 
-@pytest.mark.parametrize("source", ["weights", "delta"])
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
 @pytest.mark.parametrize("outcome", ["START", "REJECTED"])
-def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, source: str) -> None:
-    bench = Bench(source)
+def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, kind: ContributionKind) -> None:
+    bench = Bench(kind)
     bench.exchange.landings = [outcome]
     bench.step()
     bench.net.w.data += 5.0
@@ -281,9 +285,9 @@ def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, so
     assert bench.pipelined._flight is None
 
 
-@pytest.mark.parametrize("source", ["weights", "delta"])
-def test_a_loop_that_ends_in_the_middle_of_a_round_says_so(source: str) -> None:
-    bench = Bench(source, local_steps=5)
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
+def test_a_loop_that_ends_in_the_middle_of_a_round_says_so(kind: ContributionKind) -> None:
+    bench = Bench(kind, local_steps=5)
     for _ in range(2):
         for _ in range(4):
             bench.pipelined.progress.took_step()
@@ -298,9 +302,9 @@ def test_a_loop_that_ends_in_the_middle_of_a_round_says_so(source: str) -> None:
     assert bench.pipelined.progress.position == 13
 
 
-@pytest.mark.parametrize("source", ["weights", "delta"])
-def test_a_dropped_round_keeps_the_steps_since(source: str) -> None:
-    bench = Bench(source)
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
+def test_a_dropped_round_keeps_the_steps_since(kind: ContributionKind) -> None:
+    bench = Bench(kind)
     bench.exchange.landings = ["DROPPED"]
     bench.step()
     bench.net.w.data += 5.0
@@ -309,10 +313,10 @@ def test_a_dropped_round_keeps_the_steps_since(source: str) -> None:
     assert bench.net.w.item() == 105.0
 
 
-@pytest.mark.parametrize("source", ["weights", "delta"])
-def test_a_run_that_ended_in_mid_flight_is_over_at_the_next_round(source: str) -> None:
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
+def test_a_run_that_ended_in_mid_flight_is_over_at_the_next_round(kind: ContributionKind) -> None:
     """The rounds of others count: a straggler may hear that the run is over while it computes another round."""
-    bench = Bench(source, steps=8, local_steps=2)
+    bench = Bench(kind, steps=8, local_steps=2)
     bench.step()
     bench.exchange._applied = 3
     bench.land()
@@ -428,12 +432,12 @@ def test_a_shadow_is_a_model_to_a_transfer() -> None:
         parameter.grad = torch.randn_like(parameter)
     model = ModelTensors(net)
     shadow = Shadow(model)
-    for source in ("gradient", "weights"):
-        shadow.snapshot(source)
-        own = b"".join(make_transfer(model).gather(source)[0].pieces)
-        assert b"".join(make_transfer(shadow).gather(source)[0].pieces) == own
+    for kind in (ContributionKind.GRADIENT, ContributionKind.WEIGHTS):
+        shadow.snapshot(kind)
+        own = b"".join(make_transfer(model).gather(kind)[0].pieces)
+        assert b"".join(make_transfer(shadow).gather(kind)[0].pieces) == own
     transfer = make_transfer(shadow)
-    body = bytearray(b"".join(transfer.gather("weights")[0].pieces))
+    body = bytearray(b"".join(transfer.gather(ContributionKind.WEIGHTS)[0].pieces))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     for value in net.state_dict().values():
         value.zero_()
@@ -445,7 +449,7 @@ def test_a_shadow_is_a_model_to_a_transfer() -> None:
 
 
 def test_the_settings_choose_the_strategy_once() -> None:
-    exchange = FakeExchange("gradient")
+    exchange = FakeExchange(ContributionKind.GRADIENT)
     assert isinstance(make_strategy(exchange, may_send_early=True), Pipelined)
     exchange.settings.pipelined = False
     assert isinstance(make_strategy(exchange, may_send_early=True), Direct)

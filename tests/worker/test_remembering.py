@@ -8,6 +8,7 @@ import torch
 
 from paramserver.common.codecs.base import check_codecs, take_body
 from paramserver.common.errors import UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
 from paramserver.common.tensors.onebit import OneBitAdam
@@ -74,10 +75,10 @@ def test_what_would_hardly_shrink_is_bf16() -> None:
 
 def test_powersgd_is_refused_before_an_optimizer_that_divides() -> None:
     powersgd, raw = CODECS.load("powersgd")(), CODECS.load("raw")()
-    check_codecs("sync", "gradient", raw, powersgd)
-    check_codecs("sync", "gradient", powersgd, raw, [("SGD", {"momentum": 0.9})])
+    check_codecs("sync", ContributionKind.GRADIENT, raw, powersgd)
+    check_codecs("sync", ContributionKind.GRADIENT, powersgd, raw, [("SGD", {"momentum": 0.9})])
     with pytest.raises(UsageError, match="divides every gradient"):
-        check_codecs("sync", "gradient", powersgd, raw, [("Adam", {})])
+        check_codecs("sync", ContributionKind.GRADIENT, powersgd, raw, [("Adam", {})])
 
 
 def test_one_bit_adam_is_adam_with_a_second_moment_that_stands_still() -> None:
@@ -107,7 +108,7 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
     rng, way = np.random.default_rng(0), Way("onebit_adam", 32, 64)
     encoding = way.encoding
     encoding.of_optimizer([{"betas": [0.8, 0.99], "warmup_steps": 3.0}])
-    told = [{"betas": [0.8, 0.99], "lr": 0.1}]
+    told = ({"betas": [0.8, 0.99], "lr": 0.1},)
     m = e = np.zeros(2048)
     for version in range(8):
         encoding.ready(version)
@@ -118,7 +119,7 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
         c = (gradient if version < 3 else new_m) + e
         wanted = c if version < 3 else np.sqrt((c * c).mean()) * np.where(c < 0, -1, 1)
         assert np.allclose(decoded, wanted, rtol=2**-8, atol=1e-6), version
-        assert encoding.told(told) == (told if version < 3 else [{"betas": [0.0, 0.99], "lr": 0.1}])
+        assert encoding.told(told) == (told if version < 3 else ({"betas": [0.0, 0.99], "lr": 0.1},))
         assert encoding.told(told) is encoding.told(told)
         if version == 5:
             encoding.rollback()
@@ -132,9 +133,9 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
 
 def test_one_bit_adam_is_for_sync_and_its_own_optimizer() -> None:
     up, raw = CODECS.load("onebit_adam")(), CODECS.load("raw")()
-    check_codecs("sync", "gradient", up, raw, [("OneBitAdam", {})])
+    check_codecs("sync", ContributionKind.GRADIENT, up, raw, [("OneBitAdam", {})])
     with pytest.raises(UsageError, match="the optimizer is Adam") as error:
-        check_codecs("sync", "gradient", up, raw, [("Adam", {})])
+        check_codecs("sync", ContributionKind.GRADIENT, up, raw, [("Adam", {})])
     assert "warmup_steps" in error.value.fix
     with pytest.raises(UsageError, match="for --mode sync, and the mode is async"):
-        check_codecs("async", "gradient", up, raw)
+        check_codecs("async", ContributionKind.GRADIENT, up, raw)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import UnreachableError
-from paramserver.worker.session import Place, Progress, Retry
+from paramserver.common.wire.records import Position
+from paramserver.worker.session import Progress, Retry
 
 # ---- retry ----------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ def test_a_contribution_that_is_computed_once_more_changes_nothing(step, local, 
     progress.answered(4, 9, following, True)
     progress.divided(2, 1, step + local + missed)
     wanted, number, is_done = progress.position, progress.next_number, progress.is_done
-    progress.replay(Place(step, local, batches=0))
+    progress.replay(Position(step, local, batches=0))
     assert progress.position == step and progress.is_replaying and not progress.is_done
     for count in range(1, min(taken, local) + 1):
         assert progress.took_step() == (count == local)
@@ -176,7 +177,7 @@ def test_a_contribution_that_is_computed_once_more_changes_nothing(step, local, 
 def test_a_start_ends_what_is_computed_once_more() -> None:
     progress = Progress()
     progress.answered(4, 9, 1, True)
-    progress.replay(Place(3, 1, 0))
+    progress.replay(Position(3, 1, 0))
     progress.answered(2, 7, 1, True)
     progress.divided(1, 0, 2)
     assert not progress.is_replaying and progress.position == 2

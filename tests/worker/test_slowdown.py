@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.config.schema import SlowdownConfig
+from paramserver.common.kinds import ContributionKind
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.training.optimizer import ExchangeOptimizer
 from paramserver.worker.training.place.memory import Memory
@@ -83,7 +84,9 @@ def test_what_is_slow_is_a_training_step_also_where_a_contribution_has_several()
     progress = Progress(num_counted=2, training_steps=8, local_steps=4, steps_left=4)
     parameter = torch.nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([parameter], lr=0.1)
-    strategy = SimpleNamespace(source="weights", progress=progress, went_on=lambda: None, before_step=lambda *_: None)
+    strategy = SimpleNamespace(
+        kind=ContributionKind.WEIGHTS, progress=progress, went_on=lambda: None, before_step=lambda *_: None
+    )
     taken = Taken(lambda: progress, [inner], Length())
     optimizer = ExchangeOptimizer(inner, Steps(strategy, slowdown, taken, Memory(strategy, taken, [inner])))
     optimizer.step()

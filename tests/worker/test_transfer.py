@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paramserver.common.errors import UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import Kind, as_bytes, new_body
 from paramserver.worker.tensors.staged import StagedTransfer, Transfer, make_transfer
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
@@ -121,7 +122,7 @@ def test_a_gradient_body_holds_gradients_and_the_buffers_values(make: Callable[[
     module = Awkward()
     module.set_gradients()
     model = ModelTensors(module)
-    body = joined(make(model).gather("gradient")[0].pieces)
+    body = joined(make(model).gather(ContributionKind.GRADIENT)[0].pieces)
     assert len(body) == model.layout.exchange_bytes
     found = tensors_in(model, body)
     for name, parameter in module.named_parameters():
@@ -139,7 +140,7 @@ def test_a_weights_body_holds_values_and_no_frozen_ones(make: Callable[[ModelTen
     module = Awkward()
     module.set_gradients()
     model = ModelTensors(module)
-    body = joined(make(model).gather("weights")[0].pieces)
+    body = joined(make(model).gather(ContributionKind.WEIGHTS)[0].pieces)
     assert len(body) == model.layout.exchange_bytes < model.layout.total_bytes
     found = tensors_in(model, body)
     state = module.state_dict()
@@ -164,7 +165,7 @@ def test_both_ways_give_the_same_bytes() -> None:
     module.set_gradients()
     model = ModelTensors(module)
     direct, staged = DirectTransfer(model), StagedTransfer(model)
-    for source in ("gradient", "weights"):
+    for source in (ContributionKind.GRADIENT, ContributionKind.WEIGHTS):
         assert joined(direct.gather(source)[0].pieces) == joined(staged.gather(source)[0].pieces)
     assert joined(direct.gather_all()) == joined(staged.gather_all())
 
@@ -176,16 +177,16 @@ def test_no_gradient_is_zeros(make: Callable[[ModelTensors], Transfer]) -> None:
     module.set_gradients()
     model = ModelTensors(module)
     transfer = make(model)
-    transfer.gather("gradient")
+    transfer.gather(ContributionKind.GRADIENT)
     module.embedding.weight.grad = None
     module.wide.grad = None
-    found = tensors_in(model, joined(transfer.gather("gradient")[0].pieces))
+    found = tensors_in(model, joined(transfer.gather(ContributionKind.GRADIENT)[0].pieces))
     assert not found["embedding.weight"].any()
     assert not found["wide"].any()
     assert found["narrow"].any()
     for parameter in module.parameters():
         parameter.grad = None
-    found = tensors_in(model, joined(transfer.gather("gradient")[0].pieces))
+    found = tensors_in(model, joined(transfer.gather(ContributionKind.GRADIENT)[0].pieces))
     assert not any(found[spec.name].any() for spec in model.layout.specs if spec.kind is Kind.PARAMETER)
 
 
@@ -194,7 +195,7 @@ def test_a_large_missing_gradient_is_zeros_too(make: Callable[[ModelTensors], Tr
     module = nn.Linear(300, 100)
     module.bias.grad = torch.ones(100)
     model = ModelTensors(module)
-    found = tensors_in(model, joined(make(model).gather("gradient")[0].pieces))
+    found = tensors_in(model, joined(make(model).gather(ContributionKind.GRADIENT)[0].pieces))
     assert not found["weight"].any()
     assert (found["bias"] == 1).all()
 
@@ -205,7 +206,7 @@ def test_tied_weights_send_the_sum_of_their_gradients(make: Callable[[ModelTenso
     logits = module.head(module.embedding(torch.tensor([1, 2])))
     logits.sum().backward()
     model = ModelTensors(module)
-    found = tensors_in(model, joined(make(model).gather("gradient")[0].pieces))
+    found = tensors_in(model, joined(make(model).gather(ContributionKind.GRADIENT)[0].pieces))
     assert torch.equal(found["embedding.weight"], module.embedding.weight.grad)
     assert found["embedding.weight"][[1, 2]].any()
     assert found["embedding.weight"][0].any(), "through the head every row has one"
@@ -227,14 +228,14 @@ def test_gradients_in_other_memory_formats(make: Callable[[ModelTensors], Transf
     module.w = nn.Parameter(torch.zeros(3, 4))
     module.w.grad = gradient
     model = ModelTensors(module)
-    found = tensors_in(model, joined(make(model).gather("gradient")[0].pieces))
+    found = tensors_in(model, joined(make(model).gather(ContributionKind.GRADIENT)[0].pieces))
     assert torch.equal(found["w"], gradient.to_dense())
 
 
 def test_direct_pieces_are_the_gradients_own_memory() -> None:
     module = nn.Linear(8, 4)
     module.weight.grad, module.bias.grad = torch.ones(4, 8), torch.ones(4)
-    pieces = DirectTransfer(ModelTensors(module)).gather("gradient")[0].pieces
+    pieces = DirectTransfer(ModelTensors(module)).gather(ContributionKind.GRADIENT)[0].pieces
     module.weight.grad.fill_(2.0)
     assert torch.frombuffer(bytearray(pieces[0]), dtype=torch.float32).tolist() == [2.0] * 32
 
@@ -268,7 +269,7 @@ def test_a_body_without_frozen_tensors_leaves_those(make: Callable[[ModelTensors
     frozen = torch.full((4, 4), 9.0)
     with torch.no_grad():
         target.frozen.copy_(frozen)
-    body = joined(DirectTransfer(ModelTensors(source)).gather("weights")[0].pieces)
+    body = joined(DirectTransfer(ModelTensors(source)).gather(ContributionKind.WEIGHTS)[0].pieces)
     write(transfer, body, list(range(piece_bytes, len(body), piece_bytes)))
     state = source.state_dict()
     for name, got in target.state_dict().items():

@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
@@ -29,13 +30,14 @@ from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
+from ...common.wire.records import ContributionId, ResidualInfo, Timing
 from ..lanes.auto.measuring import Auto, Passed, round_trip_s
 from ..lanes.choice import Lanes
 from ..lanes.limit import Limit
 from ..lanes.up import COUNTED
 from ..session import Progress, Retry
 from ..tensors.parts import part_of
-from ..tensors.transfer import ModelTensors, Source
+from ..tensors.transfer import ModelTensors
 from .client import Client, Lost, wait_for_server
 from .crew import Crew
 from .heartbeat import Heartbeat
@@ -46,10 +48,10 @@ from .messages import (
     Final,
     Goodbye,
     Group,
+    Outgoing,
     Pulse,
     Settings,
     Welcome,
-    Work,
     beat_bytes,
     brings_weights,
     join_message,
@@ -194,6 +196,7 @@ class Exchange:
         self._shares: list[Share] = divide(self._model.layout, len(self._shards))
         for shard, share in zip(self._shards, self._shares, strict=True):
             shard.hold(part_of(self._model, share), share.optimizer(self._optimizer).tables)
+            shard.has_fragments = self.settings.fragments > 1
         self._use_codec()
 
     def _use_codec(self) -> None:
@@ -308,10 +311,10 @@ class Exchange:
         return ", ".join(dict.fromkeys(shard.lanes.lane.name for shard in self._shards))
 
     @property
-    def _kept_back(self) -> dict[str, Any]:
-        """Norm of what the codec has kept back, of all parts; and what of such was lost, as Contribution has it."""
+    def _residual(self) -> ResidualInfo:
+        """What the codec keeps back, of all parts, and what of such was lost."""
         norm = math.hypot(*(shard.up.encoding.norm for shard in self._shards))
-        return {"residual": norm, "residuals_lost": self._num_lost, "residual_lost": self._norm_lost}
+        return ResidualInfo(norm, self._num_lost, self._norm_lost)
 
     def _count_lost(self) -> None:
         """What was kept back is gone, of one part or of all: that is once."""
@@ -324,18 +327,19 @@ class Exchange:
 
     # ---- exchanging -------------------------------------------------------------------------
 
-    def contribute(self, source: Source, work: Work) -> Answer:
+    def contribute(self, outgoing: Outgoing) -> Answer:
         """Send the next contribution; returns when the run lets the worker go on, with its weights in the model."""
         started = time.perf_counter()
-        work = work._replace(transfer_s=self._last_transfer_s, **self._kept_back)
+        compute_s = outgoing.contribution.timing.compute_s
+        outgoing = outgoing.changed(timing=Timing(compute_s, self._last_transfer_s), residual=self._residual)
         local_steps, self._passed = self.progress.local_steps, []
         name = self.progress.run, self.progress.rank or 0, self.progress.incarnation or 0, self.progress.next_number
         try:
-            answer = self._exchange(source, work)
+            answer = self._exchange(outgoing)
         except Lost as lost:
-            answer, self._passed = self._contribute_again(lost, source, work), []
+            answer, self._passed = self._contribute_again(lost, outgoing), []
         if self.auto is not None and answer.outcome in COUNTED:
-            self.auto.counted(self._passed, work.compute_s, local_steps, self.progress.training_steps)
+            self.auto.counted(self._passed, compute_s, local_steps, self.progress.training_steps)
             self._use_codec()
         if self._traces is not None:
             self._traces.end(*name, answer.held_s, Answer.Outcome.Name(answer.outcome))
@@ -343,10 +347,12 @@ class Exchange:
         self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
         return answer
 
-    def _exchange(self, source: Source, work: Work) -> Answer:
+    def _exchange(self, outgoing: Outgoing) -> Answer:
+        outgoing = self._numbered(outgoing)
+
         def exchange(shard: Shard) -> Answer:
             began = time.perf_counter()
-            shard.contribute(source, self._part_of(work, shard))
+            shard.contribute(self._part_of(outgoing, shard))
             if self._traces is not None:
                 self._traces.sent()
             received = shard.receive()
@@ -368,18 +374,30 @@ class Exchange:
         self._history.write("send", **self._who, step=number, base_version=base_version)
         return self._took(self._crew.all(self._shards, exchange))
 
-    def _part_of(self, work: Work, shard: Shard) -> Work:
-        if work.optimizer is None:
-            return work
+    def _numbered(self, outgoing: Outgoing) -> Outgoing:
+        """The contribution as the next one of this worker, with what only its place in the run says."""
+        contribution, progress = outgoing.contribution, self.progress
+        seat = progress.rank or 0, progress.incarnation
+        topics: dict[str, Any] = {"id": ContributionId(*seat, progress.next_number)}
+        topics["base"] = replace(contribution.base, version=progress.version)
+        if progress.is_cut_short and contribution.counts.num_training_steps is None:
+            topics["counts"] = replace(contribution.counts, num_training_steps=progress.local_steps)
+        if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
+            topics["training"] = replace(contribution.training, wants_weights=False)
+        return outgoing.changed(**topics)
+
+    def _part_of(self, outgoing: Outgoing, shard: Shard) -> Outgoing:
+        if outgoing.optimizer is None:
+            return outgoing
         parts = self._shares[shard.number].parts
         found = {
             f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
             for part in parts
-            for key, value in work.optimizer.get(part.spec.name, {}).items()
+            for key, value in outgoing.optimizer.get(part.spec.name, {}).items()
         }
-        return work._replace(optimizer=found)
+        return outgoing._replace(optimizer=found)
 
-    def _contribute_again(self, lost: Lost, source: Source, work: Work) -> Answer:
+    def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Answer:
         """The same contribution on new connections, until it is answered or the run has gone on without it."""
         while True:
             answer = self._return(lost)
@@ -387,7 +405,7 @@ class Exchange:
                 return answer
             try:
                 if self._welcome.step <= self.progress.num_counted:
-                    return self._exchange(source, work)
+                    return self._exchange(outgoing)
                 return self._ask_again()
             except Lost as again:
                 lost = again
@@ -480,7 +498,7 @@ class Exchange:
         while True:
             try:
                 self._say_first()
-                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self._kept_back)
+                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self._residual)
                 finals = self._crew.all(self._shards, finish)
             except Lost as lost:
                 if self._return(lost) is not None and not (is_early or self.progress.is_done):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -13,17 +13,19 @@ from pydantic import ValidationError
 from ...common.config.conditions import every
 from ...common.config.schema import TrainConfig
 from ...common.errors import Reason, UsageError, refusal, shown
+from ...common.kinds import ContributionKind
 from ...common.tensors.layout import Layout, as_bytes
-from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
+from ...common.tensors.optimizers import OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_header
 from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, body_frames, frame
-from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from_proto, optimizer_to_proto, struct
+from ...common.wire.messages import read_position
+from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from_proto, optimizer_to_proto
+from ...common.wire.records import Contribution, Position
 from ...proto import parameter_server_pb2 as pb
 from ..lanes.reference import News
-from ..session import Place, Progress
+from ..session import Progress
 from ..tensors.overlap import RULES, Merge
-from ..tensors.transfer import Source
 
 # What the server says, as the proto has it.
 Welcome = pb.Welcome
@@ -35,7 +37,7 @@ Pulse = pb.Pulse
 Waiting = pb.Waiting
 State = pb.State
 SharedMemory = pb.SharedMemory
-ContributionKind = pb.RunSettings.ContributionKind
+KindOfRun = pb.RunSettings.ContributionKind
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Settings:
     """What the server decides for every worker (RunSettings in the proto)."""
 
     mode: str
-    source: Source
+    kind: ContributionKind
     num_workers: int  # 0: any number
     steps: int | None  # None: nobody has set them
     batch_size: int
@@ -67,7 +69,7 @@ class Settings:
 class Begun(NamedTuple):
     """Where a rank was when a contribution began, and what its script remembered then (State in the proto)."""
 
-    place: Place
+    position: Position
     body: bytes
 
 
@@ -79,35 +81,18 @@ class RowGradients(NamedTuple):
     gradients: torch.Tensor
 
 
-class Work(NamedTuple):
-    """What a contribution says about itself; seconds, and the mean training loss since the last one."""
+class Outgoing(NamedTuple):
+    """A contribution with what travels beside it."""
 
-    num_samples: int  # 0: nobody said
-    loss: float
-    compute_s: float
-    hyperparameters: list[Hyperparameters]  # empty: as before
-    transfer_s: float = 0.0  # of the contribution before
-    evaluates: bool = False  # the weights of the answer
-    num_batches: int | None = None  # None: as many as training steps
-    without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
-    # With the first: samples of the data set, digest of the gradients, training steps of the run; 0: unknown.
-    data: tuple[int, int, int] | None = None
-    rates: tuple[float, ...] = ()  # with it: learning rates at the process's first training step
-    began: Begun | None = None  # of a script that remembers something
+    contribution: Contribution
+    state: bytes | None = None  # that the script remembered when it began
     rows: tuple[RowGradients, ...] = ()
-    part: int = 0  # of several that the model is stepped in, from 1
-    continues: bool = False  # the training step of the contribution before
-    has_base: bool = False  # the weights it was computed on are still all here
-    is_fragment: bool = False  # bytes of what is in `without_gradient` are zeros that stay at home
-    residual: float = 0.0  # norm of what the codec has kept back,
-    residuals_lost: int = 0  # how often such was lost since this process began, and norms of it in all
-    residual_lost: float = 0.0
-    epoch: int = 0  # of a report: what was averaged over, and whether that came to nothing
-    is_broken: bool = False
-    bytes_among: int = 0  # sent to other members since the last one
-    clip_norm: float = 0.0  # 2-norm that is stepped along at most; 0: any
     # What the optimizer remembers, by parameter and key; or, said to a shard, its part, by `<key>/<parameter>`.
     optimizer: Mapping[str, Any] | None = None
+
+    def changed(self, **topics: Any) -> Outgoing:
+        """With other topics of the contribution."""
+        return self._replace(contribution=replace(self.contribution, **topics))
 
 
 class Goodbye(NamedTuple):
@@ -184,51 +169,6 @@ def read_news(answer: pb.Answer) -> News | None:
     return news if answer.reference else None
 
 
-def contribution(
-    progress: Progress, work: Work, body_bytes: int, codec: str, in_segment: bool, reference: int = 0
-) -> pb.WorkerMessage:
-    """What announces the body of the next contribution, from a worker that has this `reference`."""
-    message = pb.WorkerMessage()
-    header = message.contribution  # set field by field, which takes a third of making it from them
-    header.step = progress.next_number
-    header.base_version = progress.version
-    header.num_samples = work.num_samples
-    header.body_bytes = body_bytes
-    header.wants_weights = progress.wants_weights or work.evaluates
-    header.evaluates = work.evaluates
-    header.codec = codec
-    header.loss = work.loss
-    header.compute_s = work.compute_s
-    header.transfer_s = work.transfer_s
-    header.in_segment = in_segment
-    header.part = work.part
-    header.has_base = work.has_base
-    if work.residual:
-        header.residual = work.residual
-    if work.residuals_lost:
-        header.residuals_lost, header.residual_lost = work.residuals_lost, work.residual_lost
-    header.reference = reference
-    if work.epoch:
-        header.epoch, header.broken, header.wants_weights = work.epoch, work.is_broken, False
-        header.bytes_among = work.bytes_among
-    if work.hyperparameters:
-        header.hyperparameters.extend(struct(group) for group in work.hyperparameters)
-    if work.clip_norm:
-        header.clip_norm = work.clip_norm
-    if work.num_batches is not None:
-        header.batches = work.num_batches
-    if work.without_gradient:
-        header.without_gradient.extend(work.without_gradient)
-    if work.continues or progress.is_cut_short:
-        header.training_steps = 0 if work.continues else progress.local_steps
-    if work.data is not None:
-        header.data.num_samples, header.data.digest, header.data.steps = work.data
-        header.data.rates.extend(work.rates)
-    if work.began is not None:
-        header.place.MergeFrom(pb.Place(**asdict(work.began.place)))
-    return message
-
-
 def state_frames(body: bytes, kind: Literal["state", "optimizer"] = "state") -> Iterator[bytes]:
     for offset in range(0, len(body), CHUNK_BYTES):
         piece = pb.State(num_bytes=len(body), offset=offset, piece=body[offset : offset + CHUNK_BYTES])
@@ -239,9 +179,7 @@ def read_began(answer: pb.Answer, body: bytes) -> Begun | None:
     """What came with a START, if there was anything."""
     if not answer.HasField("began"):
         return None
-    told = answer.began
-    epoch = told.epoch if told.HasField("epoch") else None
-    return Begun(Place(told.step, told.local_steps, told.batches, epoch, told.epoch_batches), body)
+    return Begun(read_position(answer.began), body)
 
 
 def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> Iterator[bytes]:
@@ -262,13 +200,13 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(end, start + step))
 
 
-_SOURCES: dict[int, Source] = {
-    pb.RunSettings.GRADIENT: "gradient",
-    pb.RunSettings.WEIGHTS: "weights",
-    pb.RunSettings.DELTA: "delta",
-    pb.RunSettings.REPORT: "report",
-    pb.RunSettings.DELTA_OF_FRAGMENT: "delta",
-    pb.RunSettings.DELTA_OVERLAPPED: "delta",
+_KINDS = {
+    pb.RunSettings.GRADIENT: ContributionKind.GRADIENT,
+    pb.RunSettings.WEIGHTS: ContributionKind.WEIGHTS,
+    pb.RunSettings.DELTA: ContributionKind.DELTA,
+    pb.RunSettings.COMPLETION: ContributionKind.COMPLETION,
+    pb.RunSettings.DELTA_OF_FRAGMENT: ContributionKind.DELTA,
+    pb.RunSettings.DELTA_OVERLAPPED: ContributionKind.DELTA,
 }
 
 
@@ -280,7 +218,7 @@ def settings_from(told: bytes) -> Settings:
 def read_settings(message: pb.RunSettings) -> Settings:
     """Raises UsageError for a run that this worker cannot take part in, a BAD_REQUEST refusal for what is none."""
     check_header(message)
-    if message.contribution not in _SOURCES:
+    if message.contribution not in _KINDS:
         raise UsageError(
             f"mode {message.mode} wants contributions of kind {message.contribution}, which this worker does not know",
             fix="install the same version of paramserver on both",
@@ -299,7 +237,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
     arguments = optimizer.groups[0].hyperparameters if optimizer.groups else {}
     return Settings(
         mode=message.mode,
-        source=_SOURCES[message.contribution],
+        kind=_KINDS[message.contribution],
         num_workers=message.num_workers,
         steps=message.steps or None,
         epochs=message.epochs or None,

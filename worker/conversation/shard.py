@@ -6,8 +6,8 @@ Where the server is one process there is one of these, and its part is the model
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.wire.checks import check_header
 from ...common.wire.frames import Frame
+from ...common.wire.records import ResidualInfo
 from ...common.wire.segments import SegmentError, this_host
 from ..lanes.choice import Lanes
 from ..lanes.down import Down
@@ -30,21 +31,20 @@ from ..lanes.reference import Write
 from ..lanes.up import COUNTED, Up
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
-from ..tensors.transfer import ModelTensors, Source
+from ..tensors.transfer import ModelTensors
 from .client import Client, Lost
 from .messages import (
     Answer,
     Begun,
-    ContributionKind,
     Final,
     Goodbye,
     Held,
+    KindOfRun,
+    Outgoing,
     SharedMemory,
     State,
     Waiting,
     Welcome,
-    Work,
-    contribution,
     initial_weights_frames,
     model_message,
     read_began,
@@ -86,9 +86,10 @@ class Shard:
         self._on_answer, self._on_reached = on_answer, on_reached
         self._holds = False
         self._held: Held | None = None  # of a contribution, on the server
-        self._sent_hyperparameters: list[Hyperparameters] | None = None
+        self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
         self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
         self.begun: Begun | None = None  # with the newest START
+        self.has_fragments = False  # the payload is of one fragment of the parameters
         self.is_here = False  # the server is at a loopback address of this host
 
     # ---- joining ----------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class Shard:
         self,
         whole: Layout,
         optimizer: OptimizerSpec,
-        kind: ContributionKind,
+        kind: KindOfRun,
         codecs: Sequence[str] = (),
         meeting: str = "",
     ) -> None:
@@ -159,29 +160,35 @@ class Shard:
 
     # ---- exchanging -------------------------------------------------------------------------
 
-    def contribute(self, source: Source, work: Work) -> None:
+    def contribute(self, outgoing: Outgoing) -> None:
         """Send this part of the contribution."""
-        work = work._replace(hyperparameters=self.up.encoding.told(work.hyperparameters))
-        if work.hyperparameters is self._sent_hyperparameters:
-            work = work._replace(hyperparameters=[])
+        contribution = outgoing.contribution
+        changed: dict[str, Any] = {}
+        hyperparameters = self.up.encoding.told(contribution.training.hyperparameters)
+        if hyperparameters is self._sent_hyperparameters:
+            hyperparameters = ()
         else:
-            self._sent_hyperparameters = work.hyperparameters
+            self._sent_hyperparameters = hyperparameters
+        if hyperparameters is not contribution.training.hyperparameters:
+            changed["training"] = replace(contribution.training, hyperparameters=hyperparameters)
         if self.number:  # the coordinator alone keeps it
-            work = work._replace(began=None)
-        elif work.began is not None and work.began.body != self._sent_state:
-            self._sent_state = work.began.body
-            self.client.send(state_frames(work.began.body))
-        if work.is_fragment:
-            self.up.encoding.choose(self.model.names_at(work.without_gradient))
-        if work.optimizer is not None:
-            self.client.send(state_frames(save(dict(work.optimizer)), "optimizer"))
-        if work.rows:
-            self.client.send(rows_frames(self.tables, work.rows))
-        self.up.contribute(partial(contribution, self._progress, work, reference=self.down.reference), source)
+            changed["position"] = None
+        elif outgoing.state is not None and outgoing.state != self._sent_state:
+            self._sent_state = outgoing.state
+            self.client.send(state_frames(outgoing.state))
+        if self.has_fragments:
+            self.up.encoding.choose(self.model.names_at(contribution.payload.without_gradient))
+        if outgoing.optimizer is not None:
+            self.client.send(state_frames(save(dict(outgoing.optimizer)), "optimizer"))
+        if outgoing.rows:
+            self.client.send(rows_frames(self.tables, outgoing.rows))
+        if self.down.reference:
+            changed["base"] = replace(contribution.base, reference=self.down.reference)
+        self.up.contribute(replace(contribution, **changed) if changed else contribution)
 
-    def ask_again(self, number: int) -> None:
+    def ask_again(self, seq: int) -> None:
         """Ask once more for the reply to this contribution, which counts."""
-        self.client.say(contribution={"step": number, "repeat": True, "reference": self.down.reference})
+        self.client.say(ask_again={"seq": seq, "reference": self.down.reference})
 
     def receive(self) -> Frame:
         """The next answer, of which the weights have not been taken yet."""
@@ -271,9 +278,10 @@ class Shard:
 
     # ---- the end ----------------------------------------------------------------------------
 
-    def finish(self, transfer_s: float, can_evaluate: bool, kept_back: Mapping[str, float]) -> Final:
+    def finish(self, transfer_s: float, can_evaluate: bool, residual: ResidualInfo) -> Final:
         """All steps are taken: wait for the others, receive the final weights."""
-        self.client.say(finish={"transfer_s": transfer_s, "can_evaluate": can_evaluate, **kept_back})
+        finish = {"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": asdict(residual)}
+        self.client.say(finish=finish)
         received = self._expect("final")
         final = received.of(Final)
         self._receive_weights(received, final, codec="")

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 
 from ...common.errors import ParamServerError, UsageError
+from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
+from ...common.wire.records import Position
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Begun, Final, Goodbye, Settings, Work
-from ..session import Place, Progress
-from ..tensors.transfer import ModelTensors, Source
+from ..conversation.messages import Answer, Begun, Final, Goodbye, Outgoing, Settings
+from ..session import Progress
+from ..tensors.transfer import ModelTensors
 from .relay import Relay
 
 Said = TypeVar("Said", Answer, Final)
@@ -36,10 +39,10 @@ class Led:
         self._local: ModelTensors  # this process's part
         relay.lying = self._lying
 
-    def _lying(self, source: str, index: int) -> torch.Tensor | None:
-        if not source or index >= self._local.num_exchanged:
+    def _lying(self, kind: str, index: int) -> torch.Tensor | None:
+        if not kind or index >= self._local.num_exchanged:
             return self._local.tensors[index]
-        return self._local.sources(source, range(index, index + 1))[0]  # type: ignore[arg-type]
+        return self._local.sources(ContributionKind(kind), range(index, index + 1))[0]
 
     # ---- together -----------------------------------------------------------------------------
 
@@ -75,8 +78,8 @@ class Led:
 
         self._together(start, Answer)
 
-    def contribute(self, source: Source, work: Work) -> Answer:
-        answer = self._together(lambda own: own.contribute(source, work), Answer)
+    def contribute(self, outgoing: Outgoing) -> Answer:
+        answer = self._together(lambda own: own.contribute(outgoing), Answer)
         assert answer is not None
         return answer
 
@@ -125,8 +128,8 @@ def progress_of(told: Mapping[str, Any]) -> Progress:
 
 
 def told_begun(begun: Begun | None) -> dict[str, Any] | None:
-    return begun and {"place": vars(begun.place), "body": b64encode(begun.body).decode()}
+    return begun and {"position": asdict(begun.position), "body": b64encode(begun.body).decode()}
 
 
 def begun_of(told: Mapping[str, Any] | None) -> Begun | None:
-    return Begun(Place(**told["place"]), b64decode(told["body"])) if told else None
+    return Begun(Position(**told["position"]), b64decode(told["body"])) if told else None

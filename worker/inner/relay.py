@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...common.errors import ParamServerError
+from ...common.kinds import ContributionKind
 from ...common.tensors.layout import as_bytes
-from ..tensors.transfer import DirectTransfer, Indices, ModelTensors, Source, Stretch
+from ..tensors.transfer import DirectTransfer, Indices, ModelTensors, Stretch
 from .channel import Channel
 
 _WINDOW_BYTES = 8 << 20  # a multiple of what a message holds
@@ -76,13 +77,13 @@ class Relay:
             self._is_open = False
             self._channel.tell_error(error)
 
-    def fill(self, window: torch.Tensor, ranges: Sequence[Range], source: str) -> Finish | None:
+    def fill(self, window: torch.Tensor, ranges: Sequence[Range], kind: str) -> Finish | None:
         """Begin to fill it, uint8; what is returned waits for that. None where the others follow no more: a connection
         that was lost may still be asked for more."""
         with self._lock:
             if not self._is_open:
                 return None
-            tag, coming = self._ask("fill", ranges, source), []
+            tag, coming = self._ask("fill", ranges, kind), []
             for rank in range(1, self._channel.size):
                 if pieces := self._pieces(ranges, rank, is_down=False):
                     flat = _row(pieces, window)
@@ -90,7 +91,7 @@ class Relay:
                     self._under_way[tag].append(self._channel.receive(there, rank, tag))
                     coming.append((there, pieces if flat is None else []))
         for piece in self._pieces(ranges, 0, is_down=False):
-            self._copy(window[piece.at :][: piece.end - piece.first], piece, source)
+            self._copy(window[piece.at :][: piece.end - piece.first], piece, kind)
 
         def finish() -> None:
             self._done(tag)
@@ -117,8 +118,8 @@ class Relay:
     def _done(self, asked: int) -> None:
         self._channel.wait(self._under_way.pop(asked, []))
 
-    def _ask(self, what: str, ranges: Sequence[Range], source: str = "") -> int:
-        self._channel.tell({"do": what, "source": source, "ranges": ranges})
+    def _ask(self, what: str, ranges: Sequence[Range], kind: str = "") -> int:
+        self._channel.tell({"do": what, "kind": kind, "ranges": ranges})
         self._num_asked += 1
         self._under_way[self._num_asked] = []
         return self._num_asked
@@ -129,11 +130,11 @@ class Relay:
         """Do what inner rank 0 asks for; what it tells in the end, or the error that it has ended with."""
         while (told := self._channel.hear())["do"] != "end":
             self._num_asked += 1
-            is_down, source = told["do"] == "spread", told["source"]
+            is_down, kind = told["do"] == "spread", told["kind"]
             pieces = self._pieces([Range(*one) for one in told["ranges"]], self._channel.rank, is_down)
             if not pieces:
                 continue
-            flat = self._own_row(pieces, is_down, source)
+            flat = self._own_row(pieces, is_down, kind)
             there = torch.empty(_num_bytes(pieces), dtype=torch.uint8) if flat is None else flat
             if is_down:
                 self._channel.wait([self._channel.receive(there, 0, self._num_asked)])
@@ -141,15 +142,15 @@ class Relay:
                     self._place(piece).copy_(here)
                 continue
             for here, piece in zip(_split(there, pieces), pieces if flat is None else (), strict=False):
-                self._copy(here, piece, source)
+                self._copy(here, piece, kind)
             self._channel.wait([self._channel.send(there, 0, self._num_asked)])
         return told
 
-    def _own_row(self, pieces: Sequence[Range], is_down: bool, source: str) -> torch.Tensor | None:
+    def _own_row(self, pieces: Sequence[Range], is_down: bool, kind: str) -> torch.Tensor | None:
         """The memory itself, where all of it is in one tensor of the host."""
         if len(pieces) > 1:
             return None
-        lying = self.lying("" if is_down else source, pieces[0].tensor)
+        lying = self.lying("" if is_down else kind, pieces[0].tensor)
         if lying is None or lying.device.type != "cpu" or not lying.is_contiguous():
             return None
         return _bytes(lying)[pieces[0].first : pieces[0].end]
@@ -170,8 +171,8 @@ class Relay:
                 found.append(Range(index, begin - borders[rank], stop - borders[rank], at + begin - first))
         return found
 
-    def _copy(self, there: torch.Tensor, piece: Range, source: str) -> None:
-        lying = self.lying(source, piece.tensor)
+    def _copy(self, there: torch.Tensor, piece: Range, kind: str) -> None:
+        lying = self.lying(kind, piece.tensor)
         if lying is None:
             there.zero_()
         else:
@@ -197,24 +198,26 @@ class RelayedTransfer(DirectTransfer):
 
     # ---- out ----------------------------------------------------------------------------------
 
-    def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
+    def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         """Each piece is valid until the next is asked for."""
         return [
-            Stretch(start, (piece for of in self._filled(source, start, end) for piece in of.pieces))
+            Stretch(start, (piece for of in self._filled(kind, start, end) for piece in of.pieces))
             for start, end in self._stretches(indices)
         ]
 
-    def stream(self, source: Source, indices: Indices = None) -> Iterator[Stretch]:
+    def stream(self, kind: ContributionKind, indices: Indices = None) -> Iterator[Stretch]:
         for start, end in self._stretches(indices):
-            yield from self._filled(source, start, end)
+            yield from self._filled(kind, start, end)
 
     def gather_all(self) -> Iterator[memoryview]:
         return (piece for of in self._filled("", 0, self._model.layout.total_bytes) for piece in of.pieces)
 
-    def place(self, source: Source, segment: torch.Tensor, indices: Indices = None) -> Iterator[tuple[int, int]]:
+    def place(
+        self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
+    ) -> Iterator[tuple[int, int]]:
         for start, end in self._stretches(indices):
             for at, stop in _windows(start, end):
-                finish = self._relay.fill(segment[at:stop], self._ranges(at, stop, segment[at:stop]), source)
+                finish = self._relay.fill(segment[at:stop], self._ranges(at, stop, segment[at:stop]), kind)
                 if finish is None:
                     return
                 finish()
@@ -224,7 +227,7 @@ class RelayedTransfer(DirectTransfer):
         start_of = self._model.start_of
         return [(start_of(one.start), start_of(one.stop)) for one in self._model.stretches(indices)]
 
-    def _filled(self, source: str, start: int, end: int) -> Iterator[Stretch]:
+    def _filled(self, kind: str, start: int, end: int) -> Iterator[Stretch]:
         """Each window is valid until the next one is asked for, and filled while the one before is used."""
         coming: list[tuple[Finish, int, torch.Tensor, int]] = []
         windows = _windows(start, end)
@@ -232,7 +235,7 @@ class RelayedTransfer(DirectTransfer):
             while windows and len(coming) < 2:
                 at, stop = windows.pop(0)
                 window, num_bytes = self._window(), stop - at
-                finish = self._relay.fill(window[:num_bytes], self._ranges(at, stop, window[:num_bytes]), source)
+                finish = self._relay.fill(window[:num_bytes], self._ranges(at, stop, window[:num_bytes]), kind)
                 if finish is None:
                     return
                 coming.append((finish, at, window, num_bytes))

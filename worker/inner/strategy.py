@@ -15,6 +15,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
@@ -27,9 +28,10 @@ from ...common.errors import MismatchError, ParamServerError, UsageError
 from ...common.security import read_token
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec, is_elementwise
+from ...common.wire.records import Position
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Begun, Final, Goodbye, Settings, Work, settings_from
-from ..session import Place, Progress
+from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings, settings_from
+from ..session import Progress
 from ..strategies.choice import make_strategy
 from ..strategies.direct import Direct, check_takes_dense
 from ..tensors.transfer import ModelTensors
@@ -77,7 +79,7 @@ def join(config: Config) -> Group:
 def check_sharded(name: str, settings: Settings) -> None:
     """What the run cannot do with a model in parts; UsageError. `name` is of a tensor."""
     told = f"'{name}' is divided among the processes of this worker (fully_shard), and "
-    if settings.source == "report":
+    if settings.kind.has_peers:
         fix = "--mode sync, in which the server steps; or DistributedDataParallel or the bare model in the group"
         raise UsageError(f"{told}workers of mode {settings.mode} step whole models themselves", fix=fix)
     if settings.fragments > 1:
@@ -114,7 +116,7 @@ class Grouped(Direct):
             self.settings, self.progress = self._own.settings, self._own.progress
             group.expect(self._own._exchange.lease_s)
             group.tell({"settings": b64encode(self._own._exchange.told_settings).decode()})
-        self.source = self.settings.source
+        self.kind = self.settings.kind
 
     # ---- together -----------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class Grouped(Direct):
             begun: Any = False
             if at[1] != self._all_have[1]:
                 begun = told_begun(self._own.begun())
-            is_new = has_weights and (at != self._all_have or self.source != "gradient")
+            is_new = has_weights and (at != self._all_have or self.kind.worker_steps)
             told = {"progress": vars(self.progress), "begun": begun, "result": result, "weights": is_new}
             self._all_have = at if is_new else (self._all_have[0], at[1])
             self._group.tell(told)
@@ -278,7 +280,7 @@ class Grouped(Direct):
         if self._sharded is not None:
             self._sharded.reshard()
 
-    def replay(self, place: Place) -> None:
+    def replay(self, place: Position) -> None:
         if self._own is not None:
             self._own.replay(place)
         self._share(has_weights=False)
@@ -341,9 +343,10 @@ class Grouped(Direct):
             self._own.stop(bytes(map(int, first[1 : 1 + int(first[0])])).decode("utf-8", "replace"))
         self._stop_reason = ""
 
-    def contribute(self, work: Work, parameters: Sequence[torch.Tensor] | None = None) -> None:
+    def contribute(self, outgoing: Outgoing, parameters: Sequence[torch.Tensor] | None = None) -> None:
         self._newest_samples = sum(self._samples) or self._newest_samples
-        samples = int(self._newest_samples) or work.num_samples
+        contribution = outgoing.contribution
+        samples = int(self._newest_samples) or contribution.counts.num_samples
         loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         self._samples, self._losses = [], []
         if self.progress.is_cut_short:
@@ -351,7 +354,9 @@ class Grouped(Direct):
         self._reshard()
         if self._own is not None:
             with self._told():
-                self._own.contribute(work._replace(num_samples=samples, loss=loss), parameters)
+                counts = replace(contribution.counts, num_samples=samples)
+                training = replace(contribution.training, loss=loss)
+                self._own.contribute(outgoing.changed(counts=counts, training=training), parameters)
         self._share()
 
     def went_on(self) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from ...common.errors import Reason, refusal
+from ...common.kinds import ContributionKind
 from ...common.wire.direct import Placed
 from ...common.wire.frames import body_frames, left_out_frame, without_zeros
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
-from ..tensors.transfer import Indices, Source
+from ..tensors.transfer import Indices
 
 if TYPE_CHECKING:
     import torch
@@ -55,10 +56,10 @@ class Lane:
 
     # ---- bodies -----------------------------------------------------------------------------------
 
-    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Messages]:
+    def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Messages]:
         """These tensors of a contribution (None: all), from where they lie; yields what is said about them on the
         stream, as soon as it may be."""
-        for stretch in transfer.stream(source, indices):
+        for stretch in transfer.stream(kind, indices):
             yield from self.raw(stretch.pieces, stretch.offset)
 
     def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:

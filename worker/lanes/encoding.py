@@ -206,8 +206,8 @@ class Encoding:
         if self._preparation is not None and (codec := self._preparation.codec(version)) is not self._whole:
             self.use(codec)
 
-    def told(self, groups: list[Hyperparameters]) -> list[Hyperparameters]:
-        """These as they are to be said with what is sent; the same list for the same one."""
+    def told(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
+        """These as they are to be said with what is sent; the same tuple for the same one."""
         return groups if self._preparation is None else self._preparation.hyperparameters(groups)
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ...common.kinds import ContributionKind
 from ...common.wire.frames import INLINE_BYTES, placed_frame
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
-from ..tensors.transfer import Indices, Source
+from ..tensors.transfer import Indices
 from .base import Lane
 
 # Versions of the weights that a server has on their way at once, and one more, by default.
@@ -64,9 +65,9 @@ class SharedLane(Lane):
         else:
             self.reason, self._offered = verdict.reason, None
 
-    def send(self, transfer: Transfer, source: Source, indices: Indices) -> Iterator[Iterable[bytes]]:
+    def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Iterable[bytes]]:
         assert self.segment is not None
-        for start, end in transfer.place(source, self.segment, indices):
+        for start, end in transfer.place(kind, self.segment, indices):
             yield [placed_frame(start, end - start)]
 
     def memory(self, address: pb.Segment) -> memoryview:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 from ...common.codecs.base import Codec, body_bytes
+from ...common.kinds import ContributionKind
 from ...common.reporting.log import get_logger
 from ...common.wire.direct import Placed
 from ...common.wire.frames import INLINE_BYTES, check_sum, divided, frame
+from ...common.wire.messages import contribution_message
+from ...common.wire.records import Contribution, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
-from ..tensors.transfer import ModelTensors, Source
+from ..tensors.transfer import ModelTensors
 from .base import Lane, Messages
 from .encoding import Encoding
 
 log = get_logger()
 
 COUNTED = (pb.Answer.APPLIED, pb.Answer.REPEATED)
-
-# Makes the message that announces the body of a contribution: of its bytes, their codec, whether they are in a segment.
-Announce = Callable[[int, str, bool], pb.WorkerMessage]
 
 
 class Up:
@@ -40,7 +41,7 @@ class Up:
         self.transfer, self._stretches = transfer, model.stretches
         self._send = send
         self.encoding = Encoding(codec, model.layout, model.num_exchanged)
-        self._source: Source = "gradient"  # of the newest contribution
+        self._kind = ContributionKind.GRADIENT  # of the newest contribution
         self._held: pb.Held | None = None  # what the server has of a contribution, as long as it may be continued
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 
@@ -61,8 +62,8 @@ class Up:
             self.encoding.commit()
         elif outcome != pb.Answer.START:
             # The difference that steps have made is still where it was, up to the weights that come now.
-            is_work = self._source == "delta" and outcome == pb.Answer.DROPPED
-            self.encoding.rollback(self.transfer.gather("delta", None)[0] if is_work else None)
+            is_work = self._kind.holds_differences and outcome == pb.Answer.DROPPED
+            self.encoding.rollback(self.transfer.gather(self._kind, None)[0] if is_work else None)
         else:
             self.encoding.start()
 
@@ -77,7 +78,7 @@ class Up:
         if not self.departed:
             self._begin()
         self.departed.update(indices)
-        self._send_tensors("gradient", indices)
+        self._send_tensors(ContributionKind.GRADIENT, indices)
 
     def recall(self) -> None:
         """What has departed is not what is to be contributed."""
@@ -89,44 +90,44 @@ class Up:
     def _begin(self) -> None:
         codec = self.encoding.codec
         is_placed = codec.is_identity and self._is_placed
-        begin = pb.Begin(body_bytes=self.num_bytes, codec=codec.name, in_segment=is_placed)
+        begin = pb.Begin(num_bytes=self.num_bytes, codec=codec.name, in_shared_memory=is_placed)
         self._send([frame(pb.WorkerMessage(begin=begin))])
 
     # ---- the contribution -------------------------------------------------------------------------
 
-    def contribute(self, announce: Announce, source: Source) -> None:
+    def contribute(self, contribution: Contribution) -> None:
         """Send it; one that was not answered before is sent again as it was, or what of it has not come."""
-        self._source = source
-        if source == "report":
-            self._send([frame(announce(0, "raw", False))])
+        self._kind = kind = contribution.kind
+        if not kind.has_payload:
+            self._send([frame(contribution_message(contribution))])
             return
         rest: list[int] | None = None
         if self.departed:
             rest = [index for index in range(self._num_exchanged) if index not in self.departed]
             self.departed.clear()
         if not self.encoding.codec.is_identity or self.encoding.owes:
-            self._contribute_encoded(announce, source, rest)
+            self._contribute_encoded(contribution, rest)
             return
-        announced = announce(self._layout.exchange_bytes, "raw", self._is_placed)
+        announced = _announced(contribution, self._layout.exchange_bytes, "raw", self._is_placed)
         may_continue = rest is None and self._held is not None and self.lane.segment is None and self.transfer.lies_here
-        if may_continue and self._continue(announced, list(self.transfer.gather(source)[0].pieces), self.lane.raw):
+        if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.lane.raw):
             return
         if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
-            self._send([frame(announced, 0, self.transfer.gather(source, None)[0].pieces)])
+            self._send([frame(announced, 0, self.transfer.gather(kind, None)[0].pieces)])
         else:
             self._send([frame(announced)])
-            self._send_tensors(source, rest)
+            self._send_tensors(kind, rest)
 
-    def _contribute_encoded(self, announce: Announce, source: Source, rest: list[int] | None) -> None:
-        announced = announce(self.num_bytes, self.encoding.codec.name, False)
+    def _contribute_encoded(self, contribution: Contribution, rest: list[int] | None) -> None:
+        kind, announced = contribution.kind, _announced(contribution, self.num_bytes, self.encoding.codec.name)
         if rest is not None:
             self._send([frame(announced)])
-            self._send_tensors(source, rest)
+            self._send_tensors(kind, rest)
             self.encoding.completed()
             return
         body = self.encoding.body
         if body is None:
-            body = self.encoding.whole(self.transfer.gather(source, None)[0])
+            body = self.encoding.whole(self.transfer.gather(kind, None)[0])
         if self._continue(announced, [body], self.lane.messages):
             return
         is_small = len(body) <= INLINE_BYTES
@@ -142,8 +143,9 @@ class Up:
     ) -> bool:
         """Send what the server does not have of this body, if what it has is of this one; False: nothing was sent."""
         held, self._held = self._held, None
-        facts = announced.contribution
-        if held is None or (held.step, held.body_bytes, held.codec) != (facts.step, facts.body_bytes, facts.codec):
+        payload = announced.contribution.payload
+        facts = announced.contribution.seq, payload.num_bytes, payload.codec
+        if held is None or (held.step, held.body_bytes, held.codec) != facts:
             return False
         ranges = list(zip(held.ranges[::2], held.ranges[1::2], strict=False))
         if check_sum(pieces, ranges) != held.crc:
@@ -151,24 +153,24 @@ class Up:
                 "not_continued", step=held.step, meaning="the bytes that came before are other ones: all are sent"
             )
             return False
-        facts.continues = True
+        payload.continues = True
         missing = [(at, parts) for at, parts, is_held in divided(pieces, ranges) if not is_held]
         num_bytes = sum(len(piece) for _, parts in missing for piece in parts)
-        log.info("continued", step=held.step, num_bytes=num_bytes, of=facts.body_bytes)
+        log.info("continued", step=held.step, num_bytes=num_bytes, of=payload.num_bytes)
         self._send([frame(announced)])
         for at, parts in missing:
             for frames in carry(parts, at):
                 self._send(frames)
         return True
 
-    def _send_tensors(self, source: Source, indices: list[int] | None) -> None:
+    def _send_tensors(self, kind: ContributionKind, indices: list[int] | None) -> None:
         if self.encoding.codec.is_identity:
-            sent = self.lane.send(self.transfer, source, indices)
+            sent = self.lane.send(self.transfer, kind, indices)
             # What is brought here to be sent is brought as fast as the connection takes it.
             for frames in sent if self.transfer.lies_here else [chain.from_iterable(sent)]:
                 self._send(frames)
             return
-        for stretch, tensors in zip(self.transfer.gather(source, indices), self._stretches(indices), strict=True):
+        for stretch, tensors in zip(self.transfer.gather(kind, indices), self._stretches(indices), strict=True):
             start, encoded = self.encoding.part(stretch, tensors)
             for frames in self.lane.messages([encoded], start):
                 self._send(frames)
@@ -177,3 +179,9 @@ class Up:
     def _is_placed(self) -> bool:
         is_small = self._layout.exchange_bytes <= INLINE_BYTES
         return self.lane.segment is not None or (self.lane.is_placed and not is_small)
+
+
+def _announced(contribution: Contribution, num_bytes: int, codec: str, is_placed: bool = False) -> pb.WorkerMessage:
+    """The message that announces a payload of so many bytes."""
+    payload = PayloadInfo(codec, num_bytes, is_placed, contribution.payload.without_gradient)
+    return contribution_message(replace(contribution, payload=payload))

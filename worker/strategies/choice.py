@@ -20,14 +20,14 @@ def make_strategy(exchange: Exchange, may_send_early: bool) -> Direct:
             fix="ps-launch --group G, or torchrun --nproc-per-node G -m paramserver.worker --group; "
             "--set worker.zero=1 --mode allreduce divides what the optimizer remembers among workers",
         )
-    reports = settings.source == "report"
+    has_peers = settings.kind.has_peers
     if exchange.zero:
-        check_zero(exchange.zero, settings.mode, reports, settings.outstanding)
-    if reports:
+        check_zero(exchange.zero, settings.mode, has_peers, settings.outstanding)
+    if has_peers:
         return _among_equals(exchange, may_send_early)
     if not settings.pipelined:
         return Direct(exchange, may_send_early)
-    return Overlapped(exchange) if settings.source == "delta" else Pipelined(exchange)
+    return Overlapped(exchange) if settings.kind.holds_differences else Pipelined(exchange)
 
 
 def _among_equals(exchange: Exchange, may_leave_early: bool) -> Direct:

@@ -11,19 +11,19 @@ from torch import nn
 from ...common.errors import UsageError
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
+from ...common.wire.records import Base, PayloadInfo, Position
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Begun, Final, Goodbye, Work
-from ..session import Place
+from ..conversation.messages import Answer, Begun, Final, Goodbye, Outgoing
 from ..tensors.anchor import Anchor
 from ..tensors.fragments import Fragments
-from ..tensors.transfer import ModelTensors, Source
+from ..tensors.transfer import ModelTensors
 from ..tensors.watch import Watch
 from .early import MIN_MODEL_BYTES, EarlySender
 
 
-def of_fragment(work: Work, without: tuple[int, ...]) -> Work:
+def of_fragment(outgoing: Outgoing, without: tuple[int, ...]) -> Outgoing:
     """A contribution of which the others stay at home, and go on from what this worker has."""
-    return work._replace(without_gradient=without, has_base=True, is_fragment=True)
+    return outgoing.changed(payload=PayloadInfo(without_gradient=without), base=Base(has_all=True))
 
 
 class Direct:
@@ -38,9 +38,9 @@ class Direct:
     def __init__(self, exchange: Exchange, may_send_early: bool) -> None:
         self._exchange = exchange
         self.settings = exchange.settings
-        self.source: Source = exchange.settings.source  # what contributions hold
+        self.kind = exchange.settings.kind  # of contributions
         self.progress = exchange.progress  # where the training loop is in the run
-        self._may_send_early = may_send_early and self.source == "gradient"
+        self._may_send_early = may_send_early and self.kind.holds_gradients
         self._early: EarlySender | None = None
         self._anchor: Anchor | None = None  # where differences are exchanged,
         self._fragments: Fragments | None = None  # of one fragment at a time
@@ -78,8 +78,8 @@ class Direct:
         self._may_send_early &= not is_parted
         self._model = model
         self._start(model, optimizer)
-        self._watch = Watch(model) if self.source == "gradient" else None  # where only the server changes weights
-        if self.source == "delta":
+        self._watch = None if self.kind.worker_steps else Watch(model)  # where only the server changes weights
+        if self.kind.holds_differences:
             self._watch_steps(model)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
@@ -107,7 +107,7 @@ class Direct:
         names = [self._model.names[id(one)] for one in parameters]
         return {index: found[name] for index, name in enumerate(names) if name in found}
 
-    def replay(self, place: Place) -> None:
+    def replay(self, place: Position) -> None:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
         (number, given), self._given = self._given, (0, {})
         self._undone = given if number == self.progress.num_starts else self._changing()
@@ -117,7 +117,7 @@ class Direct:
 
     def _changing(self) -> dict[int, torch.Tensor]:
         """Copies of what a loop changes, by index."""
-        kinds = {Kind.BUFFER} if self.source == "gradient" else {Kind.BUFFER, Kind.PARAMETER}
+        kinds = {Kind.BUFFER, Kind.PARAMETER} if self.kind.worker_steps else {Kind.BUFFER}
         entries = enumerate(self._model.layout.entries)
         changing = [index for index, entry in entries if entry.spec.kind in kinds]
         return {index: self._model.tensors[index].detach().clone() for index in changing}
@@ -135,7 +135,7 @@ class Direct:
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
         """A step of so many samples, with this mean loss, is about to be taken along the gradients of these."""
 
-    def contribute(self, work: Work, parameters: Sequence[torch.Tensor] | None = None) -> None:
+    def contribute(self, outgoing: Outgoing, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """The steps of a contribution are taken. Returns when the loop may go on, with weights to go on from. Where
         several optimizers step, `parameters` are those of the one that does.
 
@@ -146,7 +146,7 @@ class Direct:
         if parameters is not None:
             self._model.step_only(parameters)
         num_starts = self.progress.num_starts
-        self._contribute(self._described(work))
+        self._contribute(self._described(outgoing))
         if self.progress.num_starts != num_starts:  # the loop's rest of an epoch comes before the replay
             self._given = self.progress.num_starts, self._changing()
         self._note()
@@ -177,22 +177,24 @@ class Direct:
         if self._model.has_moved():
             self._exchange.moved()
 
-    def _contribute(self, work: Work) -> None:
+    def _contribute(self, outgoing: Outgoing) -> None:
         if self._anchor is not None:
             self._anchor.measure()
         if self._early is not None:
             self._early.settle()
-        answer = self._exchange.contribute(self.source, work)
+        answer = self._exchange.contribute(outgoing)
         if self._fragments is not None:
             self._fragments.answered(answer.outcome not in (Answer.START, Answer.REJECTED))
 
-    def _described(self, work: Work) -> Work:
+    def _described(self, outgoing: Outgoing) -> Outgoing:
         """With what is to be seen on the model's own tensors."""
         if self._fragments is not None:
-            return of_fragment(work, self._fragments.choose(self._next_fragment()))
-        if self.source != "gradient":
-            return work
-        return work._replace(without_gradient=self._model.without_gradient(), has_base=work.part > 0)
+            return of_fragment(outgoing, self._fragments.choose(self._next_fragment()))
+        if self.kind.worker_steps:
+            return outgoing
+        is_part = outgoing.contribution.counts.part > 0
+        payload = PayloadInfo(without_gradient=self._model.without_gradient())
+        return outgoing.changed(payload=payload, base=Base(has_all=is_part))
 
     def _next_fragment(self) -> int | None:
         """To be exchanged; None: all, for nobody comes back for what would be left."""

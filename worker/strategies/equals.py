@@ -16,6 +16,7 @@ import inspect
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -23,17 +24,19 @@ import torch
 
 from ...common.config.addresses import split_address
 from ...common.errors import DivergedError, Reason, UnreachableError, UsageError, refusal
+from ...common.kinds import ContributionKind
 from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import clip
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
+from ...common.wire.records import CompletionInfo, Contribution, Position
 from ..conversation.crew import Helper
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Final, Goodbye, Work
+from ..conversation.messages import Answer, Final, Goodbye, Outgoing
 from ..conversation.security import check_plaintext
 from ..lanes.up import COUNTED
-from ..session import Place, Progress
-from ..tensors.transfer import ModelTensors, Source
+from ..session import Progress
+from ..tensors.transfer import ModelTensors
 from ..tensors.watch import Watch
 from .among.backends import computed, without_watchdog
 from .among.rendezvous import Broken, Epoch, Meeting, OutOfReach
@@ -45,7 +48,7 @@ from .group import Group, Unsound, own_address
 log = get_logger()
 Found = TypeVar("Found")
 
-_NOTHING = Work(num_samples=1, loss=float("nan"), compute_s=0.0, hyperparameters=[])
+_NOTHING = Outgoing(Contribution())
 _NOBODY = -1  # in the place of a version
 _LOOK_UP_S = 0.2
 _FORMING_S = 60.0  # Gloo tries to connect five times 10 s
@@ -123,7 +126,7 @@ class Equals(Direct):
         if self._group is not None:
             self._group.ready(index, gradient)
 
-    def replay(self, place: Place) -> None:
+    def replay(self, place: Position) -> None:
         super().replay(place)
         if self._leaving is not None:
             self._leaving.is_paused = True
@@ -167,7 +170,7 @@ class Equals(Direct):
         self._epoch = epoch
         try:
             group = self._group = self._here(lambda: Group(epoch, rank, self._meeting, self._device))
-            group.like = [one for one in self._model.sources("weights") if one is not None]
+            group.like = [one for one in self._model.sources(ContributionKind.WEIGHTS) if one is not None]
             group.order, group.of_lowest, group.of_sum = self._order, self._of_lowest, self._of_sum
             self._agree(group)
             self._level(group)
@@ -248,12 +251,12 @@ class Equals(Direct):
         return self._here(lambda: group.give(mine, giver))
 
     def _gift(self, **more: Any) -> dict[str, Any]:
-        tensors = [one.detach().cpu() for one in self._model.sources("weights") if one is not None]
+        tensors = [one.detach().cpu() for one in self._model.sources(ContributionKind.WEIGHTS) if one is not None]
         return {"tensors": tensors, "optimizer": self.own[0].state_dict(), **more}
 
     def _learn(self, found: dict[str, Any]) -> None:
         """What another one has given."""
-        for mine, theirs in zip(self._model.sources("weights"), found["tensors"], strict=True):
+        for mine, theirs in zip(self._model.sources(ContributionKind.WEIGHTS), found["tensors"], strict=True):
             assert mine is not None
             mine.data.copy_(theirs)
         self.own[0].load_state_dict(found["optimizer"])
@@ -312,17 +315,19 @@ class Equals(Direct):
 
     # ---- a step -----------------------------------------------------------------------------
 
-    def _contribute(self, work: Work) -> None:
+    def _contribute(self, outgoing: Outgoing) -> None:
         is_right = self._leaving is None or self._leaving.settle()
         computed(self._device)  # another thread averages what is there
-        answer = self._until_taken(self._model.sources("gradient"), work, is_right)
+        answer = self._until_taken(self._model.sources(ContributionKind.GRADIENT), outgoing, is_right)
         if answer.outcome == Answer.START:
             self._enter()
 
-    def _until_taken(self, gradients: Sequence[torch.Tensor | None], work: Work, is_right: bool = True) -> Answer:
+    def _until_taken(
+        self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool = True
+    ) -> Answer:
         """In as many groups as it takes. The contribution counts, or there is another START."""
         while True:
-            answer = self._round(gradients, work, is_right)
+            answer = self._round(gradients, outgoing, is_right)
             if answer.outcome in COUNTED and not self._said.is_done:
                 self._may_meet()  # where it fails, that is said with the next report
             if answer.outcome in (*COUNTED, Answer.START):
@@ -330,53 +335,55 @@ class Equals(Direct):
             if answer.outcome == Answer.REJECTED:
                 raise self._diverged(None)
 
-    def _round(self, gradients: Sequence[torch.Tensor | None], work: Work, is_right: bool) -> Answer:
+    def _round(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Answer:
         """Average, report, and step where the answer says that all have the mean."""
         if not self._may_meet():
-            return self._report_broken(work)
+            return self._report_broken(outgoing)
         group = self._group
         assert group is not None
         try:
-            words = self._words(work)
-            mean = self._here(lambda: group.average(gradients, max(1, work.num_samples), words, is_right))
-            self._check_words(group, work)
+            words, num_samples = self._words(outgoing), max(1, outgoing.contribution.counts.num_samples)
+            mean = self._here(lambda: group.average(gradients, num_samples, words, is_right))
+            self._check_words(group, outgoing)
         except Unsound as unsound:
             raise self._diverged(unsound.index) from None
         except Broken as broken:
             log.warning("group_broken", rank=self._said.rank, reason=str(broken))
-            return self._report_broken(work)
-        if work.clip_norm:  # the same bits for all
-            clip([one for one in map(mean.__getitem__, self._trained) if one is not None], work.clip_norm)
-        work = work._replace(epoch=group.epoch.number)
-        if self._is_brought(group, work):
-            return self._bring(work, mean)
-        answer = self._say("report", work)
+            return self._report_broken(outgoing)
+        if clip_norm := outgoing.contribution.training.clip_norm:  # the same bits for all
+            clip([one for one in map(mean.__getitem__, self._trained) if one is not None], clip_norm)
+        outgoing = outgoing.changed(completion=CompletionInfo(group.epoch.number))
+        if self._is_brought(group, outgoing):
+            return self._bring(outgoing, mean)
+        answer = self._say(ContributionKind.COMPLETION, outgoing)
         if answer.outcome in COUNTED:
             self._step(mean)
         return answer
 
-    def _is_brought(self, group: Group, work: Work) -> bool:
-        return self._exchange.brings or (work.evaluates and group.index == 0)
+    def _is_brought(self, group: Group, outgoing: Outgoing) -> bool:
+        return self._exchange.brings or (outgoing.contribution.training.evaluates and group.index == 0)
 
-    def _bring(self, work: Work, mean: Sequence[torch.Tensor | None]) -> Answer:
+    def _bring(self, outgoing: Outgoing, mean: Sequence[torch.Tensor | None]) -> Answer:
         """Report, with the weights that the mean leads to."""
         undo = self._copy()
         self._step(mean)
         if self._exchange.brings_optimizer:
-            work = work._replace(optimizer=self._remembered())
-        answer = self._say("weights", work)
+            outgoing = outgoing._replace(optimizer=self._remembered())
+        answer = self._say(ContributionKind.WEIGHTS, outgoing)
         if answer.outcome == Answer.REJECTED:
             raise self._diverged(None)
         if answer.outcome not in COUNTED and answer.outcome != Answer.START:
             undo()
         return answer
 
-    def _report_broken(self, work: Work = _NOTHING) -> Answer:
+    def _report_broken(self, outgoing: Outgoing = _NOTHING) -> Answer:
         """This worker's epoch came to nothing: the answer names the next."""
-        return self._say("report", work._replace(epoch=self._exchange.group.epoch, is_broken=True))
+        failed = CompletionInfo(self._exchange.group.epoch, failed=True)
+        return self._say(ContributionKind.COMPLETION, outgoing.changed(completion=failed))
 
-    def _say(self, source: Source, work: Work) -> Answer:
-        return self._exchange.contribute(source, work._replace(bytes_among=self._take_sent()))
+    def _say(self, kind: ContributionKind, outgoing: Outgoing) -> Answer:
+        completion = replace(outgoing.contribution.completion, peer_bytes=self._take_sent())
+        return self._exchange.contribute(outgoing.changed(kind=kind, completion=completion))
 
     def _take_sent(self) -> int:
         """Bytes that have gone to others since this was asked last."""
@@ -387,7 +394,7 @@ class Equals(Direct):
 
     def _diverged(self, index: int | None) -> DivergedError:
         """The gradient of this index is not finite; where the weights are not, these were it first."""
-        held = zip(self._model.layout.entries, self._model.sources("weights"), strict=False)
+        held = zip(self._model.layout.entries, self._model.sources(ContributionKind.WEIGHTS), strict=False)
         names = [entry.spec.name for entry, one in held if one is not None and not bool(torch.isfinite(one).all())]
         if names or index is None:
             where = f" in '{names[0]}'" if names else ""
@@ -403,23 +410,25 @@ class Equals(Direct):
             fix="lower --lr, or clip gradients; --mode sync leaves out a contribution that is not finite",
         )
 
-    def _words(self, work: Work) -> tuple[int, ...]:
+    def _words(self, outgoing: Outgoing) -> tuple[int, ...]:
         """What must be the same for all whose weights are of the same version, which is the last of them."""
-        numbers = (work.hyperparameters, work.clip_norm)
+        training = outgoing.contribution.training
+        numbers = (training.hyperparameters, training.clip_norm)
         return crc32(repr(numbers).encode()), crc32(self._weights.sample()), self._held_version
 
     def _norm(self) -> float:
         """Of the elements that were compared."""
         return self._weights.norm()
 
-    def _check_words(self, group: Group, work: Work) -> None:
+    def _check_words(self, group: Group, outgoing: Outgoing) -> None:
         """All are about to step by the same numbers from the same weights, or these would go apart: UsageError for
         those that would not, who are fewer. Broken."""
         numbers, weights, versions, *_ = group.words
         rank, ranks = self._said.rank, group.epoch.members
         if numbers[group.index] != (most := _most(numbers)):
-            told = ", ".join(f"{key} {value}" for key, value in work.hyperparameters[0].items() if key == "lr")
-            told += f", clip_grad_norm {work.clip_norm:g}" if work.clip_norm else ""
+            training = outgoing.contribution.training
+            told = ", ".join(f"{key} {value}" for key, value in training.hyperparameters[0].items() if key == "lr")
+            told += f", clip_grad_norm {training.clip_norm:g}" if training.clip_norm else ""
             other = ranks[numbers.index(most)]
             raise UsageError(
                 f"the optimizer of rank {rank} would step with other numbers ({told}) than that of rank {other}",
@@ -467,7 +476,9 @@ class Equals(Direct):
     def _copy(self) -> Callable[[], None]:
         """What undoes a step."""
         optimizer, version = self.own[0], self._held_version
-        tensors = [(one, one.detach().clone()) for one in self._model.sources("weights") if one is not None]
+        tensors = [
+            (one, one.detach().clone()) for one in self._model.sources(ContributionKind.WEIGHTS) if one is not None
+        ]
         state: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
 
         def undo() -> None:

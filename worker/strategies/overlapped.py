@@ -10,9 +10,10 @@ ones are measured. Buffers stay the worker's own until the run ends.
 
 from __future__ import annotations
 
+from ...common.kinds import ContributionKind
 from ..conversation.crew import wait_for
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Work, brings_weights
+from ..conversation.messages import Answer, Outgoing, brings_weights
 from ..tensors.overlap import Overlap
 from ..tensors.transfer import ModelTensors
 from .direct import of_fragment
@@ -56,17 +57,17 @@ class Overlapped(Pipelined):
         assert self._overlap is not None
         self._without = self._overlap.choose(self._next_fragment())
         self._overlap.measure()
-        self._shadow.snapshot("delta")
+        self._shadow.snapshot(ContributionKind.DELTA)
         self._overlap.depart()
         return self._held_version
 
-    def _described(self, work: Work) -> Work:
-        return work
+    def _described(self, outgoing: Outgoing) -> Outgoing:
+        return outgoing
 
-    def _hand_over(self, base_version: int, work: Work) -> None:
+    def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
         if self.settings.fragments > 1:  # the shadow has all weights of the version that came last
-            work = of_fragment(work, self._without)
-        super()._hand_over(base_version, work)
+            outgoing = of_fragment(outgoing, self._without)
+        super()._hand_over(base_version, outgoing)
 
     # ---- evaluations: of the server's weights, and nothing else is computed for them -------------------
 

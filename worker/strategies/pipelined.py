@@ -24,10 +24,11 @@ from __future__ import annotations
 import copy
 from concurrent.futures import Future, wait
 
+from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
 from ..conversation.crew import Helper, wait_for
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Final, Goodbye, Work, brings_weights
+from ..conversation.messages import Answer, Final, Goodbye, Outgoing, brings_weights
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .direct import Direct
@@ -52,7 +53,7 @@ class Pipelined(Direct):
         # As if the contribution in flight had been applied; the exchange's own says what is known.
         self.progress: Progress = copy.copy(exchange.progress)
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
-        self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.source != "gradient" else set())
+        self._ends_a_line = {Answer.START} | ({Answer.REJECTED} if self.kind.worker_steps else set())
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._shadow = Shadow(model)
@@ -63,7 +64,7 @@ class Pipelined(Direct):
     def _look_again(self) -> None:
         self._model.has_moved()  # the exchange knows the shadow, which has not
 
-    def _contribute(self, work: Work) -> None:
+    def _contribute(self, outgoing: Outgoing) -> None:
         landed = self._land()
         taken, is_cut = self.progress.local_steps, self.progress.is_cut_short
         if landed is not None:
@@ -75,7 +76,7 @@ class Pipelined(Direct):
         if is_cut or told != taken:  # the loop has ended since, or it was told too late
             self.progress.local_steps, self.progress.is_cut_short = taken, True
         base_version = self._turn(landed is not None and brings_weights(landed))
-        self._hand_over(base_version, work)
+        self._hand_over(base_version, outgoing)
         if self.progress.assume_counted(told):
             # The last one: whether the run is over for this worker only its answer says.
             self._land()
@@ -93,11 +94,11 @@ class Pipelined(Direct):
 
     def _turn(self, has_weights: bool) -> int:
         """Snapshot what is to be contributed, and take what has come. Returns the version that it stands on."""
-        return self._turn_gradient(has_weights) if self.source == "gradient" else self._turn_weights(has_weights)
+        return self._turn_weights(has_weights) if self.kind.worker_steps else self._turn_gradient(has_weights)
 
     def _turn_gradient(self, has_weights: bool) -> int:
         """Snapshot the gradients, then take weights that have come. Returns the version these were computed on."""
-        self._shadow.snapshot("gradient")
+        self._shadow.snapshot(ContributionKind.GRADIENT)
         base_version = self._held_version
         if has_weights:
             self._shadow.take()
@@ -109,17 +110,17 @@ class Pipelined(Direct):
         if has_weights:
             self._shadow.rebase()
             self._held_version = self._received_version
-        self._shadow.snapshot("weights")
+        self._shadow.snapshot(ContributionKind.WEIGHTS)
         return self._held_version
 
-    def _hand_over(self, base_version: int, work: Work) -> None:
-        exchange, shadow, source = self._exchange, self._shadow, self.source
+    def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
+        exchange, shadow = self._exchange, self._shadow
         said, own = exchange.progress, self.progress
         said.version, said.local_steps, said.is_cut_short = base_version, own.local_steps, own.is_cut_short
 
         def exchange_it() -> Answer:
             shadow.settle()
-            return exchange.contribute(source, work)
+            return exchange.contribute(outgoing)
 
         self._flight = self._helper.submit(exchange_it)
 

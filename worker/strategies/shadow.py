@@ -10,9 +10,10 @@ from itertools import islice
 
 import torch
 
+from ...common.kinds import ContributionKind
 from ...common.tensors.layout import Kind
 from ..tensors.side_stream import SideStream
-from ..tensors.transfer import ModelTensors, Source
+from ..tensors.transfer import ModelTensors
 
 
 class Shadow(ModelTensors):
@@ -31,16 +32,16 @@ class Shadow(ModelTensors):
             for view, tensor in zip(self.tensors, model.tensors, strict=True):
                 view.copy_(tensor)
 
-    def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
+    def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
         """What was snapshot, whichever source it came from."""
         return list(self._sent if indices is None else self._sent[indices.start : indices.stop])
 
     # ---- on the training thread ---------------------------------------------------------------
 
-    def snapshot(self, source: Source) -> None:
+    def snapshot(self, kind: ContributionKind) -> None:
         """Keep what is to be contributed; the model's own may change as soon as this returns."""
         with torch.no_grad(), self._stream.copies():
-            for view, tensor in zip(self._sent, self._model.sources(source), strict=True):
+            for view, tensor in zip(self._sent, self._model.sources(kind), strict=True):
                 if tensor is None:
                     view.zero_()
                 else:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
+from ...common.kinds import ContributionKind
 from ...common.tensors.sharding import Part, Share
-from .transfer import ModelTensors, Source
+from .transfer import ModelTensors
 
 
 class PartTensors(ModelTensors):
@@ -34,11 +35,11 @@ class PartTensors(ModelTensors):
     def may_lend(self) -> bool:
         return self._whole.may_lend
 
-    def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
+    def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
         for position in indices if indices is not None else range(self.num_exchanged):
             part, index = self._parts[position]
-            (tensor,) = self._whole.sources(source, range(index, index + 1))
+            (tensor,) = self._whole.sources(kind, range(index, index + 1))
             found.append(part.of(tensor.detach()) if tensor is not None else None)
         return found
 

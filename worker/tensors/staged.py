@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...common.kinds import ContributionKind
 from ...common.tensors.layout import as_bytes
 from .pinned import PinnedMemory
 from .side_stream import SideStream
-from .transfer import DirectTransfer, Indices, ModelTensors, Source, Stretch
+from .transfer import DirectTransfer, Indices, ModelTensors, Stretch
 
 
 class StagedTransfer:
@@ -35,33 +36,35 @@ class StagedTransfer:
         self._pinned: PinnedMemory | None = None  # `_segment`, where there is a GPU
         self._copied: dict[int, torch.cuda.Event] = {}  # copies that began, by tensor
 
-    def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
+    def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         body, groups = as_bytes(self._out), self._model.stretches(indices)
-        self._copy_out(source, groups, self._out_views)
+        self._copy_out(kind, groups, self._out_views)
         places = [self._place_of(group) for group in groups]
         return [Stretch(start, [body[start:end]]) for start, end in places]
 
-    def stream(self, source: Source, indices: Indices = None) -> list[Stretch]:
-        return self.gather(source, indices)
+    def stream(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
+        return self.gather(kind, indices)
 
     def _place_of(self, group: range) -> tuple[int, int]:
         """Where in a body these tensors lie."""
         return self._model.start_of(group.start), self._model.start_of(group.stop)
 
     def gather_all(self) -> list[memoryview]:
-        self._copy_out("weights", [range(len(self._out_views))], self._out_views)
+        self._copy_out(ContributionKind.WEIGHTS, [range(len(self._out_views))], self._out_views)
         return [as_bytes(self._out)]
 
-    def place(self, source: Source, segment: torch.Tensor, indices: Indices = None) -> Iterator[tuple[int, int]]:
+    def place(
+        self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
+    ) -> Iterator[tuple[int, int]]:
         groups = self._model.stretches(indices)
-        self._copy_out(source, groups, self._places_in(segment))
+        self._copy_out(kind, groups, self._places_in(segment))
         yield from ((start, end) for start, end in map(self._place_of, groups) if start < end)
 
     def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
         if self._stream.device is None:
             return False
         views = self._out_views if segment is None else self._places_in(segment)
-        self._begin_copies("gradient", self._model.stretches(indices), views)
+        self._begin_copies(ContributionKind.GRADIENT, self._model.stretches(indices), views)
         self._copied.update(dict.fromkeys(indices, self._stream.event()))
         return True
 
@@ -73,20 +76,20 @@ class StagedTransfer:
                 self._pinned = PinnedMemory(segment, torch.cuda.cudart())
         return self._places
 
-    def _copy_out(self, source: Source, groups: list[range], views: list[torch.Tensor]) -> None:
+    def _copy_out(self, kind: ContributionKind, groups: list[range], views: list[torch.Tensor]) -> None:
         """Copy, and wait for it: this thread does, the training stream does not."""
         events = [self._copied.pop(index) for group in groups for index in group if index in self._copied]
         if len(events) == sum(map(len, groups)):  # all of it began before
             for event in dict.fromkeys(events):
                 event.synchronize()
             return
-        self._begin_copies(source, groups, views)
+        self._begin_copies(kind, groups, views)
         self._stream.synchronize()
 
-    def _begin_copies(self, source: Source, groups: list[range], views: list[torch.Tensor]) -> None:
+    def _begin_copies(self, kind: ContributionKind, groups: list[range], views: list[torch.Tensor]) -> None:
         with self._stream.copies():
             for group in groups:
-                for index, tensor in zip(group, self._model.sources(source, group), strict=True):
+                for index, tensor in zip(group, self._model.sources(kind, group), strict=True):
                     if tensor is None:
                         views[index].zero_()
                     else:

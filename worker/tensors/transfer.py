@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from ...common.errors import UsageError
+from ...common.kinds import ContributionKind
 from ...common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
 from ...common.tensors.statistics import statistics_of
 
@@ -29,7 +30,6 @@ _PLACED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
 
-Source = Literal["gradient", "weights", "delta", "report"]  # the last has no body
 Indices = Sequence[int] | None  # of entries; None: all that are exchanged
 
 
@@ -196,7 +196,7 @@ class ModelTensors:
         """Which tensor of the whole model this is or is a part of, and how many of its bytes come before."""
         return index, 0
 
-    def sources(self, source: Source, indices: range | None = None) -> list[torch.Tensor | None]:
+    def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
         """For these entries (None: all that are exchanged), the tensors whose bytes are sent.
 
         None in the place of a tensor means zeros: no gradient came.
@@ -204,10 +204,10 @@ class ModelTensors:
         found: list[torch.Tensor | None] = []
         for index in indices if indices is not None else range(self.num_exchanged):
             is_parameter = self.layout.entries[index].spec.kind is Kind.PARAMETER
-            if source == "gradient" and is_parameter:
+            if kind.holds_gradients and is_parameter:
                 gradient = self.gradient(index)
                 found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
-            elif source == "delta" and is_parameter:
+            elif kind.holds_differences and is_parameter:
                 found.append(self.deltas.get(index))  # none of another fragment
             else:
                 found.append(self.tensors[index])
@@ -277,17 +277,17 @@ class DirectTransfer:
         self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
         self._lent: list[torch.Tensor] = []  # the same, as gradients
 
-    def gather(self, source: Source, indices: Indices = None) -> list[Stretch]:
+    def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         """What of the body of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
         until the next call or backward."""
         return [
-            Stretch(self._model.start_of(group.start), self._pieces(group, self._model.sources(source, group)))
+            Stretch(self._model.start_of(group.start), self._pieces(group, self._model.sources(kind, group)))
             for group in self._model.stretches(indices)
         ]
 
-    def stream(self, source: Source, indices: Indices = None) -> Iterable[Stretch]:
+    def stream(self, kind: ContributionKind, indices: Indices = None) -> Iterable[Stretch]:
         """The same for who sends it: where it does not lie here, as much at once as may be held."""
-        return self.gather(source, indices)
+        return self.gather(kind, indices)
 
     def gather_all(self) -> Iterable[memoryview]:
         """The body of initial weights."""
@@ -305,7 +305,9 @@ class DirectTransfer:
                 pieces.append(as_bytes(tensor.contiguous()))
         return pieces
 
-    def place(self, source: Source, segment: torch.Tensor, indices: Indices = None) -> Iterator[tuple[int, int]]:
+    def place(
+        self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
+    ) -> Iterator[tuple[int, int]]:
         """The same, copied to `segment`, uint8 [exchange_bytes]; yields (start, end) of what lies there, as it does.
 
         What lies there already is not copied: a gradient that was placed once stays there, as `grad`.
@@ -317,7 +319,7 @@ class DirectTransfer:
         for group in self._model.stretches(indices):
             start = end = self._model.start_of(group.start)
             num_copied = 0
-            for index, tensor in zip(group, self._model.sources(source, group), strict=True):
+            for index, tensor in zip(group, self._model.sources(kind, group), strict=True):
                 if self._place(index, tensor):
                     num_copied += self._entries[index].num_bytes
                 end = self._entries[index].end

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...common.config.schema import Config
 from ...common.errors import OutputError, ParamServerError
+from ...common.kinds import ContributionKind
 from ...common.reporting.curve import Curve, Point
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best, write_curve, write_results
@@ -48,7 +49,7 @@ class AloneSession(Session):
         super().__init__()
         self.settings = Settings(
             mode="single",
-            source="weights",
+            kind=ContributionKind.WEIGHTS,
             num_workers=1,
             steps=config.run.steps,
             epochs=config.run.epochs,

@@ -34,7 +34,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self._steps = steps
         self.inner = inner  # where the server steps, without state
-        self._steps_here = steps.strategy.source != "gradient"  # otherwise the server steps
+        self._steps_here = steps.strategy.kind.worker_steps  # otherwise the server steps
         self._share()
         inner.register_load_state_dict_post_hook(lambda _: self._share())
         inner.register_step_pre_hook(self._before_inner_step)
@@ -150,7 +150,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """What of a step is done here; returns the closure's loss."""
-        if self._steps_here and self._steps.strategy.source != "report":  # there when all have the mean
+        if self._steps_here and not self._steps.strategy.kind.has_peers:  # there when all have the mean
             self._clip_here()
             return self.step_inner(closure)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it asks

@@ -154,10 +154,10 @@ class RemoteSession(Session):
         if self._steps is not None:
             raise second_optimizer()
         check_reduction(reduction)
-        if self._strategy.source == "report":
+        if self._strategy.kind.has_peers:
             check_alone(self.settings.mode, len(inner), self._config)
         self._strategy.wraps(model)
-        if self._strategy.source in ("gradient", "report"):
+        if self._strategy.kind.steps_along_mean_gradient:
             _check_forward(model)
         stepped = [one for part in inner for group in part.param_groups for one in group["params"]]
         tensors = self._strategy.tensors(model, stepped, averaged_buffers)
@@ -208,7 +208,7 @@ class RemoteSession(Session):
 
         def check(name: str) -> None:
             up, down = first_codec(name), CODECS.load(config.answer_codec)()
-            check_codecs(settings.mode, settings.source, up, down, groups, settings.fragments)
+            check_codecs(settings.mode, settings.kind, up, down, groups, settings.fragments)
 
         auto = self._exchange.auto if self._exchange is not None else None
         if auto is not None and settings.fragments > 1:
@@ -222,7 +222,7 @@ class RemoteSession(Session):
         if self._config.worker.group:
             told = "session.rows() in a worker that is several processes: each would need rows of its own"
             raise UsageError(told, fix="start each process as a worker of its own, without --group")
-        if self.settings.source != "gradient":
+        if self.settings.kind.worker_steps:
             raise UsageError(
                 f"session.rows() in mode {self.settings.mode}: its workers step themselves, and rows need gradients",
                 fix="use --mode sync, async or ssp, or an nn.Embedding of the model's own",

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean
 
+from ....common.wire.records import Base, Contribution, ContributionId
 from ....ps.core import effects, events
 from ....ps.core.run import Options, Run
 from ....ps.engine.modes import policy_of
@@ -72,9 +73,8 @@ class Alone:
 
     def contribute(self, rank: int) -> float:
         self.numbers[rank] += 1
-        (spent,) = self.play(
-            [events.Contributed(rank, self.incarnations[rank], self.numbers[rank], self.versions[rank])]
-        )
+        id = ContributionId(rank, self.incarnations[rank], self.numbers[rank])
+        (spent,) = self.play([events.Contributed(Contribution(id, base=Base(self.versions[rank])))])
         return spent
 
     def round(self) -> list[float]:

@@ -87,7 +87,7 @@ def expected_parts(mode: str, optimizer: str, workers: int, lane: str) -> dict[s
 
 def steps_itself(mode: str) -> bool:
     """Whether a worker's own optimizer steps, and has its state."""
-    return str(MODES.load(mode).contribution) == "weights"
+    return bool(MODES.load(mode).kind.worker_steps and not MODES.load(mode).kind.may_lose)
 
 
 def state_bodies(optimizer: str) -> float:

@@ -149,7 +149,7 @@ class Preparation(ABC):
         """Forget everything: the server has."""
 
     @abstractmethod
-    def hyperparameters(self, groups: list[Hyperparameters]) -> list[Hyperparameters]:
+    def hyperparameters(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
         """The hyperparameters to send with the newest contribution."""
 
 

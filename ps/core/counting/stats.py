@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ....common.reporting.summary import WorkerSummary
+from ....common.wire.records import ResidualInfo
 
 # The live view's rates cover this many contributions.
 _RECENT = 20
@@ -81,13 +82,13 @@ class WorkerStats:
         self.residual_lost += self.residual
         self.residual, self.residuals_told, self.residual_told = 0.0, 0, 0.0
 
-    def kept_back(self, norm: float, num_lost: int, lost: float) -> None:
-        """So much its codec keeps back now, as it says, and so often such was lost in this process, norms of so much in
-        all."""
-        lost = lost if 0 < lost < math.inf else 0.0
-        self.residuals_lost += max(0, num_lost - self.residuals_told)
+    def kept_back(self, told: ResidualInfo) -> None:
+        """Note what its codec keeps back now, and add what was lost since the worker said it last."""
+        norm, lost = told.norm, told.lost_norm if 0 < told.lost_norm < math.inf else 0.0
+        self.residuals_lost += max(0, told.num_lost - self.residuals_told)
         self.residual_lost += max(0.0, lost - self.residual_told)
-        self.residual, self.residuals_told, self.residual_told = norm if 0 < norm < math.inf else 0.0, num_lost, lost
+        self.residual, self.residuals_told = norm if 0 < norm < math.inf else 0.0, told.num_lost
+        self.residual_told = lost
 
     def exchange_s(self, incarnation: int) -> float:
         """Seconds of the exchange before the contribution that has come; -1 for the first of a process."""

@@ -35,6 +35,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from ....common.config.option import Flag
+from ....common.kinds import ContributionKind
 from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Policy
 from ..shared.decisions import Answer, Merge, Outer
 from ..shared.standing import Standing
@@ -132,7 +133,7 @@ class Weights:
 class AsyncDilocoPolicy(Policy):
     Options = AsyncDilocoOptions
     options: AsyncDilocoOptions
-    contribution = "delta"
+    kind = ContributionKind.DELTA
     may_pipeline = True
     may_scale = True
 
@@ -250,7 +251,8 @@ class AsyncDilocoPolicy(Policy):
         rank = member.rank
         answered = self._answered.pop(rank, None)
         answered_at, told = answered if answered is not None else (now, self.next_local_steps(rank))
-        steps = contribution.num_steps if contribution.num_steps is not None else told
+        num_steps = contribution.counts.num_training_steps
+        steps = told if num_steps is None else num_steps
         self._count(member)
         self._too_many.pop(rank, None)  # counted here, and not when the version is there
         self._offsets[rank] = self._offsets.get(rank, self._offset) - (self.local_steps - steps)
@@ -258,7 +260,7 @@ class AsyncDilocoPolicy(Policy):
         self._missing.pop(rank, None)
         if self.common.pipelined:
             self._handed_over[rank] = now
-        if steps and (took_s := contribution.compute_s or now - answered_at) > 0:
+        if steps and (took_s := round(contribution.timing.compute_s, 6) or now - answered_at) > 0:
             self._speeds.measured(rank, steps / took_s)
         weight = self._weight(contribution)
         if self.common.weighting == "samples":

@@ -32,6 +32,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from ....common.config.option import Section
+from ....common.kinds import ContributionKind
 from ..shared.decisions import Merge, Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
 
@@ -106,7 +107,7 @@ class DilocoOptions(OverlapOptions, OuterOptions, RoundOptions):
 class DilocoPolicy(RoundPolicy):
     Options = DilocoOptions
     options: DilocoOptions
-    contribution = "delta"
+    kind = ContributionKind.DELTA
     may_aggregate = True
     may_pipeline = True
 

@@ -16,10 +16,9 @@ server steps along the mean of that at a rate of 1: the same mean, but for what 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
+from ....common.kinds import ContributionKind
 from ..base import Common
 from ..shared.decisions import Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
@@ -34,13 +33,13 @@ class LocalSgdOptions(RoundOptions):
 class LocalSgdPolicy(RoundPolicy):
     Options = LocalSgdOptions
     options: LocalSgdOptions
-    contribution: Literal["weights", "delta"] = "weights"
+    kind = ContributionKind.WEIGHTS
     may_pipeline = True
 
     def __init__(self, common: Common, options: LocalSgdOptions) -> None:
         super().__init__(common, options)
         if common.leaves_out:
-            self.contribution = "delta"
+            self.kind = ContributionKind.DELTA
 
     @classmethod
     def told(cls, options: LocalSgdOptions) -> str:
@@ -52,7 +51,7 @@ class LocalSgdPolicy(RoundPolicy):
 
     @property
     def outer(self) -> Outer | None:
-        if self.contribution == "weights":
+        if not self.kind.server_steps:
             return None
         why = "the mean of weights, of which the codec would leave out too much: how far they went is sent"
         return Outer("SGD", {"lr": 1.0, "momentum": 0.0, "nesterov": False}, why)

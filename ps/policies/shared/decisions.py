@@ -1,4 +1,4 @@
-"""What a policy is told of a contribution, and what it may decide."""
+"""What a policy may decide."""
 
 from __future__ import annotations
 
@@ -18,28 +18,6 @@ class Outcome(Enum):
     REPEATED = "repeated: nothing folded"
     DROPPED = "not of the open round: nothing folded"
     REJECTED = "rejected: nothing folded"
-
-
-@dataclass(slots=True)
-class Contribution:
-    """The facts of one staged contribution."""
-
-    number: int  # of the rank's, from 1; `step` in the proto
-    base_version: int
-    num_samples: int = 1
-    num_steps: int | None = None  # training steps in it; None: as many as its worker was told
-    part: int = 0  # of a model that is stepped in parts, from 1
-    # Of a report: the epoch averaged over (0: the newest that its worker was told of), whether that came to nothing,
-    # and whether it brings the weights it leads to.
-    epoch: int = 0
-    is_broken: bool = False
-    has_body: bool = True
-    compute_s: float = 0.0  # that its worker says it took, to the microsecond; 0: not said
-
-    @property
-    def continues(self) -> bool:
-        """It belongs to the training step of the rank's contribution before, which was of another part."""
-        return self.part > 0 and self.num_steps == 0
 
 
 @dataclass(frozen=True)

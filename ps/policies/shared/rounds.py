@@ -96,15 +96,15 @@ class RoundPolicy(Policy):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if self._deadline is not None:
             self._deadline.took(member.rank, now, counts=not member.is_fresh)
-        is_of_round = contribution.base_version == self.version and contribution.part == (
-            self._part if self._weights else contribution.part
+        is_of_round = contribution.base.version == self.version and contribution.counts.part == (
+            self._part if self._weights else contribution.counts.part
         )
         if not is_of_round:
             self._owe(member, Outcome.DROPPED)  # answered by _settle, so not while training holds
             return [Discard(member.rank)]
         self._count(member)
-        self._continues = contribution.continues and (self._continues or not self._weights)
-        self._part = contribution.part
+        self._continues = contribution.counts.continues_step and (self._continues or not self._weights)
+        self._part = contribution.counts.part
         self._weights[member.rank] = self._weight(contribution)
         self._is_missing_no_more(member.rank)
         if self._opened_at is None:

@@ -106,7 +106,7 @@ class Delivery:
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
             found = answer_message(said, version, num_bytes, segment)
             if kept is not None:
-                found.answer.began.CopyFrom(pb.Place(**kept.place))
+                found.answer.began.CopyFrom(pb.Position(**kept.place))
             return found
 
         if (raw := self.whole(go)) is not None:

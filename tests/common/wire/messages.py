@@ -11,6 +11,8 @@ from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.wire.frames import Frame, parse
 from paramserver.proto import parameter_server_pb2 as pb
 
+from ...records import contribution_proto
+
 MESSAGES = [pb.WorkerMessage, pb.ServerMessage]
 
 
@@ -23,7 +25,7 @@ def refused_as_bad_request(call: Any) -> str:
 
 def header_of(message_class: Any) -> Any:
     if message_class is pb.WorkerMessage:
-        return pb.WorkerMessage(contribution=pb.Contribution(step=7, base_version=3, body_bytes=11, codec="raw"))
+        return pb.WorkerMessage(contribution=contribution_proto(7, version=3, num_bytes=11, codec="raw"))
     return pb.ServerMessage(answer=pb.Answer(outcome=pb.Answer.APPLIED, step=7, version=9, body_bytes=11, reason="é"))
 
 

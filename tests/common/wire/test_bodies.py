@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import as_bytes, new_body
 from paramserver.common.wire.frames import CHUNK_BYTES, INLINE_BYTES, BodyReader, body_frames, message_frames, parse
 from paramserver.proto import parameter_server_pb2 as pb
@@ -73,7 +74,7 @@ def through_the_wire(frames: Iterator[bytes], num_bytes: int, message_class: Any
 def test_odd_tensors_survive_the_whole_way(chunk_bytes: int) -> None:
     tensors = {f"t_{name}": tensor for name, tensor in odd_tensors().items()}
     model = ModelTensors(Tensors(odd_tensors()))
-    pieces = DirectTransfer(model).gather("gradient")[0].pieces
+    pieces = DirectTransfer(model).gather(ContributionKind.GRADIENT)[0].pieces
     layout = model.layout
     assert sum(map(len, pieces)) == layout.exchange_bytes
     body = through_the_wire(body_frames(pieces, chunk_bytes=chunk_bytes), layout.exchange_bytes)
@@ -88,7 +89,7 @@ def test_odd_tensors_survive_the_whole_way(chunk_bytes: int) -> None:
 def test_five_thousand_small_tensors() -> None:
     tensors = {str(i): torch.full((i % 5,), float(i)) for i in range(5000)}
     model = ModelTensors(Tensors(tensors))
-    pieces = DirectTransfer(model).gather("gradient")[0].pieces
+    pieces = DirectTransfer(model).gather(ContributionKind.GRADIENT)[0].pieces
     body = through_the_wire(body_frames(pieces, chunk_bytes=1013), model.layout.exchange_bytes)
     for spec, received in model.layout.views(body):
         assert torch.equal(received, tensors[spec.name[2:]])

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import controls, effects, events
 from paramserver.ps.core.controls import keep_out
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
+
+from ...records import contributed
 
 
 def run_of(
@@ -35,7 +38,7 @@ def run_of(
 
 def contribute(run: Run, rank: int) -> list[effects.Effect]:
     number = run.policy.num_counted[rank] + 1
-    return run.apply(events.Contributed(rank, 1, number, run.policy.version))
+    return run.apply(contributed(rank, 1, number, run.policy.version))
 
 
 def ask(run: Run, do: str, rank: int | None = None, name: str = "", value: object = None) -> list[effects.Effect]:
@@ -145,7 +148,7 @@ def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
     contribute(run, 2)  # it is folded after rank 0 and 1
     found = ask(run, "set", name="straggler_timeout_s", value=1.0)
     assert told(found)[0]
-    assert [one.identity.rank for one in found if isinstance(one, effects.Fold)] == [2]
+    assert [one.id.rank for one in found if isinstance(one, effects.Fold)] == [2]
     (commit,) = commits(run.apply(events.Ticked(at=2.0)))
     assert [one.rank for one in commit.contributions] == [2]
     assert told(ask(run, "set", name="straggler_timeout_s", value=None))[0]
@@ -260,8 +263,8 @@ _ASKED = st.one_of(
 def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked: list[tuple]) -> None:
     """Who waits for nobody held is answered sooner or later, and each contribution is in one commit."""
     run, at = run_of(mode, num_workers=3), 0.0
-    committed: list[events.Identity] = []
-    kept: list[events.Identity] = []
+    committed: list[ContributionId] = []
+    kept: list[ContributionId] = []
     busy = {0, 1, 2}  # who computes
     for what, *how in asked:
         at += 0.1
@@ -270,7 +273,7 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
             if rank not in busy or rank not in run.policy.members:
                 continue
             busy.discard(rank)
-            event: events.Event = events.Contributed(rank, 1, run.policy.num_counted[rank] + 1, run.policy.version)
+            event: events.Event = contributed(rank, 1, run.policy.num_counted[rank] + 1, run.policy.version)
         elif what == "tick":
             at += how[0]
             event = events.Ticked()
@@ -285,7 +288,7 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
             elif isinstance(effect, effects.Commit):
                 committed += effect.contributions
             elif isinstance(effect, effects.Keep):
-                kept.append(effect.identity)
+                kept.append(effect.id)
     assert len(set(committed)) == len(committed) and set(committed) <= set(kept)
     idle = set(run.policy.members) - busy - run.policy.held
     if idle and not run.policy.held:
@@ -345,7 +348,7 @@ class Commanded:
             assert worker is not None
             self.busy.discard(rank)
             number = self.run.policy.num_counted[rank] + 1
-            self.apply(events.Contributed(rank, worker.incarnation, number, self.run.policy.version))
+            self.apply(contributed(rank, worker.incarnation, number, self.run.policy.version))
 
     def survives(self) -> None:
         """What a snapshot holds of commands holds in the run that goes on from it."""

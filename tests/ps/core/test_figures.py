@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from paramserver.common.wire.records import FirstInfo
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
+
+from ...records import contributed
 
 
 def run_of(mode: str = "sync", steps: int | None = None, **options: object) -> Run:
@@ -28,7 +31,7 @@ def contribute(run: Run, number: int, *steps: int) -> list[effects.Effect]:
     found = []
     for rank in range(2):
         said = steps[rank] if steps else 0
-        found += run.apply(events.Contributed(rank, 1, number, version, data=(40, rank + 1), steps=said))
+        found += run.apply(contributed(rank, 1, number, version, first=FirstInfo(40, rank + 1, said)))
     return found
 
 

@@ -9,6 +9,8 @@ from paramserver.ps.core.counting.stats import WorkerStats
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
 
+from ...records import contributed
+
 
 def test_the_live_rate_is_of_the_newest_contributions() -> None:
     stats = WorkerStats(0, samples=500)  # of a snapshot
@@ -37,7 +39,7 @@ def test_a_step_takes_what_the_run_takes_whoever_closes_its_rounds() -> None:
     for version in range(60):
         first = 0 if version < 30 else 1
         for rank, at in ((first, 5.0 + 0.02 * version), (1 - first, 5.001 + 0.02 * version)):
-            run.apply(events.Contributed(rank, 1, counted[rank] + 1, version, at=at, num_samples=32))
+            run.apply(contributed(rank, 1, counted[rank] + 1, version, at=at, num_samples=32))
         counted[first] += 1
     assert run.policy.min_steps_done == 60 and [run.roster.stats[rank].dropped for rank in range(2)] == [30, 30]
     assert run.contributions.step_s == pytest.approx(0.02)
@@ -46,10 +48,10 @@ def test_a_step_takes_what_the_run_takes_whoever_closes_its_rounds() -> None:
 def test_the_first_step_of_the_last_to_begin_is_not_in_it_and_the_slowest_counts() -> None:
     run = started("async", 11)
     for number in range(1, 12):
-        run.apply(events.Contributed(0, 1, number, run.policy.version, at=1.0 + 0.01 * number))
+        run.apply(contributed(0, 1, number, run.policy.version, at=1.0 + 0.01 * number))
     assert run.contributions.step_s == 0.0, "rank 1 has taken none yet"
     for number in range(1, 12):
-        run.apply(events.Contributed(1, 1, number, run.policy.version, at=9.0 + 0.05 * number))
+        run.apply(contributed(1, 1, number, run.policy.version, at=9.0 + 0.05 * number))
     assert run.contributions.step_s == pytest.approx(0.05)
     assert run.contributions.staleness == {0: 22}, "of what each had built on, which was the newest"
 
@@ -61,7 +63,7 @@ def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions
     for version, num_steps in enumerate((8, 8, 2)):
         for rank in range(2):
             at = 100.0 + 4.0 * version + rank
-            told = events.Contributed(rank, 1, version + 1, version, at=at, num_samples=10 * num_steps)
+            told = contributed(rank, 1, version + 1, version, at=at, num_samples=10 * num_steps)
             run.apply(told)
     rows = [run.roster.stats[rank].summary() for rank in range(2)]
     assert [(row.steps, row.contributions, row.samples) for row in rows] == [(18, 3, 180)] * 2
@@ -77,7 +79,7 @@ def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions
 def test_a_run_of_one_step_has_no_steady_part() -> None:
     run = started("async", 1)
     for rank in range(2):
-        run.apply(events.Contributed(rank, 1, 1, 0, at=5.0, num_samples=32))
+        run.apply(contributed(rank, 1, 1, 0, at=5.0, num_samples=32))
     assert run.contributions.steady() == (0.0, 0, 0)
 
 
@@ -85,7 +87,7 @@ def test_the_last_step_of_an_all_reduce_is_counted_when_its_round_is_made() -> N
     run = started("allreduce", 3)
     for version in range(3):
         for rank in range(2):
-            told = events.Contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
+            told = contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
             run.apply(told)
     rows = [run.roster.stats[rank].summary() for rank in range(2)]
     assert [(row.steps, row.contributions, row.samples) for row in rows] == [(3, 3, 24)] * 2
@@ -97,7 +99,7 @@ def test_a_training_step_of_several_parts_is_one(mode: str) -> None:
     for number in range(1, 9):
         for rank in range(2):
             part = 2 - number % 2
-            told = events.Contributed(
+            told = contributed(
                 rank, 1, number, run.policy.version, at=float(number), num_samples=8 if part == 1 else 1,
                 num_steps=0 if part == 2 else None, part=part,
             )  # fmt: skip

@@ -19,6 +19,8 @@ from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.shards.messages import LINES, BeginRun, Order, Report
 from paramserver.ps.snapshots.common import RUN_NAME
 
+from ...records import contributed
+
 numbers = st.integers(0, 2**31)
 texts = st.text(max_size=9)
 actions = st.sampled_from(["take", "reject", "skip", "halt"])
@@ -47,7 +49,7 @@ def test_what_shards_say_arrives_as_it_was_sent(said: Any) -> None:
 
 
 def test_hyperparameters_travel_with_their_contribution() -> None:
-    said = events.Contributed(0, 1, 2, 3, hyperparameters=({"lr": 0.5, "betas": [0.9, 0.99]}, {}), loss=1.0, at=4.0)
+    said = contributed(0, 1, 2, 3, hyperparameters=({"lr": 0.5, "betas": [0.9, 0.99]}, {}), loss=1.0, at=4.0)
     assert LINES.read(LINES.write(said)) == said
 
 
@@ -66,29 +68,29 @@ def test_what_no_shard_says_is_refused(text: str) -> None:
 @given(st.permutations(range(4)))
 def test_what_has_come_to_all_happens_once(order: list[int]) -> None:
     gather = Gather(4)
-    happened = [gather.add(shard, events.Contributed(7, 1, 3, 0)) for shard in order]
+    happened = [gather.add(shard, contributed(7, 1, 3, 0)) for shard in order]
     assert [bool(parts) for parts in happened] == [False, False, False, True]
     assert gather.missing(7) == ("", [])
 
 
 def test_other_contributions_and_incarnations_are_another_thing() -> None:
     gather = Gather(2)
-    assert not gather.add(0, events.Contributed(0, 1, 5, 0))
-    assert not gather.add(1, events.Contributed(0, 1, 4, 0))
-    assert not gather.add(1, events.Contributed(0, 2, 5, 0))
-    assert not gather.add(1, events.Repeated(0, 1, 5))
-    assert gather.add(1, events.Contributed(0, 1, 5, 0))
+    assert not gather.add(0, contributed(0, 1, 5, 0))
+    assert not gather.add(1, contributed(0, 1, 4, 0))
+    assert not gather.add(1, contributed(0, 2, 5, 0))
+    assert not gather.add(1, events.AskedAgain(0, 1, 5))
+    assert gather.add(1, contributed(0, 1, 5, 0))
 
 
 def test_of_who_was_let_go_nothing_is_waited_for() -> None:
     gather = Gather(2)
-    gather.add(1, events.Contributed(0, 1, 5, 0))
+    gather.add(1, contributed(0, 1, 5, 0))
     gather.fence(0, 1)
-    assert not gather.add(0, events.Contributed(0, 1, 5, 0))
-    assert not gather.add(1, events.Contributed(0, 1, 5, 0)), "it was fenced, also for a shard that is late"
-    gather.add(1, events.Contributed(3, 2, 1, 0))
+    assert not gather.add(0, contributed(0, 1, 5, 0))
+    assert not gather.add(1, contributed(0, 1, 5, 0)), "it was fenced, also for a shard that is late"
+    gather.add(1, contributed(3, 2, 1, 0))
     gather.fence(3, 1)  # an older one of that rank
-    assert gather.add(0, events.Contributed(3, 2, 1, 0))
+    assert gather.add(0, contributed(3, 2, 1, 0))
 
 
 def test_the_norm_of_a_mean_is_that_of_all_its_parts_and_its_step_waits_for_it() -> None:
@@ -108,7 +110,7 @@ def test_the_norm_of_a_mean_is_that_of_all_its_parts_and_its_step_waits_for_it()
 def test_the_missing_are_named() -> None:
     gather = Gather(3)
     assert gather.missing(0) == ("", [])
-    gather.add(1, events.Contributed(0, 1, 1, 0))
+    gather.add(1, contributed(0, 1, 1, 0))
     assert gather.missing(0) == ("Contributed", [0, 2])
 
 

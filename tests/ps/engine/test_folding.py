@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from paramserver.common.kinds import ContributionKind
+from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import effects
-from paramserver.ps.core.events import Identity
 from paramserver.ps.engine.folding import Folding
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.ps.tensors.thread import TensorThread
 
-IDENTITY = Identity(0, 1, 1)
+IDENTITY = ContributionId(0, 1, 1)
 
 
 class Store:
@@ -40,7 +41,9 @@ def folded_from(body: torch.Tensor | None, answers_before_commit: bool) -> tuple
     def failed(error: BaseException) -> None:
         raise error
 
-    model: Any = SimpleNamespace(store=Store(), staging=StagingPool(1, 4), delivered=None, is_brought=False)
+    model: Any = SimpleNamespace(
+        store=Store(), staging=StagingPool(1, 4), delivered=None, kind=ContributionKind.GRADIENT
+    )
     if body is None:
         body = model.staging.try_borrow(lambda: 0)
         body.fill_(2)

@@ -15,6 +15,7 @@ from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
 from paramserver.common.wire.frames import message_frames
+from paramserver.proto import parameter_server_pb2 as pb
 
 from ..streams import LARGE, SMALL, Server, Worker, served, weight_of
 
@@ -47,7 +48,7 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
         )
         assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
         for worker in (broken, other):
-            worker.contribute(step=2, base_version=1)
+            worker.contribute(step=2, version=1)
         await server.settle()
         assert broken.outcomes == ["START", "REJECTED", "APPLIED"]
         assert (weight_of(server), counters(server, 0), counters(server, 1)) == (-2.0, (2, 0, 1, 0), (2, 0, 0, 0))
@@ -70,7 +71,7 @@ def test_a_round_of_nothing_but_skipped_contributions(layout: Layout) -> None:
         assert (weight_of(server), server.engine.run.policy.version, server.engine.model.store.version) == (0.0, 1, 1)
         assert bool((workers[0].weights() == 0).all())
         for worker in workers:
-            worker.contribute(step=2, base_version=1)
+            worker.contribute(step=2, version=1)
         await server.settle()
         assert (weight_of(server), server.engine.run.policy.version) == (-0.5, 2)
         server.check_no_memory_is_kept()
@@ -84,10 +85,10 @@ async def test_a_repeat_of_a_skipped_contribution_says_so_again(server: Server) 
     (worker,) = await server.workers(1)
     worker.contribute(value=math.nan)
     await server.settle()
-    worker.announce(1, repeat=True, body_bytes=0)
+    worker.send(ask_again=pb.AskAgain(seq=1))
     await server.settle()
     assert worker.outcomes == ["START", "REJECTED", "REJECTED"]
-    worker.contribute(step=2, base_version=1)
+    worker.contribute(step=2, version=1)
     await server.settle()
     assert worker.outcomes[-1] == "APPLIED"
     assert (weight_of(server), counters(server, 0)) == (-0.5, (2, 0, 1, 0))
@@ -107,7 +108,7 @@ def test_a_gradient_beyond_the_cap_is_scaled_down_to_it(layout: Layout, codec: s
                 worker.contribute(step, value)
             else:
                 body = torch.full((num_elements,), value, dtype=torch.bfloat16)
-                header = worker._header(step, codec="bf16", body_bytes=2 * num_elements)
+                header = worker._header(step, codec="bf16", num_bytes=2 * num_elements)
                 worker.stream.send(*message_frames(header, [as_bytes(body)]))
             await server.settle()
         assert worker.outcomes == ["START"] + ["APPLIED"] * 3
@@ -131,7 +132,7 @@ def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution
             codec.encode(matrix, torch.ones(rows * 4096).view(torch.uint8), sent)
             if not is_sound:
                 sent[-2:] = 0
-            header = worker._header(1, codec="topk", body_bytes=len(sent))
+            header = worker._header(1, codec="topk", num_bytes=len(sent))
             worker.stream.send(*message_frames(header, [as_bytes(sent)]))
             await server.settle()
         assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
@@ -159,13 +160,13 @@ def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) 
         await worker.join(codecs=[name], optimizer=codec.optimizer or "SGD")
         await server.settle()
         for sent in (torch.full_like(sound, 255), sound):
-            header = worker._header(1, codec=name, body_bytes=len(sent))
+            header = worker._header(1, codec=name, num_bytes=len(sent))
             worker.stream.send(*message_frames(header, [as_bytes(sent)]))
             await server.settle()
         assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
         weights = server.engine.model.store.weights.view(torch.float32)
         assert weights.isfinite().all() and weights.any()
-        header = worker._header(2, codec=name, body_bytes=len(sound) - 4)
+        header = worker._header(2, codec=name, num_bytes=len(sound) - 4)
         worker.stream.send(*message_frames(header, [as_bytes(sound[4:])]))
         await server.settle()
         assert await worker.end() == "BAD_REQUEST"

@@ -24,7 +24,6 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError
 from paramserver.ps.core.counting.stats import WorkerStats
 from paramserver.ps.core.effects import ContributionTaken
-from paramserver.ps.core.events import Identity
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.observe import metrics
@@ -32,6 +31,8 @@ from paramserver.ps.observe.bus import Bus
 from paramserver.ps.observe.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, MetricsSink
 from paramserver.ps.observe.sinks import make_bus
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
+
+from ...records import contribution_of
 
 ROOT = Path(__file__).parents[3]
 Samples = dict[str, float]
@@ -220,7 +221,7 @@ class _Found(Collector):
 
 
 def taken(outcome: str, stale: int = 0, exchange_s: float = -1.0) -> ContributionTaken:
-    return ContributionTaken(Identity(0, 1, 1), 5 - stale, 5, outcome, 32, exchange_s)
+    return ContributionTaken(contribution_of(1, 5 - stale, 32), 5, outcome, exchange_s)
 
 
 def test_outcomes_staleness_and_times_are_counted() -> None:

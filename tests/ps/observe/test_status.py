@@ -12,6 +12,8 @@ from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.observe.reports import status
 
+from ...records import contributed
+
 NUM_WORKERS = 200
 
 
@@ -29,7 +31,7 @@ def status_of_many() -> Status:
                 engine.offer(events.Brought(0, 1))
         for rank in range(NUM_WORKERS):
             if rank != 150:
-                engine.run.apply(events.Contributed(rank, 1, 1, 0, loss=rank))
+                engine.run.apply(contributed(rank, 1, 1, 0, loss=rank))
         found = status(engine)
         engine.close()
         return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Contribution, Policy
+from paramserver.ps.policies.base import Policy
+
+from ...records import contribution_of
 
 STEP_S = (0.1, 0.1, 0.2)  # of a local step, by rank
 EXCHANGE_S = (0.1, 5.0, 0.1)  # worker 1 computes as fast as worker 0, over a slow link
@@ -20,7 +22,9 @@ def steps_told(policy: Policy, rounds: int, says_compute: bool) -> list[int]:
         now = arrives[rank]
         compute_s = told[rank] * STEP_S[rank] if says_compute else 0.0
         counted = policy.num_counted[rank] + 1
-        policy.contributed(rank, Contribution(counted, policy.version, compute_s=compute_s, num_steps=told[rank]), now)
+        policy.contributed(
+            rank, contribution_of(counted, policy.version, compute_s=compute_s, num_steps=told[rank]), now
+        )
         told[rank] = policy.next_local_steps(rank)
         arrives[rank] = now + told[rank] * STEP_S[rank] + EXCHANGE_S[rank]
     return told

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paramserver.ps.engine.modes import policy_of as make
-from paramserver.ps.policies.base import Contribution, Outcome, Policy
+from paramserver.ps.policies.base import Outcome, Policy
+
+from ...records import contribution_of
 
 
 def policy_of(mode: str, num_workers: int = 2, steps: int = 3) -> Policy:
@@ -17,7 +19,7 @@ def policy_of(mode: str, num_workers: int = 2, steps: int = 3) -> Policy:
 
 def send(policy: Policy, rank: int, part: int, continues: bool = False) -> list[object]:
     number = policy.num_counted[rank] + 1
-    return policy.contributed(rank, Contribution(number, policy.version, 10, 0 if continues else None, part), 0.0)
+    return policy.contributed(rank, contribution_of(number, policy.version, 10, 0 if continues else None, part), 0.0)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "ssp"])

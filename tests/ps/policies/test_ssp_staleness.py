@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Contribution, Policy
+from paramserver.ps.policies.base import Answer, Commit, Policy
+
+from ...records import contribution_of
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Simulation:
         """The staleness of this contribution: the version it is applied to minus its base."""
         base = self.bases.pop(rank)
         staleness = self.policy.version - base
-        self.perform(self.policy.contributed(rank, Contribution(self.policy.num_counted[rank] + 1, base), 0.0))
+        self.perform(self.policy.contributed(rank, contribution_of(self.policy.num_counted[rank] + 1, base), 0.0))
         assert self.policy.lead(rank) <= self.policy.staleness_bound + 1
         self.max_staleness = max(self.max_staleness, staleness)
         return staleness
@@ -149,7 +151,7 @@ class PipelinedSimulation:
         self.workers[rank].in_flight = None
         staleness = self.policy.version - base
         self.max_staleness = max(self.max_staleness, staleness)
-        for decision in self.policy.contributed(rank, Contribution(self.policy.num_counted[rank] + 1, base), 0.0):
+        for decision in self.policy.contributed(rank, contribution_of(self.policy.num_counted[rank] + 1, base), 0.0):
             if isinstance(decision, Answer):
                 answered = self.workers[decision.rank]
                 answered.received, answered.is_answered = self.policy.version, True

@@ -27,10 +27,10 @@ def test_a_median_holds_every_workers_gradient_to_the_commit(shares: bool) -> No
             for worker, value in zip(workers, [1.0, -900.0, 2.0, 3.0, 900.0], strict=True):
                 if shares:
                     worker.segment.body.view(torch.float32).fill_(value)
-                    worker.announce(step, in_segment=True, base_version=step - 1)
+                    worker.announce(step, in_shared_memory=True, version=step - 1)
                     worker.send(placed=LARGE.exchange_bytes)
                 else:
-                    worker.contribute(step, value, base_version=step - 1)
+                    worker.contribute(step, value, version=step - 1)
                 await server.settle()
             assert all(worker.outcomes == ["START"] + ["APPLIED"] * step for worker in workers)
             assert weight_of(server) == -1.0 * step

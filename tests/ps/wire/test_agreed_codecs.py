@@ -6,6 +6,7 @@ import pytest
 
 from paramserver.common.codecs.base import body_bytes
 from paramserver.common.config.schema import Config
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.modes import make_policy
@@ -104,4 +105,4 @@ def test_outer_momentum_with_a_codec_that_sends_few_values_is_warned_of_once(mom
 def test_what_localsgd_sends_is_decided_by_the_codecs_that_the_server_was_told(up: str, down: str, sent: str) -> None:
     told = {"run": {"mode": "localsgd"}, "worker": {"codec": up, "answer_codec": down}}
     policy = make_policy(Config.model_validate(told))
-    assert policy.contribution == sent and (policy.outer is None) == (sent == "weights")
+    assert policy.kind == sent and (policy.outer is None) == (sent == ContributionKind.WEIGHTS)

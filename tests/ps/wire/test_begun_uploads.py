@@ -60,15 +60,15 @@ def _end_begun(worker: Worker, how: str) -> None:
         case "cancelled":
             worker.task.cancel()
         case "another codec":
-            worker.announce(codec="bf16", body_bytes=LARGE.exchange_bytes // 2)
+            worker.announce(codec="bf16", num_bytes=LARGE.exchange_bytes // 2)
         case "another size":
-            worker.announce(body_bytes=4)
+            worker.announce(num_bytes=4)
         case "a bad size again":
-            worker.begin(body_bytes=2**40)
+            worker.begin(num_bytes=2**40)
         case "in a segment that is not":
-            worker.announce(in_segment=True)
+            worker.announce(in_shared_memory=True)
         case "begun in another way":
-            worker.begin(codec="bf16", body_bytes=LARGE.exchange_bytes // 2)
+            worker.begin(codec="bf16", num_bytes=LARGE.exchange_bytes // 2)
         case "the same piece":
             worker.piece(0, 4000)
         case "placed":
@@ -167,16 +167,16 @@ async def test_what_workers_keep_back_and_lose_is_counted(server: Server) -> Non
     kept is lost with it. At the end it is what is never sent."""
     (worker,) = await server.workers(1)
     for step, (residual, num, lost) in enumerate([(0.0, 0, 0.0), (3.0, 0, 0.0), (0.0, 0, 0.0), (2.0, 1, 4.0)], 1):
-        worker.contribute(step=step, base_version=step - 1, residual=residual, residuals_lost=num, residual_lost=lost)
+        worker.contribute(step=step, version=step - 1, norm=residual, num_lost=num, lost_norm=lost)
         await server.settle()
     stats = server.engine.run.roster.stats[0]
     assert (stats.residual, stats.residuals_lost, stats.residual_lost) == (2.0, 1, 4.0)
     (another,) = await server.workers(1)
     assert (stats.residual, stats.residuals_lost, stats.residual_lost) == (0.0, 2, 6.0)
     for step, (num, lost) in enumerate([(1, math.nan), (1, 0.5), (1, 0.5)], 5):
-        another.contribute(step=step, base_version=step - 1, residuals_lost=num, residual_lost=lost)
+        another.contribute(step=step, version=step - 1, num_lost=num, lost_norm=lost)
         await server.settle()
-    another.send(finish=pb.Finish(residual=1.5, residuals_lost=2, residual_lost=0.75))
+    another.send(finish=pb.Finish(residual=pb.ResidualInfo(norm=1.5, num_lost=2, lost_norm=0.75)))
     await server.settle()
     row = stats.summary()
     assert (row.residual, row.residuals_lost, row.residual_lost) == (1.5, 4, 6.75)

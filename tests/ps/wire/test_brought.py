@@ -25,7 +25,7 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
         (worker,) = await server.workers(1)
         momentum = torch.arange(layout.exchange_bytes // 4, dtype=torch.float32)
         tell(worker, save({"momentum_buffer/w": momentum}), 1 << 18)
-        worker.contribute(1, 2.0, epoch=1)
+        worker.contribute(1, 2.0, generation=1)
         await server.settle()
         store = server.engine.model.store
         assert bool((store.weights.view(torch.float32) == 2.0).all())
@@ -33,7 +33,7 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
         assert version == 1
         assert found.keys() == {"momentum_buffer/w"}
         assert torch.equal(found["momentum_buffer/w"], momentum)
-        worker.contribute(2, 3.0, base_version=1, epoch=1)
+        worker.contribute(2, 3.0, version=1, generation=1)
         await server.settle()
         assert bool((store.weights.view(torch.float32) == 3.0).all())
         assert optimizer_tensors(server.engine.model) == (2, {})
@@ -58,7 +58,7 @@ def test_what_is_none_of_this_model_is_refused(body, told):
     async def refuse(server: Server) -> None:
         (worker,) = await server.workers(1)
         tell(worker, body, 1 << 18, **told)
-        worker.contribute(1, epoch=1)
+        worker.contribute(1, generation=1)
         await server.settle()
         assert await worker.end() == "BAD_REQUEST"
 

@@ -54,7 +54,7 @@ def test_a_late_gradient_is_moved_to_the_weights_of_now(
             of = {}
             for rank, gradient in turn:
                 of[rank] = base = has[rank][-2:][0] if pipelined else has[rank][-1]
-                workers[rank].contribute(server.engine.run.policy.num_counted[rank] + 1, gradient, base_version=base[0])
+                workers[rank].contribute(server.engine.run.policy.num_counted[rank] + 1, gradient, version=base[0])
             await server.settle()
             for rank, _ in turn:
                 has[rank].append(told(workers[rank]))
@@ -90,7 +90,7 @@ async def test_weights_that_others_move_before_they_are_sent_are_those_that_are_
     may_write.set()
     await server.settle()
     version, then = told(slow)
-    slow.contribute(2, 1.0, base_version=version)
+    slow.contribute(2, 1.0, version=version)
     await server.settle()
     expected, _ = by_formula(now, then, 1.0, "constant", 0.04, 0.0)
     assert then > now
@@ -102,7 +102,7 @@ async def test_weights_that_others_move_before_they_are_sent_are_those_that_are_
 async def test_of_weights_that_are_gone_it_is_taken_as_it_came(server: Server) -> None:
     (worker,) = await server.workers(1)
     for number in (1, 2):
-        worker.contribute(number, 1.0, base_version=0)
+        worker.contribute(number, 1.0, version=0)
         await server.settle()
     assert weight_of(server) == -2 * LR
 

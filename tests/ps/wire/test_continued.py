@@ -204,14 +204,14 @@ def test_a_worker_that_lies_about_it_is_refused(how: str, reason: str) -> None:
             case "another number":
                 worker.announce(step=2, continues=True)
             case "another codec":
-                worker.announce(continues=True, codec="bf16", body_bytes=NUM_BYTES // 2)
+                worker.announce(continues=True, codec="bf16", num_bytes=NUM_BYTES // 2)
             case "after a Begin":
                 worker.begin()
                 worker.announce(continues=True)
             case "placed in no segment":
-                worker.announce(continues=True, in_segment=True)
+                worker.announce(continues=True, in_shared_memory=True)
             case "another size":
-                worker.announce(continues=True, body_bytes=NUM_BYTES - 4)
+                worker.announce(continues=True, num_bytes=NUM_BYTES - 4)
         await server.settle()
         assert await worker.end() == reason
         server.engine.offer(events.HeartStopped("process 0"))
@@ -237,7 +237,7 @@ async def test_a_mistake_after_the_whole_body_gives_its_memory_back(server: Serv
     """The script's State was to be longer."""
     worker = await seated(server)
     worker.send(state=pb.State(num_bytes=8, piece=b"half"))
-    worker.contribute(place=pb.Place(step=0, local_steps=1))
+    worker.contribute(position=pb.Position(step=0, local_steps=1))
     await server.settle()
     assert await worker.end() == "BAD_REQUEST"
     server.check_no_memory_is_kept()

@@ -67,7 +67,7 @@ def test_a_lane_brings_bodies_straight_to_where_they_belong(codec: str) -> None:
             raw = bytes(as_bytes(body))
             half = len(raw) // 2
             lane.up += [raw[half:], raw[:half]]
-            worker.announce(step, codec=codec, body_bytes=len(raw), in_segment=True)
+            worker.announce(step, codec=codec, num_bytes=len(raw), in_shared_memory=True)
             worker.send(placed=half, offset=half)
             worker.send(placed=half, offset=0)
             await server.settle()

@@ -30,7 +30,7 @@ class Trainer:
 
     def contribute(self, part: int, has_base: bool = True, wants_weights: bool = True) -> None:
         self.number += 1
-        told = {"part": part + 1, "without_gradient": [1 - part], "has_base": has_base, "base_version": self.base}
+        told = {"part": part + 1, "without_gradient": [1 - part], "has_all": has_base, "version": self.base}
         self.worker.announce(self.number, wants_weights=wants_weights, **told)
         gradient = as_bytes(torch.full((NUM,), float(self.number)))
         self.worker.stream.send(left_out_frame((1 - part) * BYTES, BYTES))

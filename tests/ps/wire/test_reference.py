@@ -112,7 +112,7 @@ class Follower(Worker):
 
     def push(self, body: torch.Tensor, **fields: Any) -> None:
         self.step += 1
-        told = {"reference": self.down.reference, "base_version": self.version, **fields}
+        told = {"reference": self.down.reference, "version": self.version, **fields}
         header = self._header(self.step, **told)
         self.stream.send(*message_frames(header, [as_bytes(body)]))
 
@@ -270,7 +270,7 @@ def _kinds_with_losses(seed: int) -> list[str]:
                 worker.number, mine, body = saved[max(0, len(saved) - order.randint(1, 8))]
                 worker.mine, reference.number = bytearray(mine), worker.number
                 reference._body.copy_(body)
-            worker.send(contribution=pb.Contribution(step=worker.step, repeat=True, reference=says or worker.number))
+            worker.send(ask_again=pb.AskAgain(seq=worker.step, reference=says or worker.number))
             await server.settle()
             worker.take()
             worker.check(server)

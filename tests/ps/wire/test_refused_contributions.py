@@ -19,8 +19,8 @@ from ..streams import Server, Worker, served, turns
 @served(max_staged=2, workers=2)
 async def test_every_refused_upload_gives_its_memory_back(server: Server) -> None:
     wrong = [
-        {"body_bytes": 2**40},
-        {"body_bytes": 0},
+        {"num_bytes": 2**40},
+        {"num_bytes": 0},
         {"num_samples": 2**63},
         {"codec": "nonsense"},
         {"step": 7},

@@ -114,7 +114,7 @@ async def test_a_worker_dies_while_it_places_its_contribution(server: Server) ->
     await victim.share()
     await other.share()
     other.place()
-    victim.announce(in_segment=True)
+    victim.announce(in_shared_memory=True)
     victim.send(placed=4000, offset=8000)
     await turns()
     victim.task.cancel()
@@ -195,7 +195,7 @@ def test_an_offer_that_cannot_be_opened(changes: dict[str, Any]) -> None:
         await server.settle()
         assert worker.outcomes == ["START", "APPLIED"]
         assert server.engine.traffic[0].lane == "grpc"
-        worker.announce(2, in_segment=True)
+        worker.announce(2, in_shared_memory=True)
         await turns()
         assert await worker.end() == "BAD_REQUEST"
         server.check_no_memory_is_kept()
@@ -211,7 +211,7 @@ async def test_a_segment_larger_than_a_contribution_will_do(server: Server) -> N
     segment.body[: LARGE.exchange_bytes].view(torch.float32).fill_(1.0)
     await worker.join(segment.address)
     assert worker.stream.received[1].header.accepted, worker.stream.received[1].header.reason
-    worker.announce(in_segment=True)
+    worker.announce(in_shared_memory=True)
     worker.send(placed=LARGE.exchange_bytes)
     await server.settle()
     assert torch.equal(worker.weights(), torch.full((100_000,), -0.5))
@@ -238,7 +238,7 @@ def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str, monkeypatch: p
         await server.settle()
         if how != "killed while reading":
             worker.send(taken=pb.Taken())
-            worker.announce(2, in_segment=True)
+            worker.announce(2, in_shared_memory=True)
             worker.send(placed=4000)
             await turns()
         match how:

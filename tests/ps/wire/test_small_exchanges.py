@@ -18,6 +18,8 @@ from paramserver.ps.engine.peers import Go, Item, Peer
 from paramserver.ps.wire.direct import Connection
 from paramserver.ps.wire.small import SmallExchanges
 
+from ...records import contribution_proto
+
 GO = Go(Answer(0, 1, "APPLIED", "", 1, 1, True, 1, 1), b"weights")
 
 
@@ -52,7 +54,7 @@ class Stage:
         return 0, self.num_in_waiting
 
     def contribute(self, count: int = 1) -> None:
-        message = pb.WorkerMessage(contribution=pb.Contribution(step=1)).SerializeToString()
+        message = pb.WorkerMessage(contribution=contribution_proto(1)).SerializeToString()
         self.worker.sendall(b"".join(map(bytes, on_the_wire(message))) * count)
 
     def answers(self) -> int:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from paramserver.common.wire.records import ContributionId
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.core.events import Identity
 from paramserver.ps.engine.states import States
 
+from ...records import contribution_proto
 from ..streams import LARGE, Server, Worker, served, turns
 
 
@@ -20,7 +21,7 @@ def tell(worker: Worker, body: bytes, size: int = 3, **fields: Any) -> None:
 
 
 def contribute(worker: Worker, step: int, place: int | None = None, **fields: Any) -> None:
-    at = {} if place is None else {"place": pb.Place(step=place, local_steps=1, batches=4 * place, epoch=0)}
+    at = {} if place is None else {"position": pb.Position(step=place, local_steps=1, batches=4 * place, epoch=0)}
     worker.contribute(step, **at, **fields)
 
 
@@ -48,15 +49,15 @@ async def test_the_next_process_begins_where_the_last_contribution_that_counts_d
     assert begun(await replaced(server, 0)) == (0, b"at the beginning")
     worker = await replaced(server, 0)
     tell(worker, b"then", 2)
-    contribute(worker, 2, 1, base_version=1)
+    contribute(worker, 2, 1, version=1)
     await server.settle()
-    contribute(worker, 3, 2, base_version=2)  # the same as before: only its place is said
+    contribute(worker, 3, 2, version=2)  # the same as before: only its place is said
     await server.settle()
     tell(worker, b"never mind")  # dies before its contribution
     await turns()
     assert begun(await replaced(server, 0)) == (2, b"then")
     worker = await replaced(server, 0)
-    contribute(worker, 4, base_version=3)  # a script that remembers nothing any more
+    contribute(worker, 4, version=3)  # a script that remembers nothing any more
     await server.settle()
     assert begun(await replaced(server, 0)) is None
 
@@ -69,7 +70,7 @@ async def test_what_was_dropped_or_refused_is_not_remembered(server: Server) -> 
     contribute(other, 1)
     await server.settle()
     tell(worker, b"two")
-    contribute(worker, 2, 1, base_version=0)  # its round has closed
+    contribute(worker, 2, 1, version=0)  # its round has closed
     await server.settle()
     assert worker.outcomes == ["START", "APPLIED", "DROPPED"]
     assert begun(await replaced(server, 0)) == (0, b"one")
@@ -81,8 +82,8 @@ async def test_it_may_come_between_the_pieces_of_a_body(server: Server) -> None:
     worker.begin()
     worker.piece(0, 200_000)
     tell(worker, b"state")
-    worker.send(contribution=pb.Contribution(
-        step=1, num_samples=1, wants_weights=True, body_bytes=400_000, place=pb.Place(step=0, local_steps=1)
+    worker.send(contribution=contribution_proto(
+        1, num_samples=1, wants_weights=True, num_bytes=400_000, position=pb.Position(step=0, local_steps=1)
     ))  # fmt: skip
     worker.piece(200_000, 200_000)
     await server.settle()
@@ -124,15 +125,15 @@ def test_what_is_kept_is_what_a_snapshot_may_need() -> None:
     """In a round that is open one contribution more counts than a version holds."""
     states = States()
     for number in range(1, 6):
-        states.stage(Identity(0, 1, number), {"step": number - 1}, b"%d" % number if number % 2 else None)
-        states.counted(Identity(0, 1, number), num_committed=number - 1)
+        states.stage(ContributionId(0, 1, number), {"step": number - 1}, b"%d" % number if number % 2 else None)
+        states.counted(ContributionId(0, 1, number), num_committed=number - 1)
         assert len(states._of_rank[0]) <= 2
     assert states.saved({0: 4, 1: 3}) == {0: ({"step": 3}, b"3")}
     assert states.at(0, 5) == ({"step": 4}, b"5")
     restored = States()
     restored.restore({0: 4}, {"0": {"step": 3}}, {0: b"3", 2: b"of a place that is not known"})
     assert restored.saved({0: 4, 2: 9}) == {0: ({"step": 3}, b"3")}
-    restored.stage(Identity(0, 2, 5), {"step": 4}, None)
+    restored.stage(ContributionId(0, 2, 5), {"step": 4}, None)
     restored.fence(0, 2)
-    restored.counted(Identity(0, 3, 5), 5)
+    restored.counted(ContributionId(0, 3, 5), 5)
     assert restored.at(0, 5) is None

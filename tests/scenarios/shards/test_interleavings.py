@@ -16,6 +16,8 @@ from paramserver.ps.core.judgement import SOUND, Judgement
 from paramserver.tests.scenarios.sharded import Shards, scattered
 from paramserver.tests.scenarios.telling import make_run
 
+from ...records import contributed
+
 NUM_SHARDS, NUM_WORKERS, STEPS = 3, 2, 4
 # What a worker that does everything right may be told all the same.
 MAY_BE_TOLD = {Reason.REPLACED, Reason.NOT_JOINED}
@@ -104,11 +106,9 @@ class Client:
         if self.phase == "bringing":
             return events.Brought(*self.seat)
         if self.phase == "asking":
-            return events.Repeated(*self.seat, self.number)
+            return events.AskedAgain(*self.seat, self.number)
         bad = Judgement(chance.choice(["reject", "skip"]), "NaN", "limit")
-        return events.Contributed(
-            *self.seat, self.number, self.version, judgement=bad if chance.random() < 0.05 else SOUND
-        )
+        return contributed(*self.seat, self.number, self.version, judgement=bad if chance.random() < 0.05 else SOUND)
 
     def _told(self) -> None:
         """All shards have it."""
@@ -165,10 +165,10 @@ def check(shards: Shards) -> None:
     shards.check()
     assert len({shard.run.digest() for shard in shards.shards}) == 1
     done = [effect for _, found in shards.shards[0].applied for effect in found]
-    kept = Counter(effect.identity for effect in done if isinstance(effect, effects.Keep))
-    folded = Counter(effect.identity for effect in done if isinstance(effect, effects.Fold))
+    kept = Counter(effect.id for effect in done if isinstance(effect, effects.Keep))
+    folded = Counter(effect.id for effect in done if isinstance(effect, effects.Fold))
     committed = Counter(one for effect in done if isinstance(effect, effects.Commit) for one in effect.contributions)
-    empty = [effect.identity for effect in done if isinstance(effect, effects.Discard) and effect.is_counted]
+    empty = [effect.id for effect in done if isinstance(effect, effects.Discard) and effect.is_counted]
     assert kept == folded == committed and max(kept.values(), default=1) == 1
     for rank in range(NUM_WORKERS):
         numbers = sorted(one.number for one in [*kept, *empty] if one.rank == rank)

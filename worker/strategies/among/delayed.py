@@ -30,13 +30,14 @@ from typing import Any
 
 import torch
 
+from ....common.kinds import ContributionKind
 from ....common.tensors.optimizers import OptimizerSpec
 from ...conversation.crew import Helper, wait_for
 from ...conversation.exchange import Exchange
-from ...conversation.messages import Answer, Final, Goodbye, Work
+from ...conversation.messages import Answer, Final, Goodbye, Outgoing
 from ...lanes.up import COUNTED
 from ...session import Progress
-from ...tensors.transfer import ModelTensors, Source
+from ...tensors.transfer import ModelTensors
 from ..equals import Equals
 from ..group import Group
 from ..shadow import Shadow
@@ -52,7 +53,7 @@ Numbers = list[dict[str, Any]]  # of each parameter group
 
 @dataclass(eq=False)
 class Flight:
-    work: Work
+    outgoing: Outgoing
     base_version: int  # of the weights it was computed on
     numbers: Numbers  # of the step
     words: tuple[int, ...]
@@ -102,9 +103,9 @@ class Delayed(Equals):
 
     # ---- a step, on the training thread -------------------------------------------------------
 
-    def _contribute(self, work: Work) -> None:
+    def _contribute(self, outgoing: Outgoing) -> None:
         self._serve()
-        self._hand_over(work)
+        self._hand_over(outgoing)
         is_last = self.progress.assume_counted()
         while len(self._flights) > (0 if is_last or self.progress.is_done else self.settings.outstanding):
             self._step_once()
@@ -120,8 +121,8 @@ class Delayed(Equals):
             self._at += 1
             self._spare.append(flight.held)
 
-    def _hand_over(self, work: Work) -> None:
-        sources = self._model.sources("gradient")
+    def _hand_over(self, outgoing: Outgoing) -> None:
+        sources = self._model.sources(ContributionKind.GRADIENT)
         held: list[torch.Tensor | None] = self._spare.pop() if self._spare else [None] * len(sources)
         for index, (one, place) in enumerate(zip(sources, held, strict=True)):
             if one is None or place is None:
@@ -129,8 +130,8 @@ class Delayed(Equals):
             else:
                 place.copy_(one.detach())
         computed(self._device)
-        words = (*super()._words(work)[:-1], self._at)
-        flight = Flight(work, self._at, self._numbers(), words, super()._norm(), held)
+        words = (*super()._words(outgoing)[:-1], self._at)
+        flight = Flight(outgoing, self._at, self._numbers(), words, super()._norm(), held)
         self._flights.append(flight)
         flight.answer = self._rounds.submit(lambda: self._fly(flight))
         flight.answer.add_done_callback(lambda _: self._asked.put(None))
@@ -189,7 +190,7 @@ class Delayed(Equals):
             return None
         self._flying = flight
         try:
-            answer = self._until_taken(flight.held, flight.work)
+            answer = self._until_taken(flight.held, flight.outgoing)
             flight.progress = copy.copy(self._said)
             self._is_over = answer.outcome == Answer.START or flight.progress.is_done
             return answer
@@ -199,7 +200,7 @@ class Delayed(Equals):
         finally:
             self._flying = None
 
-    def _words(self, work: Work) -> tuple[int, ...]:
+    def _words(self, outgoing: Outgoing) -> tuple[int, ...]:
         assert self._flying is not None
         return self._flying.words
 
@@ -207,10 +208,10 @@ class Delayed(Equals):
         assert self._flying is not None
         return self._flying.norm
 
-    def _say(self, source: Source, work: Work) -> Answer:
+    def _say(self, kind: ContributionKind, outgoing: Outgoing) -> Answer:
         if self._flying is not None:
             self._said.version = self._flying.base_version
-        return super()._say(source, work)
+        return super()._say(kind, outgoing)
 
     def _step(self, mean: Mean) -> None:
         """All have the mean: it is kept until its time comes."""
@@ -225,18 +226,18 @@ class Delayed(Equals):
         self._held_version += 1
         self._has_stepped = self._has_state = flight.is_made = True
 
-    def _bring(self, work: Work, mean: Mean) -> Answer:
+    def _bring(self, outgoing: Outgoing, mean: Mean) -> Answer:
         flight = self._flying
         assert flight is not None
 
-        def show() -> Work:
+        def show() -> Outgoing:
             undo = self._ahead((flight.numbers, mean))
-            self._shadow.snapshot("weights")
-            shown = work._replace(optimizer=self._remembered()) if self._exchange.brings_optimizer else work
+            self._shadow.snapshot(ContributionKind.WEIGHTS)
+            shown = outgoing._replace(optimizer=self._remembered()) if self._exchange.brings_optimizer else outgoing
             undo()
             return shown
 
-        answer = self._say("weights", self._there(show))
+        answer = self._say(ContributionKind.WEIGHTS, self._there(show))
         if answer.outcome in COUNTED:
             self._step(mean)
         return answer

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from ....common.errors import ParamServerError, UnreachableError, UsageError
+from ....common.kinds import ContributionKind
 from ....common.reporting.log import get_logger
 from ....common.tensors.layout import Kind, Layout
 from ....common.tensors.optimizers import is_elementwise, plain_step
 from ....common.tensors.sharding import Part, Share, divide
 from ...conversation.exchange import Exchange
-from ...conversation.messages import Answer, Final, Work
+from ...conversation.messages import Answer, Final, Outgoing
 from ...lanes.up import COUNTED
 from ..equals import Equals, nobody_has, remembers
 from ..group import Group
@@ -148,7 +149,7 @@ class Zero(Equals):
         for giver in givers:
             found = self._here(lambda giver=giver: group.give(mine if giver == group.index else None, giver))  # type: ignore[misc]
             if takes_all and "tensors" in found:
-                for place, theirs in zip(self._model.sources("weights"), found["tensors"], strict=True):
+                for place, theirs in zip(self._model.sources(ContributionKind.WEIGHTS), found["tensors"], strict=True):
                     assert place is not None
                     place.data.copy_(theirs)
             for *rows, theirs in found.get("fresh", ()):
@@ -168,26 +169,30 @@ class Zero(Equals):
     def _packed(self, is_first: bool, has_fresh: bool) -> dict[str, Any]:
         found: dict[str, Any] = {"state": [[*rows, state] for rows, state in self._state.items()]}
         if is_first:
-            found["tensors"] = [one.detach().cpu() for one in self._model.sources("weights") if one is not None]
+            found["tensors"] = [
+                one.detach().cpu() for one in self._model.sources(ContributionKind.WEIGHTS) if one is not None
+            ]
         if has_fresh:
             found["fresh"] = [[*rows, self._view(rows).cpu().clone()] for rows in self._state]
         return found
 
     # ---- a step -------------------------------------------------------------------------------
 
-    def _until_taken(self, gradients: Sequence[torch.Tensor | None], work: Work, is_right: bool = True) -> Answer:
-        answer = super()._until_taken(gradients, work, is_right)
+    def _until_taken(
+        self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool = True
+    ) -> Answer:
+        answer = super()._until_taken(gradients, outgoing, is_right)
         while not (self._is_whole or self._said.is_done or answer.outcome == Answer.START):
             answer = self._report_broken()  # a death has broken off what was on its way: the next group has it
             if answer.outcome != Answer.START:
                 self._may_meet()
         return answer
 
-    def _words(self, work: Work) -> tuple[int, ...]:
-        brings = self._exchange.brings or work.evaluates
-        return *super()._words(work), brings * (_BRINGS + _BRINGS_OPTIMIZER * self._exchange.brings_optimizer)
+    def _words(self, outgoing: Outgoing) -> tuple[int, ...]:
+        brings = self._exchange.brings or outgoing.contribution.training.evaluates
+        return *super()._words(outgoing), brings * (_BRINGS + _BRINGS_OPTIMIZER * self._exchange.brings_optimizer)
 
-    def _is_brought(self, group: Group, work: Work) -> bool:
+    def _is_brought(self, group: Group, outgoing: Outgoing) -> bool:
         """By the lowest; all take part in it."""
         return bool(group.words[-1][0])
 
@@ -226,7 +231,7 @@ class Zero(Equals):
         self._here(lambda: group.spread([[self._view(rows) for rows in share] for share in self._shares]))
         self._is_whole = True
 
-    def _bring(self, work: Work, mean: Sequence[torch.Tensor | None]) -> Answer:
+    def _bring(self, outgoing: Outgoing, mean: Sequence[torch.Tensor | None]) -> Answer:
         group = self._group
         assert group is not None
         undo = self._copy()
@@ -234,12 +239,12 @@ class Zero(Equals):
             super()._step(mean)
             self._spread()
             if group.words[-1][0] & _BRINGS_OPTIMIZER:
-                work = work._replace(optimizer=self._gathered(group))
+                outgoing = outgoing._replace(optimizer=self._gathered(group))
         except Broken as broken:
             undo()
             log.warning("group_broken", rank=self._said.rank, reason=str(broken))
-            return self._report_broken(work)
-        answer = self._say("weights" if group.index == 0 else "report", work)
+            return self._report_broken(outgoing)
+        answer = self._say(ContributionKind.COMPLETION.received(has_payload=group.index == 0), outgoing)
         if answer.outcome == Answer.REJECTED:
             raise self._diverged(None)
         if answer.outcome not in COUNTED and answer.outcome != Answer.START:
@@ -263,7 +268,9 @@ class Zero(Equals):
         }
 
     def _copy(self) -> Callable[[], None]:
-        tensors = [(one, one.detach().clone()) for one in self._model.sources("weights") if one is not None]
+        tensors = [
+            (one, one.detach().clone()) for one in self._model.sources(ContributionKind.WEIGHTS) if one is not None
+        ]
         state, version = copy.deepcopy(self._state), self._held_version
 
         def undo() -> None:

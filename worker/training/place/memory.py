@@ -17,8 +17,9 @@ import torch
 
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
+from ....common.wire.records import Position
 from ...conversation.messages import Begun
-from ...session import Place, Progress
+from ...session import Progress
 from ...strategies.direct import Direct
 from ...tensors.packed import pack, unpack
 from .taken import Taken
@@ -57,12 +58,12 @@ class Memory:
         if (place := self._beginning()) is not None:
             self._go_back(place)
 
-    def _beginning(self) -> Place | None:
+    def _beginning(self) -> Position | None:
         """Where to go back to. A rank that is new may come into the middle of a training step of several parts."""
         if (begun := self._strategy.begun()) is not None:
-            return begun.place
+            return begun.position
         progress = self._progress
-        return Place(progress.training_steps - 1, 1, max(0, progress.batches - 1)) if progress.in_step else None
+        return Position(progress.training_steps - 1, 1, max(0, progress.batches - 1)) if progress.in_step else None
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """These travel from here on, and have been loaded if there was anything of them. UsageError."""
@@ -164,7 +165,7 @@ class Memory:
         elif begun is None:
             self._taken.begin_anew()
 
-    def _go_back(self, place: Place) -> None:
+    def _go_back(self, place: Position) -> None:
         log.info("replaying", step=place.step, meaning="the rank's last step is computed once more, and not sent")
         self._taken.go_back(place)
         self._strategy.replay(place)

@@ -10,7 +10,8 @@ import torch
 
 from ....common.errors import UsageError
 from ....common.tensors.optimizers import Hyperparameters
-from ...conversation.messages import Begun, RowGradients, Work
+from ....common.wire.records import Contribution, Counts, FirstInfo, Timing, TrainingInfo
+from ...conversation.messages import Begun, Outgoing, RowGradients
 from ...session import Progress
 from ...strategies.direct import Direct
 from ..batches import digest_of
@@ -94,7 +95,7 @@ class Steps:
         self._step_samples = 0  # of the newest training step
         self._losses: list[float] = []
         self._fresh_samples, self._fresh_losses = 0, list[float]()  # recorded since the last step
-        self._hyperparameters: list[Hyperparameters] = []
+        self._hyperparameters: tuple[Hyperparameters, ...] = ()
         self._told_at = self._digested_at = -1  # by `num_starts`
         self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
@@ -175,7 +176,7 @@ class Steps:
         if self._begins:
             return self.progress.took_step()
         # In localsgd other optimizers' steps go with the next training step; after the last one there is none.
-        return self.strategy.source == "gradient" or self.progress.is_last
+        return not self.strategy.kind.worker_steps or self.progress.is_last
 
     def _contribute(self, part: Part) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
@@ -189,16 +190,19 @@ class Steps:
         is_due = self._begins and self._evaluation.is_due(self.progress, self.taken)
         if self._begins and self._evaluation.every is not None:
             is_due = self.strategy.agreed(is_due)
-        work = Work(
-            num_samples, mean_loss, self._compute_s, hyperparameters, evaluates=is_due, num_batches=drawn,
-            data=(data := self._data()), rates=self._first_rates or () if data else (), began=self._began,
-            rows=self._rows(), clip_norm=part.take_clip_norm(),
-        )  # fmt: skip
-        if self.taken.is_parted:
-            number = self.parts.index(part) + 1
-            self.strategy.contribute(work._replace(part=number, continues=not self._begins), part.parameters)
-        else:
-            self.strategy.contribute(work)
+        number = self.parts.index(part) + 1 if self.taken.is_parted else 0
+        num_steps = 0 if number and not self._begins else None  # of the training step of the part before
+        clip_norm, began = part.take_clip_norm(), self._began
+        contribution = Contribution(
+            kind=self.strategy.kind,
+            counts=Counts(num_samples, num_steps, drawn, number),
+            timing=Timing(self._compute_s),
+            training=TrainingInfo(hyperparameters, clip_norm, mean_loss, evaluates=is_due),
+            first=self._first(),
+            position=began.position if began is not None else None,
+        )
+        outgoing = Outgoing(contribution, began.body if began is not None else None, self._rows())
+        self.strategy.contribute(outgoing, part.parameters if number else None)
         self._begin_anew()
         self.memory.after_step()
         if is_due and not self.progress.is_done:  # at the end the final weights are evaluated
@@ -220,24 +224,24 @@ class Steps:
         """No more training steps are to come: local ones that nobody has heard of are contributed."""
         if self.progress.is_replaying:
             self.memory.replayed()
-        if self._newest is not None and self.strategy.source != "gradient" and self.progress.cut_short():
+        if self._newest is not None and self.strategy.kind.worker_steps and self.progress.cut_short():
             self._begins = True
             self._contribute(self._newest)
 
-    def _current_hyperparameters(self) -> list[Hyperparameters]:
-        """Of all groups, then of all tables; the same list while nothing has changed."""
+    def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
+        """Of all groups, then of all tables; the same tuple while nothing has changed."""
         found = [group for part in self.parts for group in part.hyperparameters()]
         found += [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
-        if found != self._hyperparameters:
-            self._hyperparameters = found
+        if found != list(self._hyperparameters):
+            self._hyperparameters = tuple(found)
         return self._hyperparameters
 
-    def _data(self) -> tuple[int, int, int] | None:
+    def _first(self) -> FirstInfo | None:
         """What the first contribution says of the data; again after each start, for a server that has forgotten it."""
         if self._told_at == self.progress.num_starts:
             return None
         self._told_at = self.progress.num_starts
-        return self.taken.num_samples, self._digest, self.taken.run_steps
+        return FirstInfo(self.taken.num_samples, self._digest, self.taken.run_steps, self._first_rates or ())
 
     def _note_gradients(self, part: Part) -> None:
         """Of the first step after a start. Batches that `session.shard()` divides need no comparison."""

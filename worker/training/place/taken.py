@@ -12,7 +12,8 @@ import torch
 
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
-from ...session import Length, Place, Progress
+from ....common.wire.records import Position
+from ...session import Length, Progress
 
 log = get_logger()
 
@@ -138,12 +139,12 @@ class Taken:
         """Batches of the epoch that are behind this rank, and those of loops that have ended."""
         return self.place - self._epoch_at + sum(map(len, self._left))
 
-    def where(self, step: int, local_steps: int, num_passed: int = 0) -> Place:
+    def where(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
         """This rank's place in the data, at the beginning of a contribution or `num_passed` batches behind it."""
         place = self.place + num_passed
         if self.epoch is None:
-            return Place(step, local_steps, place)
-        return Place(step, local_steps, place, self.epoch, max(0, place - self._epoch_at))
+            return Position(step, local_steps, place)
+        return Position(step, local_steps, place, self.epoch, max(0, place - self._epoch_at))
 
     # ---- the script's own loop over epochs ----------------------------------------------------
 
@@ -162,7 +163,7 @@ class Taken:
 
     # ---- going back, and on -------------------------------------------------------------------
 
-    def go_back(self, place: Place) -> None:
+    def go_back(self, place: Position) -> None:
         """A contribution that began there is to be computed once more."""
         self._ends_at = self.place
         self._go(place.batches)

@@ -1,0 +1,192 @@
+"""Between the records (`records.py`) and the messages of the same names: for each topic what reads and what writes it.
+
+A field that has the value which an absent one stands for is not written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...proto import parameter_server_pb2 as pb
+from .protocol import hyperparameters_from_proto, struct
+from .records import (
+    NO_COMPLETION,
+    NO_RESIDUAL,
+    Base,
+    CompletionInfo,
+    Contribution,
+    ContributionId,
+    ContributionKind,
+    Counts,
+    FirstInfo,
+    PayloadInfo,
+    Position,
+    ResidualInfo,
+    Timing,
+    TrainingInfo,
+)
+
+
+def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
+    """What announces its payload."""
+    message = pb.WorkerMessage()
+    header = message.contribution  # set field by field, which takes a third of making it from them
+    header.seq = contribution.id.seq
+    _write_counts(contribution.counts, header.counts)
+    _write_base(contribution.base, header.base)
+    _write_timing(contribution.timing, header.timing)
+    _write_payload(contribution.payload, header.payload)
+    _write_training(contribution.training, header.training)
+    if contribution.residual is not NO_RESIDUAL:
+        write_residual(contribution.residual, header.residual)
+    if contribution.completion is not NO_COMPLETION:
+        _write_completion(contribution.completion, header.completion)
+    if contribution.first is not None:
+        _write_first(contribution.first, header.first)
+    if contribution.position is not None:
+        header.position.CopyFrom(position_message(contribution.position))
+    return message
+
+
+def read_contribution(header: pb.Contribution, sender: tuple[int, int], kind: ContributionKind) -> Contribution:
+    """The contribution that this rank and incarnation sends. Refuses BAD_REQUEST hyperparameters that no optimizer
+    has."""
+    has = header.HasField
+    return Contribution(
+        ContributionId(*sender, header.seq),
+        kind,
+        _read_counts(header.counts),
+        _read_base(header.base),
+        _read_timing(header.timing),
+        _read_payload(header.payload),
+        _read_training(header.training),
+        read_residual(header.residual) if has("residual") else NO_RESIDUAL,
+        _read_completion(header.completion) if has("completion") else NO_COMPLETION,
+        _read_first(header.first) if has("first") else None,
+        read_position(header.position) if has("position") else None,
+    )
+
+
+# ---- by topic -----------------------------------------------------------------------------------------
+
+
+def _write_counts(counts: Counts, message: pb.Counts) -> None:
+    if counts.num_samples:
+        message.num_samples = counts.num_samples
+    if counts.num_training_steps is not None:
+        message.num_training_steps = counts.num_training_steps
+    if counts.num_batches is not None:
+        message.num_batches = counts.num_batches
+    if counts.part:
+        message.part = counts.part
+
+
+def _read_counts(message: pb.Counts) -> Counts:
+    return Counts(
+        message.num_samples,
+        message.num_training_steps if message.HasField("num_training_steps") else None,
+        message.num_batches if message.HasField("num_batches") else None,
+        message.part,
+    )
+
+
+def _write_base(base: Base, message: pb.Base) -> None:
+    if base.version:
+        message.version = base.version
+    if base.has_all:
+        message.has_all = True
+    if base.reference:
+        message.reference = base.reference
+
+
+def _read_base(message: pb.Base) -> Base:
+    return Base(message.version, message.has_all, message.reference)
+
+
+def _write_timing(timing: Timing, message: pb.Timing) -> None:
+    if timing.compute_s:
+        message.compute_s = timing.compute_s
+    if timing.transfer_s:
+        message.transfer_s = timing.transfer_s
+
+
+def _read_timing(message: pb.Timing) -> Timing:
+    return Timing(message.compute_s, message.transfer_s)
+
+
+def _write_payload(payload: PayloadInfo, message: pb.PayloadInfo) -> None:
+    if payload.num_bytes:
+        message.codec, message.num_bytes = payload.codec, payload.num_bytes
+    if payload.in_shared_memory:
+        message.in_shared_memory = True
+    if payload.without_gradient:
+        message.without_gradient.extend(payload.without_gradient)
+    if payload.continues:
+        message.continues = True
+
+
+def _read_payload(message: pb.PayloadInfo) -> PayloadInfo:
+    without = tuple(message.without_gradient) if message.without_gradient else ()
+    return PayloadInfo(message.codec, message.num_bytes, message.in_shared_memory, without, message.continues)
+
+
+def _write_training(training: TrainingInfo, message: pb.TrainingInfo) -> None:
+    if training.hyperparameters:
+        message.hyperparameters.extend(struct(group) for group in training.hyperparameters)
+    if training.clip_norm:
+        message.clip_norm = training.clip_norm
+    if training.loss:
+        message.loss = training.loss
+    if training.wants_weights:
+        message.wants_weights = True
+    if training.evaluates:
+        message.evaluates = True
+
+
+def _read_training(message: pb.TrainingInfo) -> TrainingInfo:
+    told = tuple(hyperparameters_from_proto(message.hyperparameters)) if message.hyperparameters else ()
+    return TrainingInfo(told, message.clip_norm, message.loss, message.wants_weights, message.evaluates)
+
+
+def write_residual(residual: ResidualInfo, message: pb.ResidualInfo) -> None:
+    if residual.norm:
+        message.norm = residual.norm
+    if residual.num_lost:
+        message.num_lost, message.lost_norm = residual.num_lost, residual.lost_norm
+
+
+def read_residual(message: pb.ResidualInfo) -> ResidualInfo:
+    return ResidualInfo(message.norm, message.num_lost, message.lost_norm)
+
+
+def _write_completion(completion: CompletionInfo, message: pb.CompletionInfo) -> None:
+    message.generation, message.failed = completion.generation, completion.failed
+    message.peer_bytes = completion.peer_bytes
+
+
+def _read_completion(message: pb.CompletionInfo) -> CompletionInfo:
+    return CompletionInfo(message.generation, message.failed, message.peer_bytes)
+
+
+def _write_first(first: FirstInfo, message: pb.FirstInfo) -> None:
+    message.num_samples, message.digest, message.run_steps = first.num_samples, first.digest, first.run_steps
+    message.rates.extend(first.rates)
+
+
+def _read_first(message: pb.FirstInfo) -> FirstInfo:
+    return FirstInfo(message.num_samples, message.digest, message.run_steps, tuple(message.rates))
+
+
+def position_message(position: Position) -> pb.Position:
+    told: dict[str, Any] = {} if position.epoch is None else {"epoch": position.epoch}
+    return pb.Position(
+        step=position.step,
+        local_steps=position.local_steps,
+        batches=position.batches,
+        epoch_batches=position.epoch_batches,
+        **told,
+    )
+
+
+def read_position(message: pb.Position) -> Position:
+    epoch = message.epoch if message.HasField("epoch") else None
+    return Position(message.step, message.local_steps, message.batches, epoch, message.epoch_batches)

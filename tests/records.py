@@ -1,0 +1,66 @@
+"""Contributions as tests say them: by the facts that matter to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paramserver.common.wire import records
+from paramserver.common.wire.records import Contribution, ContributionId
+from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.ps.core import events
+
+_TOPICS: dict[str, Any] = {
+    "counts": records.Counts,
+    "base": records.Base,
+    "timing": records.Timing,
+    "payload": records.PayloadInfo,
+    "training": records.TrainingInfo,
+    "residual": records.ResidualInfo,
+    "completion": records.CompletionInfo,
+    "first": records.FirstInfo,
+}
+
+
+def contribution_of(
+    seq: int,
+    version: int = 0,
+    num_samples: int = 1,
+    num_steps: int | None = None,
+    part: int = 0,
+    *,
+    seat: tuple[int, int] = (0, 1),
+    **facts: Any,
+) -> Contribution:
+    """Facts are fields of any topic, or whole topics, or the kind."""
+    topics: dict[str, dict[str, Any]] = {
+        "counts": {"num_samples": num_samples, "num_training_steps": num_steps, "part": part},
+        "base": {"version": version},
+    }
+    whole = {name: facts.pop(name) for name in list(facts) if name in _TOPICS or name == "kind"}
+    for fact, value in facts.items():
+        topic = next(name for name, kind in _TOPICS.items() if fact in kind.__dataclass_fields__)
+        topics.setdefault(topic, {})[fact] = value
+    made = {name: _TOPICS[name](**values) for name, values in topics.items()}
+    return Contribution(ContributionId(*seat, seq), **{**made, **whole})
+
+
+def contributed(rank: int, incarnation: int, seq: int, version: int, **facts: Any) -> events.Contributed:
+    """The event; also facts of the event itself."""
+    own = {name: facts.pop(name) for name in ("judgement", "looked_s", "traffic", "at") if name in facts}
+    return events.Contributed(contribution_of(seq, version, seat=(rank, incarnation), **facts), **own)
+
+
+def contribution_proto(seq: int, **facts: Any) -> pb.Contribution:
+    """The message; facts are fields of it or of any of its topics."""
+    message = pb.Contribution(seq=seq)
+    topics = {field.name: field.message_type for field in message.DESCRIPTOR.fields if field.name in _TOPICS}
+    for fact, value in facts.items():
+        if fact in message.DESCRIPTOR.fields_by_name:
+            message.MergeFrom(pb.Contribution(**{fact: value}))
+            continue
+        topic = next(name for name, kind in topics.items() if fact in kind.fields_by_name)
+        inner = getattr(message, topic)
+        inner.MergeFrom(type(inner)(**{fact: value}))
+        if not value and not isinstance(value, list | tuple):
+            setattr(inner, fact, value)  # said, though it is 0
+    return message
