@@ -19,7 +19,7 @@ from ..common.reporting.compared import write_report
 from ..common.reporting.curve import Point, add_trained
 from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
-from ..common.reporting.summary import Cost, Summary, WorkerSummary
+from ..common.reporting.summary import Cost, Summary
 from ..common.runstore.reading import RunStore, StoredRun, config_differences
 from .showing import plain, print_json
 
@@ -79,14 +79,11 @@ def trained(store: RunStore, run: StoredRun) -> list[Point]:
 
 def so_far(store: RunStore, run: StoredRun) -> Summary:
     """What a run that goes on, or ended without a word, has come to."""
-    last = store.series(run)[-1:]
-    rows = store.worker_series(run, after=last[0].tick - 1) if last else []
-    same = set(WorkerSummary.model_fields)
-    workers = [WorkerSummary(steps=row.step, **row.model_dump(include=same)) for row in rows]
-    found = Summary(
-        mode=run.mode, updates=run.version, version=run.version, wall_s=run.elapsed_s, final=run.figures,
-        curve=list(store.evaluations(run)), workers=workers, ended_by=run.ended_by,
-    )  # fmt: skip
+    known = {
+        **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.figures, "ended_by": run.ended_by,
+        "curve": list(store.evaluations(run)), "workers": list(store.newest_workers(run)),
+    }  # fmt: skip
+    found = Summary(**known)
     with suppress(ValidationError):  # of another version
         prices = CostConfig.model_validate(store.config(run).get("cost", {}))
         if prices.rate is not None:

@@ -25,7 +25,7 @@ Examples
   ps-runs compare baseline last --report out  the same as out/report.html and out/report.md
   ps-runs plot last --figure accuracy         in the terminal; --out FILE.svg or .png
   ps-runs export last --out last.csv          its series
-  ps-runs board                               all of them on a page, those that go on as well
+  ps-runs ui                                  all of them on a page, those that go on as well
 
 Servers keep their runs in output.track_dir (runs/paramserver.db), --no-store keeps none.
 """
@@ -140,21 +140,21 @@ def delete(
     showing.delete(_file(db), runs, force=force, as_json=as_json)
 
 
-@app.command("board")
-def board_(
+@app.command("ui")
+def ui(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="the file of runs", show_default=False)] = None,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="port 0 takes a free one")] = "127.0.0.1:0",
 ) -> None:
-    """A page with all runs, until it is interrupted."""
+    """Serve the dashboard with all runs until it is interrupted."""
     from ..common.errors import UsageError
 
     try:
-        from ..web.board import board
+        from ..web.dashboard import serve_dashboard
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the page needs the package {error.name}, which is not installed", fix="pip install 'paramserver[web]'"
         ) from None
-    board(_file(file), listen)
+    serve_dashboard(_file(file), listen)
 
 
 def main() -> None:

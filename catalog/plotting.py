@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from ..common.errors import UsageError
+from ..common.reporting.metrics import Display, shown_of_run
 from ..common.reporting.pictures import png, svg
 from ..common.reporting.report import figure as written
 from ..common.runstore.reading import RunStore, StoredRun
@@ -13,7 +14,6 @@ from .showing import plain, print_json, write
 
 _COLUMNS, _ROWS = 72, 16
 _OVER = {"step": "step", "time": "elapsed_s", "samples": "samples", "bytes": "num_bytes"}
-_OF_SERIES = ("loss", "samples_per_s", "version", "num_workers")
 
 
 def plot(path: Path, told: str, what: tuple[str, str], out: Path | None, *, as_json: bool) -> None:
@@ -40,16 +40,15 @@ def plot(path: Path, told: str, what: tuple[str, str], out: Path | None, *, as_j
 
 def points_of(store: RunStore, run: StoredRun, figure: str, over: str) -> list[tuple[float, float]]:
     """(x, value) of a series, or of evaluations. UsageError names what there is."""
-    if figure in _OF_SERIES:
-        rows = [point.model_dump() for point in store.series(run)]
-        found = [(row[_OVER[over]], row[figure]) for row in rows if row[figure] is not None]
+    metrics = [metric.name for metric in shown_of_run(Display.STATUS)]
+    if figure in metrics:
+        values = [(getattr(row, _OVER[over]), getattr(row, figure)) for row in store.series(run)]
+        found = [(x, y) for x, y in values if x is not None and y is not None]
     else:
         evaluated = store.evaluations(run)
         known = list(dict.fromkeys(name for point in evaluated for name in point.figures))
         if figure not in known:
-            raise UsageError(
-                f"run {run.label} has no figure {figure}", fix=f"it has {', '.join([*_OF_SERIES, *known])}"
-            )
+            raise UsageError(f"run {run.label} has no figure {figure}", fix=f"it has {', '.join([*metrics, *known])}")
         found = [(getattr(point, _OVER[over]), point.figures[figure]) for point in evaluated if figure in point.figures]
     found = [(float(x), float(y)) for x, y in found if x is not None and math.isfinite(y)]
     if len(found) < 2:

@@ -15,7 +15,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..common.errors import OutputError, UsageError
-from ..common.reporting.report import duration, figure, report_console, size, summary_table
+from ..common.reporting.metrics import Display, shown_of_run
+from ..common.reporting.report import duration, figure, report_console, summary_table
 from ..common.runstore.changing import remove, rename
 from ..common.runstore.reading import RunStore, StoredRun
 from ..common.wire.json_text import to_json
@@ -58,7 +59,7 @@ def show_run(path: Path, told: str, *, as_json: bool) -> None:
             return
         summary, events = store.summary(run), store.events(run)
         machine, code, evaluations = store.machine(run), store.code(run), store.evaluations(run)
-        checkpoints = store.checkpoints(run)
+        snapshots = store.snapshots(run)
     console = report_console()
     state = _STATES.get(run.state, run.state)
     console.print(Text(plain(f"{run.label}   {run.id}   {run.work}, {run.mode}   {state}"), style="bold"))
@@ -68,17 +69,17 @@ def show_run(path: Path, told: str, *, as_json: bool) -> None:
     if summary is not None:
         console.print(summary_table(summary.model_copy(update={"mode": plain(summary.mode)})))
     else:
-        loss = "" if run.loss is None else f", loss {figure(run.loss)}"
-        told = f"step {run.step:,}, version {run.version:,}{loss}, {size(run.num_bytes)} in {duration(run.elapsed_s)}"
-        heard = "" if run.state == "running" else f"; last heard of {when(run.heard_at)}"
-        console.print(Text(plain(told + heard)))
+        values = [f"{one.label} {one.text(getattr(run, one.name))}" for one in shown_of_run(Display.STATUS)]
+        console.print(Text(plain("   ".join(values))))
+        if run.state != "running":
+            console.print(Text(f"last heard of {when(run.heard_at)}"))
     if run.ended_by:
         console.print(Text(plain(run.ended_by), style="yellow"))
     for point in evaluations[-5:]:
         figures = "   ".join(f"{name} {figure(value)}" for name, value in point.figures.items())
         console.print(Text(plain(f"evaluated at step {point.step:,}: {figures}")))
-    if checkpoints:
-        console.print(Text(plain(f"{len(checkpoints)} snapshots, the newest {checkpoints[-1].path}")))
+    if snapshots:
+        console.print(Text(plain(f"{len(snapshots)} snapshots, the newest {snapshots[-1].path}")))
     for event in events[-_MOST_EVENTS:]:
         rank = "" if event.rank is None else f" rank {event.rank}"
         fields = " ".join(f"{name}={value}" for name, value in event.fields.items() if not isinstance(value, dict))
@@ -107,7 +108,7 @@ def everything(store: RunStore, run: StoredRun) -> dict[str, Any]:
         "run": run.model_dump(), "summary": summary.model_dump() if summary else None, "config": store.config(run),
         "code": store.code(run), "machine": store.machine(run),
         "evaluations": [point.model_dump() for point in store.evaluations(run)],
-        "checkpoints": [one.model_dump() for one in store.checkpoints(run)],
+        "snapshots": [one.model_dump() for one in store.snapshots(run)],
         "events": [event.model_dump() for event in store.events(run)],
         "series": [point.model_dump() for point in store.series(run)],
         "worker_series": [point.model_dump() for point in store.worker_series(run)],

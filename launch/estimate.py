@@ -88,7 +88,7 @@ def _taken(summary: Summary, few: int) -> int:
     """Training steps of each worker; `few` were wanted."""
     if not summary.workers:
         return few
-    return min(few, sum(worker.steps for worker in summary.workers) // len(summary.workers))
+    return min(few, sum(worker.training_steps for worker in summary.workers) // len(summary.workers))
 
 
 def _planned(
@@ -145,5 +145,5 @@ def _once(summary: Summary) -> float:
     sent = [worker.bytes_sent for worker in workers]
     if len(workers) > 1 and len({worker.contributions for worker in workers}) == 1 and max(sent) < 2 * min(sent):
         return float((len(workers) + 1) * (max(sent) - min(sent)))
-    num_down = summary.updates * len(workers) if len(workers) > 1 else summary.updates
+    num_down = summary.version * len(workers) if len(workers) > 1 else summary.version
     return summary.num_bytes * (len(workers) + 1) / max(1, 2 * num_down + len(workers) + 1)

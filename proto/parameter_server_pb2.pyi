@@ -826,51 +826,53 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "mode", "version", "elapsed_s", "steps", "step", "waiting", "workers", "left_out", "settings")
+    __slots__ = ("run", "mode", "version", "step", "waiting", "workers", "left_out", "settings", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RUN_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     run: str
     mode: str
     version: int
-    elapsed_s: float
-    steps: int
     step: int
     waiting: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     left_out: int
     settings: RunSettings
-    def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., steps: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., left_out: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ...) -> None: ...
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., left_out: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "state", "step", "lead", "loss", "samples_per_s", "compute_share", "transfer_share", "wait_share", "waiting_for", "lane")
+    __slots__ = ("rank", "state", "waiting_for", "lane", "codec", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RANK_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    LEAD_FIELD_NUMBER: _ClassVar[int]
-    LOSS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_SHARE_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_SHARE_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SHARE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: str
-    step: int
-    lead: int
-    loss: float
-    samples_per_s: float
-    compute_share: float
-    transfer_share: float
-    wait_share: float
     waiting_for: str
     lane: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., lead: _Optional[int] = ..., loss: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., compute_share: _Optional[float] = ..., transfer_share: _Optional[float] = ..., wait_share: _Optional[float] = ..., waiting_for: _Optional[str] = ..., lane: _Optional[str] = ...) -> None: ...
+    codec: str
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., lane: _Optional[str] = ..., codec: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...

@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..common.reporting.watched import Line
+from ..common.reporting.metrics import Display, Metric, shown_of_run, shown_of_workers
+from ..common.runstore.reading import StoredRun
 from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
 from .feed import Feed, Message
@@ -30,7 +31,7 @@ _STATIC = Path(__file__).parent / "static"
 _STYLE = "style.css"
 MOST_VIEWERS = 32
 _KEEP_ALIVE_S = 15.0
-_LINES = TypeAdapter(list[Line])
+_LIST = TypeAdapter(list[StoredRun])
 
 
 class Runs:
@@ -45,10 +46,10 @@ class Runs:
 
     def begin(self, feed: Feed, version: int) -> None:
         """A run of this process, from `version` on. What was before it is on record, where runs are kept."""
-        about = feed.watched.about
-        before = self.store.watched(about.run) if self.store is not None and about.server_incarnation > 1 else None
+        about = feed.view.about
+        before = self.store.view(about.run) if self.store is not None and about.server_incarnation > 1 else None
         if before is not None:
-            feed.watched.goes_on(before, version)
+            feed.view.continue_from(before, version)
         self.live[about.run] = feed
 
     def feed(self, name: str) -> Feed:
@@ -57,22 +58,22 @@ class Runs:
             return next(reversed(self.live.values()))
         if name in self.live:
             return self.live[name]
-        watched = self.store.watched(name) if self.store is not None else None
-        if watched is None:
-            known = [*self.live, *(one.run for one in self.listed()[:20])]
+        view = self.store.view(name) if self.store is not None else None
+        if view is None:
+            known = [*self.live, *(one.id for one in self.listed()[:20])]
             raise HTTPException(404, f"no run {name[:80]}; there are: {', '.join(dict.fromkeys(known)) or 'none'}")
-        return Feed.of(watched)
+        return Feed.of(view)
 
-    def listed(self) -> list[Line]:
-        """A line each, the newest first."""
+    def listed(self) -> list[StoredRun]:
+        """All runs, the newest first."""
         stored = self.store.runs() if self.store is not None else []
-        return [*map(_line, reversed(self.live.values())), *(one for one in stored if one.run not in self.live)]
+        return [*map(_listed, reversed(self.live.values())), *(one for one in stored if one.id not in self.live)]
 
     def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
         """How a run that another process writes is read again; None for what is told by itself."""
         if feed in self.live.values() or feed.is_over:
             return None
-        return lambda: self.feed(feed.watched.about.run)
+        return lambda: self.feed(feed.view.about.run)
 
     def check_room(self) -> None:
         """HTTPException 503 where as many look as may."""
@@ -99,7 +100,7 @@ def make_app(runs: Runs) -> Starlette:
         return handle
 
     async def listed(request: Request) -> Response:
-        return Response(_LINES.dump_json(runs.listed()), media_type="application/json")
+        return Response(_LIST.dump_json(runs.listed()), media_type="application/json")
 
     async def whole(request: Request) -> Response:
         return Response(runs.feed(request.path_params["run"]).whole().data, media_type="application/json")
@@ -122,6 +123,10 @@ def make_app(runs: Runs) -> Starlette:
     async def health(request: Request) -> Response:
         return JSONResponse(Health(runs=len(runs.live), viewers=runs.num_viewers).model_dump())
 
+    async def metrics(request: Request) -> Response:
+        found = {"run": shown_of_run(Display.PAGE), "worker": shown_of_workers(Display.PAGE)}
+        return JSONResponse({scope: [_described(metric) for metric in shown] for scope, shown in found.items()})
+
     async def described(request: Request) -> Response:
         return JSONResponse(description())
 
@@ -134,7 +139,7 @@ def make_app(runs: Runs) -> Starlette:
         return handle
 
     def newest(feed: Feed) -> Any:
-        tick = feed.watched.newest
+        tick = feed.view.newest
         return tick.model_dump(mode="json") if tick is not None else None
 
     return Starlette(
@@ -146,15 +151,14 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/openapi.json", described),
             Route("/api/health", health),
             Route("/api/session", session),
+            Route("/api/metrics", metrics),
             Route("/api/runs", listed),
             Route("/api/runs/{run}", whole),
             Route("/api/runs/{run}/status", of_run(newest)),
             Route("/api/runs/{run}/workers", of_run(_workers)),
-            Route("/api/runs/{run}/metrics", of_run(lambda feed: feed.watched.series)),
-            Route("/api/runs/{run}/events", of_run(lambda feed: [one.model_dump() for one in feed.watched.events])),
-            Route(
-                "/api/runs/{run}/snapshots", of_run(lambda feed: [one.model_dump() for one in feed.watched.snapshots])
-            ),
+            Route("/api/runs/{run}/metrics", of_run(lambda feed: feed.view.series)),
+            Route("/api/runs/{run}/events", of_run(lambda feed: [one.model_dump() for one in feed.view.events])),
+            Route("/api/runs/{run}/snapshots", of_run(lambda feed: [one.model_dump() for one in feed.view.snapshots])),
             Route("/api/runs/{run}/controls", control, methods=["POST"]),
             Route("/api/events", events),
             WebSocketRoute("/ws/events", socket),
@@ -183,22 +187,28 @@ def _file(files: dict[str, tuple[bytes, str]], name: str, request: Request) -> R
     return Response(body, media_type=guess_type(name)[0], headers=headers)
 
 
-def _line(feed: Feed) -> Line:
-    about, tick = feed.watched.about, feed.watched.newest
-    found = Line(run=about.run, mode=about.mode, task=about.task, started=about.started)
-    found.state = "over" if feed.is_over else "live"
-    if tick is not None:
-        status = tick.status
-        for name in ("step", "steps", "version", "loss", "samples", "samples_per_s", "num_bytes", "elapsed_s"):
-            setattr(found, name, getattr(status, name))
-        found.workers = status.num_ranks if feed.is_over else status.num_joined
-        found.figures = tick.totals.final or (status.evaluated.figures if status.evaluated else {})
-    return found
+def _listed(feed: Feed) -> StoredRun:
+    """A run of this process, as the run store would have it."""
+    about, tick = feed.view.about, feed.view.newest
+    state = "over" if feed.is_over else "live"
+    known: dict[str, Any] = {
+        "id": about.run, "mode": about.mode, "work": about.task, "started_at": about.started, "state": state,
+    }  # fmt: skip
+    if tick is None:
+        return StoredRun(**known)
+    status = tick.status
+    figures = tick.final or (status.evaluated.figures if status.evaluated else {})
+    known |= {"waiting": status.waiting_reason(), "figures": figures, **status.row()}
+    return StoredRun(**known | ({"num_workers": status.num_ranks} if feed.is_over else {}))
+
+
+def _described(metric: Metric) -> dict[str, str]:
+    return {"name": metric.name, "label": metric.label, "help": metric.help, "unit": metric.unit.value}
 
 
 def _workers(feed: Feed) -> list[dict[str, Any]]:
-    """What each does now, and its sums over the run."""
-    tick = feed.watched.newest
+    """All workers: what each does now, and its metrics."""
+    tick = feed.view.newest
     return [worker.model_dump() for worker in tick.status.workers] if tick is not None else []
 
 

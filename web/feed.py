@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
-from ..common.reporting.watched import About, Tick, Watched
+from ..common.reporting.view import About, Tick, View
 
 _AGAIN_S = 1.0
 _KEPT = 4  # ticks for viewers that are a little late
@@ -29,8 +29,8 @@ class Message(NamedTuple):
 class Feed:
     """Of one run that goes on."""
 
-    def __init__(self, watched: Watched, control: Control | None = None) -> None:
-        self.watched = watched
+    def __init__(self, view: View, control: Control | None = None) -> None:
+        self.view = view
         self.control = control
         self.is_over = False
         self._number = 0
@@ -40,14 +40,14 @@ class Feed:
         self._num_viewers = 0
 
     @classmethod
-    def of(cls, watched: Watched) -> Feed:
+    def of(cls, view: View) -> Feed:
         """Of a run on record, as it was read."""
-        feed = cls(watched)
-        feed.is_over = watched.newest is None or watched.newest.is_over
+        feed = cls(view)
+        feed.is_over = view.newest is None or view.newest.is_over
         return feed
 
     def push(self, tick: Tick) -> None:
-        self.watched.add(tick)
+        self.view.add(tick)
         self._number += 1
         self.is_over = tick.is_over
         if self._num_viewers:  # who comes later begins with the whole
@@ -57,7 +57,7 @@ class Feed:
 
     def retell(self, about: About) -> None:
         """The run is not what it began as: everyone gets the whole again."""
-        self.watched.about = about
+        self.view.about = about
         self._number += 1
         self._ticks.clear()
         self._whole = None
@@ -74,7 +74,7 @@ class Feed:
 
     def whole(self) -> Message:
         if self._whole is None or self._whole.number != self._number:
-            self._whole = Message("whole", self._number, self.watched.model_dump_json())
+            self._whole = Message("whole", self._number, self.view.model_dump_json())
         return self._whole
 
     async def messages(self, again: Callable[[], Feed | None] | None = None) -> AsyncIterator[Message]:

@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ..common.reporting.status import Status
-from ..common.reporting.watched import COLUMNS, Happened, Line, Snapshot, Tick, Watched
+from ..common.reporting.view import Event, Snapshot, Tick, View, series_columns
+from ..common.runstore.reading import StoredRun
 from ..common.version import PROGRAM_VERSION
 
 
@@ -41,7 +42,7 @@ class Refusal(BaseModel):
     fix: str
 
 
-_KINDS = (Status, Tick, Watched, Happened, Snapshot, Line, Session, Health, Done, Refusal)
+_KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Session, Health, Done, Refusal)
 _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "string"},
         "description": "its name, or `live`: the newest that goes on"}  # fmt: skip
 
@@ -69,13 +70,14 @@ def description() -> dict[str, Any]:
         "paths": {
             "/api/health": _get("whether the page is there", _ref("Health")),
             "/api/session": _get("what the caller may do", _ref("Session")),
-            "/api/runs": _get("all runs, a line each", _many("Line")),
-            "/api/runs/{run}": _get("all that the page shows of one", _ref("Watched"), _RUN),
+            "/api/metrics": _get("names, labels, units and help of the metrics of a run and of a worker", _metrics()),
+            "/api/runs": _get("all runs", _many("StoredRun")),
+            "/api/runs/{run}": _get("all that the page shows of one", _ref("View"), _RUN),
             "/api/runs/{run}/status": _get("where it stands; null before it has said so",
                                            {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
             "/api/runs/{run}/workers": _get("its workers", _many("WorkerStatus"), _RUN),
             "/api/runs/{run}/metrics": _get("figures over time, in columns", _ref("Series"), _RUN),
-            "/api/runs/{run}/events": _get("what happened", _many("Happened"), _RUN),
+            "/api/runs/{run}/events": _get("what happened", _many("Event"), _RUN),
             "/api/runs/{run}/snapshots": _get("its snapshots that are kept", _many("Snapshot"), _RUN),
             "/api/runs/{run}/controls": {"post": _control()},
             "/api/events": _get("live, as server-sent events, with `number` as their id", _ref("Message"), _QUERY,
@@ -88,7 +90,15 @@ def description() -> dict[str, Any]:
 def _series() -> dict[str, Any]:
     """Columns of one length."""
     column = {"type": "array", "items": {"type": ["number", "null"]}}
-    return {"type": "object", "required": [*COLUMNS], "properties": dict.fromkeys(COLUMNS, column)}
+    return {"type": "object", "required": series_columns(), "properties": dict.fromkeys(series_columns(), column)}
+
+
+def _metrics() -> dict[str, Any]:
+    """Those of a run and those of a worker."""
+    names = ["name", "label", "help", "unit"]
+    one = {"type": "object", "required": names, "properties": {name: {"type": "string"} for name in names}}
+    metrics = {"type": "array", "items": one}
+    return {"type": "object", "required": ["run", "worker"], "properties": {"run": metrics, "worker": metrics}}
 
 
 def _message() -> dict[str, Any]:
@@ -98,7 +108,7 @@ def _message() -> dict[str, Any]:
         properties = {"event": {"const": kind}, "number": {"type": "integer"}, "data": data}
         return {"type": "object", "required": [*properties], "properties": properties}
 
-    return {"oneOf": [of("whole", _ref("Watched")), of("tick", _ref("Tick")), of("over", {"type": "object"})]}
+    return {"oneOf": [of("whole", _ref("View")), of("tick", _ref("Tick")), of("over", {"type": "object"})]}
 
 
 def _ref(name: str) -> dict[str, str]:

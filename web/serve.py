@@ -18,7 +18,7 @@ from ..common.config.addresses import split_address
 from ..common.config.schema import Config
 from ..common.errors import AuthError, BindError
 from ..common.reporting.log import get_logger
-from ..common.reporting.watched import About, Tick, Watched
+from ..common.reporting.view import About, Tick, View
 from ..common.runstore.schema import FILE
 from ..common.security import WEB_TOKEN_VARIABLE, is_loopback, read_token
 from .app import MOST_VIEWERS, Runs, make_app
@@ -141,9 +141,9 @@ class Page:
 
     # ---- from the run's thread ------------------------------------------------------------------
 
-    def begin(self, watched: Watched, control: Control | None = None, version: int = 0) -> None:
+    def begin(self, view: View, control: Control | None = None, version: int = 0) -> None:
         """`version`: that the run goes on from; what is on record of it up to there is shown too."""
-        self._feed = feed = Feed(watched, control)
+        self._feed = feed = Feed(view, control)
         self._loop.call_soon_threadsafe(self._runs.begin, feed, version)
 
     def retell(self, about: About) -> None:

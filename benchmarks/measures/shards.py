@@ -83,7 +83,7 @@ def _held_bytes(server: ServerProcess, shards: int) -> list[int]:
         return []
     server.wait_for("status", _STATE_S)
     statuses = [event for event in server.events if event.get("event") == "status"]
-    full = [event["held_bytes"] for event in statuses if len(event.get("held_bytes", [])) == shards]
+    full = [event["shard_bytes"] for event in statuses if len(event.get("shard_bytes", [])) == shards]
     return list(full[-1]) if full else []
 
 

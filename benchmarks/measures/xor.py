@@ -91,7 +91,7 @@ def _run(options: XorOptions) -> float:
         if done.returncode != 0:
             raise ParamServerError(f"ps-launch ended with {done.returncode}\n{done.stderr[-2000:]}")
         summary = json.loads(path.read_text(encoding="utf-8"))
-    return float(summary["wall_s"]) / sum(worker["steps"] for worker in summary["workers"])
+    return float(summary["wall_s"]) / sum(worker["training_steps"] for worker in summary["workers"])
 
 
 def _rates(samples: Samples) -> dict[str, float]:

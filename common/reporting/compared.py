@@ -13,7 +13,7 @@ from .curve import TRAINED, Point
 from .findings import findings, spreads, target_of
 from .output import check_writable, write_whole
 from .pictures import Curves, bar_svg, png, svg
-from .report import amount, comparison_cells, count, share, two
+from .report import comparison_cells, run_measures
 from .summary import Summary
 
 Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
@@ -22,12 +22,6 @@ _FILES = ("report.html", "report.md")
 _NO_PNG = "The curves are in report.html only: matplotlib, which draws PNG, is not installed (paramserver[bench])."
 _TRAINED = "Not all were evaluated on their way (run.eval_every): train_loss is drawn, which workers told in training."
 _MOST_ROWS = 50  # of a curve in Markdown
-_BARS: list[tuple[str, Callable[[Summary], float | None], Callable[[float], str]]] = [
-    ("waiting, of the workers' time", lambda run: run.wait_share, share),
-    ("staleness, mean versions", lambda run: run.staleness_mean, two),
-    ("samples a second", lambda run: run.samples_per_s, count),
-    ("sent and received", lambda run: run.num_bytes, amount),
-]
 _UNITS: dict[str, Callable[[Point], float | None]] = {
     "s": lambda point: point.elapsed_s,
     "steps": lambda point: float(point.step),
@@ -72,11 +66,11 @@ def write_report(
             told += [_NO_PNG] if _NO_PNG not in told else []
         else:
             lines += ["", f"![{name} over {unit}]({file})"]
-    for what, get, write in _BARS:
-        of = spreads(runs, get)
+    for measure in run_measures(runs):
+        of = spreads(runs, measure.get)
         if any(spread.high for spread in of.values()):
-            bars = [(label, *spread, spread.told(write)) for label, spread in of.items()]
-            parts += [f"<h2>{escape(what.capitalize())}</h2>", bar_svg(bars)]
+            bars = [(label, *spread, spread.told(measure.write)) for label, spread in of.items()]
+            parts += [f"<h2>{escape(measure.name)}</h2>", bar_svg(bars)]
     for label, run, name in _drawn(runs):
         lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | bytes |", "| --- | --- | --- | --- |"]
         points = run.points_of(name)

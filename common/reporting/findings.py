@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from ..config.conditions import Condition
 from .curve import TRAINED, is_up
-from .report import Spread, amount, count, figure, rate, share, two
+from .metrics import rate
+from .report import Spread, amount, count, figure, share, two
 from .summary import Summary, price
 
 Runs = Sequence[tuple[str, Summary]]

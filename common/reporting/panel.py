@@ -10,7 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .report import PipeConsole, figure, share, status_figures
+from .metrics import Display, Metric, shown_of_workers
+from .report import PipeConsole, status_figures
 from .status import Status, WorkerStatus
 
 RANK_COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
@@ -74,25 +75,22 @@ def _reasons(status: Status) -> list[Text]:
 
 
 def _workers(status: Status) -> Table:
+    metrics = shown_of_workers(Display.TERMINAL)
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("worker", justify="right", no_wrap=True)
     table.add_column("state", min_width=9, no_wrap=True)
-    for name in ("step", "lead", "loss", "samples/s", "compute", "transfer", "wait"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for metric in metrics:
+        table.add_column(metric.label, justify="right", no_wrap=True)
     for worker in status.workers:
-        table.add_row(*_worker_row(worker, status.steps))
+        table.add_row(*_worker_row(worker, metrics, status.steps))
     return table
 
 
-def _worker_row(worker: WorkerStatus, num_steps: int) -> list[RenderableType]:
-    return [
-        Text(str(worker.rank), style=RANK_COLOURS[worker.rank % len(RANK_COLOURS)]),
-        Text(worker.state, style=_STATE_STYLES.get(worker.state, "")),
-        f"{worker.step:,}/{num_steps:,}" if num_steps else f"{worker.step:,}",
-        str(worker.lead),
-        "-" if worker.loss is None else figure(worker.loss),
-        "-" if worker.samples_per_s is None else f"{worker.samples_per_s:,.0f}",
-        share(worker.compute_share),
-        share(worker.transfer_share),
-        share(worker.wait_share),
-    ]
+def _worker_row(worker: WorkerStatus, metrics: list[Metric], num_steps: int) -> list[RenderableType]:
+    rank = Text(str(worker.rank), style=RANK_COLOURS[worker.rank % len(RANK_COLOURS)])
+    cells = [metric.text(getattr(worker, metric.name)) for metric in metrics]
+    if num_steps:
+        cells = [
+            f"{cell}/{num_steps:,}" if one.name == "step" else cell for one, cell in zip(metrics, cells, strict=True)
+        ]
+    return [rank, Text(worker.state, style=_STATE_STYLES.get(worker.state, "")), *cells]

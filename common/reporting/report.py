@@ -1,7 +1,7 @@
 """What people read of a run: its status in a line, tables of results of one run and of several side by side.
 
-The columns of `summary_table` that are zero for every worker (dropped, rejected, restarts) are
-left out, so that it fits 100 columns. Written to a file or a pipe, nothing is ever cut.
+The columns of rare metrics that are zero for every worker (dropped, rejected, restarts) are left out, so that tables
+fit 100 columns. Written to a file or a pipe, nothing is ever cut.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..config.conditions import Condition
+from .metrics import OF_WORKER, Display, Metric, Value, shown_of_run, shown_of_workers
 from .pictures.words import duration, figure, share, size
-from .status import Status
-from .summary import Summary, WorkerSummary, price
+from .status import Status, WorkerStatus
+from .summary import Summary, price
 
 _FILE_WIDTH = 160  # without a terminal: wide enough that no table is cut; tables take only what they need
 
@@ -65,55 +66,12 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def rate(value: float) -> str:
-    """With a decimal where it is small."""
-    return f"{value:,.1f}" if value < 100 else count(value)
-
-
 def two(value: float) -> str:
     return f"{value:.2f}"
 
 
-_RUN_COLUMNS: list[Measure] = [
-    Measure("wall s", lambda run: run.wall_s, seconds),
-    Measure("updates", lambda run: run.updates, count),
-    Measure("samples/s", lambda run: run.samples_per_s, count),
-    Measure("steps/s", lambda run: run.union_steps_per_s, rate),  # of the union batch
-    Measure("stale mean", lambda run: run.staleness_mean, two),
-    Measure("stale max", lambda run: run.staleness_max, count),
-    Measure("waiting", lambda run: run.wait_share, share),
-    Measure("traffic", lambda run: run.num_bytes, amount),
-    Measure("each", lambda run: run.num_bytes / max(1, len(run.workers)), amount),
-]
-
 _WIDTH = 100  # of a comparison,
-_FIRST_TO_GO = ("traffic", "updates", "stale max", "waiting", "stale mean")  # where it would be wider
-
-_WORKER_COLUMNS: list[tuple[str, Callable[[WorkerSummary], str]]] = [
-    ("worker", lambda worker: f"{worker.rank}"),
-    ("steps", lambda worker: f"{worker.steps:,}"),
-    ("samples", lambda worker: "-" if worker.samples is None else f"{worker.samples:,}"),
-    ("compute\ns", lambda worker: f"{worker.compute_s:.1f}"),
-    ("transfer\ns", lambda worker: f"{worker.transfer_s:.1f}"),
-    ("wait\ns", lambda worker: f"{worker.wait_s:.1f}"),
-    ("stale\nmean", lambda worker: f"{worker.staleness_mean:.2f}"),
-    ("stale\nmax", lambda worker: f"{worker.staleness_max}"),
-    ("lead\nmax", lambda worker: f"{worker.lead_max}"),
-    ("sent", lambda worker: size(worker.bytes_sent)),
-    ("received", lambda worker: size(worker.bytes_received)),
-]
-_RARE_COLUMNS: list[tuple[str, Callable[[WorkerSummary], float]]] = [
-    ("contri-\nbutions", lambda worker: worker.contributions if worker.contributions != worker.steps else 0),
-    ("among", lambda worker: worker.bytes_among),
-    ("restarts", lambda worker: worker.restarts),
-    ("dropped", lambda worker: worker.dropped),
-    ("rejected", lambda worker: worker.rejected),
-    ("skipped", lambda worker: worker.skipped),
-    ("clipped", lambda worker: worker.clipped),
-    ("kept\nback", lambda worker: worker.residual),
-    ("times\nlost", lambda worker: worker.residuals_lost),
-    ("lost", lambda worker: worker.residual_lost),
-]
+_FIRST_TO_GO = ("traffic", "version", "stale max", "waiting", "stale mean")  # where it would be wider
 
 
 class PipeConsole(Console):
@@ -131,15 +89,14 @@ def report_console(file: IO[str] | None = None) -> Console:
 
 def summary_table(summary: Summary) -> RenderableType:
     """The end of one run: a headline with the figures that matter, and a row per worker."""
-    rare = [(name, get) for name, get in _RARE_COLUMNS if any(get(worker) for worker in summary.workers)]
-    table = _table(name for name, _ in [*_WORKER_COLUMNS, *rare])
+    metrics = [metric for metric in shown_of_workers(Display.SUMMARY) if _is_worth_it(metric, summary.workers)]
+    table = _table(["worker", *(metric.label.replace(" ", "\n") for metric in metrics)])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
-        table.add_row(*(get(worker) for _, get in _WORKER_COLUMNS), *(_rare(name, get(worker)) for name, get in rare))
-    rate = summary.samples_per_s
-    samples_per_s = f"{rate:,.0f}" if summary.wall_s and rate is not None else "-"
+        table.add_row(str(worker.rank), *(metric.text(getattr(worker, metric.name)) for metric in metrics))
+    samples_per_s = OF_WORKER["samples_per_s"].text(summary.samples_per_s if summary.wall_s else None)
     headline = Text.assemble(
         (describe_mode(summary), "bold"),
-        f"   {summary.updates:,} updates in {duration(summary.wall_s)}",
+        f"   {summary.version:,} updates in {duration(summary.wall_s)}",
         f"   {samples_per_s} samples/s   waiting {share(summary.wait_share)}",
         f"   {_lanes(summary)}" if summary.workers else "",
     )
@@ -157,6 +114,13 @@ def summary_table(summary: Summary) -> RenderableType:
         parts.append(Text(f"best at step {best.step:,} of {len(summary.curve)} evaluations: {figures}"))
     parts += [table] if summary.workers else []
     return Group(*parts)
+
+
+def _is_worth_it(metric: Metric, workers: list[WorkerStatus]) -> bool:
+    """Whether a column of it says something that the others do not."""
+    if metric.differs_from:
+        return any(getattr(worker, metric.name) != getattr(worker, metric.differs_from) for worker in workers)
+    return not metric.is_rare or any(getattr(worker, metric.name) for worker in workers)
 
 
 def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> Table:
@@ -191,9 +155,7 @@ def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> l
     columns = [Measure(name, partial(_final, name), figure) for name in finals]
     if target is not None:
         columns.append(Measure(f"s to {target}", partial(_seconds_to, target), seconds))
-    columns += _RUN_COLUMNS
-    if any(worker.bytes_among for _, run in runs for worker in run.workers):
-        columns.append(Measure("among", _among, amount))
+    columns += run_measures(runs)
     if paid := [run.cost for _, run in runs if run.cost]:
         columns.append(Measure("cost", lambda run: run.cost.total if run.cost else None,
                                lambda total: f"{price(total)} {paid[0].currency}"))  # fmt: skip
@@ -201,9 +163,18 @@ def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> l
     return columns
 
 
-def _among(run: Summary) -> float:
-    """Bytes that each worker sent the others."""
-    return sum(worker.bytes_among for worker in run.workers) / max(1, len(run.workers))
+def run_measures(runs: Sequence[tuple[str, Summary]]) -> list[Measure]:
+    """The metrics that a comparison displays, without rare ones that no run has."""
+    return [
+        Measure(metric.label, partial(_metric, metric.name), metric.text)
+        for metric in shown_of_run(Display.REPORT)
+        if not metric.is_rare or any(getattr(run, metric.name) for _, run in runs)
+    ]
+
+
+def _metric(name: str, run: Summary) -> Value:
+    value: Value = getattr(run, name)
+    return value
 
 
 def _final(name: str, run: Summary) -> float | None:
@@ -258,14 +229,6 @@ def status_figures(status: Status, width: int, job: str = "") -> list[str]:
 def describe_mode(summary: Summary) -> str:
     """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`."""
     return summary.label
-
-
-def _rare(name: str, value: float) -> str:
-    return size(value) if name == "among" else _count(value)
-
-
-def _count(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else figure(value)
 
 
 def _direction(cosine: float | None, gain: float | None) -> Text:

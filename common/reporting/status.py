@@ -1,80 +1,110 @@
 """Where a run stands at one moment: one type from the server, or a run without one, to the screen.
 
-As the log event `status`, the answer to the call Status (proto/parameter_server.proto), and what the launcher shows.
+As the log event `status`, the reply to the call Status (proto/parameter_server.proto), and what the launcher shows. Its
+numbers are the metrics of `metrics.py`, as attributes by their names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
 from .curve import Point
-from .summary import total_or_unknown
+from .metrics import OF_RUN, OF_WORKER, Display, Metric, Value, completed, over_workers
 
-_OFTEN_EMPTY = ("versions", "held_bytes", "evaluated", "left_out", "total")
+_OFTEN_EMPTY = ("versions", "shard_bytes", "evaluated", "left_out")
 
 
-class WorkerStatus(BaseModel):
-    """One rank at one moment. Shares are parts (0..1) of its time."""
+class Measured(BaseModel):
+    """A record with metrics beside its fields: attributes with the names of the table.
+
+    A metric that nobody gave is derived from others, or has its default. Unknown names are ignored.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, int | float | None] = Field(init=False)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @classmethod
+    def metrics(cls) -> list[Metric]:
+        """The metrics that such a record has."""
+        raise NotImplementedError
+
+    def parts(self) -> list[WorkerStatus]:
+        """The workers whose metrics add up to those of this record."""
+        return []
+
+    def row(self) -> dict[str, Value]:
+        """All metrics by name."""
+        return dict(self.model_extra or {})
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """A record of values that need no checks."""
+        made: Any = cls.model_construct(**values | completed(cls.metrics(), values))
+        return made
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {*cls.model_fields, *(metric.name for metric in cls.metrics())}
+        return {name: value for name, value in data.items() if name in known}
+
+    @model_validator(mode="after")
+    def _complete(self) -> Measured:
+        extra = self.model_extra
+        assert extra is not None
+        workers = [worker.row() for worker in self.parts()]
+        added = over_workers(lambda metric: [worker[metric.name] for worker in workers]) if workers else {}
+        extra.update(completed(self.metrics(), added | extra))
+        return self
+
+
+class WorkerStatus(Measured):
+    """One rank: at one moment in a status, at the end of the run in a summary. Sums are over all its incarnations."""
 
     rank: int
     state: str = ""  # joining, computing, uploading, waiting, away, finished, gone
-    step: int = 0
-    lead: int = 0  # contributions ahead of the slowest live worker
-    loss: float | None = None  # mean training loss it said last
-    samples_per_s: float | None = 0.0  # None: nobody says how many samples a step has
-    compute_share: float = 0.0
-    transfer_share: float = 0.0
-    wait_share: float = 0.0
     waiting_for: str = ""  # a sentence; empty when it does not wait
     lane: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
-    codec: str = "raw"  # of its newest contribution
-    # Over all its incarnations.
-    contributions: int | None = None  # accepted; None: not known
-    samples: int | None = 0  # None: as above
-    compute_s: float = 0.0
-    transfer_s: float = 0.0
-    wait_s: float = 0.0
-    staleness_mean: float = 0.0  # versions, over accepted contributions
-    staleness_max: int = 0
-    bytes_sent: int = 0  # by the worker
-    bytes_received: int = 0
-    restarts: int = 0
+    lane_reason: str = ""  # why not in a way that the worker prefers
+    codec: str = "raw"  # of its newest contribution; auto's choice
+
+    @classmethod
+    def metrics(cls) -> list[Metric]:
+        return list(OF_WORKER.values())
 
 
-class Total(BaseModel):
-    """What a status says of all ranks together."""
-
-    loss: float | None = None  # mean over those that have one
-    samples_per_s: float | None = 0.0  # None: not known of some
-
-
-class Status(BaseModel):
+class Status(Measured):
     """The run at one moment. `step` is the smallest of the live workers, in training steps."""
 
     mode: str = ""
-    version: int = 0
-    elapsed_s: float = 0.0
-    step: int = 0
-    steps: int = 0  # of the run; 0: it goes on until the scripts' loops end
-    num_joined: int = 0
-    samples: int | None = 0  # of all ranks, over all starts of the server; None: not known of some
-    num_bytes: int = 0  # exchanged with all of them
     evaluated: Point | None = None  # the newest evaluation
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
     workers: list[WorkerStatus] = Field(default_factory=list)  # of many, those that others wait for first
     left_out: int = 0  # ranks that are not among them
-    total: Total | None = None  # of all ranks, where some are left out
     versions: list[int] = Field(default_factory=list)  # of each shard, where there are several
-    held_bytes: list[int] = Field(default_factory=list)  # by each shard
+    shard_bytes: list[int] = Field(default_factory=list)  # memory of each shard
+
+    @classmethod
+    def metrics(cls) -> list[Metric]:
+        return [metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.STATUS]
+
+    def parts(self) -> list[WorkerStatus]:
+        return self.workers
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Status | None:
-        """From the fields of an event of the log; None when they are not a status's. Unknown fields are for others."""
+        """From the fields of an event of the log; None when they are not a status's. Unknown fields are ignored."""
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate(dict(fields))
         except ValidationError:
             return None
 
@@ -89,34 +119,18 @@ class Status(BaseModel):
 
     @computed_field  # type: ignore[prop-decorator]
     @property
-    def loss(self) -> float | None:
-        """Mean over the workers that have one."""
-        if self.total is not None:
-            return self.total.loss
-        losses = [worker.loss for worker in self.workers if worker.loss is not None]
-        return sum(losses) / len(losses) if losses else None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def samples_per_s(self) -> float | None:
-        if self.total:
-            return self.total.samples_per_s
-        return total_or_unknown([worker.samples_per_s for worker in self.workers])
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
     def eta_s(self) -> float | None:
         """Seconds left at the pace so far; None before the first step."""
         if not self.step or not self.steps:
             return None
-        return self.elapsed_s / self.step * max(0, self.steps - self.step)
+        return float(self.elapsed_s / self.step * max(0, self.steps - self.step))
 
     def waiting_reason(self) -> str:
         """What everyone, or else the first waiting worker, waits for; empty when nobody does."""
         if self.waiting:
             return self.waiting
-        held = [worker for worker in self.workers if worker.waiting_for]
-        if not held:
+        waiting = [worker for worker in self.workers if worker.waiting_for]
+        if not waiting:
             return ""
-        more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
-        return f"worker {held[0].rank}: {held[0].waiting_for}{more}"
+        more = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+        return f"worker {waiting[0].rank}: {waiting[0].waiting_for}{more}"

@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field
 
 from ..config.conditions import Condition
 from ..wire.json_text import to_json
 from .curve import Figure, Point
-
-Number = TypeVar("Number", int, float)
-
-
-def total_or_unknown(numbers: Iterable[Number | None]) -> Number | None:
-    """Their sum; None where one is not known."""
-    total: Number = 0
-    for number in numbers:
-        if number is None:
-            return None
-        total += number
-    return total
-
-
-class WorkerSummary(BaseModel):
-    """One rank, over all its incarnations. Times in seconds, sums over the run."""
-
-    rank: int
-    steps: int = 0  # training steps in its accepted contributions
-    contributions: int = 0  # accepted; with local steps each has several training steps
-    samples: int | None = 0  # None: nobody said how many a step has (session.shard, session.record(num_samples=))
-    staleness_mean: float = 0.0  # versions, over accepted contributions
-    staleness_max: int = 0
-    lead_max: int = 0  # contributions ahead of the slowest live worker, after one
-    compute_s: float = 0.0
-    wait_s: float = 0.0  # held by the mode, or by a round that was not complete
-    transfer_s: float = 0.0
-    bytes_sent: int = 0  # by the worker, framing included
-    bytes_received: int = 0
-    bytes_among: int = 0  # sent to other workers, where they average among themselves: as a ring would
-    restarts: int = 0  # processes that have taken the rank after its first
-    dropped: int = 0  # contributions that came after their round had closed
-    rejected: int = 0  # contributions with NaN or Inf, or beyond store.max_norm; no steps
-    skipped: int = 0  # steps of which nothing was folded, for the same reasons
-    clipped: int = 0  # contributions folded with such values as 0, or scaled down to store.max_norm
-    residual: Figure = 0.0  # norm of what worker.codec kept back, at the end
-    residuals_lost: int = 0  # how often what was kept back was lost: a new process, a START, values not finite
-    residual_lost: Figure = 0.0  # norms of it in all; of a process that was gone as before its last contribution
-    lane: str = "grpc"  # how its tensors travelled last: "grpc", "direct" or "shared memory"
-    lane_reason: str = ""  # why not in a way that the worker prefers
-    codec: str = "raw"  # of its last contribution; auto's choice
+from .metrics import OF_RUN, Display, Metric
+from .status import Measured, WorkerStatus
 
 
 class ShardSummary(BaseModel):
@@ -96,15 +56,16 @@ def _rate(steady: tuple[int, float], whole: tuple[int, float]) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-class Summary(BaseModel):
-    """One run. `updates` counts optimizer steps or averages committed; `version` where it ended."""
+class Summary(Measured):
+    """The results of one run. `version` counts the updates of the weights: optimizer steps, or averages."""
 
-    model_config = ConfigDict(extra="ignore")
+    _OWN: ClassVar[frozenset[str]] = frozenset(
+        {"version", "wall_s", "samples_per_s", "union_steps_per_s", "bytes_per_worker"}
+    )
 
     mode: str
     staleness_bound: int | None = None
     local_steps: int = 1
-    updates: int = 0
     version: int = 0
     cosine: float | None = None  # between mean deltas of successive rounds, mean over them (diloco); of shard 0's part
     gain: float | None = None  # what the outer momentum makes of a direction that goes on so
@@ -121,20 +82,21 @@ class Summary(BaseModel):
     curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others
     best: Point | None = None  # of them
     trained: list[Point] = Field(default_factory=list, exclude=True)  # training loss on its way, for reports
-    workers: list[WorkerSummary] = Field(default_factory=list)
+    workers: list[WorkerStatus] = Field(default_factory=list)
     cost: Cost | None = None  # where prices are known
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_contributions(cls, data: Any) -> Any:
-        """Older files count contributions as steps. A last contribution of fewer local steps is then counted whole."""
-        workers, local_steps = (data.get("workers"), data.get("local_steps", 1)) if isinstance(data, dict) else ((), 1)
-        if not workers or not all(isinstance(one, dict) and "contributions" not in one for one in workers):
-            return data
-        counts = [one.get("steps", 0) for one in workers]
-        pairs = zip(workers, counts, strict=True)
-        return {**data, "workers": [{**one, "contributions": n, "steps": n * local_steps} for one, n in pairs]}
+    def metrics(cls) -> list[Metric]:
+        # Those that are fields or properties of this class are not beside them.
+        return [
+            one
+            for one in OF_RUN.values()
+            if one.name not in cls._OWN and (not one.of_run or one.display & Display.RESULTS)
+        ]
+
+    def parts(self) -> list[WorkerStatus]:
+        return self.workers
 
     @property
     def label(self) -> str:
@@ -142,11 +104,6 @@ class Summary(BaseModel):
         if self.staleness_bound is not None:
             return f"{self.mode} (staleness {self.staleness_bound})"
         return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode
-
-    @property
-    def num_samples(self) -> int | None:
-        """None where they are not known of some worker."""
-        return total_or_unknown([worker.samples for worker in self.workers])
 
     def points_of(self, figure: str) -> list[Point]:
         """The evaluations that have it; of `curve.TRAINED` statuses."""
@@ -157,44 +114,24 @@ class Summary(BaseModel):
         return next((point for point in self.points_of(target.figure) if target.holds(point.figures)), None)
 
     @property
-    def num_steps(self) -> int:
-        """Training steps of all workers."""
-        return sum(worker.steps for worker in self.workers)
-
-    @property
     def samples_per_s(self) -> float | None:
         """Samples of all workers in a second, once every worker had taken its first training step. None: nobody said
         how many a step has."""
-        if (samples := self.num_samples) is None:
+        if self.samples is None:
             return None
-        return _rate((self.steady_samples, self.steady_s), (samples, self.wall_s))
+        return _rate((self.steady_samples, self.steady_s), (self.samples, self.wall_s))
 
     @property
     def union_steps_per_s(self) -> float:
         """Steps of the union batch in a second, from the same moment: one has a training step of each worker. A worker
         alone that takes the batches of N as one (`single`) is compared with N workers by it."""
-        steps = _rate((self.steady_steps, self.steady_s), (self.num_steps, self.wall_s))
+        steps = _rate((self.steady_steps, self.steady_s), (self.training_steps, self.wall_s))
         return steps / max(1, len(self.workers))
 
     @property
-    def staleness_mean(self) -> float:
-        weights = [worker.contributions or worker.steps for worker in self.workers]
-        late = sum(worker.staleness_mean * weight for worker, weight in zip(self.workers, weights, strict=True))
-        return late / sum(weights) if any(weights) else 0.0
-
-    @property
-    def staleness_max(self) -> int:
-        return max((worker.staleness_max for worker in self.workers), default=0)
-
-    @property
-    def wait_share(self) -> float:
-        """Waiting as a share (0..1) of the workers' compute, wait and transfer time together."""
-        total = sum(worker.compute_s + worker.wait_s + worker.transfer_s for worker in self.workers)
-        return sum(worker.wait_s for worker in self.workers) / total if total else 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(worker.bytes_sent + worker.bytes_received for worker in self.workers)
+    def bytes_per_worker(self) -> float:
+        """Bytes between one worker and the server, both ways: mean over workers."""
+        return float(self.num_bytes) / max(1, len(self.workers))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """For a notebook."""

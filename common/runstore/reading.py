@@ -15,53 +15,53 @@ from __future__ import annotations
 import difflib
 import math
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ..errors import UsageError
-from ..reporting.curve import Figure, Point
+from ..reporting.curve import Figure
+from ..reporting.happenings import event
+from ..reporting.metrics import Metric
+from ..reporting.status import Measured, Status, WorkerStatus
 from ..reporting.summary import Summary
+from ..reporting.view import EvaluatedPoint, Event, Snapshot
 from ..wire.json_text import read_json
 from .process import still_writes
-from .schema import known, open_to_read, unreadable
+from .schema import open_to_read, unreadable
 
 if TYPE_CHECKING:
     from ..reporting.pictures.notebook import Card
 
 _LEAST_OF_AN_ID = 4  # characters
+_INTERNAL = frozenset({"run", "host", "process", "beat_s", "stride"})  # columns
 
 
-class StoredRun(BaseModel):
+class StoredRun(Measured):
     """A run, without what is long. Times `..._at` are Unix seconds."""
 
-    key: int
     id: str
+    key: int = 0  # in the file
     name: str | None = None  # that its user gave it
     project: str = ""
     mode: str = ""
     work: str = ""  # the task, or the script
     model: str = ""  # fingerprint of what was trained; empty: nothing yet
-    state: str = ""  # running, done, stopped; lost: ended without a word
+    state: str = ""  # running, done, stopped, or lost (crashed); on a server's own page live or over
     starts: int = 1  # of its server
     started_at: float = 0.0
     heard_at: float = 0.0
     ended_at: float | None = None
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
-    step: int = 0
-    steps: int = 0  # of the run; 0: unknown
-    version: int = 0
-    elapsed_s: float = 0.0  # of training
-    num_workers: int = 0
-    samples: int | None = 0  # None: nobody said how many a step has
-    num_bytes: int = 0
-    samples_per_s: float | None = 0.0
-    loss: float | None = None  # of training, the newest
     waiting: str = ""
     figures: dict[str, Figure] = Field(default_factory=dict)  # final, or of the newest evaluation
+
+    @classmethod
+    def metrics(cls) -> list[Metric]:
+        return Status.metrics()
 
     @property
     def label(self) -> str:
@@ -75,67 +75,27 @@ class StoredRun(BaseModel):
         return of_stored(self, [], []).bundle()
 
 
-class SeriesPoint(BaseModel):
+class SeriesPoint(Measured):
     """The run at one moment; `tick` counts, those in between were not kept."""
 
     tick: int
     at: float
-    elapsed_s: float
-    step: int
-    version: int
-    loss: float | None
-    samples_per_s: float | None
-    num_workers: int
-    samples: int | None
-    num_bytes: int
     waiting: str
 
+    @classmethod
+    def metrics(cls) -> list[Metric]:
+        return Status.metrics()
 
-class WorkerPoint(BaseModel):
-    """One rank at the moment of the run's `tick`; seconds, samples and bytes are sums since it first joined."""
+
+class WorkerPoint(WorkerStatus):
+    """One rank at the moment of the run's `tick`; sums are since it first joined."""
 
     tick: int
-    rank: int
-    state: str
-    step: int
-    lead: int
-    loss: float | None
-    samples_per_s: float | None
-    compute_s: float
-    transfer_s: float
-    wait_s: float
-    samples: int | None
-    staleness_mean: float
-    staleness_max: int
-    bytes_sent: int
-    bytes_received: int
-    restarts: int
-    waiting_for: str
-    lane: str
-    codec: str
 
 
-class StoredEvent(BaseModel):
-    """`kind`: start, join, leave, snapshot, evaluated, end; `fields` as in the history (docs/robustness.md)."""
-
+class StoredEvent(Event):
     number: int
-    at: float
-    kind: str
-    rank: int | None
-    fields: dict[str, Any]
-
-
-class Evaluation(Point):
-    """`num_bytes`: exchanged until then."""
-
-    is_best: bool = False  # of those before it
-
-
-class StoredCheckpoint(BaseModel):
-    version: int
-    at: float
-    path: str
-    sha256: str
+    fields: Mapping[str, Any]
 
 
 class RunStore:
@@ -208,44 +168,33 @@ class RunStore:
     def series(self, run: StoredRun, after: int = 0) -> list[SeriesPoint]:
         """What came after a tick, in order; at most a thousand in all."""
         rows = self._rows("SELECT * FROM series WHERE run = ? AND tick > ? ORDER BY tick", run.key, after)
-        return [SeriesPoint.model_construct(**_without_run(row)) for row in rows]
+        return [SeriesPoint.of(**_without_run(row)) for row in rows]
 
     def worker_series(self, run: StoredRun, rank: int | None = None, after: int = 0) -> list[WorkerPoint]:
         """Of one rank or all, by tick and rank. Of very many, a moment has the 64 that others waited for."""
         which = "" if rank is None else " AND rank = ?"
         question = f"SELECT * FROM worker_series WHERE run = ? AND tick > ?{which} ORDER BY tick, rank"
         rows = self._rows(question, run.key, after, *(() if rank is None else (rank,)))
-        return [WorkerPoint.model_construct(**_without_run(row)) for row in rows]
+        return [WorkerPoint.of(**_without_run(row)) for row in rows]
 
-    def shares(self, run: StoredRun) -> dict[int, tuple[float, float]]:
-        """By tick: waiting as a share of the workers' time until then, and the mean staleness; of ranks on record."""
-        question = (
-            "SELECT tick, sum(wait_s) / max(1e-9, sum(compute_s + transfer_s + wait_s)), "
-            "sum(staleness_mean * abs(samples)) / max(1, sum(abs(samples))) "
-            "FROM worker_series WHERE run = ? GROUP BY tick"
-        )
-        return {tick: (waits, behind) for tick, waits, behind in self._rows(question, run.key)}
+    def newest_workers(self, run: StoredRun) -> list[WorkerPoint]:
+        """The workers at the newest moment that is kept."""
+        rows = self._rows("SELECT max(tick) AS tick FROM series WHERE run = ?", run.key)
+        newest = rows[0]["tick"]
+        return [] if newest is None else self.worker_series(run, after=newest - 1)
 
     def events(self, run: StoredRun, after: int = 0) -> list[StoredEvent]:
         """Those with a number beyond `after`."""
         rows = self._rows("SELECT * FROM events WHERE run = ? AND number > ? ORDER BY number", run.key, after)
-        return [StoredEvent(**{**_without_run(row), "fields": _json(row["fields"])}) for row in rows]
+        return [_event(row) for row in rows]
 
-    def evaluations(self, run: StoredRun) -> list[Evaluation]:
+    def evaluations(self, run: StoredRun) -> list[EvaluatedPoint]:
         rows = self._rows("SELECT * FROM evaluations WHERE run = ? ORDER BY version", run.key)
-        told = self._rows("SELECT fields FROM events WHERE run = ? AND kind = 'evaluated' ORDER BY number", run.key)
-        fields = [_json(row["fields"]) for row in told]
-        samples = {one.get("version"): one.get("samples") for one in fields}  # only the event has them
-        return [
-            Evaluation(
-                **{**_without_run(row), "figures": _figures(row["figures"]), "samples": samples.get(row["version"])}
-            )
-            for row in rows
-        ]
+        return [EvaluatedPoint(**{**_without_run(row), "figures": _figures(row["figures"])}) for row in rows]
 
-    def checkpoints(self, run: StoredRun) -> list[StoredCheckpoint]:
-        rows = self._rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY version", run.key)
-        return [StoredCheckpoint(**_without_run(row)) for row in rows]
+    def snapshots(self, run: StoredRun) -> list[Snapshot]:
+        rows = self._rows("SELECT * FROM snapshots WHERE run = ? ORDER BY version", run.key)
+        return [Snapshot(**_without_run(row)) for row in rows]
 
     def summary(self, run: StoredRun) -> Summary | None:
         """Final figures as `--summary` writes them; None of a run that goes on or ended without a word."""
@@ -296,12 +245,13 @@ def _leaves(value: dict[str, Any], before: str = "") -> Iterable[tuple[str, Any]
             yield f"{before}{name}", inner
 
 
-_OF_RUN = frozenset(StoredRun.model_fields)
-
-
 def _run(row: sqlite3.Row) -> StoredRun:
-    told = {name: value for name, value in _without_run(row).items() if name in _OF_RUN}
-    return StoredRun.model_construct(**{**told, "figures": _figures(row["figures"]), "state": _state(row)})
+    return StoredRun.of(**{**_without_run(row), "figures": _figures(row["figures"]), "state": _state(row)})
+
+
+def _event(row: sqlite3.Row) -> StoredEvent:
+    told = event(row["at"], row["kind"], row["rank"], _json(row["fields"]))
+    return StoredEvent(number=row["number"], fields=told.fields, **told.model_dump())
 
 
 def _state(row: sqlite3.Row) -> str:
@@ -312,7 +262,7 @@ def _state(row: sqlite3.Row) -> str:
 
 
 def _without_run(row: sqlite3.Row) -> dict[str, Any]:
-    return {name: known(name, row[name]) for name in row.keys() if name != "run"}  # noqa: SIM118
+    return {name: row[name] for name in row.keys() if name not in _INTERNAL}  # noqa: SIM118
 
 
 def _figures(text: str) -> dict[str, float]:

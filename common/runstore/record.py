@@ -1,4 +1,4 @@
-"""A run of this process on record, where its configuration says: nothing that the file does is the run's matter."""
+"""Records a run of this process in the run store that its configuration names. No error of the file reaches the run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..config.schema import Config
 from ..errors import ParamServerError
 from ..reporting.log import get_logger
 from ..reporting.summary import Summary
+from ..reporting.view import Tick
 from ..version import PROGRAM_VERSION
 from .process import commit_of, machine
 from .schema import FILE
@@ -24,9 +25,11 @@ _PACKAGES = ("torch", "numpy", "grpcio")
 
 
 class Record:
-    """What `writer` is told is written at `flush`. Where the file cannot be made or written, it is off from then on:
-    one line in the log, a warning but where it is the default that cannot be had. A file that others have locked is
-    tried again at the next `flush`."""
+    """A run store for one run: ticks that `writer` gets are written at `flush`.
+
+    Where the file cannot be made or written, the record is off from then on, with one line in the log: a warning,
+    unless it is the default that cannot be had. A file that others have locked is tried again at the next `flush`.
+    """
 
     def __init__(self, config: Config, *, run: str, mode: str, at_version: int = 0) -> None:
         self._config = config
@@ -37,9 +40,9 @@ class Record:
     def flush(self) -> None:
         self._do(self.writer.flush)
 
-    def end(self, at: float, summary: Summary, ended_by: str) -> None:
-        """The run's figures, for good; `at` in Unix seconds. Nothing is told afterwards."""
-        self._do(lambda: self.writer.end(at, summary, ended_by), is_last=True)
+    def end(self, last: Tick, summary: Summary, ended_by: str) -> None:
+        """Write the last tick and the results of the run, and close the file."""
+        self._do(lambda: self.writer.end(last, summary, ended_by), is_last=True)
         self.writer.close()
 
     def _do(self, write: Callable[[], bool], is_last: bool = False) -> None:

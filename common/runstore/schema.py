@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from ..errors import OutputError
+from ..reporting.metrics import Metric
+from ..reporting.status import Measured, Status, WorkerStatus
 
 FILE = "paramserver.db"
-VERSION = 1  # of the tables, in PRAGMA user_version
+VERSION = 2  # of the tables, in PRAGMA user_version
 
 # `tick` counts statuses of a run, of which some are kept. Times `at` are Unix seconds; `elapsed_s` is of training.
-# `samples` and `samples_per_s` are -1 where nobody said how many samples a step has: their columns take no NULL.
+# `runs`, `series` and `worker_series` have a column more for each metric of `reporting/metrics.py`; NULL: unknown.
 _TABLES = """
 CREATE TABLE runs (
     key INTEGER PRIMARY KEY,
@@ -37,15 +38,6 @@ CREATE TABLE runs (
     beat_s REAL NOT NULL,
     host TEXT NOT NULL,
     process TEXT NOT NULL,
-    step INTEGER NOT NULL DEFAULT 0,
-    steps INTEGER NOT NULL DEFAULT 0,
-    version INTEGER NOT NULL DEFAULT 0,
-    elapsed_s REAL NOT NULL DEFAULT 0,
-    num_workers INTEGER NOT NULL DEFAULT 0,
-    samples INTEGER NOT NULL DEFAULT 0,
-    num_bytes INTEGER NOT NULL DEFAULT 0,
-    samples_per_s REAL NOT NULL DEFAULT 0,
-    loss REAL,
     waiting TEXT NOT NULL DEFAULT '',
     figures TEXT NOT NULL DEFAULT '{}',
     stride INTEGER NOT NULL DEFAULT 1
@@ -56,18 +48,13 @@ CREATE TABLE documents (
     PRIMARY KEY (run, name)
 ) WITHOUT ROWID;
 CREATE TABLE series (
-    run INTEGER NOT NULL, tick INTEGER NOT NULL, at REAL NOT NULL, elapsed_s REAL NOT NULL,
-    step INTEGER NOT NULL, version INTEGER NOT NULL, loss REAL, samples_per_s REAL NOT NULL,
-    num_workers INTEGER NOT NULL, samples INTEGER NOT NULL, num_bytes INTEGER NOT NULL, waiting TEXT NOT NULL,
+    run INTEGER NOT NULL, tick INTEGER NOT NULL, at REAL NOT NULL, waiting TEXT NOT NULL,
     PRIMARY KEY (run, tick)
 ) WITHOUT ROWID;
 CREATE TABLE worker_series (
     run INTEGER NOT NULL, tick INTEGER NOT NULL, rank INTEGER NOT NULL,
-    state TEXT NOT NULL, step INTEGER NOT NULL, lead INTEGER NOT NULL, loss REAL, samples_per_s REAL NOT NULL,
-    compute_s REAL NOT NULL, transfer_s REAL NOT NULL, wait_s REAL NOT NULL, samples INTEGER NOT NULL,
-    staleness_mean REAL NOT NULL, staleness_max INTEGER NOT NULL,
-    bytes_sent INTEGER NOT NULL, bytes_received INTEGER NOT NULL, restarts INTEGER NOT NULL,
-    waiting_for TEXT NOT NULL, lane TEXT NOT NULL, codec TEXT NOT NULL,
+    state TEXT NOT NULL, waiting_for TEXT NOT NULL, lane TEXT NOT NULL, lane_reason TEXT NOT NULL,
+    codec TEXT NOT NULL,
     PRIMARY KEY (run, tick, rank)
 ) WITHOUT ROWID;
 CREATE TABLE events (
@@ -77,31 +64,23 @@ CREATE TABLE events (
 ) WITHOUT ROWID;
 CREATE TABLE evaluations (
     run INTEGER NOT NULL, version INTEGER NOT NULL, step INTEGER NOT NULL, elapsed_s REAL NOT NULL,
-    num_bytes INTEGER, is_best INTEGER NOT NULL, figures TEXT NOT NULL,
+    num_bytes INTEGER, samples INTEGER, is_best INTEGER NOT NULL, figures TEXT NOT NULL,
     PRIMARY KEY (run, version)
 ) WITHOUT ROWID;
-CREATE TABLE checkpoints (
+CREATE TABLE snapshots (
     run INTEGER NOT NULL, version INTEGER NOT NULL, at REAL NOT NULL, path TEXT NOT NULL, sha256 TEXT NOT NULL,
     PRIMARY KEY (run, version)
 ) WITHOUT ROWID;
 """
 
 # All that belong to a run, by its key.
-OF_A_RUN = ("documents", "series", "worker_series", "events", "evaluations", "checkpoints")
+OF_A_RUN = ("documents", "series", "worker_series", "events", "evaluations", "snapshots")
 
 
-_MAY_BE_UNKNOWN = ("samples", "samples_per_s")
-_UNKNOWN = -1
-
-
-def stored(name: str, value: Any) -> Any:
-    """A value as its column takes it."""
-    return _UNKNOWN if value is None and name in _MAY_BE_UNKNOWN else value
-
-
-def known(name: str, value: Any) -> Any:
-    """A value as its column has it; None: not known."""
-    return None if value == _UNKNOWN and name in _MAY_BE_UNKNOWN else value
+def metrics_in(table: str) -> list[Metric]:
+    """The metrics that a row of the table has."""
+    of: type[Measured] = WorkerStatus if table == "worker_series" else Status
+    return of.metrics()
 
 
 class StoreError(OutputError):
@@ -120,7 +99,7 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; what is deleted can be given back
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        if _version_of(connection) == 0:
+        if _version_of(connection) == 0 or _lacking(connection):
             _make_tables(connection)
     except BaseException:
         connection.close()
@@ -167,23 +146,36 @@ def _version_of(connection: sqlite3.Connection) -> int:
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
-    if (version := _version_of(connection)) > VERSION:
-        raise StoreError(
-            f"{path} has tables of version {version}, and this program knows them up to {VERSION}",
-            fix="a newer paramserver wrote it: pip install -U paramserver, or another --db FILE",
-        )
+    version = _version_of(connection)
+    if version not in (0, VERSION):
+        fix = "a newer paramserver wrote it: pip install -U paramserver, or another --db FILE"
+        if version < VERSION:
+            fix = "an older paramserver wrote it: move it away, and the next run makes a new one; or another --db FILE"
+        raise StoreError(f"{path} has tables of version {version}, and this program knows version {VERSION}", fix=fix)
     if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise StoreError(f"{path} is a database of something else", fix="name another file")
 
 
+def _lacking(connection: sqlite3.Connection) -> list[tuple[str, Metric]]:
+    """Metrics that are younger than the file, with their tables."""
+    found = []
+    for table in ("runs", "series", "worker_series"):
+        known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+        found += [(table, metric) for metric in metrics_in(table) if metric.name not in known]
+    return found
+
+
 def _make_tables(connection: sqlite3.Connection) -> None:
-    """Of two that make them at once one finds them made."""
+    """Make the tables and columns that the file lacks. Of two processes at once one finds them made."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         if _version_of(connection) == 0:
             for statement in _TABLES.split(";"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {VERSION}")
+        for table, metric in _lacking(connection):
+            default = "NULL" if metric.default is None else metric.default
+            connection.execute(f'ALTER TABLE {table} ADD COLUMN "{metric.name}" DEFAULT {default}')
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:

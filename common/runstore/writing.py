@@ -1,27 +1,25 @@
-"""One run, written down while it goes on. Used by one thread, which may be held up by a disk.
+"""Writes one run into the run store while it goes on. Used by one thread, which may wait for a disk.
 
-What is told is kept until `flush`, one transaction. While others have locked the file it stays, within bounds: then
-the oldest series go first. Of the series a bounded number is kept: when there are too many, every second one goes, and
-from then on every second one is written (a run of a day has a row every two minutes).
+Ticks are kept until `flush`, which is one transaction. While others have locked the file they stay, within bounds: then
+the oldest statuses go first. Of the series a bounded number is kept: when there are too many, every second one goes,
+and from then on every second one is written (a run of a day has a row every two minutes).
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..reporting.curve import Point
-from ..reporting.status import Status
 from ..reporting.summary import Summary
+from ..reporting.view import Event, Tick
 from ..wire.json_text import to_json
 from .process import this_host, this_process
-from .schema import open_to_write, stored
+from .schema import open_to_write
 from .watching import FileWatch
 
 _MOST_TICKS = 1024  # of a run; half as many after thinning
@@ -30,11 +28,7 @@ _MOST_PENDING = 2_000
 _WAIT_S = 2.0  # for a file that others have locked; what is not written then is tried again
 _LAST_WAIT_S = 5.0  # at the end
 
-_OF_RUN = ("step", "version", "loss", "samples_per_s", "num_workers", "samples", "num_bytes", "waiting")
-_OF_WORKER = (
-    "rank", "state", "step", "lead", "loss", "samples_per_s", "compute_s", "transfer_s", "wait_s", "samples",
-    "staleness_mean", "staleness_max", "bytes_sent", "bytes_received", "restarts", "waiting_for", "lane", "codec",
-)  # fmt: skip
+_OF_WORKER = ("rank", "state", "waiting_for", "lane", "lane_reason", "codec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +47,8 @@ class Beginning:
 
 
 class RunWriter:
-    """Writes one run to `path`. All but `flush` and `end` only keep what they are told; these raise sqlite3.Error,
-    OSError or ParamServerError, and after that it is of no use any more."""
+    """Writes one run to `path`. `flush` and `end` raise sqlite3.Error, OSError or ParamServerError; after that the
+    writer is of no use any more."""
 
     def __init__(self, path: Path, beginning: Beginning) -> None:
         self._path = path
@@ -66,35 +60,24 @@ class RunWriter:
         self._num_kept = 0  # ticks in the file
         self._stride = 1
         self._num_events = 0
-        self._pending: list[Callable[[sqlite3.Connection], object]] = []
+        self._pending: list[Tick] = []
+        self._ending: tuple[Summary, str] | None = None  # results, and who stopped the run
+        self._num_skipped = 0  # pending ticks, from the first, whose status is not kept
         self.model = ""  # of which the run trains: what tells it from others
 
-    # ---- what is told: times `at` in Unix seconds ------------------------------------------------
-
-    def status(self, at: float, status: Status, is_last: bool = False) -> None:
-        """Where the run stands. Of these a bounded number is kept, and the last."""
-        self._pending.append(partial(self._put_status, at, status, is_last))
-
-    def event(self, at: float, kind: str, rank: int | None, fields: Mapping[str, Any]) -> None:
-        self._pending.append(partial(self._put_event, at, kind, rank, fields))
-
-    def evaluation(self, point: Point, num_bytes: int | None, is_best: bool) -> None:
-        """`num_bytes`: that were exchanged until then."""
-        self._pending.append(partial(self._put_evaluation, point, num_bytes, is_best))
-
-    def checkpoint(self, at: float, version: int, path: str, sha256: str) -> None:
-        row = {"version": version, "at": at, "path": path, "sha256": sha256}
-        self._pending.append(lambda db: self._insert(db, "checkpoints", tuple(row), [list(row.values())]))
+    def add(self, tick: Tick) -> None:
+        """Keep a tick for the next `flush`."""
+        self._pending.append(tick)
 
     # ---- to the file -----------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """All that has been told, in one transaction; False while others have locked the file."""
+        """Write all that is pending, in one transaction; False while others have locked the file."""
         try:
             if self._db is None:
                 self._db = self._begun()
                 self._watch = FileWatch(self._path)
-            if self._pending and self._watch is not None:
+            if (self._pending or self._ending) and self._watch is not None:
                 self._watch.look()
                 self._write(self._db)
                 self._watch.wrote()
@@ -105,9 +88,10 @@ class RunWriter:
             return False
         return True
 
-    def end(self, at: float, summary: Summary, ended_by: str) -> bool:
-        """What the run came to, for good: on the disk when this returns True."""
-        self._pending.append(partial(self._put_end, at, summary, ended_by))
+    def end(self, last: Tick, summary: Summary, ended_by: str) -> bool:
+        """Write the last tick and the results of the run: on the disk when this returns True."""
+        self.add(last.model_copy(update={"is_over": True}))
+        self._ending = summary, ended_by
         if self._db is not None:
             self._db.execute(f"PRAGMA busy_timeout = {int(1000 * _LAST_WAIT_S)}")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -136,21 +120,23 @@ class RunWriter:
     def _write(self, db: sqlite3.Connection) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
-            for put in self._pending:
-                put(db)
+            for number, tick in enumerate(self._pending):
+                self._put_tick(db, tick, has_status=number >= self._num_skipped)
+            if self._ending is not None:
+                self._put_end(db, *self._ending)
             db.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 db.execute("ROLLBACK")
             raise
-        self._pending = []
+        self._pending, self._num_skipped = [], 0
 
     def _make_room(self) -> None:
-        """Series may be lost where the file stays locked, other things not; they are few."""
+        """Drop the oldest statuses where the file stays locked. The rest stays, it is little."""
         if len(self._pending) > _MOST_PENDING:
             half, rest = self._pending[: _MOST_PENDING // 2], self._pending[_MOST_PENDING // 2 :]
-            kept = [put for put in half if getattr(put, "func", None) != self._put_status]
-            self._pending = [*kept, *rest]
+            kept = [tick for tick in half if tick.events or tick.evaluations or tick.snapshots]
+            self._pending, self._num_skipped = [*kept, *rest], len(kept)
 
     # ---- rows, within a transaction --------------------------------------------------------------
 
@@ -168,33 +154,38 @@ class RunWriter:
             },
         )  # fmt: skip
         self._key, self._stride = db.execute("SELECT key, stride FROM runs WHERE id = ?", (of.run,)).fetchone()
-        for table in ("series", "evaluations", "checkpoints"):
+        for table in ("series", "evaluations", "snapshots"):
             db.execute(f"DELETE FROM {table} WHERE run = ? AND version > ?", (self._key, of.version))
         self._tick, self._num_kept = self._one(db, "SELECT coalesce(max(tick), 0), count(*) FROM series WHERE run = ?")
         (self._num_events,) = self._one(db, "SELECT coalesce(max(number), 0) FROM events WHERE run = ?")
         db.execute("DELETE FROM worker_series WHERE run = ? AND tick > ?", (self._key, self._tick))
         db.execute("DELETE FROM documents WHERE run = ? AND name = 'summary'", (self._key,))
-        told = {"config": of.config, "machine": of.machine, "code": of.code}
-        self._insert(db, "documents", ("name", "body"), [[name, to_json(body)] for name, body in told.items()])
+        for name, body in {"config": of.config, "machine": of.machine, "code": of.code}.items():
+            self._put_document(db, name, to_json(body))
 
-    def _put_status(self, at: float, status: Status, is_last: bool, db: sqlite3.Connection) -> None:
+    def _put_tick(self, db: sqlite3.Connection, tick: Tick, has_status: bool) -> None:
+        for event in tick.events:
+            self._put_event(db, event)
+        for point in tick.evaluations:
+            figures = to_json(point.figures)
+            self._insert(db, "evaluations", [{**point.model_dump(), "figures": figures}])
+            db.execute("UPDATE runs SET figures = ? WHERE key = ?", (figures, self._key))
+        self._insert(db, "snapshots", [snapshot.model_dump() for snapshot in tick.snapshots])
+        if has_status:
+            self._put_status(db, tick)
+
+    def _put_status(self, db: sqlite3.Connection, tick: Tick) -> None:
         self._tick += 1
-        told = {
-            "step": status.step, "version": status.version, "loss": status.loss, "num_workers": status.num_joined,
-            "samples_per_s": status.samples_per_s, "samples": status.samples, "num_bytes": status.num_bytes,
-            "waiting": status.waiting_reason(),
-        }  # fmt: skip
-        values = [stored(name, told[name]) for name in _OF_RUN]
-        sets = ", ".join(f"{name} = ?" for name in (*_OF_RUN, "elapsed_s", "steps", "heard_at", "model", "mode"))
-        now = [*values, status.elapsed_s, status.steps, at, self.model, status.mode or self._beginning.mode]
-        db.execute(f"UPDATE runs SET {sets} WHERE key = ?", [*now, self._key])
-        if self._tick % self._stride and not is_last:
+        status = tick.status
+        row = {"waiting": status.waiting_reason(), **status.row()}
+        now = {"heard_at": tick.at, "model": self.model, "mode": status.mode or self._beginning.mode, **row}
+        sets = ", ".join(f'"{name}" = :{name}' for name in now)
+        db.execute(f"UPDATE runs SET {sets} WHERE key = :key", {**now, "key": self._key})
+        if self._tick % self._stride and not tick.is_over:
             return
-        self._insert(db, "series", ("tick", "at", "elapsed_s", *_OF_RUN), [[self._tick, at, status.elapsed_s, *values]])
-        rows = [
-            [self._tick, *(stored(name, getattr(worker, name)) for name in _OF_WORKER)] for worker in status.workers
-        ]
-        self._insert(db, "worker_series", ("tick", *_OF_WORKER), rows)
+        self._insert(db, "series", [{"tick": self._tick, "at": tick.at, **row}])
+        workers = [{name: getattr(worker, name) for name in _OF_WORKER} | worker.row() for worker in status.workers]
+        self._insert(db, "worker_series", [{"tick": self._tick, **worker} for worker in workers])
         self._num_kept += 1
         if self._num_kept >= _MOST_TICKS:
             self._thin(db)
@@ -206,35 +197,29 @@ class RunWriter:
         (self._num_kept,) = self._one(db, "SELECT count(*) FROM series WHERE run = ?")
         db.execute("UPDATE runs SET stride = ? WHERE key = ?", (self._stride, self._key))
 
-    def _put_event(
-        self, at: float, kind: str, rank: int | None, fields: Mapping[str, Any], db: sqlite3.Connection
-    ) -> None:
+    def _put_event(self, db: sqlite3.Connection, event: Event) -> None:
         self._num_events += 1
-        row = [self._num_events, at, kind, rank, to_json(fields)]
-        self._insert(db, "events", ("number", "at", "kind", "rank", "fields"), [row])
+        row = {"number": self._num_events, "at": event.at, "kind": event.kind, "rank": event.rank}
+        self._insert(db, "events", [{**row, "fields": to_json(event.fields)}])
         if (oldest := self._num_events - _MOST_EVENTS) > 0:
             db.execute("DELETE FROM events WHERE run = ? AND number <= ?", (self._key, oldest))
 
-    def _put_evaluation(self, point: Point, num_bytes: int | None, is_best: bool, db: sqlite3.Connection) -> None:
-        columns = ("version", "step", "elapsed_s", "num_bytes", "is_best", "figures")
-        figures = to_json(point.figures)
-        row = [point.version, point.step, point.elapsed_s, num_bytes, is_best, figures]
-        self._insert(db, "evaluations", columns, [row])
-        db.execute("UPDATE runs SET figures = ? WHERE key = ?", (figures, self._key))
-
-    def _put_end(self, at: float, summary: Summary, ended_by: str, db: sqlite3.Connection) -> None:
-        self._insert(db, "documents", ("name", "body"), [["summary", summary.text()]])
+    def _put_end(self, db: sqlite3.Connection, summary: Summary, ended_by: str) -> None:
+        self._put_document(db, "summary", summary.text())
+        at = time.time()
         # Of those that took part: at the end no worker is left.
-        told = [at, at, ended_by, to_json(summary.final), summary.version, len(summary.workers), self._key]
+        row = [at, at, ended_by, to_json(summary.final), summary.version, len(summary.workers), self._key]
         sets = "ended_at = ?, heard_at = ?, ended_by = ?, figures = ?, version = ?, num_workers = ?"
-        db.execute(f"UPDATE runs SET {sets} WHERE key = ?", told)
+        db.execute(f"UPDATE runs SET {sets} WHERE key = ?", row)
 
-    def _insert(
-        self, db: sqlite3.Connection, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
-    ) -> None:
-        marks = ", ".join("?" * len(columns))
-        statement = f"INSERT OR REPLACE INTO {table} (run, {', '.join(columns)}) VALUES ({self._key}, {marks})"
-        db.executemany(statement, rows)
+    def _put_document(self, db: sqlite3.Connection, name: str, body: str) -> None:
+        self._insert(db, "documents", [{"name": name, "body": body}])
+
+    def _insert(self, db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of the same columns."""
+        for row in rows[:1]:
+            names, marks = (", ".join(form % name for name in row) for form in ('"%s"', ":%s"))
+            db.executemany(f"INSERT OR REPLACE INTO {table} (run, {names}) VALUES ({self._key}, {marks})", rows)
 
     def _one(self, db: sqlite3.Connection, question: str) -> tuple[Any, ...]:
         found: tuple[Any, ...] = db.execute(question, (self._key,)).fetchone()

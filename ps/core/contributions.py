@@ -106,7 +106,7 @@ class Contributions:
         stats.compute_s += contribution.timing.compute_s
         stats.transfer_s += contribution.timing.transfer_s
         if residual.norm or stats.residual or residual.num_lost:
-            stats.kept_back(residual)
+            stats.note_residual(residual)
         worker.waiting_since, worker.wants_weights = at - event.looked_s, training.wants_weights
         worker.evaluates = training.evaluates
         if training.hyperparameters:

@@ -95,6 +95,11 @@ class Roster:
         self.num_joins = dict(num_joins)
         self._unknown_joins = _MAX_UNKNOWN_JOINS
 
+    def longest_wait_s(self, now: float) -> float:
+        """For how long the worker has waited that waits longest; 0 when none waits."""
+        since = [worker.waiting_since for worker in self.workers.values() if worker.waiting_since is not None]
+        return now - min(since, default=now)
+
     def seat(self, asked: Joined) -> tuple[Worker, Worker | None]:
         """A place for a process, and the worker of an older process or stream that had it.
 

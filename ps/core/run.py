@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
 from ...common.reporting.curve import Curve, Point
-from ...common.reporting.summary import total_or_unknown
+from ...common.reporting.metrics import total_or_unknown
 from ..policies.base import Decision, Policy
 from . import controls, effects, events, saving
 from .contributions import Contributions
@@ -405,7 +405,7 @@ class Run:
         rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
         self.has_finished = True
         stats.transfer_s += event.transfer_s
-        stats.kept_back(event.residual)
+        stats.note_residual(event.residual)
         self.roster.finished(worker)
         worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
         yield Log("routine", "finished", {"rank": worker.rank, "steps": stats.training_steps})

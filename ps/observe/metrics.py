@@ -11,7 +11,6 @@ few connections at once, each silent for a few seconds at most, and the run is r
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import sys
@@ -20,7 +19,6 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from operator import sub
 from socketserver import ThreadingTCPServer
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Any, NamedTuple
@@ -33,18 +31,20 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
 from ...common.config.addresses import split_address
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
+from ...common.reporting.metrics import Display, Fold, Metric, Value, shown_of_run, shown_of_workers, values_of
 from ...common.security import is_loopback
 from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine
 from .bus import Sink
-from .reports import state_of
+from .reports import WorkerSource, state_of
 
 log = get_logger()
 
@@ -62,37 +62,14 @@ _SILENT_S = 5.0  # on a connection, and on the event loop
 _FRESH_S = 0.2  # what was read is said again within this time
 
 disable_created_metrics()  # a second series beside every counter, for what process_start_time_seconds says
-
-
-# Counters of each rank: name, what it is, and which of `_sums`.
-_OF_EACH_RANK = (
-    ("worker_steps", "Contributions that count", "contributions"),
-    ("worker_samples", "Samples they were computed from", "samples"),
-    ("received_bytes", "From this worker over the network", "num_sent"),
-    ("sent_bytes", "To this worker over the network", "num_received"),
-)
-_ACTIVITIES = ("compute", "transfer", "wait")
 _AT_A_TIME = 250  # ranks that are read in one turn of the event loop: less than a millisecond
-
-
-class _Sums(NamedTuple):
-    """What is counted of one rank in its exchanges with this process."""
-
-    contributions: float = 0
-    samples: float = 0  # NaN: nobody said them
-    num_sent: float = 0
-    num_received: float = 0
-    compute_s: float = 0.0
-    transfer_s: float = 0.0
-    wait_s: float = 0.0
 
 
 class _RankRead(NamedTuple):
     """One rank at the moment when it was read."""
 
     rank: int
-    sums: _Sums
-    loss: float
+    values: dict[str, Value]  # of its metrics
     state: str
 
 
@@ -122,7 +99,7 @@ class MetricsSink(Sink, Collector):
     def begin(self, engine: Engine) -> None:
         """Also listens: BindError when the address cannot be had."""
         self._engine = engine
-        self._at_start = {rank: _sums(engine, rank) for rank in engine.run.roster.stats}  # not changed later
+        self._at_start = {rank: _values(engine, rank) for rank in engine.run.roster.stats}  # not changed later
         if engine.config.checkpoint.dir is not None:
             self._snapshot_at = time.time()
             with suppress(OSError):
@@ -159,7 +136,7 @@ class MetricsSink(Sink, Collector):
 
     # ---- the run as it is at the moment of the scrape ----------------------------------------------
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         engine = self._engine
         about = {
             "run": engine.run.name, "mode": engine.run.mode, "program_version": PROGRAM_VERSION,
@@ -168,41 +145,18 @@ class MetricsSink(Sink, Collector):
         info = GaugeMetricFamily("paramserver_info", "What runs; the value is always 1", labels=list(about))
         info.add_metric(list(about.values()), 1)
         yield info
-        for name, what, value in (*self._progress(), *self._members(), *self._memory()):
-            yield GaugeMetricFamily(f"paramserver_{name}", what, value=value)
+        for metric in shown_of_run(Display.PROMETHEUS):
+            if metric.read is not None:
+                yield GaugeMetricFamily(metric.prometheus_name, metric.help, value=metric.read(engine))
+        if (at := self._snapshot_at) is not None:
+            what = "Unix time of the newest snapshot; before the first, of the start"
+            yield GaugeMetricFamily("paramserver_snapshot_timestamp_seconds", what, value=at)
         if engine.model.has_weights and (distances := engine.model.references.distances):
             what = "Of the weights to the reference of encoded answers, relative to their norm; every 64th is looked at"
             relative = GaugeMetricFamily("paramserver_reference_distance", what, labels=["codec"])
             for codec, distance in distances.items():
                 relative.add_metric([codec], distance)
             yield relative
-
-    def _progress(self) -> Iterator[tuple[str, str, float]]:
-        engine, run = self._engine, self._engine.run
-        yield "version", "Version of the weights: updates since the run began", run.policy.version
-        yield "durable_version", "Version of the newest snapshot; 0 without one", engine.durable_version
-        if (at := self._snapshot_at) is not None:
-            yield "snapshot_timestamp_seconds", "Unix time of the newest snapshot; before the first, of the start", at
-        yield "incarnation", "Starts of the server in this run; 1 at first", run.incarnation
-        yield "step", "Training steps behind the slowest worker", run.policy.min_steps_done
-        yield "steps", "Training steps each worker is to take; 0: until its loop ends", run.policy.training_steps or 0
-        yield "elapsed_seconds", "Of training, over all starts of the server", engine.elapsed_s()
-
-    def _members(self) -> Iterator[tuple[str, str, float]]:
-        engine, run = self._engine, self._engine.run
-        yield "live_workers", "Workers that train: let in and not gone", len(run.policy.members)
-        yield "min_workers", "Fewer than this and training holds", engine.config.policy.min_workers
-        now = engine.now()
-        since = [worker.waiting_since for worker in run.roster.workers.values() if worker.waiting_since is not None]
-        yield "longest_wait_seconds", "Since when the worker waits that waits longest", now - min(since, default=now)
-
-    def _memory(self) -> Iterator[tuple[str, str, float]]:
-        model, limit = self._engine.model, self._engine.config.server.max_staged
-        staging = model.staging if model.has_weights else None
-        yield "staged_uploads", "Uploads in memory", staging.num_lent if staging else 0
-        yield "staged_uploads_limit", "Uploads that may be in memory at once", limit
-        yield "waiting_uploads", "Uploads that wait for memory", staging.num_waiting if staging else 0
-        yield "model_bytes", "Size of the model", model.layout.total_bytes if model.layout else 0
 
     async def read_ranks(self) -> list[_RankRead]:
         """All ranks, some in each turn of the event loop: the run goes on in between, however many there are."""
@@ -213,11 +167,10 @@ class MetricsSink(Sink, Collector):
             if found:  # of few ranks all is read in one moment
                 await asyncio.sleep(0)
             for rank in some:
-                loss = engine.run.roster.stats[rank].loss
-                found.append(_RankRead(rank, _sums(engine, rank), loss, state_of(engine, rank)))
+                found.append(_RankRead(rank, _values(engine, rank), state_of(engine, rank)))
         return found
 
-    def ranks(self, read: list[_RankRead]) -> Iterator[Metric]:
+    def ranks(self, read: list[_RankRead]) -> Iterator[PrometheusMetric]:
         """What was read of them, on any thread: of 10,000 it takes a second to write down."""
         states = Tally(one.state for one in read if one.state != "gone")
         workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
@@ -225,26 +178,19 @@ class MetricsSink(Sink, Collector):
             workers.add_metric([state], states[state])
         yield workers
         read = sorted(read, key=lambda one: one.rank)
-        names = [str(one.rank) for one in read]
-        none = _Sums()
-        begun = [self._at_start.get(one.rank, none) for one in read]
-        grown = [_Sums(*map(sub, one.sums, at)) for one, at in zip(read, begun, strict=True)]
-        for name, what, key in _OF_EACH_RANK:
-            family = CounterMetricFamily(f"paramserver_{name}", what, labels=["rank"])
-            for rank, sums in zip(names, grown, strict=True):
-                if not math.isnan(value := getattr(sums, key)):
-                    family.add_metric([rank], value)
-            yield family
-        what = "What the worker's time went to"
-        seconds = CounterMetricFamily("paramserver_worker_seconds", what, labels=["rank", "activity"])
-        for rank, sums in zip(names, grown, strict=True):
-            for activity in _ACTIVITIES:
-                seconds.add_metric([rank, activity], getattr(sums, f"{activity}_s"))
-        yield seconds
-        loss = GaugeMetricFamily("paramserver_worker_loss", "Mean training loss it said last", labels=["rank"])
-        for rank, one in zip(names, read, strict=True):
-            loss.add_metric([rank], one.loss)
-        yield loss
+        for metric in shown_of_workers(Display.PROMETHEUS):
+            yield self._family(metric, read)
+
+    def _family(self, metric: Metric, read: list[_RankRead]) -> PrometheusMetric:
+        """One metric of all ranks. A counter counts what came since this process began."""
+        is_counter = metric.over_time is Fold.SUM
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        family = kind(metric.prometheus_name, metric.help, labels=["rank"])
+        for one in read:
+            value, before = one.values[metric.name], self._at_start.get(one.rank, {}).get(metric.name) or 0
+            if value is not None:
+                family.add_metric([str(one.rank)], value - before if is_counter else value)
+        return family
 
 
 def _counter(registry: CollectorRegistry, name: str, what: str, **values: tuple[str, ...]) -> Counter:
@@ -258,11 +204,9 @@ def _histogram(registry: CollectorRegistry, name: str, what: str, buckets: tuple
     return Histogram(f"paramserver_{name}", what, buckets=buckets, registry=registry)
 
 
-def _sums(engine: Engine, rank: int) -> _Sums:
-    stats, traffic = engine.run.roster.stats[rank], engine.traffic.get(rank)
-    sent, received = (traffic.num_sent, traffic.num_received) if traffic is not None else (0, 0)
-    samples = math.nan if stats.unsaid else stats.samples
-    return _Sums(stats.contributions, samples, sent, received, stats.compute_s, stats.transfer_s, stats.wait_s)
+def _values(engine: Engine, rank: int) -> dict[str, Value]:
+    """A rank's metrics, with the bytes of its exchanges with this process."""
+    return values_of(shown_of_workers(Display.PROMETHEUS), WorkerSource(engine, rank, is_here=True))
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------
@@ -276,10 +220,10 @@ class _OnLoop(Collector):
         self._sink = sink
         self._loop = loop
         self._lock = Lock()
-        self._newest: tuple[list[Metric], list[_RankRead]] = [], []
+        self._newest: tuple[list[PrometheusMetric], list[_RankRead]] = [], []
         self._read_at = -_FRESH_S
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         """TimeoutError when the event loop stands still; RuntimeError when it has ended. Of ranks one metric is made
         after another: all at once would be so many objects that Python's garbage collector stops the run for them."""
         with self._lock:
@@ -290,7 +234,7 @@ class _OnLoop(Collector):
         yield from families
         yield from self._sink.ranks(read)
 
-    async def _read(self) -> tuple[list[Metric], list[_RankRead]]:
+    async def _read(self) -> tuple[list[PrometheusMetric], list[_RankRead]]:
         read = await self._sink.read_ranks()
         return list(self._sink.registry.collect()), read
 

@@ -16,6 +16,7 @@ from ..engine.engine import Engine
 from .bus import Bus, Sink
 from .history import HistorySink
 from .recording import RecordingSink
+from .ticks import TickSink
 
 log = get_logger()
 
@@ -108,6 +109,8 @@ def make_bus(config: Config) -> Bus:
     if config.output.curve is not None and config.server.shard == 0:
         sinks.append(CurveSink(config.output.curve))
     if config.server.shard == 0:
+        if config.output.store or config.server.web is not None:
+            sinks.append(TickSink(draws_time=config.server.web is not None))
         sinks += [RecordingSink(config)] if config.output.store else []
         sinks += [_tracker(name, config) for name in config.output.trackers]
     if config.server.metrics is not None:

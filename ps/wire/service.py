@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import TypeVar
 
 import grpc
 import grpc.aio
 import torch
-from google.protobuf.message import Message
-from pydantic import BaseModel
 from safetensors.torch import save
 
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
+from ...common.reporting.status import Measured
 from ...common.tensors.layout import as_bytes
 from ...common.wire.checks import check_header
 from ...common.wire.frames import MAX_DATA_BYTES, body_frames
@@ -44,7 +41,6 @@ _MORE_BEATS = 16  # heartbeats, of evaluators
 _KEPT_S = 5.0  # within which a version is here that the coordinator has
 # How another shard is answered.
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
-Reply = TypeVar("Reply", bound=Message)
 
 
 class ParameterServerService:
@@ -241,23 +237,23 @@ class ParameterServerService:
     async def status(self, _: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         """Where the run stands."""
         status = reports.status(self._engine)
-        workers = [
-            _message(
-                pb.WorkerStatus,
-                worker,
-                loss=math.nan if worker.loss is None else worker.loss,
-                samples_per_s=math.nan if worker.samples_per_s is None else worker.samples_per_s,
-            )
-            for worker in status.workers
-        ]
-        settings = settings_of(self._config, self._engine.run)
-        return _message(pb.StatusReply, status, run=self._engine.run.name, workers=workers, settings=settings)
+        return pb.StatusReply(
+            run=self._engine.run.name, mode=status.mode, version=status.version, step=status.step,
+            waiting=status.waiting, left_out=status.left_out, values=_known(status),
+            workers=[
+                pb.WorkerStatus(
+                    rank=worker.rank, state=worker.state, waiting_for=worker.waiting_for, lane=worker.lane,
+                    codec=worker.codec, values=_known(worker),
+                )
+                for worker in status.workers
+            ],
+            settings=settings_of(self._config, self._engine.run),
+        )  # fmt: skip
 
 
-def _message(kind: type[Reply], values: BaseModel, **others: object) -> Reply:
-    """A message with the fields of the same names; `others` have no such field, or one of another type."""
-    known = {name: value for name, value in values if name in kind.DESCRIPTOR.fields_by_name}
-    return kind(**known | others)
+def _known(values: Measured) -> dict[str, float]:
+    """Its metrics without those that are unknown."""
+    return {name: float(value) for name, value in values.row().items() if value is not None}
 
 
 # ---- how a call ends: well, with a refusal that its caller can act on, or with a mistake of ours -------------------

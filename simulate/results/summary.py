@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import NamedTuple
 
 from rich.table import Column, Table
 
+from ...common.reporting.metrics import OF_WORKER, values_of
 from ...common.reporting.pictures import Curves
 from ...common.reporting.report import share, size
-from ...common.reporting.summary import Summary, WorkerSummary
+from ...common.reporting.status import WorkerStatus
+from ...common.reporting.summary import Summary
 from ...common.wire.json_text import to_json
+from ...ps.core.counting.stats import WorkerStats
+from ...ps.policies.base import Policy
 from ..run.simulation import Simulation
 from ..run.tally import CAUSES
 
@@ -34,7 +39,6 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
         mode=simulation.config.run.mode,
         staleness_bound=policy.staleness_bound,
         local_steps=policy.local_steps,
-        updates=policy.version,
         version=policy.version,
         wall_s=round(run.contributions.elapsed_s(simulation.now, True), 6),
         steady_s=round(steady_s, 6),
@@ -156,12 +160,23 @@ def time_cells(runs: list[tuple[str, Simulation]]) -> tuple[list[str], list[list
     return ["mode", *_NAMES, "up", "down"], rows
 
 
-def _workers(simulation: Simulation) -> list[WorkerSummary]:
+class _Source(NamedTuple):
+    """What the metrics of a simulated worker are read from, as `WorkerSource` of a server."""
+
+    rank: int
+    stats: WorkerStats
+    policy: Policy
+    bytes_sent: int
+    bytes_received: int
+    lead: int = 0
+    peer_bytes: int = 0
+
+
+def _workers(simulation: Simulation) -> list[WorkerStatus]:
+    """Without those that would have joined when the run was over."""
     found = []
-    for worker in simulation.workers:
-        if not worker.incarnation:
-            continue  # the run was over before it would have joined
-        row = simulation.run.roster.stats[worker.rank].summary()
-        row.bytes_sent, row.bytes_received, row.lane = round(worker.num_sent), round(worker.num_received), "simulated"
-        found.append(row)
+    for worker in (one for one in simulation.workers if one.incarnation):
+        stats = simulation.run.roster.stats[worker.rank]
+        source = _Source(worker.rank, stats, simulation.policy, round(worker.num_sent), round(worker.num_received))
+        found.append(WorkerStatus(rank=worker.rank, lane="simulated", **values_of(OF_WORKER.values(), source)))
     return found

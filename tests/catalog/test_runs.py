@@ -20,17 +20,17 @@ import pytest
 
 from paramserver.catalog.comparing import so_far
 from paramserver.common.config.sources import load_config
-from paramserver.common.reporting.curve import Point
 from paramserver.common.reporting.log import setup_logging
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.reporting.summary import Summary
+from paramserver.common.reporting.view import EvaluatedPoint, Tick
 from paramserver.common.runstore import changing
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.common.runstore.writing import Beginning, RunWriter
 from paramserver.tests.loopback.conftest import Cluster
-from paramserver.web.stored import Store, of_run
+from paramserver.web.stored import Store, view_of
 
 EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"
 
@@ -41,22 +41,22 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
     told = {"run": {"mode": mode, "seed": seed, "steps": 100}, "optimizer": {"lr": 0.1, **config}}
     writer = RunWriter(path, Beginning(run=run, mode=mode, work=work, project="paramserver", version=0, beat_s=1.0,
                                        config=told, code={}, machine={"host": "here"}))  # fmt: skip
-    for step in (0, 50, 100):
-        worker = WorkerStatus(rank=0, step=step, loss=1 / (step + 1), samples=10 * step)
-        writer.status(time.time(), Status(version=step, step=step, samples=10 * step, num_bytes=1000 * step,
-                                          elapsed_s=step / 10, workers=[worker]))  # fmt: skip
-    points = [
-        Point(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": step / 200}, samples=10 * step)
+    curve = [
+        EvaluatedPoint(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": step / 200},
+                       samples=10 * step, num_bytes=1000 * step, is_best=True)
         for step in (50, 100)
-    ]
-    for point in points:
-        writer.evaluation(point, 1000 * point.step, True)
-        writer.event(time.time(), "evaluated", None, {**point.model_dump(), "best": True})
+    ]  # fmt: skip
+    for step in (0, 50, 100):
+        worker = WorkerStatus(rank=0, step=step, loss=1 / (step + 1), samples=10 * step, bytes_sent=1000 * step)
+        status = Status(version=step, step=step, elapsed_s=step / 10, workers=[worker])
+        tick = Tick(at=time.time(), status=status, evaluations=[point for point in curve if point.step == step])
+        if step < 100 or not ends:
+            writer.add(tick)
     if ends:
-        workers = [WorkerSummary(rank=0, steps=100, samples=1000, compute_s=1.0, bytes_sent=50_000)]
-        curve = [point.model_copy(update={"num_bytes": 1000 * point.step}) for point in points]
-        assert writer.end(time.time(), Summary(mode=mode, wall_s=10.0 + seed, final={"accuracy": 0.5}, curve=curve,
-                                               version=100, workers=workers), "")  # fmt: skip
+        workers = [WorkerStatus(rank=0, training_steps=100, samples=1000, compute_s=1.0, bytes_sent=50_000)]
+        summary = Summary(mode=mode, wall_s=10.0 + seed, final={"accuracy": 0.5}, curve=list(curve), version=100,
+                          workers=workers)  # fmt: skip
+        assert writer.end(tick, summary, "")
     assert writer.flush()
     writer.close()
 
@@ -182,12 +182,14 @@ def test_names_are_data(folder: Path) -> None:
         assert "<script" not in (folder / "out" / file).read_text()
 
 
-@pytest.mark.parametrize("what", ["newer", "damaged", "none"])
+@pytest.mark.parametrize("what", ["newer", "older", "damaged", "none"])
 def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, what: str) -> None:
-    file, expected = tmp_path / "paramserver.db", {"newer": f"version {VERSION + 1}", "damaged": "not a database"}
-    if what == "newer":
-        with sqlite3.connect(file) as db:
-            db.execute(f"PRAGMA user_version = {VERSION + 1}")
+    file, expected = tmp_path / "paramserver.db", {
+        "newer": f"version {VERSION + 1}", "older": "an older paramserver wrote it", "damaged": "not a database"
+    }  # fmt: skip
+    if what in ("newer", "older"):
+        with closing(sqlite3.connect(file)) as db:
+            db.execute(f"PRAGMA user_version = {VERSION + (1 if what == 'newer' else -1)}")
     elif what == "damaged":
         file.write_bytes(b"no database" * 1000)
     assert expected.get(what, "there is no file") in ps_runs("list", "--db", str(file), folder=tmp_path, code=14)
@@ -211,13 +213,13 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
     assert store.runs() == []
     write(file, "a" * 12)
     first = store.runs()
-    assert [one.run for one in first] == ["a" * 12] and store.runs() is first
+    assert [one.id for one in first] == ["a" * 12] and store.runs() is first
     write(file, "b" * 12)
-    assert {one.run for one in store.runs()} == {"a" * 12, "b" * 12}
+    assert {one.id for one in store.runs()} == {"a" * 12, "b" * 12}
     changing.rename(file, 1, "lively")
     assert "lively" in [one.name for one in store.runs()]
     changing.remove(file, [1])
-    assert [one.run for one in store.runs()] == ["b" * 12]
+    assert [one.id for one in store.runs()] == ["b" * 12]
     write(file, "c" * 12, ends=False)
     assert store.runs()[0].state == "running" and store.runs() is not store.runs()  # it may be lost without a word
     file.unlink()
@@ -229,9 +231,8 @@ def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
     writer = RunWriter(file, Beginning(run="a", mode="sync", work="w", project="p", version=0, beat_s=1.0, config={},
                                        code={}, machine={}))  # fmt: skip
     for step in range(1, 5001):
-        writer.status(
-            float(step), Status(step=step, version=step, workers=[WorkerStatus(rank=0)]), is_last=step == 5000
-        )
+        status = Status(step=step, version=step, workers=[WorkerStatus(rank=0)])
+        writer.add(Tick(at=float(step), status=status, is_over=step == 5000))
     assert writer.flush()
     writer.close()
     with RunStore(file) as store:
@@ -248,15 +249,16 @@ def test_a_finished_run_has_its_staleness_by_versions_and_its_waits(tmp_path: Pa
     writer = RunWriter(file, Beginning(run="a", mode="async", work="w", project="p", version=0, beat_s=1.0, config={},
                                        code={}, machine={}))  # fmt: skip
     for step in (1, 2):
-        ranks = [WorkerStatus(rank=rank, compute_s=3.0 * step, wait_s=1.0 * step * rank, samples=10 * (rank + 1),
-                              staleness_mean=float(rank)) for rank in range(2)]  # fmt: skip
-        writer.status(float(step), Status(step=step, version=step, elapsed_s=step, workers=ranks))
-    assert writer.end(3.0, Summary(mode="async", staleness={0: 5, 2: 1}), "")
+        ranks = [WorkerStatus(rank=rank, compute_s=3.0 * step, wait_s=1.0 * step * rank, contributions=rank + 1,
+                              staleness_sum=rank * (rank + 1)) for rank in range(2)]  # fmt: skip
+        tick = Tick(at=float(step), status=Status(step=step, version=step, elapsed_s=step, workers=ranks))
+        if step == 1:
+            writer.add(tick)
+    assert writer.end(tick, Summary(mode="async", staleness={0: 5, 2: 1}), "")
     writer.close()
     with RunStore(file) as store:
         (run,) = store.runs()
-        assert store.shares(run) == {tick: (pytest.approx(1 / 7), pytest.approx(20 / 30)) for tick in (1, 2)}
-        found = of_run(store, run)
+        found = view_of(store, run)
     assert found.newest is not None and found.newest.staleness == {0: 5, 2: 1}
     assert found.series["wait_share"] == [pytest.approx(1 / 7)] * 2
     assert found.series["staleness_mean"] == [pytest.approx(2 / 3)] * 2
@@ -266,15 +268,15 @@ def test_a_file_that_is_damaged_during_a_run_ends_what_is_written_and_nothing_el
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = record_in(tmp_path)
-    record.writer.status(time.time(), Status(step=1))
+    record.writer.add(tick(1))
     record.flush()
     assert not record.is_off
     for path in tmp_path.iterdir():  # also what is not in the file itself yet
         path.write_bytes(b"no database" * 5000)
     for step in range(2, 50):
-        record.writer.status(time.time(), Status(step=step))
+        record.writer.add(tick(step))
         record.flush()
-    record.end(time.time(), Summary(mode="sync"), "")
+    record.end(tick(50), Summary(mode="sync"), "")
     assert record.is_off
     assert capsys.readouterr().err.count("store_off") == 1, "said once"
 
@@ -296,13 +298,17 @@ def test_a_file_that_may_only_be_read_is_left_as_it_is(tmp_path: Path, capsys: p
     before = file.read_bytes()
     with read_only(file):
         record = record_in(tmp_path)
-        record.writer.status(time.time(), Status(step=1))
+        record.writer.add(tick(1))
         record.flush()
-        record.end(time.time(), Summary(mode="sync"), "")
+        record.end(tick(50), Summary(mode="sync"), "")
         assert record.is_off and capsys.readouterr().err.count("store_off") == 1
         with RunStore(file) as store:
             assert [run.id for run in store.runs()] == ["a" * 12]
     assert file.read_bytes() == before
+
+
+def tick(step: int) -> Tick:
+    return Tick(at=time.time(), status=Status(step=step))
 
 
 def record_in(folder: Path) -> Record:

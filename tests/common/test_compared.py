@@ -15,7 +15,7 @@ from paramserver.common.reporting.findings import findings, target_of
 from paramserver.common.reporting.pictures import band
 from paramserver.common.reporting.report import comparison_cells
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.summary import Cost, Summary, WorkerSummary
+from paramserver.common.reporting.summary import Cost, Summary
 
 CURVE = [Point(step=at, version=at, elapsed_s=at * 1.5, figures={"loss": 2.0 / at}) for at in (1, 2, 4)]
 RUNS = [
@@ -45,7 +45,7 @@ def run(accuracy: float, wall_s: float, curve: dict[int, float] | None = None, s
         Point(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": of})
         for step, of in (curve or {}).items()
     ]
-    workers = [WorkerSummary(rank=0, compute_s=1.0, bytes_sent=sent)]
+    workers = [WorkerStatus(rank=0, compute_s=1.0, bytes_sent=sent)]
     return Summary(mode="any", wall_s=wall_s, final={"accuracy": accuracy}, curve=points, workers=workers)
 
 
@@ -152,7 +152,8 @@ def test_one_worker_with_the_batch_of_four_takes_as_many_steps_as_four() -> None
     def of(mode: str, num_workers: int, load_s: float) -> Summary:
         batch = 128 // num_workers
         workers = [
-            WorkerSummary(rank=rank, steps=300, contributions=300, samples=300 * batch) for rank in range(num_workers)
+            WorkerStatus(rank=rank, training_steps=300, contributions=300, samples=300 * batch)
+            for rank in range(num_workers)
         ]
         steady = {"steady_s": 29.9, "steady_samples": 299 * 128, "steady_steps": 299 * num_workers}
         return Summary(mode=mode, wall_s=load_s + 29.9, workers=workers, **steady)
@@ -164,17 +165,9 @@ def test_one_worker_with_the_batch_of_four_takes_as_many_steps_as_four() -> None
     assert not [line for line in findings(runs) if "a second" in line], "there is no difference"
 
 
-def test_a_summary_of_before_counted_contributions_as_steps() -> None:
-    """What is read of an older file, or of a run on record, is compared with what is written now."""
-    before = {"mode": "localsgd", "local_steps": 8, "wall_s": 10.0, "workers": [{"rank": 0, "steps": 5, "samples": 40}]}
-    now = {**before, "workers": [{"rank": 0, "steps": 40, "contributions": 5, "samples": 40}]}
-    assert Summary.model_validate(before) == Summary.model_validate(now)
-    assert Summary.model_validate(now).union_steps_per_s == 4.0
-
-
 def test_why_the_fastest_was_is_what_it_did_less_of() -> None:
     def of(mode: str, wall_s: float, wait_s: float, sent: int) -> Summary:
-        worker = WorkerSummary(rank=0, steps=100, compute_s=1.0, wait_s=wait_s, bytes_sent=sent)
+        worker = WorkerStatus(rank=0, training_steps=100, compute_s=1.0, wait_s=wait_s, bytes_sent=sent)
         cost = Cost.of("USD", 3600.0, wall_s, 0.0, None)
         return Summary(mode=mode, wall_s=wall_s, workers=[worker], cost=cost)
 

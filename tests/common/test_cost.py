@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.reporting.report import comparison_cells
-from paramserver.common.reporting.summary import Cost, Summary, WorkerSummary, price
+from paramserver.common.reporting.status import WorkerStatus
+from paramserver.common.reporting.summary import Cost, Summary, price
 from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.placement import place
 from paramserver.launch.plan.process import Child
@@ -16,12 +17,12 @@ from paramserver.launch.plan.process import Child
 def summary() -> Summary:
     """Half an hour, in which two workers waited a quarter of their time, and saw 3 epochs of 1,000 samples."""
     each = {"compute_s": 900.0, "transfer_s": 450.0, "wait_s": 450.0, "samples": 1500}
-    return Summary(mode="sync", wall_s=1800.0, workers=[WorkerSummary(rank=rank, **each) for rank in range(2)])
+    return Summary(mode="sync", wall_s=1800.0, workers=[WorkerStatus(rank=rank, **each) for rank in range(2)])
 
 
 def test_what_half_an_hour_costs() -> None:
     run = summary()
-    cost = Cost.of("EUR", 2.0, run.wall_s, run.wait_share, run.num_samples / 1000)
+    cost = Cost.of("EUR", 2.0, run.wall_s, run.wait_share, run.samples / 1000)
     assert (cost.total, cost.waiting) == (1.0, 0.25)
     assert cost.per_epoch == pytest.approx(1 / 3)
     assert str(cost) == "1.00 EUR, 0.33 an epoch; 0.25 for waiting"

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.runstore.happenings import happened
+from paramserver.common.reporting.happenings import event
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "told"),
     [
-        ("start", {"source": "", "mode": "ssp"}, ("started", "ssp, from the beginning")),
-        ("start", {"source": "snap/7", "mode": "ssp"}, ("started", "goes on from snap/7")),
-        ("join", {"incarnation": 1, "resumed": False}, ("joined", "worker 3 joined")),
-        ("join", {"incarnation": 2, "resumed": False}, ("joined", "worker 3 joined again")),
-        ("join", {"incarnation": 2, "resumed": True}, ("joined", "worker 3 came back where it was")),
-        ("leave", {"how": "goodbye"}, ("left", "worker 3 is gone (goodbye)")),
-        ("leave", {"how": "failed", "reason": "no memory"}, ("left", "worker 3 is gone (failed): no memory")),
+        ("start", {"source": "", "mode": "ssp"}, ("start", "ssp, from the beginning")),
+        ("start", {"source": "snap/7", "mode": "ssp"}, ("start", "continues from snap/7")),
+        ("join", {"incarnation": 1, "resumed": False}, ("join", "worker 3 joined")),
+        ("join", {"incarnation": 2, "resumed": False}, ("join", "worker 3 joined again")),
+        ("join", {"incarnation": 2, "resumed": True}, ("join", "worker 3 came back where it was")),
+        ("leave", {"how": "goodbye"}, ("leave", "worker 3 is gone (goodbye)")),
+        ("leave", {"how": "failed", "reason": "no memory"}, ("leave", "worker 3 is gone (failed): no memory")),
         ("snapshot", {"version": 9, "path": "snap/9"}, ("snapshot", "snapshot of version 9 in snap/9")),
         ("evaluated", {"step": 4, "figures": {"loss": 0.5, "accuracy": 0.25}, "best": True},
          ("evaluated", "step 4: loss 0.500, accuracy 0.250, the best so far")),
@@ -26,12 +26,12 @@ from paramserver.common.runstore.happenings import happened
         ("control", {"do": "hold", "told": "worker 3 is held", "done": True}, ("control", "worker 3 is held")),
         ("control", {"do": "hold", "told": "no worker 9", "done": False},
          ("control", "hold was asked for and not done: no worker 9")),
-        ("end", {"version": 12, "reason": "stopped by a person"}, ("ended", "stopped by a person")),
-        ("end", {"version": 12}, ("ended", "the run is over, at version 12")),
+        ("end", {"version": 12, "reason": "stopped by a person"}, ("end", "stopped by a person")),
+        ("end", {"version": 12}, ("end", "the run is over, at version 12")),
         ("teleported", {}, ("teleported", "teleported")),
         ("snapshot", {}, ("snapshot", "snapshot")),
     ],
 )  # fmt: skip
 def test_an_event_is_a_sentence(kind: str, fields: dict[str, Any], told: tuple[str, str]) -> None:
-    said = happened(1.7e9, kind, 3, fields)
+    said = event(1.7e9, kind, 3, fields)
     assert (said.kind, said.text, said.rank) == (*told, 3)

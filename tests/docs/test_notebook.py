@@ -13,7 +13,8 @@ import pytest
 from paramserver.common.reporting.curve import Point
 from paramserver.common.reporting.pictures.cards import of_list, of_session, of_stored, of_summary
 from paramserver.common.reporting.pictures.notebook import Card, Losses
-from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.reporting.status import WorkerStatus
+from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import StoredRun
 from paramserver.tests.docs.blocks import ROOT
 from paramserver.tests.docs.test_blocks import environ
@@ -40,7 +41,7 @@ def evil_cards() -> list[Card]:
     points = [Point(step=step, version=step, figures={EVIL: 0.5 * step}) for step in (1, 2)]
     run = StoredRun(key=1, id=EVIL, name=EVIL, work=EVIL, state=EVIL, mode=EVIL, ended_by=EVIL, figures={EVIL: 1.0})
     return [
-        of_summary(Summary(mode=EVIL, ended_by=EVIL, final={EVIL: 1.0}, curve=points, workers=[WorkerSummary(rank=0)])),
+        of_summary(Summary(mode=EVIL, ended_by=EVIL, final={EVIL: 1.0}, curve=points, workers=[WorkerStatus(rank=0)])),
         of_stored(run, [], points),  # type: ignore[arg-type]
         of_list(EVIL, [run]),
         of_session(EVIL, (0, 1, 2, True), [(1.0, 1.0), (2.0, 0.5)], {EVIL: 1.0}),
@@ -58,8 +59,8 @@ def test_names_are_text(card: Card) -> None:
 
 def test_a_summary_has_its_figures_and_its_curve() -> None:
     points = [Point(step=step, version=step, figures={"accuracy": 0.4 * step}) for step in (1, 2)]
-    shown = Summary(mode="ssp", staleness_bound=3, updates=7, final={"accuracy": 0.8}, curve=points)._repr_mimebundle_()
-    assert shown["text/plain"].startswith("ssp (staleness 3)  accuracy 0.800  updates 7")
+    shown = Summary(mode="ssp", staleness_bound=3, version=7, final={"accuracy": 0.8}, curve=points)._repr_mimebundle_()
+    assert shown["text/plain"].startswith("ssp (staleness 3)  accuracy 0.800  wall s 0.0  version 7")
     assert "<svg" in shown["text/html"] and "accuracy, evaluated" in shown["text/html"]
     assert "<svg" not in Summary(mode="sync")._repr_mimebundle_()["text/html"]
 

@@ -70,7 +70,7 @@ class EngineRun(Cluster):
         final, workers = summary["final"], summary["workers"]
         contributions = self.steps // summary["local_steps"]
         assert [worker["contributions"] for worker in workers] == [contributions] * self.num_workers
-        assert [worker["steps"] for worker in workers] == [self.steps] * self.num_workers
+        assert [worker["training_steps"] for worker in workers] == [self.steps] * self.num_workers
         if restarts is not None:
             assert [worker["restarts"] for worker in workers] == [restarts] * self.num_workers
         assert (final["missing"], final["repeated"], final["torn"]) == (0, 0, 0), final

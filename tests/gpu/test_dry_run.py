@@ -21,7 +21,7 @@ RUNNER = Path(runner.__file__)
 
 
 def test_a_run_of_the_gpu_tests_on_the_cpu(cluster: Cluster) -> None:
-    assert run(cluster, "cpu", "--mode", "sync")["updates"] == 40
+    assert run(cluster, "cpu", "--mode", "sync")["version"] == 40
 
 
 def test_the_task_fails_on_another_device_than_the_test_asks_for(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ SHARE = "2 processes share 1 GPU, and NCCL takes one process for each GPU"
 def test_all_reduce(cluster: Cluster, device: str, num_workers: int) -> None:
     flags = ("-n", str(num_workers), "--mode", "allreduce", "--steps", STEPS, "--device", device)
     summary, lines = launched(cluster, *task(device), *flags)
-    assert summary["updates"] == int(STEPS) and summary["final"]["loss"] < LEARNED
+    assert summary["version"] == int(STEPS) and summary["final"]["loss"] < LEARNED
     over_nccl = device == "cuda" and num_workers == 1
     assert {line["backend"] for line in events(lines, "group")} == {"nccl" if over_nccl else "gloo"}
     told = {line["reason"] for line in events(lines, "not_over_nccl")}

@@ -81,7 +81,7 @@ Begin             in_shared_memory : flag Lane.carries
 Rows              table count : whole Tables.read
 Contribution      seq : whole header
 Contribution      counts base timing payload training completion first position : part header
-Contribution      residual : part kept_back
+Contribution      residual : part note_residual
 Counts            num_samples num_batches : whole header
 Counts            num_training_steps part : whole policy
 Base              version : whole header
@@ -97,7 +97,7 @@ TrainingInfo      hyperparameters : values check_hyperparameters
 TrainingInfo      clip_norm : real header
 TrainingInfo      loss : real shown
 TrainingInfo      wants_weights evaluates : flag any
-ResidualInfo      norm lost_norm : real kept_back
+ResidualInfo      norm lost_norm : real note_residual
 ResidualInfo      num_lost : whole shown
 CompletionInfo    generation peer_bytes : whole header
 CompletionInfo    failed : flag any
@@ -114,7 +114,7 @@ Rates             first last : real header
 Rates             num_changes : whole header
 Finish            transfer_s : real header
 Finish            can_evaluate : flag any
-Finish            residual : part kept_back
+Finish            residual : part note_residual
 Stop              reason : text header
 Figures           version step : whole header
 Figures           figures : part header
@@ -203,14 +203,16 @@ RowsReply         rows : bytes Shard.pull_rows
 RowsReply         shards : address header
 StatusReply       run : text header
 StatusReply       mode waiting : text unread
-StatusReply       elapsed_s : real unread
 StatusReply       version step : whole header
-StatusReply       steps left_out : whole unread
+StatusReply       left_out : whole unread
 StatusReply       workers : part unread
+StatusReply       values : part unread
 StatusReply       settings : part read_settings
-WorkerStatus      rank step lead : whole unread
-WorkerStatus      state waiting_for lane : text unread
-WorkerStatus      loss samples_per_s compute_share transfer_share wait_share : real unread
+WorkerStatus      rank : whole unread
+WorkerStatus      state waiting_for lane codec : text unread
+WorkerStatus      values : part unread
+ValuesEntry       key : text unread
+ValuesEntry       value : real unread
 """
 
 

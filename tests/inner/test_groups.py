@@ -96,7 +96,7 @@ def test_every_mode_takes_a_group_as_a_worker(run: Run, mode: str) -> None:
     summary = json.loads((run.folder / "s.json").read_text())
     if mode != "async_diloco":  # whose contributions may be of fewer steps
         contributions = STEPS // (4 if len(more) > 1 else 1)
-        told = [(one["steps"], one["contributions"]) for one in summary["workers"]]
+        told = [(one["training_steps"], one["contributions"]) for one in summary["workers"]]
         assert told == [(STEPS, contributions)] * 2
     assert summary["workers"][0]["samples"] > STEPS * 6  # of both processes
     saved = load_file(run.folder / "w.safetensors")
@@ -132,7 +132,7 @@ def test_any_of_them_stops_the_run(run: Run) -> None:
     run.group(0, 2, "stops")
     ended(run)
     assert "enough" in server.output
-    assert json.loads((run.folder / "s.json").read_text())["workers"][0]["steps"] < 10
+    assert json.loads((run.folder / "s.json").read_text())["workers"][0]["training_steps"] < 10
 
 
 def test_one_that_is_killed_takes_the_worker_with_it_which_goes_on_as_a_whole(run: Run) -> None:

@@ -51,7 +51,7 @@ def test_every_mode_in_which_a_server_steps_or_averages_takes_it(run: Run, mode:
     summary = json.loads((run.folder / "s.json").read_text())
     if mode != "async_diloco":  # whose contributions may be of fewer steps
         contributions = 20 // (4 if len(more) > 1 else 1)
-        told = [(one["steps"], one["contributions"]) for one in summary["workers"]]
+        told = [(one["training_steps"], one["contributions"]) for one in summary["workers"]]
         assert told == [(20, contributions)] * 2
     saved = load_file(run.folder / "w.safetensors")
     for rank in range(2):

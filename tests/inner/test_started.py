@@ -45,7 +45,7 @@ def prove(run: EngineRun) -> None:
     num_folded = STEPS if is_sync else STEPS * run.num_workers
     assert final["applied"] == pytest.approx(num_folded * BATCH / 2, rel=1e-5)
     assert final["clock"] == num_folded
-    assert [one["steps"] for one in run.summary()["workers"]] == [STEPS] * run.num_workers
+    assert [one["training_steps"] for one in run.summary()["workers"]] == [STEPS] * run.num_workers
     run.check_history()
 
 

@@ -257,7 +257,7 @@ def test_the_containers_train_to_the_end(pods: Pods) -> None:
     for shard in shards:
         assert shard.wait() == 0, shard.output
     summary = shards[0].event("summary")
-    assert [worker["steps"] for worker in summary["workers"]] == [pods.steps] * NUM_WORKERS
+    assert [worker["training_steps"] for worker in summary["workers"]] == [pods.steps] * NUM_WORKERS
     assert summary["final"]["accuracy"] > 0.5
 
 
@@ -280,7 +280,7 @@ def test_pods_that_die_come_back(pods: Pods) -> None:
     for shard in shards:
         assert shard.wait() == 0, shard.output
     summary = shards[0].event("summary")
-    assert [worker["steps"] for worker in summary["workers"]] == [pods.steps] * NUM_WORKERS
+    assert [worker["training_steps"] for worker in summary["workers"]] == [pods.steps] * NUM_WORKERS
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.common.reporting.status import Status
-from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.common.reporting.summary import Summary
 from paramserver.launch import estimate
 from paramserver.tests.loopback.conftest import Cluster
 
@@ -61,12 +61,16 @@ def test_a_short_run_ends_when_its_pace_is_steady() -> None:
 def test_bytes_that_travel_once_are_left_out(num_workers: int) -> None:
     """60 rounds of 1,000 bytes each way; the weights once up, and once down to each."""
     workers = [
-        WorkerSummary(
-            rank=rank, steps=60, contributions=60, bytes_sent=60_000 + 1_000 * (rank == 0), bytes_received=61_000
+        WorkerStatus(
+            rank=rank,
+            training_steps=60,
+            contributions=60,
+            bytes_sent=60_000 + 1_000 * (rank == 0),
+            bytes_received=61_000,
         )
         for rank in range(num_workers)
     ]
-    summary = Summary(mode="sync", local_steps=1, staleness_bound=0, updates=60, version=60, workers=workers)
+    summary = Summary(mode="sync", local_steps=1, staleness_bound=0, version=60, workers=workers)
     assert estimate._once(summary) == pytest.approx(1_000 * (num_workers + 1))
     assert estimate._taken(summary, 60) == 60
 

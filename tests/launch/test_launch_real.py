@@ -35,6 +35,6 @@ def test_a_killed_server_and_a_killed_worker_come_back_and_the_run_is_whole(mark
     assert launcher.returncode == 0, err
     assert "worker 1 failed: killed by SIGKILL; started again in 0.01 s (restart 1 of 3)" in err
     summary = Summary.model_validate(json.loads((marked.folder / "summary.json").read_text()))
-    assert summary.updates == 2 * NUM_STEPS
+    assert summary.version == 2 * NUM_STEPS
     assert [worker.restarts for worker in summary.workers] == [0, 1], "worker 0 joined the second server, and lived"
     assert marked.left() == []

@@ -31,5 +31,5 @@ def test_a_killed_shard_comes_back_and_the_run_is_whole(marked, read_until) -> N
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, err
     summary = json.loads((marked.folder / "summary.json").read_text())
-    assert summary["updates"] == 2 * NUM_STEPS
+    assert summary["version"] == 2 * NUM_STEPS
     assert marked.left() == []

@@ -19,8 +19,8 @@ from paramserver.common.reporting.report import (
     status_line,
     summary_table,
 )
-from paramserver.common.reporting.status import Status
-from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.view.events import LineSplitter, parse_event
 from paramserver.launch.view.screen import LiveScreen, PlainScreen
@@ -38,7 +38,7 @@ STATUS = {
     "elapsed_s": 3.2,
     "step": 118,
     "steps": 500,
-    "num_joined": 2,
+    "num_workers": 2,
     "workers": [
         {"rank": 0, "state": "waiting", "step": 121, "lead": 3, "loss": 0.3, "samples_per_s": 812.0,
          "compute_share": 0.7, "transfer_share": 0.1, "wait_share": 0.2,
@@ -193,14 +193,15 @@ def test_last_lines_are_repeated_only_when_they_have_scrolled_away() -> None:
 
 def summary(mode: str = "ssp", num_workers: int = 4, **changes: object) -> Summary:
     workers = [
-        WorkerSummary(
-            rank=rank, steps=12_345, samples=395_040, staleness_mean=12.34, staleness_max=217, lead_max=12,
+        WorkerStatus(
+            rank=rank, training_steps=12_345, contributions=12_345, samples=395_040, staleness_mean=12.34,
+            staleness_max=217, lead_max=12,
             compute_s=1234.5, wait_s=1234.5, transfer_s=1234.5, bytes_sent=123_456_789_012,
             bytes_received=123_456_789_012, restarts=rank,
         )
         for rank in range(num_workers)
     ]  # fmt: skip
-    fields = {"updates": 49_380, "wall_s": 3725.0, "final": {"loss": 0.0821, "accuracy": 0.9722}, **changes}
+    fields = {"version": 49_380, "wall_s": 3725.0, "final": {"loss": 0.0821, "accuracy": 0.9722}, **changes}
     return Summary(mode=mode, staleness_bound=3, workers=workers, **fields)  # type: ignore[arg-type]
 
 
@@ -224,7 +225,7 @@ def test_a_comparison_lines_up_what_runs_have_in_common() -> None:
     assert first.split()[:4] == ["single", "0.500", "9.900", "-"]
     assert second.split()[:4] == ["localsgd", "0.082", "-", "0.972"]
     assert max(map(len, (head, first, second))) <= 100
-    assert "steps/s" in head and "updates" not in head  # which goes first where it is too wide
+    assert "steps/s" in head and "version" not in head  # which goes first where it is too wide
 
 
 def test_nothing_is_cut_in_a_file() -> None:

@@ -122,7 +122,7 @@ def test_it_equals_one_process(cluster):
     summary = json.loads((cluster.folder / "s.json").read_text())
     for one in summary["workers"]:  # by way of the lowest, and what members tell each other
         num_others = 1 if one["rank"] else 2
-        assert 0 < one["bytes_among"] / num_others - 100 * model_bytes < 100 * 250
+        assert 0 < one["peer_bytes"] / num_others - 100 * model_bytes < 100 * 250
 
 
 def test_it_ends_where_sync_does(cluster):

@@ -82,6 +82,6 @@ def test_a_switch_to_raw_sends_all_that_was_kept_and_loses_nothing(cluster):
     sent = sum(torch.randn(300, 90, generator=torch.Generator().manual_seed(step)) for step in range(12))
     torch.testing.assert_close(load_file(cluster.folder / "w.safetensors")["weight"], -sent, rtol=0, atol=1e-4)
     (row,) = json.loads((cluster.folder / "s.json").read_text())["workers"]
-    assert (row["codec"], row["residual"], row["residuals_lost"], row["residual_lost"]) == ("raw", 0, 0, 0)
+    assert (row["codec"], row["residual_norm"], row["residuals_lost"], row["residual_lost_norm"]) == ("raw", 0, 0, 0)
     whole = 4 * 90 * 300
     assert row["bytes_sent"] < 9 * whole, "with the first weights; five contributions of twelve were in q4"

@@ -73,7 +73,7 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
     assert found.returncode == 0, found.stdout + found.stderr
     check_weights(cluster.folder)
     summary = json.loads((cluster.folder / "s.json").read_text())
-    assert (summary["mode"], summary["updates"]) == (f"{cluster.folder}/{NAME}", 2 * STEPS)
+    assert (summary["mode"], summary["version"]) == (f"{cluster.folder}/{NAME}", 2 * STEPS)
     lines = history(cluster.folder)
     assert lines[0]["options"] == {"cooling": COOLING, "max_age": 40}
     code, said = check_history(cluster, "--mode", NAME)

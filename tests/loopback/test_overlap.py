@@ -70,5 +70,8 @@ def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
         assert [process.wait() for process in (*workers, server, shard)] == [0] * 4, workers[0].output
         found.append(load_file(cluster.folder / "w.safetensors"))
         summary = json.loads((cluster.folder / "s.json").read_text())
-        assert [0 < one["residual"] < 1 and not one["residuals_lost"] for one in summary["workers"]] == [True, True]
+        assert [0 < one["residual_norm"] < 1 and not one["residuals_lost"] for one in summary["workers"]] == [
+            True,
+            True,
+        ]
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())

@@ -64,7 +64,7 @@ def test_alone_every_gradient_but_the_first_is_one_version_old(cluster):
     assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), server.wait()] == [0, 0]
     assert torch.equal(_applied(cluster, 1), torch.ones(1, STEPS))
     row = _rows(cluster)[0]
-    assert (row["steps"], row["staleness_max"], row["staleness_mean"]) == (STEPS, 1, (STEPS - 1) / STEPS)
+    assert (row["training_steps"], row["staleness_max"], row["staleness_mean"]) == (STEPS, 1, (STEPS - 1) / STEPS)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
     assert server.wait() == 0
     assert torch.equal(_applied(cluster, 3), torch.ones(3, STEPS))
     rows = _rows(cluster)
-    assert [row["steps"] for row in rows] == [row["samples"] for row in rows] == [STEPS] * 3
+    assert [row["training_steps"] for row in rows] == [row["samples"] for row in rows] == [STEPS] * 3
     assert max(row["lead_max"] for row in rows) <= bound
     assert 1 <= max(row["staleness_max"] for row in rows) <= 2 * bound * 2 + 1
 
@@ -102,7 +102,7 @@ def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
     (cluster.folder / "go").touch()
     assert [first.wait(), replacement.wait(), server.wait()] == [0, 0, 0], replacement.output
     assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
-    assert [row["steps"] for row in _rows(cluster)] == [STEPS, STEPS]
+    assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
 
 
 class Link:
@@ -158,7 +158,7 @@ def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twic
         link.close()
     assert second.events("rejoined")
     assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
-    assert [row["steps"] for row in _rows(cluster)] == [STEPS, STEPS]
+    assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
 
 
 # ---- localsgd ---------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_
         assert float.fromhex(told[-1][-1]) == pytest.approx(average, rel=1e-13)
     rounds = -(-STEPS // local_steps)
     rows = _rows(cluster)
-    told = [(row["contributions"], row["steps"], row["samples"]) for row in rows]
+    told = [(row["contributions"], row["training_steps"], row["samples"]) for row in rows]
     assert told == [(rounds, STEPS, STEPS)] * num_workers
     assert [row["staleness_max"] for row in rows] == [1] * num_workers
     assert rows[0]["staleness_mean"] == pytest.approx((rounds - 1) / rounds)
@@ -227,8 +227,8 @@ def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
     (cluster.folder / "go").touch()
     assert [survivor.wait(), server.wait()] == [0, 0], survivor.output
     summary = json.loads((cluster.folder / "s.json").read_text())
-    assert summary["updates"] == 5
-    assert [(row["contributions"], row["steps"]) for row in summary["workers"]] == [(5, 25), (1, 5)]
+    assert summary["version"] == 5
+    assert [(row["contributions"], row["training_steps"]) for row in summary["workers"]] == [(5, 25), (1, 5)]
     # Alone from round 2 on: the average of one is what it sent, so every later step is plain gradient descent.
     steps = [float.fromhex(line.split()[-1]) for line in survivor.output.splitlines() if line.startswith("before")]
     assert steps[11:] == pytest.approx([0.9 * value for value in steps[10:-1]], rel=1e-12)
@@ -294,7 +294,7 @@ def test_a_script_that_breaks_off_completes_what_it_handed_over(cluster):
     assert server.events("left")[0]["reason"] == "said goodbye"
     server.signal(signal.SIGTERM)
     server.wait()
-    assert _rows(cluster)[0]["steps"] == 2
+    assert _rows(cluster)[0]["training_steps"] == 2
 
 
 @pytest.mark.slow

@@ -128,4 +128,4 @@ def test_a_snapshot_goes_on_with_workers_of_other_codecs(cluster):
     assert summary["version"] == STEPS
     for row in summary["workers"]:
         assert (row["codec"], row["residuals_lost"], row["restarts"]) == ("int8", 1, 1), row
-        assert row["residual_lost"] > row["residual"] > 0, "of q4, and of int8 at the end"
+        assert row["residual_lost_norm"] > row["residual_norm"] > 0, "of q4, and of int8 at the end"

@@ -118,7 +118,7 @@ def test_second_worker_with_a_rank_replaces_the_first_which_says_so(cluster):
     assert "--rank" in older.output
     assert "Traceback" not in older.output
     assert [newer.wait(), server.wait()] == [0, 0]
-    assert server.event("summary")["workers"][0]["steps"] == STEPS
+    assert server.event("summary")["workers"][0]["training_steps"] == STEPS
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_nan_is_rejected_counted_and_ends_the_run_after_a_number_in_a_row(cluste
     assert torch.isfinite(weights).all()
     assert weights.view(-1, STEPS)[0, :5].tolist() == [-1.0] * 5
     rows = {row["rank"]: row for row in server.event("summary")["workers"]}
-    assert (rows[1]["rejected"], rows[1]["steps"]) == (4, 0)
+    assert (rows[1]["rejected"], rows[1]["training_steps"]) == (4, 0)
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_sigterm_drains_a_worker_and_the_barrier_shrinks(cluster):
     assert [stays.wait(), server.wait()] == [0, 0]
     left = [event for event in server.events("left") if event["rank"] == 1]
     assert left[0]["reason"] == "said goodbye"
-    assert server.event("summary")["updates"] == 100
+    assert server.event("summary")["version"] == 100
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

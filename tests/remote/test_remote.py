@@ -32,7 +32,7 @@ def test_a_run_on_two_hosts(remote, events) -> None:
     assert listening["address"].startswith("127.0.0.2:")
     joined = {event["rank"]: event["host"] for event in said if event["event"] == "joined"}
     assert joined == {0: "node2", 1: "node2", 2: "node3"}
-    assert json.loads((remote.folder / "out.json").read_text())["updates"] == 10
+    assert json.loads((remote.folder / "out.json").read_text())["version"] == 10
 
 
 def test_each_worker_has_its_device_its_share_of_the_cores_and_the_hosts_variables(remote, tmp_path: Path) -> None:

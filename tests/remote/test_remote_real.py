@@ -50,7 +50,7 @@ def test_a_real_run_over_tls_with_a_token_that_only_the_launcher_knows(remote) -
     assert "listening address=127.0.0.2:" in err
     assert "mutual TLS, token" in err
     summary = json.loads((remote.folder / "out.json").read_text())
-    assert [worker["steps"] for worker in summary["workers"]] == [20, 20, 20]
+    assert [worker["training_steps"] for worker in summary["workers"]] == [20, 20, 20]
     assert load_file(remote.folder / "w.safetensors")
 
 
@@ -69,7 +69,7 @@ def test_a_real_run_with_a_shard_on_each_host(remote) -> None:
     assert code == 0, err
     assert "[server on node2] listening" in err
     assert "[server shard 1 on node3] listening" in err
-    assert json.loads((remote.folder / "out.json").read_text())["updates"] == 100
+    assert json.loads((remote.folder / "out.json").read_text())["version"] == 100
     assert load_file(remote.folder / "w.safetensors")
 
 
@@ -141,5 +141,5 @@ def test_a_real_run_between_namespaces_goes_over_tcp(lab, marked) -> None:
     launcher = start_in(net, sshd, marked, *argv, "--set", "worker.lanes=direct,grpc", "--summary", "out.json")
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, err
-    assert json.loads((marked.folder / "out.json").read_text())["updates"] == 40
+    assert json.loads((marked.folder / "out.json").read_text())["version"] == 40
     assert sshd.left() == []

@@ -181,7 +181,7 @@ def test_a_script_is_a_spare_too_and_ends_where_its_loop_would_begin(cluster: Cl
         point["version"] for point in summary(cluster)["curve"]
     }
     assert worker.output.count("evaluates") <= 2, "what was due before it was there, and the final weights"
-    assert not (cluster.folder / "spare.pt").exists() and summary(cluster)["workers"][0]["steps"] == 48
+    assert not (cluster.folder / "spare.pt").exists() and summary(cluster)["workers"][0]["training_steps"] == 48
     assert total(cluster.folder / "best.safetensors") == pytest.approx(summary(cluster)["best"]["figures"]["total"])
 
 

@@ -77,7 +77,7 @@ def test_a_task_is_trained_for_epochs_or_its_default(cluster: Cluster) -> None:
     server = cluster.server("--workers", "1", "--summary", "s.json", "--task", "xor", "--mode", "localsgd")
     assert [cluster.worker(0).wait(), server.wait()] == [0, 0], server.output
     row = summary(cluster)["workers"][0]
-    assert (row["steps"], row["contributions"]) == (500, 63), "8 steps in a contribution"
+    assert (row["training_steps"], row["contributions"]) == (500, 63), "8 steps in a contribution"
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_each_mistake_gets_its_sentence_and_harms_nothing(cluster: Cluster):
     assert (
         "lr_scheduler.step()" not in script.output
     )  # torch's warning: nobody has stepped the optimizer it was made for
-    assert server.event("summary")["workers"][0]["steps"] == 8
+    assert server.event("summary")["workers"][0]["training_steps"] == 8
 
 
 @pytest.mark.parametrize("early", [-1, pytest.param(8, marks=slow)])

@@ -44,7 +44,7 @@ def lines(cluster: Cluster) -> list[dict[str, Any]]:
 )
 def test_samples_that_nobody_said_are_unknown(cluster: Cluster, mode: str) -> None:
     server, summary = run(cluster, mode, {}, {})
-    assert [worker.samples for worker in summary.workers] == [None, None] and summary.num_samples is None
+    assert [worker.samples for worker in summary.workers] == [None, None] and summary.samples is None
     table = printed(summary)
     assert "   - samples/s" in table and [row.split()[2] for row in table.splitlines()[-2:]] == ["-", "-"]
     status = server.events("status")[-1]
@@ -66,5 +66,5 @@ def test_samples_that_nobody_said_are_unknown(cluster: Cluster, mode: str) -> No
 def test_samples_that_a_script_says_are_shown_and_a_sum_with_unknown_ones_is_not(cluster: Cluster) -> None:
     server, summary = run(cluster, "async", {"SAID": "1"}, {})
     assert [worker.samples for worker in summary.workers] == [4 * 8, None]
-    assert summary.num_samples is None and server.events("status")[-1]["samples"] is None
+    assert summary.samples is None and server.events("status")[-1]["samples"] is None
     assert {line["samples"] for line in lines(cluster) if line.get("outcome") == "accepted"} == {8, None}

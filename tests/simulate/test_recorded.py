@@ -35,7 +35,7 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     assert (verdict.problem, verdict.decided, verdict.notes) == (None, "", [])
     told = json.loads(Path(summary).read_text())
     accepted = sum(line.op == "accept" for line in lines)
-    assert accepted == sum(worker["steps"] for worker in told["workers"]) == 180
+    assert accepted == sum(worker["training_steps"] for worker in told["workers"]) == 180
 
     sets = ["worker.lanes=grpc"]
     config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Told())[0]

@@ -15,7 +15,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.watched import About, Tick, Totals, Watched
+from paramserver.common.reporting.view import About, Tick, View
 from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
 
 CONTROL = "/api/runs/live/controls"
@@ -128,8 +128,7 @@ def tick(number: int, num_workers: int = 2, **fields: Any) -> Tick:
         for rank in range(num_workers)
     ]  # fmt: skip
     status = Status(mode="async", step=number, steps=1000, version=number, elapsed_s=float(number), workers=workers)
-    totals = Totals(updates=number, wall_s=float(number), samples=32 * number * num_workers)
-    told: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status, "totals": totals}
+    told: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status}
     return Tick(**{**told, "staleness": {0: number, 1: 2}, **fields})
 
 
@@ -160,7 +159,7 @@ def client(page: Any, asked: list[dict[str, Any]]) -> Client:
         asked.append(what)
         return "done"
 
-    page.begin(Watched(about=about()), control)
+    page.begin(View(about=about()), control)
     page.push(tick(1))
     client = Client(page.address)
     until(lambda: client.ask("GET", "/api/runs")[1] != [])

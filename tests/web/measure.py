@@ -50,15 +50,15 @@ def main() -> None:
             cluster.worker(rank, "--task", "xor", "--set", "slowdown.base_s=0.2")
         server.event("training_started")
         write_many(folder / "many.db", 1000)
-        board = cluster.start("board", "-m", "paramserver.catalog", "board", "many.db")
-        board.until(lambda: "runs of" in board.output and board.output.endswith("\n"), "address")
+        dashboard = cluster.start("dashboard", "-m", "paramserver.catalog", "ui", "many.db")
+        dashboard.until(lambda: "runs of" in dashboard.output and dashboard.output.endswith("\n"), "address")
         wanted = {
             "page of a live run": (
                 server.event("page")["url"] + "?token=measured",
                 "() => document.querySelectorAll('#workers tbody tr').length === 2",
             ),
             "list of 1,000 runs": (
-                board.output.split()[-1],
+                dashboard.output.split()[-1],
                 "() => document.querySelectorAll('#runs tbody tr').length >= 200",
             ),
         }

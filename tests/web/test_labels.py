@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.reporting.watched import Snapshot, Watched
+from paramserver.common.reporting.view import Snapshot, View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.tests.loopback.conftest import Cluster, Process
 from paramserver.tests.web.conftest import CONTROL, Client, Tab, about, tick
@@ -64,7 +64,7 @@ def test_who_computes_is_not_said_to_wait_and_who_waits_is_said_to(cluster: Clus
 
 
 def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
-    """Also on record, on the board, and in Prometheus' labels."""
+    """Also on record, in the dashboard, and in Prometheus' labels."""
     server, client = served(cluster, "--mode", "ssp", "--workers", "2", "--set", "output.track_dir=runs")
     workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.01") for rank in range(2)]
     server.until(lambda: newest(client).get("status", {}).get("step", 0) > 1, "steps")
@@ -84,10 +84,10 @@ def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
     assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
     store = Store(cluster.folder / "runs/paramserver.db")
     (line,) = store.runs()
-    assert (line.mode, line.workers, line.state) == ("async", 2, "stopped")
-    watched = store.watched(line.run)
-    assert watched is not None and watched.newest is not None
-    assert (watched.newest.status.mode, watched.newest.status.num_joined) == ("async", 2)
+    assert (line.mode, line.num_workers, line.state) == ("async", 2, "stopped")
+    view = store.view(line.id)
+    assert view is not None and view.newest is not None
+    assert (view.newest.status.mode, view.newest.status.num_workers) == ("async", 2)
 
 
 def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
@@ -106,9 +106,9 @@ def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
     server.until(is_kept, "a wait on record")
     server.signal(signal.SIGKILL)
     server.popen.wait()
-    watched = Store(path).watched(client_run(path))
-    assert watched is not None and watched.newest is not None
-    assert [(one.rank, one.why) for one in watched.newest.waits] == [(0, "its release: somebody holds it")]
+    view = Store(path).view(client_run(path))
+    assert view is not None and view.newest is not None
+    assert [(one.rank, one.why) for one in view.newest.waits] == [(0, "its release: somebody holds it")]
 
 
 def client_run(path: Path) -> str:
@@ -132,7 +132,7 @@ def test_a_snapshot_of_version_0_is_one(cluster: Cluster) -> None:
 def test_the_page_has_the_same(
     page: Any, tab: Callable[..., Tab], version: int | None, kept: list[Snapshot], said: str
 ) -> None:
-    page.begin(Watched(about=about(mode="ssp", label="ssp (staleness 3)")))
+    page.begin(View(about=about(mode="ssp", label="ssp (staleness 3)")))
     page.push(tick(1, durable_version=version, snapshots=kept))
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
@@ -144,7 +144,7 @@ def test_the_page_has_the_same(
     shown.page.wait_for_function("() => document.getElementById('title').textContent.includes('staleness 9')")
     assert "0.500 times" in shown.page.locator("#more").text_content()
     over = tick(3, durable_version=version, is_over=True)
-    over.status.num_joined = 0
+    over.status.num_workers = 0
     page.push(over)
     shown.page.locator("#connection[data-state=over]").wait_for()
     assert shown.figure("workers") == "2"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.common.reporting.curve import Point
-from paramserver.common.reporting.watched import Happened, Snapshot, Span, Wait, Watched
+from paramserver.common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, View, Wait
 from paramserver.tests.certificates import certs
 from paramserver.tests.late import come_late
 from paramserver.tests.loopback.conftest import Cluster, Process
@@ -128,7 +127,6 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
         name: sum(one[name] for one in workers) for name in ("samples", "contributions", "bytes_sent", "bytes_received")
     }
     assert shown.figure("version") == f"{summary['version']:,}"
-    assert shown.figure("updates") == f"{summary['updates']:,}"
     assert shown.figure("samples") == f"{sums['samples']:,}"
     assert seconds(shown.figure("time")) == pytest.approx(
         summary["wall_s"], abs=0.51 if summary["wall_s"] > 9.9 else 0.051
@@ -209,7 +207,7 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
     again = cluster.server(*flags, "--listen", cluster.address, "--web", address, PS_WEB_TOKEN=TOKEN)
     until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
     until(shown, f"first => ({STEP})() > first", before)
-    until(shown, "() => document.getElementById('events').textContent.includes('goes on from snapshots')")
+    until(shown, "() => document.getElementById('events').textContent.includes('continues from snapshots')")
     assert (points(shown, "loss")[1], points(shown, "evaluations")[1]) == first  # both begin where they began
     assert points(shown, "loss")[0] > kept[0][0] / 2 and points(shown, "evaluations")[0] >= 2
     assert sum(bins(shown).values()) > kept[2] / 2
@@ -237,7 +235,7 @@ def test_a_server_that_goes_back_shows_itself_where_it_did(cluster: Cluster, tab
     shard.popen.kill()
     shard.popen.wait()
     cluster.shard(1, 2, *flags)
-    until(shown, "() => document.getElementById('events').textContent.includes('goes on from snapshots')")
+    until(shown, "() => document.getElementById('events').textContent.includes('continues from snapshots')")
     assert len({one["address"] for one in server.events("page")}) == 1
     until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
     assert points(shown, "loss")[1] == first
@@ -262,7 +260,7 @@ def test_two_pages_in_one_browser(
     try:
         shown = tab()
         for one, token in ((page, "secret"), (other, "another")):
-            one.begin(Watched(about=about()))
+            one.begin(View(about=about()))
             one.push(tick(1))
             shown.page.goto(f"http://{one.address}/?token={token}")
             shown.page.get_by_role("button", name="Drain").wait_for()
@@ -279,7 +277,7 @@ def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
         asked.append(what)
         return f"done {len(asked)}"
 
-    page.begin(Watched(about=about(controls=["snapshot", "drain", "hold", "evict", "set staleness"])), control)
+    page.begin(View(about=about(controls=["snapshot", "drain", "hold", "evict", "set staleness"])), control)
     page.push(tick(1))
     shown = tab()
     shown.page.goto(f"http://{page.address}/?token=secret")
@@ -326,10 +324,10 @@ def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
 
 def test_samples_that_nobody_said_are_a_dash(page: Any, tab: Callable[..., Tab]) -> None:
     told = tick(1)
-    told.totals.samples = None
+    told.status.samples = told.status.samples_per_s = None
     for worker in told.status.workers:
         worker.samples = worker.samples_per_s = None
-    page.begin(Watched(about=about()))
+    page.begin(View(about=about()))
     page.push(told)
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
@@ -341,10 +339,10 @@ def test_samples_that_nobody_said_are_a_dash(page: Any, tab: Callable[..., Tab])
 
 def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) -> None:
     """Who reads a cell, a sentence or an event has it under the eyes still; every picture has a sentence of now."""
-    happened = [Happened(at=1.7e9, kind="joined", text="worker 0 joined")]
+    happened = [Event(at=1.7e9, kind="joined", text="worker 0 joined")]
     saved = [Snapshot(version=1, at=1.7e9, path="snapshots/1")]
-    point = Point(step=1, version=1, elapsed_s=1.0, figures={"accuracy": 0.5}, samples=64, num_bytes=10)
-    page.begin(Watched(about=about()))
+    point = EvaluatedPoint(step=1, version=1, elapsed_s=1.0, figures={"accuracy": 0.5}, samples=64, num_bytes=10)
+    page.begin(View(about=about()))
     page.push(tick(1, events=happened, snapshots=saved, evaluations=[point]))
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
@@ -353,9 +351,7 @@ def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) ->
     shown.page.evaluate("marked => document.querySelectorAll(marked).forEach(one => one.isKnown = true)", marked)
     spans = [Span(rank=0, begin_s=5.0, compute_s=0.75, wait_s=0.25)]
     more = [Snapshot(version=9, at=1.7e9, path="snapshots/9")]
-    page.push(
-        tick(9, snapshots=more, spans=spans, events=[Happened(at=1.7e9 + 1, kind="left", text="worker 1 is gone")])
-    )
+    page.push(tick(9, snapshots=more, spans=spans, events=[Event(at=1.7e9 + 1, kind="left", text="worker 1 is gone")]))
     until(shown, f"() => ({STEP})() === 9")
     lost = "marked => [...document.querySelectorAll(marked)].filter(one => !one.isKnown).map(one => one.textContent)"
     new = shown.page.evaluate(lost, marked)
@@ -363,10 +359,11 @@ def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) ->
     assert label(shown, "loss").startswith("loss over steps: 2 points from 1 to 9, first 0.500, newest 0.100")
     assert label(shown, "staleness") == "11 contributions by versions behind: 9 at 0, 2 at 1"
     assert label(shown, "stream") == "The last minute. worker 0: computing 75 %, transfer 0 %, waiting 25 %"
-    for axis, x in (("samples", "64"), ("bytes", "10"), ("elapsed_s", "1")):
+    named = {"elapsed_s": "seconds", "num_bytes": "bytes"}
+    for axis, x in (("samples", "64"), ("num_bytes", "10"), ("elapsed_s", "1")):
         shown.page.locator("#axis").select_option(axis)
         assert f": 1 point from {x} to {x}, first 0.500" in label(shown, "evaluations")
-        assert f" over {'seconds' if axis == 'elapsed_s' else axis}: 2 points" in label(shown, "rate")
+        assert f" over {named.get(axis, axis)}: 2 points" in label(shown, "rate")
     shown.page.emulate_media(color_scheme="dark")
 
 
@@ -380,7 +377,7 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
     secured = serve.Page(Config.model_validate(told))
     secured.start()
     try:
-        secured.begin(Watched(about=about()))
+        secured.begin(View(about=about()))
         secured.push(tick(1))
         address = secured.url.replace("0.0.0.0", "127.0.0.1")
         assert address.startswith("https://")
@@ -408,7 +405,7 @@ def test_what_a_page_weighs() -> None:
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (3840, 2160)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_every_screen(page: Any, tab: Callable[..., Tab], width: int, height: int, scheme: str) -> None:
-    page.begin(Watched(about=about()))
+    page.begin(View(about=about()))
     for number in range(30):
         page.push(tick(number, 8))
     shown = tab(viewport={"width": width, "height": height}, color_scheme=scheme)
@@ -425,9 +422,9 @@ def test_it_fits_every_screen(page: Any, tab: Callable[..., Tab], width: int, he
 
 def test_64_workers_and_text_that_looks_like_html(page: Any, tab: Callable[..., Tab]) -> None:
     evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-    page.begin(Watched(about=about(task=evil, mode=evil)))
+    page.begin(View(about=about(task=evil, mode=evil)))
     waits = [Wait(rank=0, ranks=[1], why=evil)]
-    events = [Happened(at=1.7e9, kind="left", text=evil)]
+    events = [Event(at=1.7e9, kind="left", text=evil)]
     for number in range(20):
         newest = tick(number, 64, waits=waits, events=events)
         newest.status.workers[3].waiting_for = newest.status.workers[4].lane = evil
@@ -442,7 +439,7 @@ def test_64_workers_and_text_that_looks_like_html(page: Any, tab: Callable[..., 
 
 
 def test_only_those_with_the_token_are_shown_controls(page: Any, tab: Callable[..., Tab]) -> None:
-    page.begin(Watched(about=about()))
+    page.begin(View(about=about()))
     page.push(tick(1))
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
@@ -473,9 +470,9 @@ def test_runs_on_record_and_one_that_another_process_writes(cluster: Cluster, ta
     assert done.returncode == 0, done.stderr
     cluster.server("--mode", "async", "--steps", "100000", "--set", "server.status_interval_s=0.2")
     cluster.worker(0, "--task", "digits", "--set", "slowdown.base_s=0.01")
-    board = cluster.start("board", "-m", "paramserver.catalog", "board", "runs/paramserver.db")
-    board.until(lambda: "runs of" in board.output and board.output.endswith("\n"), "address")
-    url = board.output.split()[-1]
+    dashboard = cluster.start("dashboard", "-m", "paramserver.catalog", "ui", "runs/paramserver.db")
+    dashboard.until(lambda: "runs of" in dashboard.output and dashboard.output.endswith("\n"), "address")
+    url = dashboard.output.split()[-1]
     assert "/runs?token=" in url
     shown = tab()
     shown.page.goto(url)

@@ -1,5 +1,5 @@
 // The page of one run. It gets the whole once, then a tick at a time, pushed; after a break the whole again.
-import { $, clock, duration, figure, inPlace, make, price, say, share, size, whole } from './text.js';
+import { $, clock, duration, figure, inPlace, make, price, say, size, whole, written } from './text.js';
 import { draw } from './charts.js';
 import { showWorkers } from './workers.js';
 import { addSpans } from './stream.js';
@@ -7,23 +7,21 @@ import { showWaits } from './waits.js';
 import { showControls } from './controls.js';
 
 const run = new URLSearchParams(location.search).get('run') || 'live';
-let state = null, mayControl = false, isOver = false;
+let state = null, mayControl = false, isOver = false, metrics = { run: [], worker: [] };
 
 function connection(name, text) { $('connection').dataset.state = name; $('connection').textContent = text; }
 
+// `metrics`: what /api/metrics says of the run's metrics; each has the server's label, unit and help.
 function showFigures(tick) {
-  const { status, totals } = tick;
-  const found = {
-    mode: status.mode, step: status.steps ? `${whole(status.step)} / ${whole(status.steps)}` : whole(status.step),
-    version: whole(status.version), 'time': duration(totals.wall_s), 'still to go': tick.is_over ? '–' : duration(status.eta_s),
-    loss: figure(status.loss), 'samples/s': whole(status.samples_per_s), samples: whole(totals.samples), workers: whole(tick.is_over ? Math.max(status.num_joined, status.workers.length + (status.left_out || 0)) : status.num_joined),
-    waiting: share(totals.wait_share), 'stale mean': totals.staleness_mean.toFixed(2), 'stale max': whole(totals.staleness_max),
-    traffic: size(totals.bytes), updates: whole(totals.updates),
-  };
-  if (totals.cost) { found.cost = `${price(totals.cost.total)} ${totals.cost.currency}`; found['for waiting'] = price(totals.cost.waiting); }
-  if (totals.cost && totals.cost.per_epoch !== null) found['an epoch'] = price(totals.cost.per_epoch);
-  for (const [name, value] of Object.entries(totals.final)) found[`final ${name}`] = figure(value);
-  inPlace($('figures'), Object.keys(found), name => make('div', { 'data-figure': name }, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, found[name]));
+  const { status } = tick, found = { mode: status.mode }, help = {};
+  for (const metric of metrics.run) { found[metric.label] = written(metric, status[metric.name]); help[metric.label] = metric.help; }
+  if (status.steps) found.step += ` / ${whole(status.steps)}`;
+  if (tick.is_over) found.workers = whole(Math.max(status.num_workers, status.workers.length + status.left_out));
+  found['still to go'] = tick.is_over ? '–' : duration(status.eta_s);
+  if (tick.cost) { found.cost = `${price(tick.cost.total)} ${tick.cost.currency}`; found['for waiting'] = price(tick.cost.waiting); }
+  if (tick.cost && tick.cost.per_epoch !== null) found['an epoch'] = price(tick.cost.per_epoch);
+  for (const [name, value] of Object.entries(tick.final)) found[`final ${name}`] = figure(value);
+  inPlace($('figures'), Object.keys(found), name => make('div', { 'data-figure': name, title: help[name] || '' }, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, found[name]));
   $('progress').value = status.steps ? status.step / status.steps : 0;
   $('progress').hidden = !status.steps;
   say($('waiting'), status.waiting ? `everyone waits for: ${status.waiting}` : '');
@@ -35,8 +33,8 @@ function showCharts() {
   draw($('loss'), ['loss'], label, [series[axis], series.loss]);
   draw($('rate'), ['samples/s'], label, [series[axis], series.samples_per_s]);
   const names = [...new Set(state.evaluations.flatMap(point => Object.keys(point.figures)))];
-  const of = { bytes: 'num_bytes' }[axis] || axis, points = state.evaluations.filter(point => point[of] !== null);
-  if (names.length) draw($('evaluations'), names, label, [points.map(point => point[of]), ...names.map(name => points.map(point => point.figures[name] ?? null))], 'points');
+  const points = state.evaluations.filter(point => point[axis] !== null);
+  if (names.length) draw($('evaluations'), names, label, [points.map(point => point[axis]), ...names.map(name => points.map(point => point.figures[name] ?? null))], 'points');
   else say($('evaluations'), 'none yet; run.eval_every asks for them');
   const bins = state.newest ? Object.entries(state.newest.staleness).map(([behind, count]) => [Number(behind), count]).sort((a, b) => a[0] - b[0]) : [];
   if (bins.length) draw($('staleness'), ['contributions'], 'versions behind', [bins.map(bin => bin[0]), bins.map(bin => bin[1])], 'bars');
@@ -45,7 +43,7 @@ function showCharts() {
 function showRest(tick) {
   const { status } = tick;
   const more = [['newest snapshot', tick.durable_version === null ? 'none' : `version ${whole(tick.durable_version)}`]], kept = [...state.snapshots].reverse();
-  if (status.versions && status.versions.length) more.push(['shards', status.versions.map((version, at) => `${at}: version ${whole(version)}, ${size(status.held_bytes[at] || 0)}`).join('; ')]);
+  if (status.versions && status.versions.length) more.push(['shards', status.versions.map((version, at) => `${at}: version ${whole(version)}, ${size(status.shard_bytes[at] || 0)}`).join('; ')]);
   if (state.about.lr_scale !== 1) more.push(['learning rate', `${figure(state.about.lr_scale)} times the worker’s`]);
   more.push(['run', state.about.run], ['start of the server', `${state.about.server_incarnation}`], ['task', state.about.task || 'a script']);
   const said = new Map(more);
@@ -59,13 +57,13 @@ function showRest(tick) {
 }
 
 function show(tick, isWhole, spans) {
-  showFigures(tick); showWorkers(tick); showCharts(); showWaits(tick.waits, tick.status.workers); showRest(tick);
+  showFigures(tick); showWorkers(tick, metrics.worker); showCharts(); showWaits(tick.waits, tick.status.workers); showRest(tick);
   addSpans(spans, tick.clock_s, isWhole);
 }
 
 function addRow(tick) {
-  const { status, totals } = tick, row = { elapsed_s: status.elapsed_s, step: status.step, version: status.version, loss: status.loss, samples: totals.samples, bytes: totals.bytes, samples_per_s: status.samples_per_s, wait_share: totals.wait_share, staleness_mean: totals.staleness_mean };
-  if (status.workers.length || status.step) for (const [name, values] of Object.entries(state.series)) values.push(row[name]);
+  const { status } = tick;
+  if (status.workers.length || status.step) for (const [name, values] of Object.entries(state.series)) values.push(status[name]);
   if (state.series.step.length >= 4000) for (const name of Object.keys(state.series)) state.series[name] = state.series[name].filter((_, at) => at % 2 === 0);
 }
 
@@ -93,7 +91,8 @@ function gotTick(event) {
 }
 
 async function connect() {
-  mayControl = await fetch('/api/session').then(answer => answer.json()).then(said => said.may_control).catch(() => false);
+  const ask = (path, otherwise) => fetch(path).then(reply => reply.json()).catch(() => otherwise);
+  [mayControl, metrics] = await Promise.all([ask('/api/session', {}).then(session => !!session.may_control), ask('/api/metrics', metrics)]);
   const source = new EventSource(`/api/events?run=${encodeURIComponent(run)}`);
   source.addEventListener('whole', gotWhole);
   source.addEventListener('tick', gotTick);

@@ -40,5 +40,11 @@ export function duration(seconds) {
   const minutes = Math.floor(seconds / 60);
   return minutes < 60 ? `${minutes} min ${String(Math.round(seconds % 60)).padStart(2, '0')} s` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, '0')} min`;
 }
+// The value of a metric, by its unit as in common/reporting/metrics.py.
+const UNITS = {
+  count: whole, rate: value => (value < 100 ? value.toFixed(1) : whole(value)), seconds: value => value.toFixed(1), duration, bytes: size, share,
+  mean: value => value.toFixed(2), number: figure,
+};
+export const written = (metric, value) => (value === null || value === undefined ? '–' : UNITS[metric.unit](value));
 export const clock = unix => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });
 export const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

@@ -1,14 +1,12 @@
 // The table of workers: what each does now, and its sums over the run, which at the end are those of the summary.
-import { $, figure, inPlace, make, say, share, size, whole } from './text.js';
+import { $, inPlace, make, say, share, whole, written } from './text.js';
 import { sparkline } from './charts.js';
-const COLUMNS = [
-  ['worker', now => now.rank], ['state', now => now.state, 'text'], ['step', now => whole(now.step)], ['lead', now => now.lead],
-  ['stale mean', now => now.staleness_mean.toFixed(2)], ['stale max', now => now.staleness_max], ['loss', now => figure(now.loss)],
-  ['samples/s', now => whole(now.samples_per_s)], ['', (now, past) => sparkline(past)], ['time', now => shares(now)],
-  ['contributions', now => now.contributions === null ? '–' : whole(now.contributions)], ['samples', now => whole(now.samples)],
-  ['sent', now => size(now.bytes_sent)], ['received', now => size(now.bytes_received)],
-  ['lane', now => now.lane, 'text'], ['codec', now => now.codec, 'text'], ['restarts', now => now.restarts],
-  ['waits for', now => now.waiting_for, 'text why'],
+// [heading, cell, class, help]: what is said in words, and the metrics of /api/metrics between.
+const columns = metrics => [
+  ['worker', now => now.rank], ['state', now => now.state, 'text'],
+  ...metrics.map(metric => [metric.label, now => written(metric, now[metric.name]), '', metric.help]),
+  ['', (now, past) => sparkline(past)], ['time', now => shares(now)],
+  ['lane', now => now.lane, 'text'], ['codec', now => now.codec, 'text'], ['waits for', now => now.waiting_for, 'text why'],
 ];
 const past = new Map(); // samples a second by rank, the last ones
 
@@ -20,17 +18,17 @@ function shares(now) {
   return bar;
 }
 
-export function showWorkers(tick) {
-  const table = $('workers');
-  if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...COLUMNS.map(([name, , kind]) => make('th', { scope: 'col', class: kind || '' }, name))));
+export function showWorkers(tick, metrics) {
+  const table = $('workers'), shown = columns(metrics);
+  if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...shown.map(([name, , kind, help]) => make('th', { scope: 'col', class: kind || '', title: help || '' }, name))));
   const rows = tick.status.workers.map(now => {
     const rates = past.get(now.rank) || [];
     rates.push(now.samples_per_s); if (rates.length > 60) rates.shift();
     past.set(now.rank, rates);
-    return [now.rank, COLUMNS.map(([, cell]) => cell(now, rates))];
+    return [now.rank, shown.map(([, cell]) => cell(now, rates))];
   });
   const of = new Map(rows);
-  inPlace(table.tBodies[0], [...of.keys()], rank => make('tr', { 'data-rank': rank }, ...COLUMNS.map(([, , kind]) => make('td', { class: kind || '' }))),
+  inPlace(table.tBodies[0], [...of.keys()], rank => make('tr', { 'data-rank': rank }, ...shown.map(([, , kind]) => make('td', { class: kind || '' }))),
     (node, rank) => of.get(rank).forEach((value, at) => { if (value instanceof Element) node.cells[at].replaceChildren(value); else say(node.cells[at], value); }));
   $('left-out').textContent = tick.status.left_out ? `and ${whole(tick.status.left_out)} more, which are ahead of these` : '';
 }

@@ -21,7 +21,8 @@ from ...common.reporting.curve import Curve, Point
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import Status, WorkerStatus
-from ...common.reporting.summary import Cost, Summary, WorkerSummary
+from ...common.reporting.summary import Cost, Summary
+from ...common.reporting.view import EvaluatedPoint, Tick
 from ...common.runstore.record import Record
 from ...common.tensors.clipping import check_max_norm, clip
 from ...common.tensors.optimizers import Reduction, TableSpec, load_compiler
@@ -278,14 +279,15 @@ class _Kept:
     def tell(self, status: Status, is_last: bool) -> None:
         """Where it stands; with the last one, what it came to: without a summary it ended without a word."""
         session, writer = self._session, self._record.writer
+        points, best = session.curve.points[self._num_points :], session.curve.best
+        self._num_points += len(points)
         writer.model = session.fingerprint
-        writer.status(time.time(), status, is_last)
-        for point in session.curve.points[self._num_points :]:
-            writer.evaluation(point, None, point is session.curve.best)
-            self._num_points += 1
+        evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
+        tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
         if is_last and session.summary is not None:
-            self._record.end(time.time(), session.summary, session.ended_by)
+            self._record.end(tick, session.summary, session.ended_by)
         else:
+            writer.add(tick)
             self._record.flush()
 
 
@@ -296,8 +298,9 @@ def _status(session: AloneSession) -> Status:
         state="computing",
         step=session.num_steps,
         loss=session.loss if math.isfinite(session.loss) else None,
+        samples=samples,
         samples_per_s=None if samples is None else round(samples / elapsed_s, 1) if elapsed_s else 0.0,
-        compute_share=1.0,
+        compute_s=elapsed_s,
     )
     return Status(
         mode="single",
@@ -305,7 +308,7 @@ def _status(session: AloneSession) -> Status:
         elapsed_s=round(elapsed_s, 2),
         step=session.num_steps,
         steps=session.total_steps or 0,
-        num_joined=1,
+        num_workers=1,
         workers=[worker],
     )
 
@@ -338,9 +341,11 @@ def _write_alone(session: AloneSession, config: Config) -> None:
     steps, samples = session.num_steps, session.known_samples
     first, last = session.stepped_at
     wall_s = max(0.0, last - session.started_at)  # as a server's: from the first weights to the last training step
-    worker = WorkerSummary(rank=0, steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3))
+    worker = WorkerStatus(
+        rank=0, training_steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3)
+    )
     summary = Summary(
-        mode="single", updates=session.num_steps, version=session.num_steps, wall_s=round(wall_s, 3),
+        mode="single", version=session.num_steps, wall_s=round(wall_s, 3),
         ended_by=session.ended_by, final=session.figures, workers=[worker], curve=session.curve.points,
         best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
         steady_samples=session.num_samples - session.first_samples, steady_steps=max(0, steps - 1),

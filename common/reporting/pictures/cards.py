@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..metrics import Display, shown_of_run
 from . import Curves
 from .notebook import Card
-from .words import duration, figure, share, size
+from .words import duration, figure
 
 # What is shown (`summary.py`, `common/runstore/reading.py`) imports this file, which knows it by its attributes alone.
 
@@ -31,13 +32,7 @@ def of_session(
 def of_summary(summary: Any) -> Card:
     """The end of a run."""
     shown = [(name, figure(value)) for name, value in summary.final.items()]
-    shown += [
-        ("updates", f"{summary.updates:,}"), ("time", duration(summary.wall_s)),
-        ("samples", "-" if summary.num_samples is None else f"{summary.num_samples:,}"),
-        ("waiting", share(summary.wait_share)), ("stale mean", f"{summary.staleness_mean:.2f}"),
-        ("stale max", str(summary.staleness_max)),
-        ("traffic", size(summary.num_bytes)), ("workers", str(len(summary.workers))),
-    ]  # fmt: skip
+    shown += [*_metrics(summary), ("workers", str(len(summary.workers)))]
     shown += [("cost", str(summary.cost))] if summary.cost is not None else []
     notes = [summary.ended_by] if summary.ended_by else []
     return Card(summary.label, shown, _evaluated(summary.curve), notes)
@@ -46,12 +41,17 @@ def of_summary(summary: Any) -> Card:
 def of_stored(run: Any, series: Sequence[Any], evaluations: Sequence[Any]) -> Card:
     """A run on record."""
     shown = [("state", run.state), ("task", run.work), ("step", f"{run.step:,}"), ("time", duration(run.elapsed_s))]
-    shown += [("loss", figure(run.loss))] if run.loss is not None else []
     shown += [(name, figure(value)) for name, value in run.figures.items()]
-    shown += [("workers", str(run.num_workers)), ("traffic", size(run.num_bytes))]
+    shown += [*_metrics(run), ("workers", str(run.num_workers))]
     losses = [(float(point.step), point.loss) for point in series if point.loss is not None]
     pictures: list[tuple[str, Curves, str]] = [("loss of training", [("loss", losses)], "step")]
     return Card(run.label, shown, [*pictures, *_evaluated(evaluations)], [run.ended_by] if run.ended_by else [])
+
+
+def _metrics(run: Any) -> list[tuple[str, str]]:
+    """The metrics of the run that it has, as the table of metrics displays them."""
+    values = [(metric, getattr(run, metric.name, None)) for metric in shown_of_run(Display.NOTEBOOK)]
+    return [(metric.label, metric.text(value)) for metric, value in values if value is not None]
 
 
 def of_list(path: str, runs: Sequence[Any]) -> Card:

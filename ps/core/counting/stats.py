@@ -7,14 +7,13 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ....common.reporting.summary import WorkerSummary
 from ....common.wire.records import ResidualInfo
 
 # The live view's rates cover this many contributions.
 _RECENT = 20
 _MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 # Of this process alone; in snapshots the contributions that count are called steps.
-_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "loss", "exchanged"}
+_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "loss", "exchange_before"}
 
 
 def bin_of(staleness: int) -> int:
@@ -54,7 +53,7 @@ class WorkerStats:
     residuals_told: int = 0  # of these, what the process that has the rank has said
     residual_told: float = 0.0
     loss: float = math.nan
-    exchanged: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
+    exchange_before: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
     recent_samples: int = 0  # of `recent`
     # (time, samples, staleness, training steps)
     recent: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -82,8 +81,8 @@ class WorkerStats:
         self.residual_lost += self.residual
         self.residual, self.residuals_told, self.residual_told = 0.0, 0, 0.0
 
-    def kept_back(self, told: ResidualInfo) -> None:
-        """Note what its codec keeps back now, and add what was lost since the worker said it last."""
+    def note_residual(self, told: ResidualInfo) -> None:
+        """Take the residual's norm from the worker, and add what was lost since the worker said it last."""
         norm, lost = told.norm, told.lost_norm if 0 < told.lost_norm < math.inf else 0.0
         self.residuals_lost += max(0, told.num_lost - self.residuals_told)
         self.residual_lost += max(0.0, lost - self.residual_told)
@@ -93,8 +92,8 @@ class WorkerStats:
     def exchange_s(self, incarnation: int) -> float:
         """Seconds of the exchange before the contribution that has come; -1 for the first of a process."""
         total_s = self.transfer_s + self.wait_s
-        before, before_s = self.exchanged
-        self.exchanged = incarnation, total_s
+        before, before_s = self.exchange_before
+        self.exchange_before = incarnation, total_s
         return total_s - before_s if before == incarnation else -1.0
 
     def saved(self, num_open: int) -> dict[str, int | float]:
@@ -125,10 +124,6 @@ class WorkerStats:
         return cls(rank, known.get("steps", 0), **{name: known[name] for name in names & known.keys()})
 
     @property
-    def staleness_mean(self) -> float:
-        return self.staleness_sum / self.contributions if self.contributions else 0.0
-
-    @property
     def known_samples(self) -> int | None:
         """None where nobody said them of some contribution."""
         return None if self.unsaid else self.samples
@@ -142,16 +137,3 @@ class WorkerStats:
             return 0.0
         elapsed_s = self.recent[-1][0] - self.recent[0][0]
         return (self.recent_samples - self.recent[0][1]) / elapsed_s if elapsed_s > 0 else 0.0
-
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        """Compute, transfer and wait as shares (0..1) of their sum."""
-        total = self.compute_s + self.transfer_s + self.wait_s
-        if total <= 0:
-            return 0.0, 0.0, 0.0
-        return self.compute_s / total, self.transfer_s / total, self.wait_s / total
-
-    def summary(self) -> WorkerSummary:
-        same = {name: getattr(self, name) for name in WorkerSummary.model_fields if hasattr(self, name)}
-        same["samples"] = self.known_samples
-        return WorkerSummary(**same, steps=self.training_steps, restarts=max(0, self.num_joins - 1))

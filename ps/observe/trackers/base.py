@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.registry import TRACKERS
+from ....common.reporting.metrics import Display, shown_of_run, shown_of_workers
 from ....common.reporting.status import Status
 from ...core.effects import Evaluated, Fact, RunStarted, StatusTaken
 from ...engine.engine import Engine
@@ -108,24 +109,17 @@ class TrackerSink(Sink):
         if not self._is_started:
             return
         summary = reports.summary(self._engine)  # the event loop waits for this thread, and nothing moves any more
-        figures = {f"final/{name}": value for name, value in summary.final.items()} | {
-            "final/wall_s": summary.wall_s, "final/updates": summary.updates, "final/bytes": summary.num_bytes,
-            "final/samples": summary.num_samples, "final/wait_share": summary.wait_share,
-            "final/staleness_mean": summary.staleness_mean, "final/staleness_max": summary.staleness_max,
-        }  # fmt: skip
+        metrics = {metric.name: getattr(summary, metric.name) for metric in shown_of_run(Display.NOTEBOOK)}
+        figures = {f"final/{name}": value for name, value in (metrics | summary.final).items()}
         self._tracker.finish(_finite(figures), summary.ended_by)
 
 
 def figures_of(status: Status) -> dict[str, float | None]:
-    """What is tracked of a status: of the run, and of each of its first workers."""
-    found: dict[str, float | None] = {
-        "train/loss": status.loss, "train/samples_per_s": status.samples_per_s, "train/version": status.version,
-        "train/elapsed_s": status.elapsed_s, "train/workers": status.num_joined,
-    }  # fmt: skip
+    """The tracked metrics of a status: of the run, and of each of its first workers."""
+    found = {f"train/{metric.name}": getattr(status, metric.name) for metric in shown_of_run(Display.TRACKERS)}
+    metrics = shown_of_workers(Display.TRACKERS)
     for worker in status.workers[:_MOST_WORKERS]:
-        of_worker = worker.model_dump(include={"loss", "step", "lead", "samples_per_s", "compute_share"})
-        of_worker |= {"transfer_share": worker.transfer_share, "wait_share": worker.wait_share}
-        found |= {f"worker{worker.rank}/{name}": value for name, value in of_worker.items()}
+        found |= {f"worker{worker.rank}/{metric.name}": getattr(worker, metric.name) for metric in metrics}
     return found
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from paramserver.common.reporting.curve import Point, text_of
 from paramserver.common.reporting.history import HistoryFile
-from paramserver.common.reporting.summary import Summary, WorkerSummary
+from paramserver.common.reporting.status import WorkerStatus
+from paramserver.common.reporting.summary import Summary
 from paramserver.common.wire.json_text import to_json
 
 WRONG = (math.nan, math.inf, -math.inf)
@@ -27,13 +28,13 @@ def test_a_summary_comes_back_with_what_was_lost():
     point = Point(step=1, version=1, figures={"loss": math.nan, "accuracy": 0.5})
     summary = Summary(
         mode="sync", final={"loss": math.inf}, curve=[point], best=point, cosine=math.nan,
-        workers=[WorkerSummary(rank=0, residual=math.inf)],
+        workers=[WorkerStatus(rank=0, residual_norm=math.inf)],
     )  # fmt: skip
     again = Summary.model_validate(strictly(summary.text()))
     assert math.isnan(again.final["loss"])
     assert math.isnan(again.curve[0].figures["loss"])
     assert again.curve[0].figures["accuracy"] == 0.5
-    assert math.isnan(again.workers[0].residual)
+    assert again.workers[0].residual_norm is None
     assert strictly(text_of([point], "c.jsonl"))["loss"] is None
 
 

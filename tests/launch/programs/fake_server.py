@@ -44,7 +44,7 @@ def status(mode: str, step: int, num_workers: int, num_joined: int) -> None:
         for rank in range(num_joined)
     ]  # fmt: skip
     waiting = "" if num_joined == num_workers else f"for {num_workers} workers: {num_joined} joined"
-    say("status", mode=mode, version=step, elapsed_s=1.0, step=step, steps=10, num_joined=num_joined,
+    say("status", mode=mode, version=step, elapsed_s=1.0, step=step, steps=10, num_workers=num_joined,
         workers=rows, waiting=waiting)  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_a_run_with_deaths_and_a_restart_as_prometheus_sees_it(cluster: Cluster)
         server,
         lambda now: (
             now["paramserver_live_workers"] == 2
-            and min(now.get(f'paramserver_worker_steps_total{{rank="{rank}"}}', 0) for rank in (0, 1)) > 50
+            and min(now.get(f'paramserver_worker_contributions_total{{rank="{rank}"}}', 0) for rank in (0, 1)) > 50
             and now["paramserver_durable_version"] > 20
         ),
         "fifty steps of two workers and a snapshot",
@@ -106,17 +106,17 @@ def test_a_run_with_deaths_and_a_restart_as_prometheus_sees_it(cluster: Cluster)
     assert now["paramserver_updates_total"] == now["paramserver_version"] > 100
     # In ssp one contribution is one update, and all that is counted is counted in the same moment.
     accepted = now['paramserver_contributions_total{outcome="accepted"}']
-    assert accepted == now["paramserver_version"] == total(now, "paramserver_worker_steps_total")
+    assert accepted == now["paramserver_version"] == total(now, "paramserver_worker_contributions_total")
     assert accepted == now["paramserver_staleness_versions_count"] == now["paramserver_update_contributions_sum"]
     assert now['paramserver_staleness_versions_bucket{le="16.0"}'] == accepted
     # Every exchange but the last of each worker has been timed, in all of which it waited or transferred.
     assert accepted - 2 <= now["paramserver_exchange_seconds_count"] + 1 <= accepted
-    busy_s = sum(now[f'paramserver_worker_seconds_total{{activity="{a}",rank="0"}}'] for a in ("transfer", "wait"))
+    busy_s = sum(now[f'paramserver_worker_{kind}_seconds_total{{rank="0"}}'] for kind in ("transfer", "wait"))
     assert 0 < busy_s < now["paramserver_exchange_seconds_sum"] < 2 * now["paramserver_elapsed_seconds"]
     for rank in (0, 1):
-        steps = now[f'paramserver_worker_steps_total{{rank="{rank}"}}']
-        for name in ("received_bytes", "sent_bytes"):
-            assert now[f'paramserver_{name}_total{{rank="{rank}"}}'] > steps * 8  # two floats and more
+        steps = now[f'paramserver_worker_contributions_total{{rank="{rank}"}}']
+        for name in ("bytes_received", "bytes_sent"):
+            assert now[f'paramserver_worker_{name}_total{{rank="{rank}"}}'] > steps * 8  # two floats and more
     assert now["process_resident_memory_bytes"] > 50e6
 
     first.signal(signal.SIGKILL)
@@ -137,10 +137,10 @@ def test_a_run_with_deaths_and_a_restart_as_prometheus_sees_it(cluster: Cluster)
     # The run goes on where it was; counters begin anew, like those of every process Prometheus knows.
     assert now["paramserver_version"] == now["paramserver_durable_version"] >= version
     assert now["paramserver_incarnation"] == 2
-    assert now["paramserver_updates_total"] == total(now, "paramserver_worker_steps_total") == 0
-    assert total(now, "paramserver_received_bytes_total") == total(now, "paramserver_worker_seconds_total") == 0
-    assert {key for key in now if key.startswith("paramserver_worker_steps_total")} == {
-        f'paramserver_worker_steps_total{{rank="{rank}"}}' for rank in (0, 1)
+    assert now["paramserver_updates_total"] == total(now, "paramserver_worker_contributions_total") == 0
+    assert total(now, "paramserver_worker_bytes_sent_total") == total(now, "paramserver_worker_wait_seconds_total") == 0
+    assert {key for key in now if key.startswith("paramserver_worker_contributions_total")} == {
+        f'paramserver_worker_contributions_total{{rank="{rank}"}}' for rank in (0, 1)
     }
     assert time.time() - now["paramserver_snapshot_timestamp_seconds"] < DEADLINE_S
     assert second.popen.wait() is not None
@@ -152,7 +152,7 @@ def test_what_a_server_says_holds_together_and_is_all_that_alerts_and_docs_name(
     now = scrape_until(server, lambda now: now["paramserver_version"] > 20, "twenty updates")
     accepted = now['paramserver_contributions_total{outcome="accepted"}']
     assert accepted == now["paramserver_version"] == now["paramserver_updates_total"]
-    assert accepted == now["paramserver_step"] == now['paramserver_worker_steps_total{rank="0"}']
+    assert accepted == now["paramserver_step"] == now['paramserver_worker_contributions_total{rank="0"}']
     assert now["paramserver_live_workers"] == 1
 
     exist = {key.split("{")[0].removesuffix("_bucket") for key in now}
@@ -259,10 +259,10 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
             stats.accepted(0, 32, 0, 1.0)
             stats.wait_s += 0.5
             now = await read(sink)
-            assert now['paramserver_worker_steps_total{rank="3"}'] == 1
+            assert now['paramserver_worker_contributions_total{rank="3"}'] == 1
             assert now['paramserver_worker_samples_total{rank="3"}'] == 32
-            assert now['paramserver_received_bytes_total{rank="3"}'] == 0
-            assert now['paramserver_worker_seconds_total{activity="wait",rank="3"}'] == 0.5
+            assert now['paramserver_worker_bytes_sent_total{rank="3"}'] == 0
+            assert now['paramserver_worker_wait_seconds_total{rank="3"}'] == 0.5
 
     asyncio.run(body())
 
@@ -274,7 +274,7 @@ def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
             stats.accepted(0, 0, 0, 1.0)
             other.accepted(0, 32, 0, 1.0)
             now = await read(sink)
-            assert now['paramserver_worker_steps_total{rank="0"}'] == 1
+            assert now['paramserver_worker_contributions_total{rank="0"}'] == 1
             assert 'paramserver_worker_samples_total{rank="0"}' not in now
             assert now['paramserver_worker_samples_total{rank="1"}'] == 32
 

@@ -13,6 +13,8 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
+from paramserver.common.reporting.status import Status
+from paramserver.common.reporting.view import Event, Tick
 from paramserver.common.runstore.reading import RunStore, StoredRun
 from paramserver.common.runstore.record import _beginning
 from paramserver.common.runstore.schema import VERSION, StoreError
@@ -50,12 +52,12 @@ def test_a_run_is_on_record(cluster: Cluster) -> None:
         assert summary.text() == (cluster.folder / "s.json").read_text()
         last, workers = store.series(run)[-1], store.worker_series(run, rank=0)
         assert (last.step, last.version, last.samples, last.num_bytes) == (
-            60, 60, summary.num_samples, summary.num_bytes,
+            60, 60, summary.samples, summary.num_bytes,
         )  # fmt: skip
-        assert (workers[-1].step, workers[-1].samples) == (60, summary.num_samples)
+        assert (workers[-1].step, workers[-1].samples) == (60, summary.samples)
         points = store.evaluations(run)
         assert [point.step for point in points] == [20, 40, 60]
-        assert [point.samples for point in points] == [summary.num_samples // 3 * part for part in (1, 2, 3)]
+        assert [point.samples for point in points] == [summary.samples // 3 * part for part in (1, 2, 3)]
         passed = [point.num_bytes or 0 for point in points]
         assert 0 < passed[0] < passed[1] < passed[2] <= summary.num_bytes
         assert [point.num_bytes for point in summary.curve] == passed
@@ -115,7 +117,7 @@ def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: C
     server.popen.wait()
     (before,) = stored(cluster)
     with RunStore(database(cluster)) as store:
-        at = max(one.version for one in store.checkpoints(before))
+        at = max(one.version for one in store.snapshots(before))
         num_events = len(store.events(before))
         assert store.series(before)[-1].version > 0
     again = cluster.server("--mode", "async", "--task", "linear", "--steps", "1000000", *kept,
@@ -260,9 +262,13 @@ SPOILT = {
 }  # fmt: skip
 
 
+def tick(at: float, fields: dict[str, str]) -> Tick:
+    return Tick(at=at, status=Status(), events=[Event(at=at, kind="join", rank=0, fields=fields)])
+
+
 def _write_thrice(writer: RunWriter) -> None:
     for _ in range(3):
-        writer.event(1.0, "join", 0, {})
+        writer.add(tick(1.0, {}))
         assert writer.flush()
 
 
@@ -271,7 +277,7 @@ def test_a_file_that_is_spoilt_under_a_writer_is_said(tmp_path: Path, spoil: Cal
     path = tmp_path / "runs.db"
     writer = RunWriter(path, _beginning(Config(), "run", "sync", 0))
     for number in range(200):
-        writer.event(float(number), "join", 0, {"some": "text" * 50})
+        writer.add(tick(float(number), {"some": "text" * 50}))
         assert writer.flush()
     with closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # as any process does that has written enough
@@ -288,7 +294,7 @@ def test_a_file_that_another_run_writes_into_is_whole(tmp_path: Path) -> None:
     writers = [RunWriter(path, _beginning(Config(), name, "sync", 0)) for name in ("one", "two")]
     for number in range(1500):  # each writes its log back now and then
         for writer in writers:
-            writer.event(float(number), "join", 0, {"some": "text" * 50})
+            writer.add(tick(float(number), {"some": "text" * 50}))
             assert writer.flush()
     for writer in writers:
         writer.close()

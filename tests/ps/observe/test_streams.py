@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from paramserver.ps.observe.page import Streams
+from paramserver.ps.observe.ticks import Timeline
 
 
 def taken(rank: int, exchange_s: float, transfer_s: float, compute_s: float) -> Any:
+    timing = SimpleNamespace(transfer_s=transfer_s, compute_s=compute_s)
     return SimpleNamespace(
-        identity=SimpleNamespace(rank=rank), exchange_s=exchange_s, transfer_s=transfer_s, compute_s=compute_s
+        contribution=SimpleNamespace(id=SimpleNamespace(rank=rank), timing=timing), exchange_s=exchange_s
     )
 
 
@@ -21,26 +22,26 @@ def parts(span: Any) -> tuple[float, ...]:
 
 
 def test_the_time_between_two_contributions_is_waiting_transfer_and_computing() -> None:
-    streams = Streams()
-    streams.add(1.0, taken(3, -1.0, 0.0, 0.4))  # the first of a process: there was no exchange before it
-    streams.add(2.0, taken(3, 0.6, 0.25, 0.4))
-    assert [parts(one) for one in streams.taken()] == [(3, 0.6, 0.0, 0.0, 0.4), (3, 1.0, 0.35, 0.25, 0.4)]
-    assert streams.taken() == []
+    timeline = Timeline()
+    timeline.add(1.0, taken(3, -1.0, 0.0, 0.4))  # the first of a process: there was no exchange before it
+    timeline.add(2.0, taken(3, 0.6, 0.25, 0.4))
+    assert [parts(one) for one in timeline.taken()] == [(3, 0.6, 0.0, 0.0, 0.4), (3, 1.0, 0.35, 0.25, 0.4)]
+    assert timeline.taken() == []
 
 
 def test_what_went_on_side_by_side_has_a_share_each() -> None:
-    streams = Streams()
-    streams.add(1.0, taken(0, -1.0, 0.0, 0.5))
-    streams.add(2.0, taken(0, 1.0, 0.5, 1.0))  # two seconds' worth in one
-    assert parts(streams.taken()[1]) == (0, 1.0, 0.25, 0.25, 0.5)
+    timeline = Timeline()
+    timeline.add(1.0, taken(0, -1.0, 0.0, 0.5))
+    timeline.add(2.0, taken(0, 1.0, 0.5, 1.0))  # two seconds' worth in one
+    assert parts(timeline.taken()[1]) == (0, 1.0, 0.25, 0.25, 0.5)
 
 
 def test_of_many_between_two_looks_the_sums_are_kept() -> None:
-    streams = Streams()
+    timeline = Timeline()
     for number in range(100):
-        streams.add(0.1 * (number + 1), taken(0, 0.06 if number else -1.0, 0.02, 0.04))
-        streams.add(0.1 * (number + 1), taken(1, -1.0, 0.0, 0.1))
-    found = streams.taken()
+        timeline.add(0.1 * (number + 1), taken(0, 0.06 if number else -1.0, 0.02, 0.04))
+        timeline.add(0.1 * (number + 1), taken(1, -1.0, 0.0, 0.1))
+    found = timeline.taken()
     assert [one.rank for one in found].count(0) == [one.rank for one in found].count(1) == 4
     sums = [sum(values) for values in zip(*(parts(one)[2:] for one in found if one.rank == 0), strict=True)]
     assert sums == pytest.approx([99 * 0.04, 99 * 0.02, 100 * 0.04])

@@ -19,9 +19,9 @@ _BLOCK_BYTES = 1 << 15
 
 
 def test_figures_of_a_status() -> None:
-    workers = [WorkerStatus(rank=rank, loss=0.5 * rank, step=rank, wait_share=0.1) for rank in range(20)]
-    found = figures_of(Status(version=3, workers=workers, num_joined=20))
-    assert (found["train/loss"], found["train/version"], found["train/workers"]) == (4.75, 3, 20)
+    workers = [WorkerStatus(rank=rank, loss=0.5 * rank, step=rank, wait_s=0.1, compute_s=0.9) for rank in range(20)]
+    found = figures_of(Status(version=3, workers=workers, num_workers=20))
+    assert (found["train/loss"], found["train/version"], found["train/num_workers"]) == (4.75, 3, 20)
     assert (found["worker3/loss"], found["worker3/wait_share"]) == (1.5, 0.1)
     assert "worker15/step" in found and "worker16/step" not in found
 
@@ -140,6 +140,6 @@ def test_a_run_is_tracked_also_when_its_server_is_killed(cluster: Cluster, name:
     assert not server.events("sink_off"), server.output
     found, summary = read(cluster.folder), json.loads((cluster.folder / "s.json").read_text())
     assert found["final/accuracy"][-1] == pytest.approx(summary["final"]["accuracy"])
-    assert found["final/updates"][-1] == 400
+    assert found["final/version"][-1] == 400
     assert len(found["eval/accuracy"]) >= 3
     assert max(found["worker0/step"]) > 300 and min(found["worker0/step"]) < 100

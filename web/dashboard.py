@@ -1,4 +1,4 @@
-"""`ps-runs board FILE`: the page on runs that are on record, without a server."""
+"""`ps-runs ui FILE`: the dashboard with the runs of a run store, without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..common.runstore.reading import RunStore
 from .serve import Page
 
 
-def board(path: Path, address: str) -> None:
+def serve_dashboard(path: Path, address: str) -> None:
     """Until it is interrupted. StoreError for a file that cannot be read, BindError for the address, AuthError where
     others could reach it."""
     with RunStore(path):

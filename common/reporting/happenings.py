@@ -1,0 +1,45 @@
+"""Events of a run as sentences, made of their kind and fields in the history (docs/robustness.md). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .pictures.words import figure
+from .view import Event
+
+
+def event(at: float, kind: str, rank: int | None, fields: Mapping[str, Any]) -> Event:
+    """`at` in Unix seconds. An unknown kind, as of a newer version, has its name as the sentence; so has one that
+    lacks a field."""
+    try:
+        text = _sentence(kind, rank, fields)
+    except (KeyError, TypeError, ValueError):
+        text = kind
+    return Event(at=at, kind=kind, text=text, rank=rank, fields=fields)
+
+
+def _sentence(kind: str, rank: int | None, fields: Mapping[str, Any]) -> str:
+    match kind:
+        case "start":
+            return f"continues from {fields['source']}" if fields["source"] else f"{fields['mode']}, from the beginning"
+        case "join":
+            again = "joined" if fields["incarnation"] == 1 else "joined again"
+            return f"worker {rank} {'came back where it was' if fields['resumed'] else again}"
+        case "leave":
+            why = f": {fields['reason']}" if fields.get("reason") else ""
+            return f"worker {rank} is gone ({fields['how']}){why}"
+        case "snapshot":
+            return f"snapshot of version {fields['version']} in {fields['path']}"
+        case "evaluated":
+            figures = ", ".join(f"{name} {figure(value)}" for name, value in fields["figures"].items())
+            return f"step {fields['step']}: {figures}{', the best so far' if fields.get('best') else ''}"
+        case "control":
+            return (
+                str(fields["told"])
+                if fields["done"]
+                else f"{fields['do']} was asked for and not done: {fields['told']}"
+            )
+        case "end":
+            return str(fields.get("reason") or f"the run is over, at version {fields['version']}")
+    return kind

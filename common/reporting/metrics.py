@@ -1,0 +1,329 @@
+"""The table of metrics: each number of a worker or of a run, declared once.
+
+Prometheus, the page, the terminal, the summary, reports, notebooks, trackers, the run store, `ps-runs` and the Status
+call read this table. A new metric is one `register(Metric(...))`, and changes no message and no other file:
+
+    register(Metric("dropped", "dropped", "Contributions that came after their round had closed.",
+                    read=lambda worker: worker.stats.dropped, over_workers=Fold.SUM, over_time=Fold.SUM))
+
+A server calls `read`: for a metric of a worker with a `WorkerSource` (ps/observe/reports.py), which has the rank's
+`stats`, its traffic and the policy; for a metric of the run with the engine. Everywhere else a metric is a value under
+its name. None means that the value is unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from .pictures.words import duration, figure, share, size
+
+Number = TypeVar("Number", int, float)
+Value = int | float | None
+Row = Mapping[str, Value]
+
+
+class Unit(Enum):
+    """What a metric is measured in, which decides how it is written. The page knows units by their value."""
+
+    COUNT = "count"
+    RATE = "rate"  # in a second
+    SECONDS = "seconds"
+    DURATION = "duration"  # seconds, written as `3 min 20 s`
+    BYTES = "bytes"
+    SHARE = "share"  # part of a whole, 0 to 1
+    MEAN = "mean"  # of counts, written with two decimals
+    NUMBER = "number"  # such as a loss
+
+
+class Fold(Enum):
+    """How values add up: over workers to the value of the run, and over time."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    LAST = "last"  # over time: the newest counts
+    DERIVED = "derived"  # over workers: from the other metrics of the run, as from those of a worker
+
+
+class Display(Flag):
+    """Where a metric is displayed. Status call, status lines and run store have all metrics of a worker."""
+
+    NOWHERE = 0
+    PAGE = auto()
+    TERMINAL = auto()  # the live table
+    TRACKERS = auto()
+    PROMETHEUS = auto()
+    SUMMARY = auto()  # the table at the end of a run
+    REPORT = auto()  # columns and bars of a comparison
+    NOTEBOOK = auto()
+    STATUS = PAGE | TERMINAL | TRACKERS
+    RESULTS = SUMMARY | REPORT | NOTEBOOK
+    EVERYWHERE = STATUS | PROMETHEUS | RESULTS
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. Either `read` takes it from a server, or `derive` computes it from metrics above it in the table."""
+
+    name: str
+    label: str  # heading of a column
+    help: str  # a sentence
+    unit: Unit = Unit.COUNT
+    read: Callable[[Any], Value] | None = None
+    derive: Callable[[Row], Value] | None = None
+    of_run: bool = False  # it is the run's; else it is a worker's
+    over_workers: Fold | None = None  # of a worker's; None: the run has no such metric
+    over_time: Fold = Fold.LAST
+    display: Display = Display.EVERYWHERE
+    display_run: Display | None = None  # of the run's value, where `over_workers` makes one; None: as `display`
+    default: Value = 0  # where no value was given
+    is_rare: bool = False  # tables leave it out where it is 0 for all
+    differs_from: str = ""  # tables leave it out where it equals this other metric for all
+
+    @property
+    def prometheus_name(self) -> str:
+        """The name in Prometheus, where units are written out."""
+        base = self.name.removesuffix("_s") + "_seconds" if self.unit in (Unit.SECONDS, Unit.DURATION) else self.name
+        return f"paramserver_{base}" if self.of_run else f"paramserver_worker_{base}"
+
+    def text(self, value: Value) -> str:
+        """The value for people; `-` where it is unknown."""
+        return "-" if value is None else _WRITTEN[self.unit](value)
+
+
+def rate(value: float) -> str:
+    """With a decimal where it is small."""
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+_WRITTEN: dict[Unit, Callable[[float], str]] = {
+    Unit.COUNT: lambda value: f"{value:,.0f}",
+    Unit.RATE: rate,
+    Unit.SECONDS: lambda value: f"{value:,.1f}",
+    Unit.DURATION: duration,
+    Unit.BYTES: size,
+    Unit.SHARE: share,
+    Unit.MEAN: lambda value: f"{value:.2f}",
+    Unit.NUMBER: figure,
+}
+
+OF_WORKER: dict[str, Metric] = {}
+OF_RUN: dict[str, Metric] = {}
+
+
+def register(metric: Metric) -> None:
+    """Add a metric to the table; one of a worker that adds up over workers is a metric of the run as well."""
+    if not metric.of_run:
+        OF_WORKER[metric.name] = metric
+    if metric.of_run or metric.over_workers is not None:
+        OF_RUN[metric.name] = metric
+
+
+def unregister(name: str) -> Metric:
+    """Take a metric out of the table."""
+    found = [table.pop(name) for table in (OF_WORKER, OF_RUN) if name in table]
+    return found[0]
+
+
+def shown_of_workers(where: Display) -> list[Metric]:
+    """The metrics of a worker that are displayed there, in the order of the table."""
+    return [metric for metric in OF_WORKER.values() if metric.display & where]
+
+
+def shown_of_run(where: Display) -> list[Metric]:
+    """The metrics of the run that are displayed there, in the order of the table."""
+    return [one for one in OF_RUN.values() if (one.display if one.display_run is None else one.display_run) & where]
+
+
+def values_of(metrics: Iterable[Metric], source: Any) -> dict[str, Value]:
+    """Read the metrics from a source of the server, rounded to what is worth sending."""
+    found: dict[str, Value] = {}
+    for metric in metrics:
+        if metric.read is not None:
+            value = metric.read(source)
+            found[metric.name] = round(value, 6) if isinstance(value, float) else value
+    return found
+
+
+def completed(metrics: Iterable[Metric], row: Row) -> dict[str, Value]:
+    """The row with the metrics that it lacks: derived from the others, or their default."""
+    found: dict[str, Value] = {}
+    for metric in metrics:
+        if metric.name in row:
+            found[metric.name] = row[metric.name]
+        elif metric.derive is not None:
+            found[metric.name] = metric.derive(found)
+        else:
+            found[metric.name] = metric.default
+    return found
+
+
+def over_workers(column: Callable[[Metric], list[Value]]) -> dict[str, Value]:
+    """The metrics of the run that add up over workers. `column` gives the values of a metric of all workers."""
+    return {
+        metric.name: _FOLDED[metric.over_workers](column(metric))
+        for metric in OF_WORKER.values()
+        if metric.over_workers in _FOLDED
+    }
+
+
+def total_or_unknown(values: Iterable[Number | None]) -> Number | None:
+    """Their sum; None where one of them is unknown."""
+    known = list(values)
+    return None if None in known else sum(known)  # type: ignore[arg-type]  # there is no None
+
+
+def _mean(values: list[Value]) -> Value:
+    """Mean of the known ones; None where none is known."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _maximum(values: list[Value]) -> Value:
+    return max((value for value in values if value is not None), default=0)
+
+
+_FOLDED: dict[Fold | None, Callable[[list[Value]], Value]] = {
+    Fold.SUM: total_or_unknown, Fold.MEAN: _mean, Fold.MAX: _maximum,
+}  # fmt: skip
+
+
+def _ratio(part: Value, whole: Value) -> Value:
+    return part / whole if part and whole else 0.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _of_time(name: str) -> Callable[[Row], Value]:
+    """A kind of time as a share of all of the workers' time."""
+    return lambda row: _ratio(row[name], total_or_unknown([row["compute_s"], row["transfer_s"], row["wait_s"]]))
+
+
+# ---- the table ------------------------------------------------------------------------------------------
+
+_LIVE = Display.PAGE | Display.TERMINAL | Display.TRACKERS
+_TABLE = Display.SUMMARY | Display.PROMETHEUS
+_NOWHERE, _PAGE, _TERMINAL, _SUMMARY = Display.NOWHERE, Display.PAGE, Display.TERMINAL, Display.SUMMARY
+
+
+def _counted(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **more: Any) -> Metric:
+    """A sum in the statistics of a rank."""
+    kept = {
+        "read": attrgetter(f"stats.{name}"),
+        "over_workers": Fold.SUM,
+        "over_time": Fold.SUM,
+        "display": _TABLE,
+        "display_run": _NOWHERE,
+    }
+    return Metric(name, label, text, unit, **{**kept, **more})
+
+
+def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **more: Any) -> Metric:
+    return Metric(name, label, text, unit, of_run=True, **{"display": Display.PROMETHEUS, **more})
+
+
+_RARE: dict[str, Any] = {"is_rare": True, "over_workers": None}
+
+_METRICS = (
+    # Of the run. A server reads them; those without `read` are fields of its summary.
+    _of_run("wall_s", "wall s", "Seconds from the first weights to the last contribution.", Unit.SECONDS,
+            display=Display.REPORT | Display.NOTEBOOK),
+    _of_run("step", "step", "Training steps behind the slowest worker.",
+            read=lambda engine: engine.run.policy.min_steps_done, display=_LIVE | Display.PROMETHEUS),
+    _of_run("steps", "steps", "Training steps each worker is to take; 0: until its loop ends.",
+            read=lambda engine: engine.run.policy.training_steps or 0, display=_TERMINAL | Display.PROMETHEUS),
+    _of_run("version", "version", "Version of the weights: updates since the run began.",
+            read=lambda engine: engine.run.policy.version, display=Display.EVERYWHERE),
+    _of_run("elapsed_s", "time", "Seconds of training, over all starts of the server.", Unit.DURATION,
+            read=lambda engine: engine.elapsed_s(), display=_LIVE | Display.PROMETHEUS),
+    _of_run("num_workers", "workers", "Workers that have joined and are not gone.",
+            read=lambda engine: len(engine.run.roster.workers), display=_LIVE),
+    _of_run("live_workers", "training", "Workers that train: let in and not gone.",
+            read=lambda engine: len(engine.run.policy.members)),
+    _of_run("min_workers", "at least", "Fewer than this and training holds.",
+            read=lambda engine: engine.config.policy.min_workers),
+    _of_run("longest_wait_s", "longest wait", "Seconds since when the worker waits that waits longest.", Unit.SECONDS,
+            read=lambda engine: engine.run.roster.longest_wait_s(engine.now())),
+    _of_run("durable_version", "durable", "Version of the newest snapshot; 0 without one.",
+            read=lambda engine: engine.durable_version),
+    _of_run("incarnation", "start", "Starts of the server in this run; 1 at first.",
+            read=lambda engine: engine.run.incarnation),
+    _of_run("staged_uploads", "staged", "Uploads in memory.",
+            read=lambda engine: engine.model.staging.num_lent if engine.model.has_weights else 0),
+    _of_run("staged_uploads_limit", "may be staged", "Uploads that may be in memory at once.",
+            read=lambda engine: engine.config.server.max_staged),
+    _of_run("waiting_uploads", "wait for memory", "Uploads that wait for memory.",
+            read=lambda engine: engine.model.staging.num_waiting if engine.model.has_weights else 0),
+    _of_run("model_bytes", "model", "Size of the model.", Unit.BYTES,
+            read=lambda engine: engine.model.layout.total_bytes if engine.model.layout else 0),
+    _of_run("union_steps_per_s", "steps/s", "Steps of the union batch in a second.", Unit.RATE, display=Display.REPORT),
+    # Of a worker; most of them add up to a value of the run.
+    Metric("step", "step", "Training steps of this rank that count.",
+           read=lambda worker: worker.policy.steps_done(worker.rank), display=_LIVE),
+    Metric("lead", "lead", "Contributions ahead of the slowest live worker.",
+           read=lambda worker: worker.lead, display=_LIVE),
+    _counted("training_steps", "steps", "Training steps in accepted contributions."),
+    _counted("contributions", "contributions", "Accepted contributions; with local steps each has several steps.",
+             display=_TABLE | _PAGE, differs_from="training_steps"),
+    _counted("samples", "samples", "Samples in accepted contributions.", read=lambda worker: worker.stats.known_samples,
+             display=_TABLE | _PAGE, display_run=_PAGE | Display.TRACKERS | Display.NOTEBOOK),
+    Metric("loss", "loss", "Mean training loss of the newest contribution.", Unit.NUMBER, default=None,
+           read=lambda worker: _finite(worker.stats.loss), over_workers=Fold.MEAN,
+           display=_LIVE | Display.PROMETHEUS, display_run=_LIVE | Display.NOTEBOOK),
+    Metric("samples_per_s", "samples/s", "Samples in a second, lately; of a finished run over all of it.", Unit.RATE,
+           read=lambda worker: worker.stats.samples_per_s, over_workers=Fold.SUM,
+           display=_LIVE, display_run=_LIVE | Display.REPORT | Display.NOTEBOOK),
+    _counted("compute_s", "compute s", "Seconds spent in forward and backward.", Unit.SECONDS),
+    _counted("transfer_s", "transfer s", "Seconds spent in exchanges, without waits for the mode.", Unit.SECONDS),
+    _counted("wait_s", "wait s", "Seconds spent waiting for the mode or for an open round.", Unit.SECONDS),
+    Metric("compute_share", "compute", "Computing as a share of the worker's time.", Unit.SHARE,
+           derive=_of_time("compute_s"), display=_TERMINAL | Display.TRACKERS),
+    Metric("transfer_share", "transfer", "Transfer as a share of the worker's time.", Unit.SHARE,
+           derive=_of_time("transfer_s"), display=_TERMINAL | Display.TRACKERS),
+    Metric("wait_share", "waiting", "Waiting as a share of the workers' time.", Unit.SHARE,
+           derive=_of_time("wait_s"), over_workers=Fold.DERIVED, display=_TERMINAL | Display.TRACKERS,
+           display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+    _counted("staleness_sum", "staleness", "Staleness of accepted contributions, added up.", display=_NOWHERE),
+    Metric("staleness_mean", "stale mean", "Mean staleness of accepted contributions, in versions.", Unit.MEAN,
+           derive=lambda row: _ratio(row["staleness_sum"], row["contributions"]), over_workers=Fold.DERIVED,
+           display=_PAGE | _SUMMARY, display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+    _counted("staleness_max", "stale max", "Largest staleness of an accepted contribution, in versions.",
+             over_workers=Fold.MAX, over_time=Fold.MAX, display=_PAGE | _SUMMARY,
+             display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+    _counted("lead_max", "lead max", "Largest lead after one of the worker's contributions.",
+             over_workers=None, over_time=Fold.MAX, display=_SUMMARY),
+    _counted("bytes_sent", "sent", "Bytes from the worker to the server, framing included.", Unit.BYTES,
+             read=lambda worker: worker.bytes_sent, display=_TABLE | _PAGE),
+    _counted("bytes_received", "received", "Bytes from the server to the worker, framing included.", Unit.BYTES,
+             read=lambda worker: worker.bytes_received, display=_TABLE | _PAGE),
+    Metric("num_bytes", "traffic", "Bytes between workers and server, both ways.", Unit.BYTES,
+           derive=lambda row: total_or_unknown([row["bytes_sent"], row["bytes_received"]]), over_workers=Fold.DERIVED,
+           display=_NOWHERE, display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+    _counted("peer_bytes", "peer traffic", "Bytes sent to other workers; of the run: the mean of its workers.",
+             Unit.BYTES, read=lambda worker: worker.peer_bytes, over_workers=Fold.MEAN, is_rare=True,
+             display_run=Display.REPORT),
+    _counted("restarts", "restarts", "Processes that have taken the rank after its first.", **_RARE,
+             read=lambda worker: max(0, worker.stats.num_joins - 1), display=_TABLE | _PAGE),
+    _counted("dropped", "dropped", "Contributions that came after their round had closed.", **_RARE),
+    _counted("rejected", "rejected", "Contributions with NaN or Inf, or beyond store.max_norm.", **_RARE),
+    _counted("skipped", "skipped", "Steps of which nothing was folded, because of such values.", **_RARE),
+    _counted("clipped", "clipped", "Contributions folded with such values as 0, or scaled down.", **_RARE),
+    _counted("residual_norm", "residual norm", "Norm of the residual of the worker's codec.", Unit.NUMBER, **_RARE,
+             read=lambda worker: worker.stats.residual, over_time=Fold.LAST),
+    _counted("residuals_lost", "residuals lost", "How often a residual was lost: a new process, a START, NaN.",
+             **_RARE),
+    _counted("residual_lost_norm", "lost norm", "Norms of the lost residuals, added up.", Unit.NUMBER, **_RARE,
+             read=lambda worker: worker.stats.residual_lost),
+    _of_run("bytes_per_worker", "traffic/worker", "Bytes between one worker and the server, both ways.", Unit.BYTES,
+            display=Display.REPORT),
+)  # fmt: skip
+
+for _metric in _METRICS:
+    register(_metric)

@@ -1,0 +1,154 @@
+"""What somebody who looks at a run gets, a status at a time: one type from the server to the page and the run store.
+
+A `Tick` is a status with what has happened since the one before. A `View` gathers ticks into what a page needs that is
+opened in the middle of a run, and stays bounded however long the run is. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from .curve import Point
+from .metrics import Display, Value, shown_of_run
+from .status import Status
+from .summary import Cost
+
+_MOST_ROWS = 1_000  # of the series; from twice as many on every second one goes
+_MOST_EVENTS = 300
+_MOST_SNAPSHOTS = 100
+_MOST_SPANS = 4_000  # of the time line
+_AT_ONCE_S = 0.05  # within which a page and the run store are told of one start
+
+
+class Event(BaseModel):
+    """Something that happened in a run; `fields` as in the history (docs/robustness.md)."""
+
+    at: float  # Unix seconds
+    kind: str  # start, join, leave, snapshot, evaluated, control, end
+    text: str = ""  # a sentence
+    rank: int | None = None
+    fields: Mapping[str, Any] = Field(default_factory=dict, exclude=True)
+
+
+class Snapshot(BaseModel):
+    """A snapshot of the run on a disk."""
+
+    version: int
+    at: float  # Unix seconds
+    path: str
+    sha256: str = ""  # of the weights
+
+
+class EvaluatedPoint(Point):
+    is_best: bool = False  # of those before it
+
+
+class Span(BaseModel):
+    """Where a worker's time between two contributions went: first waiting, then transfer, then computing.
+
+    Rank -1 is the server: the time its tensor work took. Where contributions come often one span covers several.
+    """
+
+    rank: int
+    begin_s: float  # of the server's clock since the run began or went on
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    compute_s: float = 0.0
+    apply_s: float = 0.0
+
+
+class Wait(BaseModel):
+    """A worker that waits, the ranks it waits for (empty: for none in particular), and why."""
+
+    rank: int
+    ranks: list[int] = Field(default_factory=list)
+    why: str
+
+
+class Tick(BaseModel):
+    """A run at one moment, with what has happened since the tick before."""
+
+    at: float  # Unix seconds
+    clock_s: float = 0.0  # as in `Span`
+    status: Status
+    cost: Cost | None = None
+    final: dict[str, float] = Field(default_factory=dict)  # result of the task's evaluation, at the end
+    staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind, of the whole run
+    durable_version: int | None = None  # of the newest snapshot; None before the first
+    waits: list[Wait] = Field(default_factory=list)
+    spans: list[Span] = Field(default_factory=list)
+    events: list[Event] = Field(default_factory=list)
+    evaluations: list[EvaluatedPoint] = Field(default_factory=list)
+    snapshots: list[Snapshot] = Field(default_factory=list)
+    is_over: bool = False
+
+
+class About(BaseModel):
+    """Which run it is."""
+
+    run: str
+    mode: str = ""
+    label: str = ""  # the mode with its options of now: `ssp (staleness 3)`
+    task: str = ""
+    started: float = 0.0  # Unix seconds
+    server_incarnation: int = 1
+    version: str = ""  # of the program
+    settings: dict[str, Any] = Field(default_factory=dict)  # the configuration, of sections, with what was set since
+    lr_scale: float = 1.0  # factor on the server's learning rate
+    controls: list[str] = Field(default_factory=list)  # commands that the run takes
+
+
+def series_columns() -> list[str]:
+    """The names of the metrics whose course the page draws."""
+    return [metric.name for metric in shown_of_run(Display.PAGE)]
+
+
+def series_of(statuses: Sequence[Any]) -> dict[str, list[Value]]:
+    """Their metrics in columns."""
+    return {name: [getattr(status, name) for status in statuses] for name in series_columns()}
+
+
+class View(BaseModel):
+    """All that a page shows of one run."""
+
+    about: About
+    newest: Tick | None = None
+    series: dict[str, list[Value]] = Field(default_factory=lambda: series_of([]))
+    evaluations: list[EvaluatedPoint] = Field(default_factory=list)
+    snapshots: list[Snapshot] = Field(default_factory=list)  # that are there, the oldest first
+    events: deque[Event] = Field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
+    spans: deque[Span] = Field(default_factory=lambda: deque(maxlen=_MOST_SPANS))
+
+    def add(self, tick: Tick) -> None:
+        self.newest = tick
+        self.events.extend(tick.events)
+        self.spans.extend(tick.spans)
+        self.evaluations.extend(tick.evaluations)
+        self.add_snapshots(tick.snapshots)
+        if tick.status.workers or tick.status.step:
+            for name, values in self.series.items():
+                values.append(getattr(tick.status, name))
+            if len(self.series["step"]) >= 2 * _MOST_ROWS:
+                self.series = {name: values[::2] for name, values in self.series.items()}
+
+    def add_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
+        """Keep as many as the run keeps on its disk."""
+        of_version = {one.version: one for one in (*self.snapshots, *snapshots)}
+        most = self.about.settings.get("checkpoint", {}).get("keep") or _MOST_SNAPSHOTS
+        self.snapshots = list(of_version.values())[-min(most, _MOST_SNAPSHOTS) :]
+
+    def continue_from(self, before: View, version: int) -> None:
+        """Take over what the run was before its server was started again from `version`; later versions are gone.
+
+        The run store may have the first events of this start already.
+        """
+        rows = [at for at, of in enumerate(before.series["version"]) if of is not None and of <= version]
+        self.series = {name: [values[at] for at in rows] for name, values in before.series.items()}
+        kept = [point for point in before.evaluations if point.version <= version]
+        self.evaluations = kept if len(kept) >= len(self.evaluations) else self.evaluations
+        self.add_snapshots(one for one in before.snapshots if one.version <= version)
+        self.events.extend(one for one in before.events if one.at < self.about.started - _AT_ONCE_S)
