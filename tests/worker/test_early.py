@@ -41,7 +41,7 @@ class Receiver:
             way.segment = self.body
         self._is_placed = way.segment is not None
         self.up = Up(CODECS.load(codec)(), model, self.transfer, self._come)
-        self.up.encoding.ready(0)  # 1-bit Adam without a warm-up
+        self.up.encoding.ready(1)  # 1-bit Adam after its warm-up
         self.up.joined(way)
         self.prepare, self.depart, self.recall = self.up.prepare, self.up.depart, self.up.recall
         self._begin()
