@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
+from ...common.standstill import Standstill
 from ...common.wire.json_text import read_json
 from ..supervise.exits import HOST_LOST
 from ..view.events import LineSplitter
@@ -28,6 +29,7 @@ from . import agent
 
 BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 _CLOSE_S = 5.0
+_LOOK_S = 1.0  # how often the launcher looks whether the host is silent
 _LAST_WORDS_S = 1.0
 _TOOK_BYTES = 1 << 15
 T = TypeVar("T")
@@ -271,10 +273,13 @@ class Connection:
 
     async def _watch(self, lost_after_s: float) -> None:
         """Until the host is not heard any more. Time in which this launcher stood still does not count."""
-        while not self.is_lost and (now := self._loop.time()) - self._heard <= lost_after_s:
-            await asyncio.sleep(1.0)
-            if self._loop.time() - now > 2.0:
-                self._heard = self._loop.time()
+        standstill = Standstill(_LOOK_S)
+        while not self.is_lost:
+            now = self._loop.time()
+            self._heard = min(now, self._heard + standstill.look(now))
+            if now - self._heard > lost_after_s:
+                break
+            await asyncio.sleep(_LOOK_S)
         self._lose(f"nothing was heard for {lost_after_s:g} s")
 
 

@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import ParamServerError, Reason, refusal
+from ...common.standstill import Standstill
 from .counting.stats import WorkerStats
 from .events import Joined
 
 # More joins of one rank than this between two snapshots are not believed.
 _MAX_UNKNOWN_JOINS = 10_000
-# How often leases are looked at; a longer pause than _STANDSTILL_S means that this process stood still.
-_LOOK_S = 0.2
-_STANDSTILL_S = 1.0
+_LOOK_S = 0.2  # how often leases are looked at
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +85,7 @@ class Roster:
         self._unknown_joins = 0  # that a rank may have had and that are not known here
         self.spares: set[str] = set()  # processes that evaluate and do not train
         self.hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
-        self._looked_at: float | None = None
+        self._standstill = Standstill(_LOOK_S)
         self.was_anyone_here = False
         self.evicted: set[int] = set()  # ranks that may not come back
 
@@ -214,14 +213,11 @@ class Roster:
     def silent(self, now: float) -> list[tuple[Worker, float]]:
         """Workers whose lease has ended, by rank, with the seconds since they were heard; to be asked every `_LOOK_S`.
         The time in which this process was frozen itself does not count: nobody could be heard then."""
-        gap_s = now - self._looked_at if self._looked_at is not None else 0.0
-        self._looked_at = now
-        if gap_s > _STANDSTILL_S:
-            # Not all of the silence before: a process that stands still again and again would never miss anybody.
+        if pause_s := self._standstill.look(now):
             for rank in self._heard:
                 worker = self.workers[rank]
                 assert worker.heard_at is not None
-                worker.heard_at = min(now, worker.heard_at + gap_s - _LOOK_S)
+                worker.heard_at = min(now, worker.heard_at + pause_s)
         found = []
         for rank in self._heard:
             worker = self.workers[rank]

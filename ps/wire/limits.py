@@ -12,12 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol, TypeVar
 
 from ...common.errors import Reason, refusal
+from ...common.standstill import Standstill
 
 Message = TypeVar("Message")
 
 LOOK_S = 0.2
-# A longer pause between two looks means that this process stood still: nobody could move then.
-_STANDSTILL_S = 1.0
 _LOG_INTERVAL_S = 1.0
 
 
@@ -135,12 +134,12 @@ class Watch:
     def __init__(self) -> None:
         self._streams: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._looked_at = 0.0
+        self._standstill = Standstill(LOOK_S)
 
     def add(self, stream: Watched) -> None:
         self._streams.add(stream)
         if self._timer is None:
-            self._looked_at = asyncio.get_running_loop().time()
+            self._standstill.look(asyncio.get_running_loop().time())
             self._look_later()
 
     def remove(self, stream: Watched) -> None:
@@ -152,9 +151,9 @@ class Watch:
     def _look(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
-        pause_s, self._looked_at = now - self._looked_at, now
+        pause_s = self._standstill.look(now)
         for stream in list(self._streams):
-            if pause_s > _STANDSTILL_S:
+            if pause_s:
                 stream.stood_still(pause_s)
             stream.look(now)
         if self._streams:

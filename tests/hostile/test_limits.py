@@ -134,7 +134,7 @@ def test_time_in_which_the_server_itself_stood_still_is_nobodys_fault():
         while stream.num_looks < 4:
             await asyncio.sleep(0.05)
         watch.remove(stream)
-        assert 1.4 < stream.forgiven_s - before < time.monotonic() - began
+        assert 1.5 - 0.2 < stream.forgiven_s - before < time.monotonic() - began
 
     asyncio.run(main())
 

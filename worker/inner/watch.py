@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from ...common.config.cli import report
 from ...common.errors import UnreachableError
+from ...common.standstill import Standstill
 
 _SAID = struct.Struct("!hd")  # an inner rank that is gone, with how long it was silent before; or
 _BYE = -1
@@ -63,17 +64,17 @@ class Watch:
 
     def _look(self) -> None:
         heard = dict.fromkeys(self._sockets, 0.0)  # when, of whom there is still something to hear
-        looked_at = beat_at = 0.0
+        beat_at, standstill = 0.0, Standstill(_IDLE_S)
         with selectors.DefaultSelector() as selector:
             for rank, one in self._sockets.items():
                 selector.register(one, selectors.EVENT_READ, rank)
             while heard and not self._is_over:
-                left_s = beat_at - looked_at if self._lease_s else _IDLE_S
+                left_s = beat_at - time.monotonic() if self._lease_s else _IDLE_S
                 ready = selector.select(max(0.0, left_s))
                 now, lease_s = time.monotonic(), self._lease_s
-                if not lease_s or now - looked_at > lease_s / 2:  # this process itself stood still, perhaps as all did
-                    heard = dict.fromkeys(heard, now)
-                looked_at = now
+                standstill.look_s = lease_s / _BEATS if lease_s else _IDLE_S
+                pause_s = standstill.look(now)  # perhaps all stood still
+                heard = {rank: min(now, at + pause_s) if lease_s else now for rank, at in heard.items()}
                 for key, _ in ready:
                     heard[key.data] = now
                     if self._is_last(key.data):

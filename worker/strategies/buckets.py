@@ -1,5 +1,4 @@
-"""What a group averages, in buckets: memory of their own, in one order for all members; and gradients that leave during
-backward.
+"""What a group averages, in buckets: memory of their own, in one order for all members.
 
 Members must begin the same sums in the same order, so a bucket leaves when it is full and all before it have left, as
 in DDP (Li et al. 2020). The order is the reverse of the model's: backward ends with the first layer. How much the
@@ -9,16 +8,12 @@ said of the step before, and where that was wrong all average once more (`group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
-from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Kind
 from ..tensors.transfer import ModelTensors
-
-log = get_logger()
 
 _BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
 _FIRST_BYTES = 1 << 20  # the first leaves soon
@@ -106,45 +101,3 @@ def leaving_order(model: ModelTensors) -> list[int]:
     parameters = [index for index, entry in reversed(entries) if entry.spec.kind is Kind.PARAMETER]
     buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]
     return parameters + sorted(buffers, key=lambda index: model.layout.entries[index].spec.dtype)
-
-
-class Leaving:
-    """Watches the gradients of a model in backward; a group is told of those that are there.
-
-    One may change afterwards: clipping, a second backward that accumulates. Torch counts changes in place, so this is
-    seen at `step()`, where all members then average once more; from then on nothing of this one leaves early.
-    """
-
-    def __init__(self, model: ModelTensors, ready: Callable[[int, torch.Tensor], None]) -> None:
-        """`ready(index, gradient)` is called in backward."""
-        self._model, self._ready = model, ready
-        self._there: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often they had changed
-        self._is_wrong = self.is_paused = False
-        self._hooks = [
-            tensor.register_post_accumulate_grad_hook(partial(self._accumulated, index))
-            for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
-            if entry.spec.kind is Kind.PARAMETER and tensor.requires_grad
-        ]
-
-    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        self._is_wrong |= index in self._there or gradient is None or gradient.is_sparse
-        if self._is_wrong or self.is_paused or gradient is None:
-            return
-        self._there[index] = (gradient, gradient._version)
-        self._ready(index, gradient)
-
-    def settle(self) -> bool:
-        """Called by `step()`: False where what has left is not what is there now."""
-        there, self._there = self._there, {}
-        changed = (self._has_changed(index, *seen) for index, seen in there.items())
-        is_right = not (self._is_wrong or any(changed))
-        if not is_right:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks, self._is_wrong = [], False
-            log.info("overlap_off", reason="gradients change between backward and step(): they are averaged at step()")
-        return is_right
-
-    def _has_changed(self, index: int, seen: torch.Tensor, num_changes: int) -> bool:
-        return self._model.tensors[index].grad is not seen or seen._version != num_changes

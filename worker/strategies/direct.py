@@ -18,7 +18,7 @@ from ..tensors.anchor import Anchor
 from ..tensors.fragments import Fragments
 from ..tensors.transfer import ModelTensors
 from ..tensors.watch import Watch
-from .early import MIN_MODEL_BYTES, EarlySender
+from .early import MIN_MODEL_BYTES, EarlySender, ReadyGradients
 
 
 def of_fragment(outgoing: Outgoing, without: tuple[int, ...]) -> Outgoing:
@@ -42,6 +42,7 @@ class Direct:
         self.progress = exchange.progress  # where the training loop is in the run
         self._may_send_early = may_send_early and self.kind.holds_gradients
         self._early: EarlySender | None = None
+        self._ready_gradients: ReadyGradients | None = None  # where some leave during backward
         self._anchor: Anchor | None = None  # where differences are exchanged,
         self._fragments: Fragments | None = None  # of one fragment at a time
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
@@ -86,6 +87,7 @@ class Direct:
         self._exchange.start(model, optimizer)
         if self._may_send_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._early = EarlySender(self._exchange, model)
+            self._ready_gradients = self._early.gradients
 
     def _watch_steps(self, model: ModelTensors) -> None:
         """From here on it is known how far local steps go."""
@@ -111,8 +113,8 @@ class Direct:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
         (number, given), self._given = self._given, (0, {})
         self._undone = given if number == self.progress.num_starts else self._changing()
-        if self._early is not None:
-            self._early.is_paused = True
+        if self._ready_gradients is not None:
+            self._ready_gradients.is_paused = True
         self.progress.replay(place)
 
     def _changing(self) -> dict[int, torch.Tensor]:
@@ -128,8 +130,8 @@ class Direct:
         for index, tensor in self._undone.items():
             self._model.tensors[index].data.copy_(tensor)  # as an answer does: a graph may hold them
         self._undone = {}
-        if self._early is not None:
-            self._early.is_paused = False
+        if self._ready_gradients is not None:
+            self._ready_gradients.is_paused = False
         return self.progress.replayed()
 
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:

@@ -1,16 +1,16 @@
 """Gradients that leave while backward is still running.
 
-Each gradient that is ready goes into a bucket; a full bucket leaves at once, ahead of the contribution it belongs to
-(as PyTorch's DistributedDataParallel does, Li et al. 2020). At `step()` only the rest is left to send.
+Each gradient that is ready goes into a bucket. A full bucket leaves at once, ahead of the contribution that it belongs
+to (as in PyTorch's DistributedDataParallel, Li et al. 2020). `step()` sends the rest.
 
 A gradient may change after it has left: clipping, unscaling, a second backward that accumulates. Torch counts every
-change of a tensor in place, so this is noticed at `step()`: everything is sent again, and from then on nothing leaves
-early. What goes around that count (`grad.data`) is not noticed, therefore scripts of one's own must ask for this
-(worker.overlap).
+change of a tensor in place, so `step()` notices it. Then everything is sent again, and nothing leaves early any more.
+A change that goes around this count (`grad.data`) is not noticed, so scripts must ask for this (worker.overlap).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,8 +30,51 @@ _MAX_BUCKETS = 64
 MIN_MODEL_BYTES = 1 << 20
 
 
+class ReadyGradients:
+    """Calls `ready(index, gradient)` during backward for each gradient that is complete, and notices later changes."""
+
+    def __init__(self, model: ModelTensors, ready: Callable[[int, torch.Tensor], None]) -> None:
+        self._model, self._ready = model, ready
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that were ready: how often they had changed
+        self._is_wrong = False
+        self.is_paused = False  # what is computed is not to be sent
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._accumulated, index))
+            for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
+            if entry.spec.kind is Kind.PARAMETER and tensor.requires_grad
+        ]
+
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        self._is_wrong |= index in self._seen or gradient is None or gradient.is_sparse
+        if self._is_wrong or self.is_paused or gradient is None:
+            return
+        self._seen[index] = gradient, gradient._version
+        self._ready(index, gradient)
+
+    def note(self, index: int) -> None:
+        """The gradient lies elsewhere now, in shared memory."""
+        gradient = self._model.tensors[index].grad
+        assert gradient is not None
+        self._seen[index] = gradient, gradient._version
+
+    def settle(self) -> bool:
+        """Called by `step()`. False when a gradient has changed since it was ready: nothing leaves early any more."""
+        seen, self._seen = self._seen, {}
+        is_right = not (self._is_wrong or any(self._has_changed(index, *at) for index, at in seen.items()))
+        if not is_right:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._is_wrong = [], False
+            log.info("overlap_off", reason="gradients change between backward and step(): they leave at step()")
+        return is_right
+
+    def _has_changed(self, index: int, seen: torch.Tensor, num_changes: int) -> bool:
+        return self._model.tensors[index].grad is not seen or seen._version != num_changes
+
+
 class EarlySender:
-    """Watches the gradients of a model and sends full buckets through the exchange."""
+    """Collects ready gradients of a model in buckets and sends full ones through the exchange."""
 
     def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
         self._exchange = exchange
@@ -40,21 +83,9 @@ class EarlySender:
         self._bucket_bytes = 0
         self._full_bytes = max(_BUCKET_BYTES, model.layout.exchange_bytes // _MAX_BUCKETS)
         self._waiting: list[int] = []  # a bucket on its way out of the device
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # gradients when they left: how often they had changed
-        self._is_wrong = self.is_paused = False  # what is computed is not to be sent
-        self._hooks = [
-            tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
-            for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
-            if entry.spec.kind is Kind.PARAMETER and tensor.requires_grad
-        ]
+        self.gradients = ReadyGradients(model, self._add)
 
-    def _ready(self, index: int, parameter: torch.Tensor) -> None:
-        """A gradient has been accumulated; called in the middle of backward."""
-        gradient = parameter.grad
-        self._is_wrong |= index in self._seen or gradient is None or gradient.is_sparse
-        if self._is_wrong or self.is_paused or gradient is None:
-            return
-        self._seen[index] = (gradient, gradient._version)
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
         self._bucket.append(index)
         self._bucket_bytes += self._model.layout.entries[index].num_bytes
         if self._bucket_bytes >= self._full_bytes:
@@ -65,31 +96,13 @@ class EarlySender:
         if self._exchange.prepare(bucket):
             # Its copy off the device has begun; the one before has had time.
             bucket, self._waiting = self._waiting, bucket
-        self._depart(bucket)
-
-    def _depart(self, bucket: list[int]) -> None:
-        if not bucket:
-            return
-        self._exchange.depart(bucket)
-        for index in bucket:  # it may lie in shared memory now
-            gradient = self._model.tensors[index].grad
-            assert gradient is not None
-            self._seen[index] = (gradient, gradient._version)
+        if bucket:
+            self._exchange.depart(bucket)
+        for index in bucket:
+            self.gradients.note(index)
 
     def settle(self) -> None:
-        """Called by `step()`: what has left may count, or is sent again."""
-        if self._is_wrong or any(self._has_changed(index) for index in self._seen):
+        """Called by `step()`: the gradients that have left may count, or all are sent again."""
+        if not self.gradients.settle():
             self._exchange.recall()
-            self.stop()
-            log.info("overlap_off", reason="gradients change between backward and step(): they are sent at step()")
-        self._seen, self._bucket, self._bucket_bytes, self._waiting = {}, [], 0, []
-
-    def _has_changed(self, index: int) -> bool:
-        gradient, (seen, num_changes) = self._model.tensors[index].grad, self._seen[index]
-        return gradient is not seen or seen._version != num_changes
-
-    def stop(self) -> None:
-        """Watch no more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._bucket, self._bucket_bytes, self._waiting = [], 0, []

@@ -36,13 +36,13 @@ from ..conversation.messages import Answer, Final, Goodbye, Outgoing
 from ..conversation.security import check_plaintext
 from ..lanes.up import COUNTED
 from ..session import Progress
-from ..tensors.transfer import ModelTensors
+from ..tensors.transfer import ModelTensors, Source
 from ..tensors.watch import Watch
 from .among.backends import computed, without_watchdog
 from .among.rendezvous import Broken, Epoch, Meeting, OutOfReach
-from .buckets import Leaving, leaving_order
+from .buckets import leaving_order
 from .direct import Direct, check_takes_dense
-from .early import MIN_MODEL_BYTES
+from .early import MIN_MODEL_BYTES, ReadyGradients
 from .group import Group, Unsound, own_address
 
 log = get_logger()
@@ -70,7 +70,6 @@ class Equals(Direct):
         """`may_leave_early`: gradients may be averaged during backward."""
         super().__init__(exchange, may_send_early=False)
         self._may_leave_early = may_leave_early
-        self._leaving: Leaving | None = None
         host = own_address(exchange.server)
         check_plaintext(
             host, f"rank {exchange.progress.rank} and those it averages with", exchange.trusts_network,
@@ -105,7 +104,7 @@ class Equals(Direct):
         if self._device.type == "cuda":  # groups are made on other threads, again and again
             without_watchdog()
         if self._may_leave_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
-            self._leaving = Leaving(model, self._leave_early)
+            self._ready_gradients = ReadyGradients(model, self._leave_early)
 
     def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """The optimizer is here: returns when this worker has the weights of the newest version, and its state."""
@@ -125,16 +124,6 @@ class Equals(Direct):
     def _leave_early(self, index: int, gradient: torch.Tensor) -> None:
         if self._group is not None:
             self._group.ready(index, gradient)
-
-    def replay(self, place: Position) -> None:
-        super().replay(place)
-        if self._leaving is not None:
-            self._leaving.is_paused = True
-
-    def replayed(self) -> int:
-        if self._leaving is not None:
-            self._leaving.is_paused = False
-        return super().replayed()
 
     # ---- the group --------------------------------------------------------------------------
 
@@ -316,7 +305,7 @@ class Equals(Direct):
     # ---- a step -----------------------------------------------------------------------------
 
     def _contribute(self, outgoing: Outgoing) -> None:
-        is_right = self._leaving is None or self._leaving.settle()
+        is_right = self._ready_gradients is None or self._ready_gradients.settle()
         computed(self._device)  # another thread averages what is there
         answer = self._until_taken(self._model.sources(ContributionKind.GRADIENT), outgoing, is_right)
         if answer.outcome == Answer.START:
