@@ -29,14 +29,14 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import clip
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import CompletionInfo, Contribution, Position
+from ...common.wire.records import CompletionInfo, Contribution
 from ..conversation.crew import Helper
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Answer, Final, Goodbye, Outgoing
 from ..conversation.security import check_plaintext
 from ..lanes.up import COUNTED
 from ..session import Progress
-from ..tensors.transfer import ModelTensors, Source
+from ..tensors.transfer import ModelTensors
 from ..tensors.watch import Watch
 from .among.backends import computed, without_watchdog
 from .among.rendezvous import Broken, Epoch, Meeting, OutOfReach
