@@ -149,7 +149,7 @@ class ModelStore:
         assert worker.state == "waiting", f"answer to rank {worker.rank}, which is {worker.state}"
         assert not worker.is_away, f"answer to rank {worker.rank}, whom it does not reach"
         assert not self.is_held, f"rank {worker.rank} goes on while training holds ({outcome.name})"
-        key = (worker.rank, worker.unanswered.number) if worker.unanswered else None
+        key = (worker.rank, worker.unanswered.id.seq) if worker.unanswered else None
         if outcome is Outcome.START:
             assert worker.unanswered is None
         elif outcome is Outcome.APPLIED:

@@ -65,15 +65,15 @@ def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions
             at = 100.0 + 4.0 * version + rank
             told = contributed(rank, 1, version + 1, version, at=at, num_samples=10 * num_steps)
             run.apply(told)
-    rows = [run.roster.stats[rank].summary() for rank in range(2)]
-    assert [(row.steps, row.contributions, row.samples) for row in rows] == [(18, 3, 180)] * 2
+    rows = [run.roster.stats[rank] for rank in range(2)]
+    assert [(row.training_steps, row.contributions, row.known_samples) for row in rows] == [(18, 3, 180)] * 2
     seconds, samples, steps = run.contributions.steady()
     assert (seconds, samples, steps) == (8.0, 200, 20)  # since 101.0, when both had contributed
     saved = run.roster.stats[0].saved(1)
     assert (saved["steps"], saved["training_steps"], saved["samples"]) == (2, 16, 160)
-    assert WorkerStats.restored(0, saved).summary().steps == 16
+    assert WorkerStats.restored(0, saved).training_steps == 16
     del saved["training_steps"]  # of an older snapshot
-    assert WorkerStats.restored(0, saved).summary().steps == 2
+    assert WorkerStats.restored(0, saved).training_steps == 2
 
 
 def test_a_run_of_one_step_has_no_steady_part() -> None:
@@ -89,8 +89,8 @@ def test_the_last_step_of_an_all_reduce_is_counted_when_its_round_is_made() -> N
         for rank in range(2):
             told = contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
             run.apply(told)
-    rows = [run.roster.stats[rank].summary() for rank in range(2)]
-    assert [(row.steps, row.contributions, row.samples) for row in rows] == [(3, 3, 24)] * 2
+    rows = [run.roster.stats[rank] for rank in range(2)]
+    assert [(row.training_steps, row.contributions, row.known_samples) for row in rows] == [(3, 3, 24)] * 2
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -104,14 +104,14 @@ def test_a_training_step_of_several_parts_is_one(mode: str) -> None:
                 num_steps=0 if part == 2 else None, part=part,
             )  # fmt: skip
             run.apply(told)
-    rows = [run.roster.stats[rank].summary() for rank in range(2)]
-    assert [(row.steps, row.contributions) for row in rows] == [(4, 8)] * 2
+    rows = [run.roster.stats[rank] for rank in range(2)]
+    assert [(row.training_steps, row.contributions) for row in rows] == [(4, 8)] * 2
 
 
 def test_samples_that_nobody_said_stay_unknown_over_a_snapshot_that_holds_them() -> None:
     stats = WorkerStats(0)
     stats.accepted(0, 32, 0, 1.0)
     stats.accepted(0, 0, 0, 2.0)
-    assert (stats.known_samples, stats.samples_per_s) == (None, None) and stats.summary().samples is None
+    assert (stats.known_samples, stats.samples_per_s) == (None, None)
     assert WorkerStats.restored(0, stats.saved(num_open=0)).known_samples is None
     assert WorkerStats.restored(0, stats.saved(num_open=1)).known_samples == 32  # no version has the second one yet
