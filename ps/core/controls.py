@@ -138,7 +138,7 @@ def _policy_of(run: Run, mode: Any) -> Policy:
     if mode not in (known := _kin(run)) or make is None:
         raise CannotError(
             f"{run.mode} cannot become {mode!r:.40} while workers train; what it can: {', '.join(known)}. "
-            "Any other goes on from a snapshot: ps-server --resume auto --mode"
+            "Any other goes on from a snapshot: ps-server --resume latest --mode"
         )
     if policy.pull_every > 1:
         raise CannotError(f"policy.pull_every is {policy.pull_every}: workers know weights too rarely for another mode")

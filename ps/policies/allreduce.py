@@ -19,6 +19,7 @@ The server has the weights only where a report brought them (`brings`): for snap
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
@@ -36,6 +37,15 @@ class AllreduceOptions(Section):
     )
 
 
+@dataclass(frozen=True)
+class _Report:
+    """What a round needs of a member's completion. Only facts that every shard receives alike: they are compared."""
+
+    weight: float  # in the mean
+    has_failed: bool
+    has_weights: bool
+
+
 class AllreducePolicy(Policy):
     Options = AllreduceOptions
     options: AllreduceOptions
@@ -45,7 +55,7 @@ class AllreducePolicy(Policy):
 
     def __init__(self, common: Common, options: AllreduceOptions) -> None:
         super().__init__(common, options)
-        self._reports: dict[int, Contribution] = {}  # of the open round, by rank
+        self._reports: dict[int, _Report] = {}  # of the open round, by rank
         self._outside: set[int] = set()  # live ranks that are of the next group
         self._is_over = False  # a member of the epoch has gone
         self._turn = 0  # grows with every epoch and every round
@@ -101,7 +111,8 @@ class AllreducePolicy(Policy):
         generation = contribution.completion.generation or self.epoch
         if rank in self._outside or generation != self.epoch or contribution.counts.part:
             return [Discard(rank)]
-        self._reports[rank] = contribution
+        has_weights = contribution.kind.has_payload
+        self._reports[rank] = _Report(self._weight(contribution), contribution.completion.failed, has_weights)
         return [Wait(rank)]
 
     def _joined(self, rank: int) -> list[Decision]:
@@ -120,7 +131,7 @@ class AllreducePolicy(Policy):
             return self._form()
         if len(self._reports) < len(self.group):
             return []
-        if any(report.completion.failed for report in self._reports.values()):
+        if any(report.has_failed for report in self._reports.values()):
             return self._form()
         decisions = self._close()
         return decisions + self._form() if self._outside else decisions
@@ -145,10 +156,10 @@ class AllreducePolicy(Policy):
         for rank in self.group:
             self._count(self.members[rank])
         decisions: list[Decision] = [Accept(rank) for rank in self.group]
-        decisions += [Fold(rank, self._weight(self._reports[rank])) for rank in self.group]
+        decisions += [Fold(rank, self._reports[rank].weight) for rank in self.group]
         self.committed_by = self.group
         commit = self._commit(self.group, f"all {len(self.group)} members of the group have the mean")
-        if any(report.kind.has_payload for report in self._reports.values()):
+        if any(report.has_weights for report in self._reports.values()):
             self._brought = self.version
         self._reports, self._turn = {}, self._turn + 1
         return [*decisions, commit]

@@ -167,7 +167,7 @@ class Workers:
             incarnation,
             int(found[1]),
             int(found[2]) if found[2] else self.versions.get(rank, 0),
-            int(found[3] or 1),
+            num_samples=int(found[3] or 1),
             hyperparameters=({"lr": float(found[4])},) if found[4] else (),
             judgement=_JUDGEMENTS[found[5]] if found[5] else SOUND,
         )

@@ -215,7 +215,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
          "'seed' cannot be changed while ssp runs; what can: lr_scale, mode, staleness"),
         ("ssp", ("set", None, "mode", "sync"),
          "ssp cannot become 'sync' while workers train; what it can: async, dssp. "
-         "Any other goes on from a snapshot: ps-server --resume auto --mode"),
+         "Any other goes on from a snapshot: ps-server --resume latest --mode"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> None:

@@ -25,8 +25,8 @@ SIZES = pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["inline", "large"
 
 
 def counters(server: Server, rank: int) -> tuple[int, int, int, int]:
-    row = server.engine.run.roster.stats[rank].summary()
-    return row.steps, row.rejected, row.skipped, row.clipped
+    row = server.engine.run.roster.stats[rank]
+    return row.training_steps, row.rejected, row.skipped, row.clipped
 
 
 @SIZES

@@ -66,7 +66,7 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
             before = weight_of(server)
             sizes = {name: body_bytes(CODECS.load(name)(), layout) for name in ("q2", "int8", "raw")}
             for number, name in ((first[1], "q2"), (first[1], "int8"), (first[1] + 1, "raw")):
-                header = {"codec": name, "body_bytes": sizes[name]}
+                header = {"codec": name, "num_bytes": sizes[name]}
                 worker.send_encoded(number, bytes(sizes[name]), **header)
                 await server.settle()
             assert worker.outcomes == ["START", "REJECTED", "APPLIED", "APPLIED"]

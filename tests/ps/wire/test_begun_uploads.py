@@ -178,5 +178,4 @@ async def test_what_workers_keep_back_and_lose_is_counted(server: Server) -> Non
         await server.settle()
     another.send(finish=pb.Finish(residual=pb.ResidualInfo(norm=1.5, num_lost=2, lost_norm=0.75)))
     await server.settle()
-    row = stats.summary()
-    assert (row.residual, row.residuals_lost, row.residual_lost) == (1.5, 4, 6.75)
+    assert (stats.residual, stats.residuals_lost, stats.residual_lost) == (1.5, 4, 6.75)

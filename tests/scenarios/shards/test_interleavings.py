@@ -171,7 +171,7 @@ def check(shards: Shards) -> None:
     empty = [effect.id for effect in done if isinstance(effect, effects.Discard) and effect.is_counted]
     assert kept == folded == committed and max(kept.values(), default=1) == 1
     for rank in range(NUM_WORKERS):
-        numbers = sorted(one.number for one in [*kept, *empty] if one.rank == rank)
+        numbers = sorted(one.seq for one in [*kept, *empty] if one.rank == rank)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), "each number counts once"
     versions = [effect.version for effect in done if isinstance(effect, effects.Commit)]
     assert versions == list(range(1, len(versions) + 1))
