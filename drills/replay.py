@@ -44,6 +44,7 @@ class Member:
     is_member: bool = False  # for certain
     is_answered: bool = False  # it may contribute
     version: int = 0  # of its last answer
+    started_at: int | None = None  # the newest version when it was given its START; None: it still waits for that
 
 
 class Replay:
@@ -254,7 +255,7 @@ class Replay:
             self._members[rank] = Member(incarnation, number)
         elif before is None:
             self._say(f"rank {rank} resumes, and was no member")
-            self._members[rank] = Member(incarnation, number, is_member=True, is_answered=True)
+            self._members[rank] = Member(incarnation, number, is_member=True, is_answered=True, started_at=-1)
         else:
             before.incarnation, before.number = incarnation, number
 
@@ -264,10 +265,9 @@ class Replay:
             return max(self._open[rank])
         return self.lineage.number(rank) if rank in self.lineage else None
 
-    def _least_number(self, without: int | None = None) -> int | None:
+    def _least_number(self) -> int | None:
         """The slowest certain member's number."""
-        members = self._members.items()
-        return min((member.number for rank, member in members if member.is_member and rank != without), default=None)
+        return min((member.number for member in self._members.values() if member.is_member), default=None)
 
     def _on_leave(self, line: Line) -> None:
         rank, incarnation = line["rank"], line["incarnation"]
@@ -340,7 +340,8 @@ class Replay:
             if problem and (rank, number) in folded:
                 self._say(problem)
         self._check_all_are_in(version)
-        missing = sorted(members - {rank for rank, _ in folded | skipped})
+        waiting = {rank for rank, member in self._members.items() if member.started_at is None}
+        missing = sorted(members - waiting - {rank for rank, _ in folded | skipped})
         num_contributions = len(line["contributions"]) + len(skipped)
         self._say_broken(rule.committed(version, num_contributions, missing) for rule in self._rules)
 
@@ -380,11 +381,18 @@ class Replay:
         ahead = number - (self._least_number() or 0)
         if not line.fields.get("last"):  # who takes no more steps goes nowhere, however far ahead
             self._say_broken(rule.answered(rank, ahead) for rule in self._rules)
+        if member.started_at is None:
+            member.started_at = self.version
         member.version, member.is_answered = version, True
 
     def _begin_rank(self, rank: int, number: int) -> None:
         """A rank that is new starts at the slowest member's number, not to repeat what the others have done."""
-        slowest = self._least_number(without=rank)
+        # Members that are given their START at the same version entered in an order that the server does not note.
+        since = [
+            member.number for other, member in self._members.items()
+            if member.is_member and other != rank and member.started_at != self.version
+        ]  # fmt: skip
+        slowest = min(since, default=None)
         begins_late = any(rule.begins_late for rule in self._rules)
         if slowest is not None and number > slowest and not begins_late:
             self._say(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
@@ -396,7 +404,9 @@ class Replay:
         member = self._members.get(rank)
         if member is None:
             self._say(f"rank {rank} {what}, and is no member")
-            member = self._members[rank] = Member(incarnation, self._known_number(rank) or 0, is_answered=True)
+            member = self._members[rank] = Member(
+                incarnation, self._known_number(rank) or 0, is_answered=True, started_at=-1
+            )
         elif incarnation != member.incarnation:
             self._say(
                 f"rank {rank} {what} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"
