@@ -15,6 +15,7 @@ import os
 import platform
 import resource
 import shutil
+import math
 import statistics
 import sys
 import tempfile
@@ -72,7 +73,7 @@ class Turns:
         """Until all have finished the phases before, and in turn those of lower rank this one too."""
         rank = self.session.rank
         while True:
-            done = {one.rank: one.loss for one in self.ask().workers}
+            done = {one.rank: one.values.get("loss", math.nan) for one in self.ask().workers}
             if all(done.get(one, 0) >= self.phase + (in_turn and one < rank) for one in done if one != rank):
                 return
             time.sleep(_LOOK_S)

@@ -95,7 +95,7 @@ def take(raw: bytes) -> None:
         assert len(layout.fingerprint) == 64
         optimizer_from_proto(header.optimizer, layout)
     elif received.kind == "contribution":
-        hyperparameters_from_proto(header.hyperparameters)
+        hyperparameters_from_proto(header.training.hyperparameters)
 
 
 def assemble(pieces: list[Frame]) -> None:

@@ -23,9 +23,15 @@ def run(cluster: Cluster, mode: str, *envs: dict[str, str]) -> tuple[Process, Su
     """A script that does not use `session.shard()`, with 8 samples a step."""
     flags = ("--local-steps", "2") if mode == "localsgd" else ()
     server = cluster.server("--mode", mode, "--workers", str(len(envs)), "--steps", "4", *FLAGS, *flags)
-    ranks = [cluster.script(rank, SCRIPT, SEED=str(rank), **env) for rank, env in enumerate(envs)]
+    ranks = [cluster.script(rank, SCRIPT, SEED=str(rank), STEP_S="0.2", **env) for rank, env in enumerate(envs)]
     assert [one.wait() for one in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
     return server, Summary.model_validate_json((cluster.folder / "s.json").read_text())
+
+
+def last_status(server: Process) -> dict[str, Any]:
+    """The newest one in which every worker has contributed."""
+    statuses = [status for status in server.events("status") if all(row["contributions"] for row in status["workers"])]
+    return statuses[-1]
 
 
 def printed(summary: Summary) -> str:
@@ -47,10 +53,9 @@ def test_samples_that_nobody_said_are_unknown(cluster: Cluster, mode: str) -> No
     assert [worker.samples for worker in summary.workers] == [None, None] and summary.samples is None
     table = printed(summary)
     assert "   - samples/s" in table and [row.split()[2] for row in table.splitlines()[-2:]] == ["-", "-"]
-    status = server.events("status")[-1]
+    status = last_status(server)
     assert (status["samples"], status["samples_per_s"]) == (None, None)
-    of_workers = [(one["contributions"], one["samples"], one["samples_per_s"]) for one in status["workers"]]
-    assert all((samples, rate) == (None, None) for count, samples, rate in of_workers if count)  # 0: none are known
+    assert [(row["samples"], row["samples_per_s"]) for row in status["workers"]] == [(None, None)] * 2
     accepted = [line for line in lines(cluster) if line.get("outcome") == "accepted"]
     assert accepted and all(line["samples"] is None for line in accepted)
     with RunStore(cluster.folder / "runs" / "paramserver.db") as store:
@@ -66,5 +71,5 @@ def test_samples_that_nobody_said_are_unknown(cluster: Cluster, mode: str) -> No
 def test_samples_that_a_script_says_are_shown_and_a_sum_with_unknown_ones_is_not(cluster: Cluster) -> None:
     server, summary = run(cluster, "async", {"SAID": "1"}, {})
     assert [worker.samples for worker in summary.workers] == [4 * 8, None]
-    assert summary.samples is None and server.events("status")[-1]["samples"] is None
+    assert summary.samples is None and last_status(server)["samples"] is None
     assert {line["samples"] for line in lines(cluster) if line.get("outcome") == "accepted"} == {8, None}

@@ -94,7 +94,7 @@ def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing
     times = [at for at, _ in told]
     assert times == sorted(times)
     taken = [fact for _, fact in told if isinstance(fact, effects.ContributionTaken)]
-    assert all(fact.version >= fact.base_version for fact in taken)
+    assert all(fact.version >= fact.contribution.base.version for fact in taken)
     assert min(simulation.tally.staleness) >= 0
     accepted = sum(fact.outcome == "accepted" for fact in taken)
     found = summary(simulation)

@@ -63,7 +63,7 @@ class Watch:
         self._say(_LIVES, lease_s)  # at once: else who stands still before the first look is missed by nobody
 
     def _look(self) -> None:
-        heard = dict.fromkeys(self._sockets, 0.0)  # when, of whom there is still something to hear
+        heard = dict.fromkeys(self._sockets, time.monotonic())  # when, of whom there is still something to hear
         beat_at, standstill = 0.0, Standstill(_IDLE_S)
         with selectors.DefaultSelector() as selector:
             for rank, one in self._sockets.items():

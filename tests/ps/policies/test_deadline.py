@@ -37,7 +37,7 @@ def test_a_round_closes_when_an_independent_rule_says(rounds: list[list[float]],
     for index, times in enumerate(rounds):
         assume(max(times) < limit - 1e-6)  # else it closes without somebody
         for rank in sorted(range(4), key=lambda rank: times[rank]):
-            policy.contributed(rank, contribution_of(policy, rank), began + times[rank])
+            policy.contributed(rank, contribution(policy, rank), began + times[rank])
             if index:  # a worker's first contribution counts for nothing
                 kept = [*kept, times[rank]][-32:]
         assert policy.version == index + 1
@@ -45,7 +45,7 @@ def test_a_round_closes_when_an_independent_rule_says(rounds: list[list[float]],
         limit = limit_of(kept, factor) if len(kept) >= 8 else np.inf
     assume(limit < np.inf)
     for rank in range(3):
-        policy.contributed(rank, contribution_of(policy, rank), began + 0.1)
+        policy.contributed(rank, contribution(policy, rank), began + 0.1)
     assert policy.tick(began + limit - 1e-6) == []
     (commit, *_) = policy.tick(began + limit + 1e-6)
     assert isinstance(commit, Commit) and commit.ranks == (0, 1, 2)
@@ -60,11 +60,11 @@ def test_a_late_worker_counts_with_what_it_took() -> None:
     at = 0.0
     for _ in range(4):
         for rank in range(3):
-            policy.contributed(rank, contribution_of(policy, rank), at + 1.0)
+            policy.contributed(rank, contribution(policy, rank), at + 1.0)
         at += 1.0
-    stale = contribution_of(policy, 2)
+    stale = contribution(policy, 2)
     for rank in (0, 1):
-        policy.contributed(rank, contribution_of(policy, rank), at + 1.0)
+        policy.contributed(rank, contribution(policy, rank), at + 1.0)
     (commit, *_) = policy.tick(at + 1.11)
     assert isinstance(commit, Commit) and commit.ranks == (0, 1) and "policy.straggler_mad" in commit.reason
     assert isinstance(policy.contributed(2, stale, at + 3.0)[0], Discard)

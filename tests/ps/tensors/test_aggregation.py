@@ -304,7 +304,7 @@ def test_the_server_refuses_before_it_listens(mode: str, section: str, option: s
 
 def test_an_unknown_aggregation_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="unknown aggregation 'medain'") as caught:
-        Config.model_validate({"policy": {"aggregation": "medain"}})
+        AGGREGATIONS.check("medain")
     assert "did you mean 'median'?" in caught.value.fix
 
 

@@ -2,6 +2,7 @@
 (MORE), or of equal samples (EQUAL)."""
 
 import os
+import time
 
 import torch
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05))
     is_divided = "MORE" in os.environ or "EQUAL" in os.environ
     for inputs, wanted in session.shard(data, 8) if is_divided else DataLoader(data, 8, shuffle=True):
+        time.sleep(float(os.environ.get("STEP_S", "0")))  # what a larger model computes
         optimizer.zero_grad()
         loss = F.mse_loss(model(inputs).mean(1, keepdim=True), wanted)
         (0 * loss if "ZERO" in os.environ else loss).backward()
