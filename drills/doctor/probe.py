@@ -11,11 +11,11 @@ the newest phase that its worker has finished, in place of a loss.
 """
 
 import json
+import math
 import os
 import platform
 import resource
 import shutil
-import math
 import statistics
 import sys
 import tempfile
