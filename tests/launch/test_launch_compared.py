@@ -73,7 +73,7 @@ def test_rates_are_those_of_the_processes_whatever_the_first_step_takes(cluster:
         found[mode] = Summary.model_validate_json((cluster.folder / "s.json").read_text())
         done[mode] = calls(cluster.folder)
     for mode, one in found.items():
-        assert [worker.steps for worker in one.workers] == [80] * len(one.workers)
+        assert [worker.training_steps for worker in one.workers] == [80] * len(one.workers)
         seconds = done[mode][-1][0] - done[mode][0][0]
         samples = sum(count for _, count in done[mode][1:])
         assert one.samples_per_s == pytest.approx(samples / seconds, rel=0.2), mode
@@ -90,12 +90,12 @@ def test_the_configurations_that_are_offered(cluster: Cluster, config: str) -> N
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
     runs = [Summary.model_validate(one) for one in json.loads((cluster.folder / "s.json").read_text())["runs"]]
-    assert [[worker.steps for worker in one.workers] for one in runs] == [[50], [50] * 4, [50] * 4]
+    assert [[worker.training_steps for worker in one.workers] for one in runs] == [[50], [50] * 4, [50] * 4]
     assert [{worker.contributions for worker in one.workers} for one in runs] == [{50}, {50}, {7}]
     text = (cluster.folder / "out/report.md").read_text()
     head, rows = cells(text)
     for row, one in zip(rows, runs, strict=True):
-        batch = one.num_samples / fmean(worker.steps for worker in one.workers)
+        batch = one.samples / fmean(worker.training_steps for worker in one.workers)
         assert batch == pytest.approx(128, rel=0.1)  # the digits of a worker end in a batch that is not full
         assert one.samples_per_s == pytest.approx(one.union_steps_per_s * batch, rel=0.1)
         rate = float(row[head.index("samples/s")].replace(",", ""))
