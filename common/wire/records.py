@@ -1,7 +1,7 @@
 """A contribution as one record, nested by topic. The worker makes it, and it passes unopened to whoever reads a topic.
 
-The messages of the same names in proto/parameter_server.proto have the same fields; `messages.py` converts by name. A
-new fact is one field here, one in the proto, and its reader.
+The messages of the same names in proto/parameter_server.proto have the same fields. `messages.py` has a reader and a
+writer for each topic. A new fact is a field here and in the proto, a line in both of these, and the code that uses it.
 """
 
 from __future__ import annotations

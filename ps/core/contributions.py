@@ -79,9 +79,8 @@ class Contributions:
         self.rates = Rates()
         # By rank, with the version it met and its training steps.
         self._undecided: dict[int, tuple[Worker, Contributed, int, int]] = {}
-        self._in_mean: list[
-            Pending
-        ] = []  # since the newest commit; several of one rank where it is answered before that
+        # Since the newest commit; several of one rank where the mode replies before that.
+        self._in_mean: list[Pending] = []
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
         self._outer: Outer | None = None  # that the newest commit was made with

@@ -247,7 +247,7 @@ KINDS: tuple[type[Event], ...] = (
 
 # What each shard may say differently of one thing: what it finds in its part, and what only the worker's clock says.
 _OWN = {
-    "at", "judgement", "durable", "held", "looked_s", "traffic", "timing", "payload", "position", "loss",
+    "at", "judgement", "durable", "looked_s", "traffic", "timing", "payload", "position", "loss",
     "wants_weights", "has_all", "reference", "peer_bytes",
 }  # fmt: skip
 
