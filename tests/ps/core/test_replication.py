@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
+from paramserver.common.wire.records import TrainingInfo
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
 from paramserver.ps.core.replication import Coordinator, Gather, Tape
@@ -24,6 +25,20 @@ from ...records import contributed
 numbers = st.integers(0, 2**31)
 texts = st.text(max_size=9)
 actions = st.sampled_from(["take", "reject", "skip", "halt"])
+hyperparameters = st.lists(
+    st.dictionaries(texts, st.one_of(numbers, texts, st.booleans(), st.lists(numbers)), max_size=3), max_size=2
+)
+st.register_type_strategy(  # hyperparameters are dict[str, Any], and Hypothesis can draw nothing for Any
+    TrainingInfo,
+    st.builds(
+        TrainingInfo,
+        hyperparameters=hyperparameters.map(tuple),
+        clip_norm=st.floats(0, 1e9),
+        loss=st.floats(),
+        wants_weights=st.booleans(),
+        evaluates=st.booleans(),
+    ),
+)
 judgements = st.builds(Judgement, actions, texts, texts, st.booleans(), st.floats(0, 1e9), st.floats(0, 1))
 
 
@@ -38,7 +53,6 @@ def _fields(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
     return {
         field.name: known.get(field.name, st.from_type(hints[field.name]).filter(lambda value: value == value))
         for field in dataclasses.fields(kind)
-        if field.name != "hyperparameters"
     }
 
 
