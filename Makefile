@@ -27,7 +27,7 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 test: .venv/installed  ## every test but those of 10 seconds and more, about 8 minutes on 2 cores
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers and not gpu"
 
-test-slow: .venv/trainers  ## of those that take longer one case each, about an hour: slow links, lanes, kills, peers; ALL=1 every case
+test-slow: .venv/trainers  ## of those that take longer one case each, about an hour: slow links, transports, kills, peers; ALL=1 every case
 	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" $(if $(ALL),,--one-of-each test)
 
 # What a change must pass to land: the same tests every time.
@@ -53,8 +53,8 @@ trackers: .venv/trackers  ## TensorBoard, W&B, MLflow and trackio, each read bac
 docker-test: .venv/installed  ## docker/ built and run on a Docker engine, about 4 minutes; skipped, loudly, without one
 	$(BIN)/pytest -q -rs -m docker tests/docker
 
-campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root; LANE=grpc is the other
-	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign --lane $(or $(LANE),direct)
+campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root; TRANSPORT=grpc is the other
+	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign --transport $(or $(TRANSPORT),direct)
 
 # PYTHON= on the command line: that interpreter with its own torch, and nothing is installed.
 DEVICE ?= cuda
@@ -98,7 +98,7 @@ bench: .venv/installed  ## the figures of the README, measured here
 	$(BIN)/ps-bench exchange && $(BIN)/ps-bench round && $(BIN)/ps-bench latency && $(BIN)/ps-bench scale && $(BIN)/ps-bench memory
 
 # Needs root, ip and tc; says so and does nothing without.
-overlap: .venv/installed  ## steps over a slow link, with and without policy.pipelined, worker.overlap
+overlap: .venv/installed  ## steps over a slow link, with and without policy.delayed_update, worker.overlap
 	$(BIN)/python tests/overlap/measure.py
 	$(BIN)/python tests/overlap/measure.py --deep --workers 1
 

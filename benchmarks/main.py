@@ -11,19 +11,19 @@ import typer
 from ..common.config.cli import Drained, make_app, run_app
 from ..common.errors import UsageError
 from .options import (
+    BaselinesOption,
     DeviceOption,
     JsonOption,
     KeepOption,
-    LaneOption,
     MbOption,
     ModeOption,
     OptimizerOption,
-    PeersOption,
+    TransportOption,
+    check_baselines,
     check_bench_device,
-    check_lane,
-    check_peers,
     check_range,
     check_task,
+    check_transport,
     checked,
     numbers,
     prepare,
@@ -35,10 +35,10 @@ _HELP = """Measure exchanges, rounds, latency, scale, steps and memory: the real
 Examples
 
   ps-bench exchange                     100 MB up, optimizer, 100 MB down
-  ps-bench exchange --peers torch-rpc,gloo,ray,unary,iperf
-  ps-bench exchange --lane direct --tls
+  ps-bench exchange --baselines torch-rpc,gloo,ray,unary,iperf
+  ps-bench exchange --transport direct --tls
   ps-bench exchange --sweep --max-mb 300 --plot sweep.png
-  ps-bench round --workers 2 --peers gloo,ddp
+  ps-bench round --workers 2 --baselines gloo,ddp
   ps-bench allreduce --sweep            among workers: by size, and in a training step
   ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
   ps-bench latency --store --page       and by servers with a record, with a page
@@ -50,7 +50,7 @@ Examples
   ps-bench shards --mb 400              a server of 1, 2 and 4 processes
   ps-bench codecs --codec int8,q4       encoding and decoding on one core
   ps-bench policies --workers 64,10000  what deciding costs, by mode
-  ps-bench xor --peers ray              worker-steps per second of a small task
+  ps-bench xor --baselines ray              worker-steps per second of a small task
 
 Tables go to standard output; --keep writes the figures to benchmarks/results
 under their date and machine. PS_... in the environment is left out: what a
@@ -96,12 +96,12 @@ def exchange(
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
     codec: Annotated[str, typer.Option(help="How contributions are encoded.", rich_help_panel=_RUN)] = "raw",
-    lane: LaneOption = "all",
+    transport: TransportOption = "all",
     tls: Annotated[bool, typer.Option("--tls", help="Over the network in TLS too.", rich_help_panel=_RUN)] = False,
     store: StoreOption = False,
     page: PageOption = False,
     device: DeviceOption = "cpu",
-    peers: PeersOption = None,
+    peers: BaselinesOption = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
     ] = None,
@@ -112,8 +112,8 @@ def exchange(
     from .output.plot import check_plot
 
     CODECS.check(codec)
-    check_lane(lane)
-    names = check_peers(peers)
+    check_transport(transport)
+    names = check_baselines(peers)
     check_plot(plot, sweep)
     check_range(min_kb, max_mb)
     check_bench_device(device)
@@ -121,7 +121,7 @@ def exchange(
     from .measures.exchange import ExchangeOptions, measure_exchange
 
     options = ExchangeOptions(
-        mb, runs, mode, optimizer, codec, lane, tls, sweep, min_kb, max_mb, watched_by(store, page), device
+        mb, runs, mode, optimizer, codec, transport, tls, sweep, min_kb, max_mb, watched_by(store, page), device
     )
     show(measure_exchange(options, names), json_path, keep, plot)
 
@@ -133,17 +133,17 @@ def one_round(
     runs: RunsOption = 7,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
-    lane: LaneOption = "all",
-    peers: PeersOption = None,
+    transport: TransportOption = "all",
+    peers: BaselinesOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    check_lane(lane)
-    names = check_peers(peers)
+    check_transport(transport)
+    names = check_baselines(peers)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.rounds import RoundOptions, measure_round
 
-    show(measure_round(RoundOptions(mb, workers, runs, mode, optimizer, lane), names), json_path, keep)
+    show(measure_round(RoundOptions(mb, workers, runs, mode, optimizer, transport), names), json_path, keep)
 
 
 @app.command(
@@ -165,11 +165,11 @@ def allreduce(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 2,
     workers: Annotated[int, typer.Option(min=2, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
     runs: RunsOption = 7,
-    peers: PeersOption = "gloo,ddp",
+    peers: BaselinesOption = "gloo,ddp",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    names = check_peers(peers)
+    names = check_baselines(peers)
     check_range(min_kb, max_mb)
     if width % 16:
         raise UsageError(f"--width {width} is not a multiple of 16: 8 heads of pairs", fix="e.g. --width 512")
@@ -187,19 +187,19 @@ def latency(
     exchanges: Annotated[int, typer.Option(min=10, help="Exchanges measured.", rich_help_panel=_RUN)] = 2000,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
-    lane: LaneOption = "all",
+    transport: TransportOption = "all",
     store: StoreOption = False,
     page: PageOption = False,
-    peers: PeersOption = None,
+    peers: BaselinesOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    check_lane(lane)
-    names = check_peers(peers)
+    check_transport(transport)
+    names = check_baselines(peers)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.latency import LatencyOptions, measure_latency
 
-    options = LatencyOptions(floats, exchanges, mode, optimizer, lane, watched_by(store, page))
+    options = LatencyOptions(floats, exchanges, mode, optimizer, transport, watched_by(store, page))
     show(measure_latency(options, names), json_path, keep)
 
 
@@ -213,16 +213,16 @@ def scale(
     generators: Annotated[int, typer.Option(min=1, max=16, help="Processes that play them.", rich_help_panel=_RUN)] = 1,
     mode: ModeOption = "async",
     optimizer: OptimizerOption = "sgd",
-    lane: LaneOption = "direct",
+    transport: TransportOption = "direct",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    check_lane(lane)
+    check_transport(transport)
     counts = numbers(workers, "--workers", most=4096)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.scale import ScaleOptions, measure_scale
 
-    show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer, lane)), json_path, keep)
+    show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer, transport)), json_path, keep)
 
 
 @app.command(
@@ -252,16 +252,16 @@ def step(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
-    lane: LaneOption = "direct",
+    transport: TransportOption = "direct",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    check_lane(lane)
+    check_transport(transport)
     task = check_task(task)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.step import StepOptions, measure_step
 
-    show(measure_step(StepOptions(task, workers, steps, batch_size, mode, optimizer, lane)), json_path, keep)
+    show(measure_step(StepOptions(task, workers, steps, batch_size, mode, optimizer, transport)), json_path, keep)
 
 
 @app.command(help="A server of one and of several shards: time of a step, and what each shard holds.")
@@ -271,17 +271,17 @@ def shards(
     workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
     mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async", rich_help_panel=_RUN)] = "sync,async",
     optimizer: OptimizerOption = "sgd",
-    lane: Annotated[str, typer.Option(help="grpc, direct or shared", rich_help_panel=_RUN)] = "direct",
+    transport: Annotated[str, typer.Option(help="grpc, direct or shared", rich_help_panel=_RUN)] = "direct",
     runs: RunsOption = 5,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    check_lane(lane)
+    check_transport(transport)
     sizes, counts = numbers(shards, "--shards", most=64), numbers(workers, "--workers", most=64)
-    modes = [checked(one, optimizer, json_path, keep)[0] for one in mode.split(",")]
+    modes = [checked(part, optimizer, json_path, keep)[0] for part in mode.split(",")]
     from .measures.shards import ShardOptions, measure_shards
 
-    options = ShardOptions(mb, tuple(sizes), tuple(counts), tuple(modes), optimizer, runs, lane)
+    options = ShardOptions(mb, tuple(sizes), tuple(counts), tuple(modes), optimizer, runs, transport)
     show(measure_shards(options), json_path, keep)
 
 
@@ -291,19 +291,19 @@ def memory(
     workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,4,16.", rich_help_panel=_RUN)] = "4",
     mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async,ssp,localsgd", rich_help_panel=_RUN)] = "sync",
     optimizer: OptimizerOption = "adam",
-    lane: LaneOption = "all",
+    transport: TransportOption = "all",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
     from ..common.registry import canonical_mode
 
     counts = numbers(workers, "--workers", most=64)
-    modes = [canonical_mode(one) for one in mode.split(",")]
-    check_lane(lane)
+    modes = [canonical_mode(part) for part in mode.split(",")]
+    check_transport(transport)
     _, optimizer = checked(modes[0], optimizer, json_path, keep)
     from .measures.held.memory import MemoryOptions, measure_memory
 
-    show(measure_memory(MemoryOptions(mb, counts, modes, optimizer, lane)), json_path, keep)
+    show(measure_memory(MemoryOptions(mb, counts, modes, optimizer, transport)), json_path, keep)
 
 
 @app.command(help="What each process holds of a model that Adam trains, by stage of ZeRO, beside 1/N.")
@@ -320,7 +320,7 @@ def zero(
     checked("sync", "adam", json_path, keep)
     from .measures.held.zero import ZeroOptions, measure_zero
 
-    show(measure_zero(ZeroOptions(mb, counts, [int(one) for one in chosen])), json_path, keep)
+    show(measure_zero(ZeroOptions(mb, counts, [int(item) for item in chosen])), json_path, keep)
 
 
 @app.command(help="The same training with and without snapshots: by how much they slow it down.")
@@ -350,7 +350,7 @@ def codecs(
 ) -> None:
     from ..common.registry import CODECS
 
-    names = CODECS.names() if codec == "all" else [CODECS.check(one) for one in codec.split(",")]
+    names = CODECS.names() if codec == "all" else [CODECS.check(part) for part in codec.split(",")]
     prepare(json_path, keep)
     from .measures.alone.codecs import CodecOptions, measure_codecs
 
@@ -370,7 +370,7 @@ def policies(
     from ..common.registry import MODES, canonical_mode
 
     counts = numbers(workers, "--workers", most=100_000)
-    modes = [canonical_mode(one) for one in mode.split(",")] if mode else MODES.names()
+    modes = [canonical_mode(part) for part in mode.split(",")] if mode else MODES.names()
     prepare(json_path, keep)
     from .measures.alone.policies import PolicyOptions, measure_policies
 
@@ -385,11 +385,11 @@ def xor(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
     mode: ModeOption = "async",
     optimizer: OptimizerOption = "adam",
-    peers: PeersOption = None,
+    peers: BaselinesOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    names = check_peers(peers)
+    names = check_baselines(peers)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.xor import XorOptions, measure_xor
 

@@ -18,15 +18,15 @@ _SIZE, _RUN, _OUTPUT = "Size", "Run", "Output"
 MbOption = Annotated[int, typer.Option("--mb", min=1, help="Size of the model, float32, MB.", rich_help_panel=_SIZE)]
 ModeOption = Annotated[str, typer.Option("--mode", help="sync, async, ssp or localsgd", rich_help_panel=_RUN)]
 OptimizerOption = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, ...", rich_help_panel=_RUN)]
-LaneOption = Annotated[
-    str, typer.Option("--lane", help="grpc, direct, shared (memory, same host) or all", rich_help_panel=_RUN)
+TransportOption = Annotated[
+    str, typer.Option("--transport", help="grpc, direct, shared (memory, same host) or all", rich_help_panel=_RUN)
 ]
 DeviceOption = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda[:I]", help="Where the worker's model is.", rich_help_panel=_RUN)
 ]
-PeersOption = Annotated[
+BaselinesOption = Annotated[
     str | None,
-    typer.Option("--peers", metavar="NAMES", help="Measured too, e.g. gloo,ray; all.", rich_help_panel=_RUN),
+    typer.Option("--baselines", metavar="NAMES", help="Measured too, e.g. gloo,ray; all.", rich_help_panel=_RUN),
 ]
 JsonOption = Annotated[
     str | None,
@@ -44,17 +44,17 @@ def check_bench_device(name: str) -> None:
     check_device(name)
 
 
-def check_lane(lane: str) -> None:
+def check_transport(transport: str) -> None:
     """UsageError for one that does not exist."""
-    from .rig.ours import LANES
+    from .rig.ours import TRANSPORTS
 
-    if lane not in LANES:
-        raise UsageError(f"unknown lane '{lane}'", fix=did_you_mean(lane, LANES))
+    if transport not in TRANSPORTS:
+        raise UsageError(f"unknown transport '{transport}'", fix=did_you_mean(transport, TRANSPORTS))
 
 
-def check_peers(text: str | None) -> list[str]:
+def check_baselines(text: str | None) -> list[str]:
     """Names of the peers' files. UsageError with the nearest name for an unknown one."""
-    from .peers.base import split_names
+    from .baselines.base import split_names
 
     return split_names(text)
 

@@ -1,10 +1,11 @@
-"""A link as it is between cities: what a lane makes of it, beside iperf3.
+"""A link as it is between cities: what a transport makes of it, beside iperf3.
 
     sudo python -m paramserver.benchmarks.wan [--rate 100] [--delays 10,50,100] [--losses 0,0.1,1] [--mb 16] [--turns 5]
 
 Two network namespaces of this machine are joined by two tun devices and a process between them that has a rate, a queue
 of twice what is on its way, half a round trip of delay each way, and loses packets. Over it: iperf3 one way (TCP, 8 s),
-then one worker's exchanges of a model of so many MB in every lane: contribution up, weights down. Printed is a body's
+then one worker's exchanges of a model of so many MB in every transport: contribution up, weights down. Printed is a
+payload's
 Mbit over the seconds of an exchange, the median of the turns, and what part of iperf3's that is: 1 is both ways full at
 once, 0.5 one after the other. Needs root, `ip` and `iperf3`.
 """
@@ -103,7 +104,7 @@ def link(rate: float, delay_ms: float, loss: float) -> Iterator[tuple[list[str],
     names = [f"wan{os.getpid()}{end}" for end in "ab"]
     ends = [tun(name) for name in names]
     between = multiprocessing.get_context("fork").Process(
-        target=relay, args=([Way(one, other, rate, delay_ms / 2e3, loss) for one, other in (ends, ends[::-1])],)
+        target=relay, args=([Way(item, other, rate, delay_ms / 2e3, loss) for item, other in (ends, ends[::-1])],)
     )
     try:
         for name, here, there in zip(names, (HOST, PEER), (PEER, HOST), strict=True):
@@ -160,7 +161,7 @@ def iperf(near: list[str], far: list[str]) -> float:
         server.wait()
 
 
-def exchange(near: list[str], far: list[str], lane: str, asked: argparse.Namespace) -> list[float]:
+def exchange(near: list[str], far: list[str], transport: str, asked: argparse.Namespace) -> list[float]:
     """Seconds of each exchange after the first two."""
     with tempfile.TemporaryDirectory(prefix="wan-") as folder:
         script = Path(folder) / "script.py"
@@ -182,15 +183,15 @@ def exchange(near: list[str], far: list[str], lane: str, asked: argparse.Namespa
             env = {
                 **os.environ,
                 "PS_WORKER__SERVER": found[1],
-                "PS_WORKER__LANES": ",".join(dict.fromkeys((lane, "grpc"))),
+                "PS_WORKER__TRANSPORTS": ",".join(dict.fromkeys((transport, "grpc"))),
             }
             worker = [*far, sys.executable, str(script), str(asked.mb)]
             told = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=900, check=False)
-            took = [float(one) for one in re.findall(r"TOOK (\S+)", told.stdout)]
+            took = [float(item) for item in re.findall(r"TOOK (\S+)", told.stdout)]
             if told.returncode or len(took) < asked.turns + 2:
                 raise SystemExit(told.stdout + told.stderr)
             if broke := (told.stdout + told.stderr).count("connection_lost"):
-                print(f"        {lane}: {broke} connections lost", flush=True)
+                print(f"        {transport}: {broke} connections lost", flush=True)
             return took[2:]
         finally:
             server.kill()
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100, help="Mbit/s")
     parser.add_argument("--delays", default="10,50,100", help="ms, of a round trip")
     parser.add_argument("--losses", default="0,0.1,1", help="%% of packets, each way")
-    parser.add_argument("--lanes", default="grpc,direct")
+    parser.add_argument("--transports", default="grpc,direct")
     parser.add_argument("--mb", type=int, default=16)
     parser.add_argument("--turns", type=int, default=5)
     asked = parser.parse_args()
@@ -213,11 +214,11 @@ def main() -> None:
             with link(asked.rate, float(delay), float(loss)) as (near, far):
                 most = iperf(near, far)
                 print(f"{asked.rate:g} Mbit/s, {delay} ms, {loss} % lost: iperf3 {most:.1f} Mbit/s", flush=True)
-                for lane in asked.lanes.split(","):
-                    seconds = exchange(near, far, lane, asked)
+                for transport in asked.transports.split(","):
+                    seconds = exchange(near, far, transport, asked)
                     mbit = asked.mb * 8 / median(seconds)
                     spread = f"{min(seconds):.2f} to {max(seconds):.2f} s"
-                    print(f"    {lane:<7}{mbit:8.1f} Mbit/s, {mbit / most:.2f} of it   ({spread})", flush=True)
+                    print(f"    {transport:<7}{mbit:8.1f} Mbit/s, {mbit / most:.2f} of it   ({spread})", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def compare(path: Path, told: Sequence[str], report: str | None, wanted: str | N
     said = findings(named, target) if len({run.work for run in runs}) == 1 else []
     if as_json:
         print_json({
-            "runs": [{"run": run.model_dump(), "label": label, "summary": one.model_dump()}
-                     for run, (label, one) in zip(runs, named, strict=True)],
+            "runs": [{"run": run.model_dump(), "label": label, "summary": item.model_dump()}
+                     for run, (label, item) in zip(runs, named, strict=True)],
             "differences": differs, "findings": said, "notes": notes,
         })  # fmt: skip
     else:
@@ -101,7 +101,7 @@ def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[
             f"{key.rpartition('.')[2]}={values[index]}" for key, values in differs.items()
             if key not in (_SEED, "run.mode") and any(values[place] != values[index] for place in others)
         ]  # fmt: skip
-        of_work = f" {run.work}" if len({one.work for one in runs}) > 1 else ""
+        of_work = f" {run.work}" if len({run.work for run in runs}) > 1 else ""
         apart = f" {', '.join(own)}" if len(own) <= _MOST_IN_A_LABEL else f" {run.id[:6]}"
         told.append(run.name or f"{run.mode}{of_work}{apart if own else ''}")
     return told
@@ -135,5 +135,5 @@ def _show(
             table.add_row(Text(plain(key)), *(Text(plain(str(value))) for value in values))
         console.print()
         console.print(table)
-    for one in said:
-        console.print(Text(plain(one), style="dim"))
+    for text in said:
+        console.print(Text(plain(text), style="dim"))

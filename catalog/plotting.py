@@ -52,8 +52,10 @@ def points_of(store: RunStore, run: StoredRun, figure: str, over: str) -> list[t
         found = [(getattr(point, _OVER[over]), point.figures[figure]) for point in evaluated if figure in point.figures]
     found = [(float(x), float(y)) for x, y in found if x is not None and math.isfinite(y)]
     if len(found) < 2:
-        told = f"run {run.label} has {len(found)} points of {figure} over {over}: nothing to draw"
-        raise UsageError(told, fix="a run is looked at every server.status_interval_s, evaluated every run.eval_every")
+        message = f"run {run.label} has {len(found)} points of {figure} over {over}: nothing to draw"
+        raise UsageError(
+            message, fix="a run is looked at every server.status_interval_s, evaluated every run.eval_every"
+        )
     return found
 
 

@@ -43,7 +43,7 @@ def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
         steps = f"{run.step:,}/{run.steps:,}" if run.steps and run.step != run.steps else f"{run.step:,}"
         shown = [figure(run.figures[name]) if name in run.figures else "-" for name in figures]
         state = Text(_STATES.get(run.state, run.state), style=_STYLES.get(run.state, ""))
-        name, work, mode = (Text(plain(one)) for one in (run.name or run.id, run.work, run.mode))
+        name, work, mode = (Text(plain(item)) for item in (run.name or run.id, run.work, run.mode))
         table.add_row(name, when(run.started_at), state, work, mode, steps, duration(run.elapsed_s), *shown)
     console = report_console()
     console.print(table if runs else "no run is on record yet")
@@ -69,7 +69,7 @@ def show_run(path: Path, told: str, *, as_json: bool) -> None:
     if summary is not None:
         console.print(summary_table(summary.model_copy(update={"mode": plain(summary.mode)})))
     else:
-        values = [f"{one.label} {one.text(getattr(run, one.name))}" for one in shown_of_run(Display.STATUS)]
+        values = [f"{metric.label} {metric.text(getattr(run, metric.name))}" for metric in shown_of_run(Display.STATUS)]
         console.print(Text(plain("   ".join(values))))
         if run.state != "running":
             console.print(Text(f"last heard of {when(run.heard_at)}"))
@@ -108,7 +108,7 @@ def everything(store: RunStore, run: StoredRun) -> dict[str, Any]:
         "run": run.model_dump(), "summary": summary.model_dump() if summary else None, "config": store.config(run),
         "code": store.code(run), "machine": store.machine(run),
         "evaluations": [point.model_dump() for point in store.evaluations(run)],
-        "snapshots": [one.model_dump() for one in store.snapshots(run)],
+        "snapshots": [snapshot.model_dump() for snapshot in store.snapshots(run)],
         "events": [event.model_dump() for event in store.events(run)],
         "series": [point.model_dump() for point in store.series(run)],
         "worker_series": [point.model_dump() for point in store.worker_series(run)],

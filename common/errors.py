@@ -9,7 +9,7 @@
     ├── NotAdmittedError       13   no place for this rank, or replaced by a newer process
     ├── OutputError            14   a file the run needs cannot be written or read
     │   └── CheckpointError    14   a snapshot that cannot be used
-    ├── UnreachableError       15   the peer did not answer within the give-up time
+    ├── UnreachableError       15   the peer did not reply within the give-up time
     └── DivergedError          16   too many non-finite contributions in a row
 
 A message says what happened, to whom, the limit and the actual value; `fix` says what to do. Programs print both and

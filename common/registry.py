@@ -142,9 +142,9 @@ def check_mode(mode: str, config: Any) -> None:
     """
     policy, store = config.policy, config.store
     options = policy.options(mode)
-    check_fragments(mode, options, policy.pipelined)
-    if policy.pipelined:
-        check_pipelined(mode, options)
+    check_fragments(mode, options, policy.delayed_update)
+    if policy.delayed_update:
+        check_delayed_update(mode, options)
     check_contributions(mode, policy.aggregation, store.max_norm, store.clip_norm)
 
 
@@ -183,18 +183,18 @@ def check_zero(zero: int, mode: str, reports: bool, outstanding: int) -> None:
     if not zero or (zero == WITHIN_WORKER and not reports):
         return
     if zero == WITHIN_WORKER:
-        told = f"worker.zero is {zero} in mode {mode}: fully_shard's collectives are of processes that stay the same"
+        message = f"worker.zero is {zero} in mode {mode}: fully_shard's collectives are of processes that stay the same"
         fix = "--set worker.zero=1 divides what the optimizer remembers; in --mode sync the processes of a worker"
-        raise UsageError(f"{told}, and workers come and go", fix=f"{fix} (--group) divide the model")
+        raise UsageError(f"{message}, and workers come and go", fix=f"{fix} (--group) divide the model")
     if not reports:
-        told = f"worker.zero is {zero}, and workers of mode {mode} do not average among themselves"
-        raise UsageError(told, fix="leave it out, or --mode allreduce; --shards S --colocate divides the server's")
+        message = f"worker.zero is {zero}, and workers of mode {mode} do not average among themselves"
+        raise UsageError(message, fix="leave it out, or --mode allreduce; --shards S --colocate divides the server's")
     if outstanding:
-        told = f"worker.zero is {zero}, and policy.staleness {outstanding}: means that are outstanding"
-        raise UsageError(f"{told} are stepped along by each worker for itself", fix="leave one of them out")
+        message = f"worker.zero is {zero}, and policy.staleness {outstanding}: means that are outstanding"
+        raise UsageError(f"{message} are stepped along by each worker for itself", fix="leave one of them out")
 
 
-def check_fragments(mode: str, options: Any, pipelined: bool) -> None:
+def check_fragments(mode: str, options: Any, delayed_update: bool) -> None:
     """Whether the mode's local steps can be divided among its fragments, if it has any, and so many go on during an
     exchange; UsageError, the server's and the launcher's."""
     num = getattr(options, "fragments", 1)
@@ -205,17 +205,17 @@ def check_fragments(mode: str, options: Any, pipelined: bool) -> None:
             fix=f"--local-steps {-(-options.local_steps // num) * num}, or other --fragments",
         )
     if hasattr(options, "overlap_steps"):
-        _check_overlap(mode, options, pipelined)
+        _check_overlap(mode, options, delayed_update)
 
 
-def _check_overlap(mode: str, options: Any, pipelined: bool) -> None:
+def _check_overlap(mode: str, options: Any, delayed_update: bool) -> None:
     """Options of what goes on during an exchange."""
     told = sorted({"overlap_steps", "merge", "merge_alpha"} & options.model_fields_set)
-    if told and not pipelined:
+    if told and not delayed_update:
         raise UsageError(
             f"policy.{told[0]} is {getattr(options, told[0])}, and workers of mode {mode} wait for every exchange: it "
             "would change nothing",
-            fix="--pipelined, with which they go on meanwhile; or leave it out",
+            fix="--delayed-update, with which they go on meanwhile; or leave it out",
         )
     if "merge_alpha" in told and options.merge != "blend":
         raise UsageError(
@@ -232,21 +232,23 @@ def _check_overlap(mode: str, options: Any, pipelined: bool) -> None:
         )
 
 
-def check_pipelined(mode: str, options: Any) -> None:
+def check_delayed_update(mode: str, options: Any) -> None:
     """Whether workers of this mode, with these options of it, may compute during an exchange; UsageError, the
     server's and the launcher's."""
     kind = MODES.load(mode)
-    if not kind.may_pipeline:
-        able = _modes_that(lambda kind: kind.may_pipeline)
+    if not kind.may_delay_update:
+        able = _modes_that(lambda kind: kind.may_delay_update)
         raise UsageError(
-            f"--pipelined (policy.pipelined) with mode {mode}: its workers compute on nothing but the newest weights",
+            f"--delayed-update (policy.delayed_update) with mode {mode}: its workers compute on nothing but the "
+            f"newest weights",
             fix=f"leave it out, or take a mode that can: {able}",
         )
-    least = kind.least_pipelined_staleness
+    least = kind.least_delayed_staleness
     staleness = getattr(options, "staleness", least)
     if staleness < least:
         raise UsageError(
-            f"--pipelined (policy.pipelined) with mode {mode} and staleness {staleness}: the step computed during an "
+            f"--delayed-update (policy.delayed_update) with mode {mode} and staleness {staleness}: the step computed "
+            f"during an "
             "exchange is one ahead",
             fix=f"--staleness {least} or more",
         )

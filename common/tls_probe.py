@@ -1,6 +1,6 @@
 """The real reason when a connection fails.
 
-To gRPC a mistake in the TLS settings, or an address where something else answers, is "unavailable", as a server that
+To gRPC a mistake in the TLS settings, or an address where something else replies, is "unavailable", as a server that
 is not there yet. So when a connection has failed, the same is tried once by hand, with Python's socket and ssl. A
 mistake ends the caller (a worker, or a shard of the server) at once with what is wrong and what to do; only what may
 heal by waiting is tried again.
@@ -36,7 +36,7 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
     """The mistake that keeps `address` from being reached; None when none is to be seen. Raises OSError when nobody
     is there at all, which may change.
 
-    `caller` is who asks: "worker" or "shard". It blocks: for a few milliseconds where something answers, at most a
+    `caller` is who asks: "worker" or "shard". It blocks: for a few milliseconds where something replies, at most a
     few times `_PROBE_S` otherwise.
     """
     server = f"the server at {address}"
@@ -72,7 +72,7 @@ def _is_served(host: str, port: int, credentials: Credentials) -> bool:
 
 
 def _in_the_clear(server: str, host: str, port: int, caller: str) -> ParamServerError | None:
-    """Whoever answers says SETTINGS to HTTP/2's first words; what speaks TLS says nothing that one could read."""
+    """Whoever replies says SETTINGS to HTTP/2's first words; what speaks TLS says nothing that one could read."""
     with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
         try:
             connection.sendall(_PREFACE)

@@ -100,7 +100,7 @@ class _WorkerReplay:
     def _on_send(self, line: Line) -> None:
         self._sent.add(line["step"])
 
-    def _on_answered(self, line: Line) -> None:
+    def _on_replied(self, line: Line) -> None:
         rank, incarnation, number = line["rank"], line["incarnation"], line["step"]
         if line["outcome"].lower() in ("applied", "repeated"):
             if number not in self._sent:
@@ -121,7 +121,7 @@ class _WorkerReplay:
         pass
 
     def _version_before(self, line: Line) -> int:
-        """The least version an answer may bring: the last one of its incarnation, or, when the worker has
+        """The least version an reply may bring: the last one of its incarnation, or, when the worker has
         resumed under a new one without a start, the highest of that server."""
         incarnation = line["incarnation"]
         if incarnation in self._seen or line["outcome"].lower() == "start":

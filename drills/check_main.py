@@ -33,7 +33,7 @@ Exit code 0 when every promise was kept, 1 when one was not: each is shown with 
 # Titles of the table's rows, by the field of the tally.
 _TITLES = {
     "applied": "applied",
-    "repeated": "repeated (answered, not applied)",
+    "repeated": "repeated (replied, not applied)",
     "skipped": "skipped (counted, nothing folded)",
     "dropped": "dropped (came after their round)",
     "rejected": "rejected (not finite)",

@@ -35,7 +35,7 @@ _FIELDS: dict[str, dict[str, dict[str, str]]] = {
             "outcome": _TEXT,
         },
         "commit": {"version": _NUMBER, "contributions": _TRIPLES, "members": _RANKS},
-        "answer": {**dict.fromkeys(("rank", "incarnation", "step", "version"), _NUMBER), "outcome": _TEXT},
+        "reply": {**dict.fromkeys(("rank", "incarnation", "step", "version"), _NUMBER), "outcome": _TEXT},
         "snapshot": {"version": _NUMBER, "steps": _STEPS},
         "control": {"do": _TEXT},
         "end": {"version": _NUMBER, "steps": _STEPS},
@@ -46,7 +46,7 @@ _FIELDS: dict[str, dict[str, dict[str, str]]] = {
             **dict.fromkeys(("rank", "incarnation", "server_incarnation", "step", "version"), _NUMBER),
         },
         "send": dict.fromkeys(("rank", "incarnation", "step", "base_version"), _NUMBER),
-        "answered": {**dict.fromkeys(("rank", "incarnation", "step", "version"), _NUMBER), "outcome": _TEXT},
+        "replied": {**dict.fromkeys(("rank", "incarnation", "step", "version"), _NUMBER), "outcome": _TEXT},
         "end": {"rank": _NUMBER, "step": _NUMBER},
     },
 }
@@ -147,7 +147,7 @@ def _is(kind: str, value: Any) -> bool:
     if kind == _RANKS:
         return isinstance(value, list) and all(map(_is_whole, value))
     return isinstance(value, list) and all(
-        isinstance(one, list) and len(one) == 3 and all(map(_is_whole, one)) for one in value
+        isinstance(item, list) and len(item) == 3 and all(map(_is_whole, item)) for item in value
     )
 
 

@@ -42,8 +42,8 @@ class Member:
     incarnation: int
     number: int
     is_member: bool = False  # for certain
-    is_answered: bool = False  # it may contribute
-    version: int = 0  # of its last answer
+    is_replied: bool = False  # it may contribute
+    version: int = 0  # of its last reply
     started_at: int | None = None  # the newest version when it was given its START; None: it still waits for that
 
 
@@ -69,7 +69,7 @@ class Replay:
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
         self._skipped: set[tuple[int, int]] = set()  # of those, (rank, number) of which nothing is folded
-        self._may_be_open = False  # a contribution may be answered before it is committed
+        self._may_be_open = False  # a contribution may be replied before it is committed
         self._durable: int | None = None  # version of the newest snapshot
         self._held: dict[int, int] = {}  # numbers in it of ranks that had not been heard to begin
         self._voided: set[tuple[int, int]] = set()
@@ -125,7 +125,7 @@ class Replay:
             self._may_be_open = True
             return []
         kind = MODES.load(mode)
-        self._may_be_open = kind.answers_before_commit
+        self._may_be_open = kind.replies_before_commit
         return [rule(started) for rule in kind.rules]
 
     def _note_cut(self) -> None:
@@ -220,7 +220,7 @@ class Replay:
                 rule.changed(line.fields.get("name", ""), line.fields.get("value"))
 
     def _on_end(self, line: Line) -> None:
-        # A server that was stopped may have answered what no version holds yet, where its mode does that.
+        # A server that was stopped may have replied what no version holds yet, where its mode does that.
         self._is_cut = self._may_be_open and bool(self._open)
         if line["version"] != self.version:
             self._say(f"the run ends at version {line['version']}, and version {self.version} was committed last")
@@ -255,7 +255,7 @@ class Replay:
             self._members[rank] = Member(incarnation, number)
         elif before is None:
             self._say(f"rank {rank} resumes, and was no member")
-            self._members[rank] = Member(incarnation, number, is_member=True, is_answered=True, started_at=-1)
+            self._members[rank] = Member(incarnation, number, is_member=True, is_replied=True, started_at=-1)
         else:
             before.incarnation, before.number = incarnation, number
 
@@ -307,13 +307,13 @@ class Replay:
         if number != member.number + 1:
             again = "again" if number <= member.number else "with a gap"
             self._say(f"contribution {number} of rank {rank} is accepted {again}: rank {rank} is at {member.number}")
-        if not member.is_answered:
+        if not member.is_replied:
             self._say(
                 f"contribution {number} of rank {rank} is accepted, and rank {rank} was not let go on after "
                 f"{member.number}"
             )
         self._say_broken(rule.counted(rank, number, line["base_version"], self.version) for rule in self._rules)
-        member.number, member.is_member, member.is_answered = number, True, False
+        member.number, member.is_member, member.is_replied = number, True, False
 
     def _on_commit(self, line: Line) -> None:
         version, members = line["version"], set(line["members"])
@@ -333,7 +333,7 @@ class Replay:
                 )
             self.ever_committed.add((self.run or "", rank, number))
         folded = {(rank, number) for rank, _, number in line["contributions"]}
-        skipped = {one for one in self._skipped if self._close(*one) is not None}
+        skipped = {item for item in self._skipped if self._close(*item) is not None}
         self._skipped.clear()
         for rank, number in sorted(folded | skipped):
             problem = self.lineage.add(rank, number, version, line.number, is_skipped=(rank, number) in skipped)
@@ -362,17 +362,17 @@ class Replay:
             self._say(f"version {version} leaves out what was accepted before: {left}")
             self._open.clear()
 
-    def _on_answer(self, line: Line) -> None:
+    def _on_reply(self, line: Line) -> None:
         rank, number, version = line["rank"], line["step"], line["version"]
-        member = self._current(line, f"answered for contribution {number}")
+        member = self._current(line, f"replied for contribution {number}")
         if self._known_number(rank) is None:
             self._begin_rank(rank, number)
             member.number = number
         member.is_member = True
         if number != member.number:
-            self._say(f"rank {rank} is answered for contribution {number}: it is at {member.number}")
+            self._say(f"rank {rank} gets its reply for contribution {number}: it is at {member.number}")
         if rank in self._open and not self._may_be_open:
-            self._say(f"rank {rank} is answered for contribution {number}, which is not committed")
+            self._say(f"rank {rank} gets its reply for contribution {number}, which is not committed")
         least = max(member.version, self.lineage.version(rank))
         if not least <= version <= self.version:
             self._say(
@@ -380,10 +380,10 @@ class Replay:
             )
         ahead = number - (self._least_number() or 0)
         if not line.fields.get("last"):  # who takes no more steps goes nowhere, however far ahead
-            self._say_broken(rule.answered(rank, ahead) for rule in self._rules)
+            self._say_broken(rule.replied(rank, ahead) for rule in self._rules)
         if member.started_at is None:
             member.started_at = self.version
-        member.version, member.is_answered = version, True
+        member.version, member.is_replied = version, True
 
     def _begin_rank(self, rank: int, number: int) -> None:
         """A rank that is new starts at the slowest member's number, not to repeat what the others have done."""
@@ -405,7 +405,7 @@ class Replay:
         if member is None:
             self._say(f"rank {rank} {what}, and is no member")
             member = self._members[rank] = Member(
-                incarnation, self._known_number(rank) or 0, is_answered=True, started_at=-1
+                incarnation, self._known_number(rank) or 0, is_replied=True, started_at=-1
             )
         elif incarnation != member.incarnation:
             self._say(

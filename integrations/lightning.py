@@ -98,7 +98,7 @@ class ParameterServerStrategy(ParallelStrategy):
         self._saved = (trainer._checkpoint_connector._loaded_checkpoint or {}).get(PLACE)
         if not trainer.ckpt_path:  # which would load them after this
             remembered: dict[str, Any] = {
-                f"scheduler{n}": one.scheduler for n, one in enumerate(self.lr_scheduler_configs)
+                f"scheduler{n}": config.scheduler for n, config in enumerate(self.lr_scheduler_configs)
             }
             if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
                 remembered["scaler"] = scaler
@@ -126,9 +126,9 @@ class ParameterServerStrategy(ParallelStrategy):
                 step
             )
             if trainer.ckpt_path:
-                for one in self.lr_scheduler_configs:
-                    per = -(-num_batches // accumulate) if one.interval == "epoch" else one.frequency
-                    catch_up(one.scheduler, step // per)
+                for config in self.lr_scheduler_configs:
+                    per = -(-num_batches // accumulate) if config.interval == "epoch" else config.frequency
+                    catch_up(config.scheduler, step // per)
         own_step, step, step_of_run = self._begins
         if share is not None and step != own_step:
             is_first = self.session.step == step_of_run

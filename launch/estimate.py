@@ -52,8 +52,8 @@ def estimated(config: str | None, flags: Flags, sets: list[str], script_args: tu
         plans.append(plan)
     outcomes = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
     code = outcomes[-1].finish.exit_code
-    taken = [(plan, one.summary) for plan, one in zip(plans, outcomes, strict=False)
-             if one.summary is not None and _taken(one.summary, few[plan.mode])]  # fmt: skip
+    taken = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False)
+             if outcome.summary is not None and _taken(outcome.summary, few[plan.mode])]  # fmt: skip
     if taken:
         _show(taken, few, steps, wanted.config.cost.currency)
     if code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM):
@@ -105,23 +105,23 @@ def _show(taken: list[tuple[Plan, Summary]], few: dict[str, int], steps: int, cu
     table = Table(*_COLUMNS, box=None, pad_edge=False)
     for plan, summary in taken:
         table.add_row(mode_label(plan.mode), *_cells(summary, plan.rate, currency, few[plan.mode], steps))
-    by = ", ".join(f"{_taken(one, few[plan.mode]):,} ({mode_label(plan.mode)})" for plan, one in taken)
+    by = ", ".join(f"{_taken(item, few[plan.mode]):,} ({mode_label(plan.mode)})" for plan, item in taken)
     console.print(f"{steps:,} steps of each worker, by those that were taken just now: {by}")
     console.print(table)
     if any(plan.rate is None for plan, _ in taken):
         console.print("cost.per_hour says what an hour of a machine costs (--set cost.per_hour=0.40)", style="dim")
-    whole_s = {mode_label(plan.mode): _step_s(one, _taken(one, few[plan.mode])) * steps for plan, one in taken}
+    whole_s = {mode_label(plan.mode): _step_s(item, _taken(item, few[plan.mode])) * steps for plan, item in taken}
     console.print(_sentence(whole_s, steps), highlight=False)
 
 
 def _sentence(whole_s: dict[str, float], steps: int) -> str:
     """What follows, for people. `whole_s`: seconds of the whole run, by mode."""
-    (first, first_s), *others = sorted(whole_s.items(), key=lambda one: one[1])
-    told = f"{steps:,} steps take about {duration(first_s)} in {first}, plus the time to start"
+    (first, first_s), *others = sorted(whole_s.items(), key=lambda value: value[1])
+    message = f"{steps:,} steps take about {duration(first_s)} in {first}, plus the time to start"
     if not others or not first_s:
-        return f"{told}."
+        return f"{message}."
     slower = ", ".join(f"{mode} takes {seconds / first_s:.1f} times as long" for mode, seconds in others)
-    return f"{told}; {slower}."
+    return f"{message}; {slower}."
 
 
 def _step_s(summary: Summary, few: int) -> float:

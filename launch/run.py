@@ -177,8 +177,8 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     if len(plans) > 1:
         if finished:
             console.print(comparison_table([(_name(plan), summary) for plan, summary in ended], target))
-            for one in findings([(mode_label(summary.mode), summary) for summary in finished], target):
-                console.print(one, style="dim", highlight=False)
+            for text in findings([(mode_label(summary.mode), summary) for summary in finished], target):
+                console.print(text, style="dim", highlight=False)
         _write(plans[0].config.output.summary, {"runs": [summary.model_dump() for summary in finished]})
     elif finished:
         console.print(summary_table(finished[0]))
@@ -193,7 +193,7 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
 def _differences(plans: list[Plan]) -> dict[str, list[object]]:
     """Of runs that one command started, by key: of each what it trains with, `-` where its mode has no such option."""
     told = [_told(plan) for plan in plans]
-    found = {key: [one.get(key, "-") for one in told] for key in dict.fromkeys(key for one in told for key in one)}
+    found = {key: [item.get(key, "-") for item in told] for key in dict.fromkeys(key for item in told for key in item)}
     return {key: values for key, values in found.items() if len(set(map(str, values))) > 1}
 
 

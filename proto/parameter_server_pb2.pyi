@@ -94,7 +94,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "answers_taken")
+    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "replies_taken")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -106,7 +106,7 @@ class Join(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     SEATED_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REPLIES_TAKEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -118,32 +118,32 @@ class Join(_message.Message):
     process: str
     seated: bool
     resumed: bool
-    answers_taken: int
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., answers_taken: _Optional[int] = ...) -> None: ...
+    replies_taken: int
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., replies_taken: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "answer_codec", "direct", "contribution", "lane_reason", "meeting", "codecs")
+    __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "reply_codec", "direct", "contribution", "transport_reason", "rendezvous", "codecs")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_CODEC_FIELD_NUMBER: _ClassVar[int]
+    REPLY_CODEC_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
-    LANE_REASON_FIELD_NUMBER: _ClassVar[int]
-    MEETING_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     fingerprint: str
     optimizer: Optimizer
     segment: Segment
-    answer_codec: str
+    reply_codec: str
     direct: bool
     contribution: RunSettings.ContributionKind
-    lane_reason: str
-    meeting: str
+    transport_reason: str
+    rendezvous: str
     codecs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., answer_codec: _Optional[str] = ..., direct: _Optional[bool] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., lane_reason: _Optional[str] = ..., meeting: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., reply_codec: _Optional[str] = ..., direct: _Optional[bool] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., transport_reason: _Optional[str] = ..., rendezvous: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("host", "pid", "descriptor", "label", "num_bytes")
@@ -224,10 +224,10 @@ class ParameterGroup(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[str]] = ..., hyperparameters: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class InitialWeights(_message.Message):
-    __slots__ = ("body_bytes",)
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    body_bytes: int
-    def __init__(self, body_bytes: _Optional[int] = ...) -> None: ...
+    __slots__ = ("payload_bytes",)
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    payload_bytes: int
+    def __init__(self, payload_bytes: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("num_bytes", "codec", "in_shared_memory")
@@ -464,11 +464,11 @@ class Leave(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., finished: _Optional[bool] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("welcome", "send_weights", "waiting", "answer", "final", "snapshot", "shared_memory", "state", "placed", "offset", "data", "left_out")
+    __slots__ = ("welcome", "send_weights", "waiting", "reply", "final", "snapshot", "shared_memory", "state", "placed", "offset", "data", "left_out")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -480,7 +480,7 @@ class ServerMessage(_message.Message):
     welcome: Welcome
     send_weights: SendWeights
     waiting: Waiting
-    answer: Answer
+    reply: Reply
     final: Final
     snapshot: Snapshot
     shared_memory: SharedMemory
@@ -489,7 +489,7 @@ class ServerMessage(_message.Message):
     offset: int
     data: bytes
     left_out: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "takes_left_out", "held")
@@ -522,18 +522,18 @@ class Welcome(_message.Message):
     def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
 
 class Held(_message.Message):
-    __slots__ = ("step", "body_bytes", "codec", "ranges", "crc")
+    __slots__ = ("step", "payload_bytes", "codec", "ranges", "crc")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     CRC_FIELD_NUMBER: _ClassVar[int]
     step: int
-    body_bytes: int
+    payload_bytes: int
     codec: str
     ranges: _containers.RepeatedScalarFieldContainer[int]
     crc: int
-    def __init__(self, step: _Optional[int] = ..., body_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ..., crc: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ..., crc: _Optional[int] = ...) -> None: ...
 
 class Direct(_message.Message):
     __slots__ = ("port", "ticket")
@@ -543,7 +543,7 @@ class Direct(_message.Message):
     ticket: bytes
     def __init__(self, port: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
-class Beat(_message.Message):
+class HeartbeatRequest(_message.Message):
     __slots__ = ("run", "rank", "process", "evaluates", "figures")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -557,19 +557,19 @@ class Beat(_message.Message):
     figures: Figures
     def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ..., evaluates: _Optional[bool] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ...) -> None: ...
 
-class Pulse(_message.Message):
-    __slots__ = ("is_gone", "lease_s", "durable_version", "over_epoch", "server_incarnation")
+class HeartbeatReply(_message.Message):
+    __slots__ = ("is_gone", "lease_s", "durable_version", "over_generation", "server_incarnation")
     IS_GONE_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     DURABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    OVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OVER_GENERATION_FIELD_NUMBER: _ClassVar[int]
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     is_gone: bool
     lease_s: float
     durable_version: int
-    over_epoch: int
+    over_generation: int
     server_incarnation: int
-    def __init__(self, is_gone: _Optional[bool] = ..., lease_s: _Optional[float] = ..., durable_version: _Optional[int] = ..., over_epoch: _Optional[int] = ..., server_incarnation: _Optional[int] = ...) -> None: ...
+    def __init__(self, is_gone: _Optional[bool] = ..., lease_s: _Optional[float] = ..., durable_version: _Optional[int] = ..., over_generation: _Optional[int] = ..., server_incarnation: _Optional[int] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("accepted", "reason")
@@ -580,7 +580,7 @@ class SharedMemory(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "pipelined", "train", "eval_every", "ends_by_figures", "fragments", "overlap_steps", "merge", "merge_alpha", "outstanding", "union_batch", "epochs")
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "delayed_update", "train", "eval_every", "ends_by_figures", "fragments", "overlap_steps", "merge", "merge_alpha", "outstanding", "union_batch", "epochs")
     class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
@@ -608,7 +608,7 @@ class RunSettings(_message.Message):
     TASK_ARGS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     POLYAK_FIELD_NUMBER: _ClassVar[int]
-    PIPELINED_FIELD_NUMBER: _ClassVar[int]
+    DELAYED_UPDATE_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     EVAL_EVERY_FIELD_NUMBER: _ClassVar[int]
     ENDS_BY_FIGURES_FIELD_NUMBER: _ClassVar[int]
@@ -630,7 +630,7 @@ class RunSettings(_message.Message):
     task_args: _struct_pb2.Struct
     optimizer: Optimizer
     polyak: float
-    pipelined: bool
+    delayed_update: bool
     train: _struct_pb2.Struct
     eval_every: str
     ends_by_figures: bool
@@ -641,7 +641,7 @@ class RunSettings(_message.Message):
     outstanding: int
     union_batch: bool
     epochs: int
-    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., pipelined: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., merge: _Optional[str] = ..., merge_alpha: _Optional[float] = ..., outstanding: _Optional[int] = ..., union_batch: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., delayed_update: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., merge: _Optional[str] = ..., merge_alpha: _Optional[float] = ..., outstanding: _Optional[int] = ..., union_batch: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class SendWeights(_message.Message):
     __slots__ = ()
@@ -653,29 +653,29 @@ class Waiting(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
-class Answer(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "body_bytes", "staleness", "held_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "spare", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "bring_optimizer", "left_out", "rates", "same_batches_as")
+class Reply(_message.Message):
+    __slots__ = ("outcome", "step", "version", "next_local_steps", "payload_bytes", "staleness", "gate_wait_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "evaluator", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "upload_optimizer", "left_out", "rates", "same_batches_as")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        OUTCOME_UNSPECIFIED: _ClassVar[Answer.Outcome]
-        START: _ClassVar[Answer.Outcome]
-        APPLIED: _ClassVar[Answer.Outcome]
-        REPEATED: _ClassVar[Answer.Outcome]
-        DROPPED: _ClassVar[Answer.Outcome]
-        REJECTED: _ClassVar[Answer.Outcome]
-    OUTCOME_UNSPECIFIED: Answer.Outcome
-    START: Answer.Outcome
-    APPLIED: Answer.Outcome
-    REPEATED: Answer.Outcome
-    DROPPED: Answer.Outcome
-    REJECTED: Answer.Outcome
+        OUTCOME_UNSPECIFIED: _ClassVar[Reply.Outcome]
+        START: _ClassVar[Reply.Outcome]
+        APPLIED: _ClassVar[Reply.Outcome]
+        REPEATED: _ClassVar[Reply.Outcome]
+        DROPPED: _ClassVar[Reply.Outcome]
+        REJECTED: _ClassVar[Reply.Outcome]
+    OUTCOME_UNSPECIFIED: Reply.Outcome
+    START: Reply.Outcome
+    APPLIED: Reply.Outcome
+    REPEATED: Reply.Outcome
+    DROPPED: Reply.Outcome
+    REJECTED: Reply.Outcome
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NEXT_LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
-    HELD_S_FIELD_NUMBER: _ClassVar[int]
+    GATE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -685,24 +685,24 @@ class Answer(_message.Message):
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
-    SPARE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATOR_FIELD_NUMBER: _ClassVar[int]
     IN_STEP_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     CHECKED_REFERENCE_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_CRC_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BRING_FIELD_NUMBER: _ClassVar[int]
-    BRING_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
     SAME_BATCHES_AS_FIELD_NUMBER: _ClassVar[int]
-    outcome: Answer.Outcome
+    outcome: Reply.Outcome
     step: int
     version: int
     next_local_steps: int
-    body_bytes: int
+    payload_bytes: int
     staleness: int
-    held_s: float
+    gate_wait_s: float
     reason: str
     num_workers: int
     worker_index: int
@@ -712,18 +712,18 @@ class Answer(_message.Message):
     batches: int
     steps: int
     began: Position
-    spare: bool
+    evaluator: bool
     in_step: int
     reference: int
     checked_reference: int
     reference_crc: int
     group: Group
     bring: bool
-    bring_optimizer: bool
+    upload_optimizer: bool
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
     rates: Rates
     same_batches_as: int
-    def __init__(self, outcome: _Optional[_Union[Answer.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., body_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., held_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Position, _Mapping]] = ..., spare: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., bring_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
+    def __init__(self, outcome: _Optional[_Union[Reply.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., gate_wait_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Position, _Mapping]] = ..., evaluator: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., upload_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("tensors",)
@@ -732,42 +732,42 @@ class LeftOut(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("epoch", "members", "meeting", "held", "secret")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("generation", "members", "rendezvous", "held", "secret")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    MEETING_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    generation: int
     members: _containers.RepeatedScalarFieldContainer[int]
-    meeting: str
+    rendezvous: str
     held: bool
     secret: bytes
-    def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., meeting: _Optional[str] = ..., held: _Optional[bool] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., rendezvous: _Optional[str] = ..., held: _Optional[bool] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("version", "body_bytes", "evaluate", "segment")
+    __slots__ = ("version", "payload_bytes", "evaluate", "segment")
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     version: int
-    body_bytes: int
+    payload_bytes: int
     evaluate: bool
     segment: Segment
-    def __init__(self, version: _Optional[int] = ..., body_bytes: _Optional[int] = ..., evaluate: _Optional[bool] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., evaluate: _Optional[bool] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("run", "version", "body_bytes", "tensors")
+    __slots__ = ("run", "version", "payload_bytes", "tensors")
     RUN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     run: str
     version: int
-    body_bytes: int
+    payload_bytes: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., body_bytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
 
 class ShardReport(_message.Message):
     __slots__ = ("number", "heard", "said")
@@ -855,7 +855,7 @@ class StatusReply(_message.Message):
     def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., left_out: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "state", "waiting_for", "lane", "codec", "values")
+    __slots__ = ("rank", "state", "waiting_for", "transport", "codec", "values")
     class ValuesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -866,13 +866,13 @@ class WorkerStatus(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: str
     waiting_for: str
-    lane: str
+    transport: str
     codec: str
     values: _containers.ScalarMap[str, float]
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., lane: _Optional[str] = ..., codec: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., transport: _Optional[str] = ..., codec: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...

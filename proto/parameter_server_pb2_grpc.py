@@ -51,8 +51,8 @@ class ParameterServerStub:
                 _registered_method=True)
         self.Heartbeat = channel.stream_stream(
                 '/paramserver.v2.ParameterServer/Heartbeat',
-                request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.Beat.SerializeToString,
-                response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.Pulse.FromString,
+                request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
         self.Attend = channel.stream_stream(
                 '/paramserver.v2.ParameterServer/Attend',
@@ -77,7 +77,7 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """The weights of one version, whole, for evaluators, late joiners and tools: one Snapshot followed by its body.
+        """The weights of one version, whole, for evaluators, late joiners and tools: one Snapshot followed by its payload.
         UNAVAILABLE / NOT_READY before the initial weights have come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -93,7 +93,7 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request_iterator, context):
-        """A worker's signs of life, on a connection of their own: while one of its streams is open and a Beat comes within
+        """A worker's signs of life, on a connection of their own: while one of its streams is open and a HeartbeatRequest comes within
         every lease, a lost Exchange stream is not the loss of the worker, which may come back and go on
         (Join.server_incarnation). Without this call, closing Exchange is leaving.
         """
@@ -136,8 +136,8 @@ def add_ParameterServerServicer_to_server(servicer, server):
             ),
             'Heartbeat': grpc.stream_stream_rpc_method_handler(
                     servicer.Heartbeat,
-                    request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.Beat.FromString,
-                    response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.Pulse.SerializeToString,
+                    request_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatRequest.FromString,
+                    response_serializer=paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatReply.SerializeToString,
             ),
             'Attend': grpc.stream_stream_rpc_method_handler(
                     servicer.Attend,
@@ -256,8 +256,8 @@ class ParameterServer:
             request_iterator,
             target,
             '/paramserver.v2.ParameterServer/Heartbeat',
-            paramserver_dot_proto_dot_parameter__server__pb2.Beat.SerializeToString,
-            paramserver_dot_proto_dot_parameter__server__pb2.Pulse.FromString,
+            paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatRequest.SerializeToString,
+            paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,7 +31,7 @@ def check(
     ] = None,
     cert: Annotated[str | None, typer.Option(help="a certificate of one's own, for a server with mutual TLS")] = None,
     key: Annotated[str | None, typer.Option(help="its key, PEM")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds to wait for an answer")] = _TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for an reply")] = _TIMEOUT_S,
 ) -> None:
     """Ask a server whether it is serving: exit code 0 if it is."""
     split_address(address)
@@ -60,7 +60,7 @@ def _read(path: str | None) -> bytes | None:
 
 def main() -> None:
     """Entry point of `python -m paramserver.ps.health`."""
-    # A failed handshake is in the answer; gRPC need not print it too.
+    # A failed handshake is in the reply; gRPC need not print it too.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     run_app(app, "health")
 

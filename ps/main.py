@@ -61,10 +61,10 @@ def serve(
     check_optimizer(resolved.config.optimizer.name)
     setup_logging(resolved.config.log, SERVER)
     for key in resolved.unread([resolved.config.run.mode]):
-        told = f"mode {resolved.config.run.mode} has no such option: it changes nothing"
+        message = f"mode {resolved.config.run.mode} has no such option: it changes nothing"
         # A file may be for several modes, as those in configs/ are: that is nothing to be told at every start.
         say = get_logger().debug if ":" in resolved.origins[key] else get_logger().warning
-        say("unread_option", key=key, source=resolved.origins[key], meaning=told)
+        say("unread_option", key=key, source=resolved.origins[key], meaning=message)
     asyncio.run(_serve(resolved))
 
 

@@ -97,7 +97,7 @@ def simulate(
             if not _decides_the_same(lines, configs[0]):
                 return 1
             runs = _foresee(lines, runs, told, workers)
-        labels = [mode_label(one.run.mode) for one, _ in runs]
+        labels = [mode_label(item.run.mode) for item, _ in runs]
         if baseline:
             runs, labels = [alone(*runs[0]), *runs], ["single", *labels]
         return _compare(runs, labels, learn, baseline, as_json, report)
@@ -195,11 +195,11 @@ def _compare(
     if not done:
         return EXIT_INTERRUPTED
     first = done[0][1] if has_baseline else None
-    found = [(label, summary(one, first)) for label, one in done]
+    found = [(label, summary(item, first)) for label, item in done]
     if report is not None:
         from ..common.reporting.compared import write_report
 
-        notes = [f"{label}: events {one.tally.digest}" for label, one in done]
+        notes = [f"{label}: events {item.tally.digest}" for label, item in done]
         write_report(report, "Simulated runs", found, notes, more=([time_cells(done)], time_pictures(done)))
     if as_json:
         print(as_text(done, first))
@@ -208,7 +208,7 @@ def _compare(
     console.print(comparison_table(for_people(found)))
     console.print()
     console.print(time_table(done))
-    if late := [label for label, one in done if not all(worker.incarnation for worker in one.workers)]:
+    if late := [label for label, item in done if not all(worker.incarnation for worker in item.workers)]:
         print(f"{', '.join(late)}: over before all workers of --join-at were to join")
     if learns:
         for label, told in found:

@@ -15,7 +15,7 @@ from ..common.user_code import is_in_file
 from .machines.units import bandwidth, named, number, seconds
 from .machines.world import World
 from .traffic.framing import Framing
-from .traffic.sizes import body_sizes
+from .traffic.sizes import payload_sizes
 
 DEFAULT_NUM_WORKERS = 4
 MOST_WORKERS = 1_000_000  # some 5 GB of them
@@ -107,7 +107,7 @@ def _check_possible(config: Config) -> None:
         )
     if steps := config.policy.option("overlap_steps"):
         raise UsageError(
-            f"policy.overlap_steps is {steps}: answers in the middle of local steps are not simulated, only those that "
+            f"policy.overlap_steps is {steps}: replies in the middle of local steps are not simulated, only those that "
             "may take as long as these",
             fix="leave it out",
         )
@@ -129,7 +129,7 @@ def worlds(configs: list[Config], told: Told) -> list[tuple[Config, World]]:
     if told.join_at is None:
         return found
     # A run with a number of workers begins when all are there; who comes later comes to one without.
-    return [(one.model_copy(update={"run": one.run.model_copy(update={"workers": None})}), at) for one, at in found]
+    return [(item.model_copy(update={"run": item.run.model_copy(update={"workers": None})}), at) for item, at in found]
 
 
 def alone(config: Config, world: World) -> tuple[Config, World]:
@@ -137,8 +137,8 @@ def alone(config: Config, world: World) -> tuple[Config, World]:
     after another; no link, no other worker, and nothing of it fails."""
     num, run = world.num_workers, config.run
     alone_run = run.model_copy(update={"mode": "sync", "workers": 1, "batch_size": run.batch_size * num})
-    worker = config.worker.model_copy(update={"codec": "raw", "answer_codec": "raw"})
-    policy = config.policy.model_copy(update={"pipelined": False})
+    worker = config.worker.model_copy(update={"codec": "raw", "reply_codec": "raw"})
+    policy = config.policy.model_copy(update={"delayed_update": False})
     machine = World(
         num_workers=1,
         seed=world.seed,
@@ -153,7 +153,7 @@ def alone(config: Config, world: World) -> tuple[Config, World]:
 def _world(config: Config, told: Told) -> World:
     if told.megabytes is not None and not 0 <= told.megabytes < 1e6:
         raise UsageError(f"flag --mb: {told.megabytes:g} is not a size in MB", fix="e.g. --mb 10")
-    up_bytes, down_bytes, start_bytes = body_sizes(config, told.megabytes)
+    up_bytes, down_bytes, start_bytes = payload_sizes(config, told.megabytes)
     most = config.worker.max_mbit * 1e6 / 8 if config.worker.max_mbit else math.inf
     down, up = (min(rate, most) for rate in bandwidth("--bandwidth", told.bandwidth))
     server_down, server_up = bandwidth("--server-bandwidth", told.server_bandwidth)
@@ -206,10 +206,10 @@ def _joins_at(text: str) -> tuple[float, ...]:
 
 def _framing(config: Config, sizes: tuple[int, int, int]) -> Framing:
     """Of workers on other machines: they share no memory with the server."""
-    worker, answered = config.worker, config.worker.answer_codec
+    worker, replied = config.worker, config.worker.reply_codec
     is_gradient = not MODES.load(config.run.mode).kind.worker_steps
-    codecs = worker.codec, "" if answered == "raw" else answered
-    return Framing(*sizes, *codecs, "direct" in worker.wanted_lanes, is_gradient)
+    codecs = worker.codec, "" if replied == "raw" else replied
+    return Framing(*sizes, *codecs, "direct" in worker.wanted_transports, is_gradient)
 
 
 def _slowdown(config: SlowdownConfig, stragglers: str | None) -> SlowdownConfig:

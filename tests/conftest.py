@@ -1,5 +1,6 @@
 """For all tests: nothing is forked into gRPC's own fork handlers, which abort the new process now and then. And the
-lane that faults and campaigns go over (`--lane grpc`), and how much of the longest is run (`--one-of-each`)."""
+transport that faults and campaigns go over (`--transport grpc`), and how much of the longest is run
+(`--one-of-each`)."""
 
 import os
 import signal
@@ -22,13 +23,13 @@ settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lane", choices=("direct", "grpc"), default="direct", help="of the workers of tests/faults")
+    parser.addoption("--transport", choices=("direct", "grpc"), default="direct", help="of the workers of tests/faults")
     parser.addoption("--one-of-each", choices=("test", "file"), help="run one case of each test, one test of each file")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Always the same one, and not the first: so all modes and lanes have some. Behind the selection by marks."""
+    """Always the same one, and not the first: so all modes and transports have some. Behind the selection by marks."""
     separator = {"test": "[", "file": "::"}.get(config.getoption("one_of_each"))
     if separator is None:
         return

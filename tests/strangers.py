@@ -23,14 +23,16 @@ def listens(pids: Iterable[int]) -> set[Place]:
     """Where these processes and their children listen."""
     found = set()
     for pid in pids:
-        for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            found |= {(c.laddr.ip, c.laddr.port) for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        for module in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            found |= {
+                (c.laddr.ip, c.laddr.port) for c in module.net_connections("inet") if c.status == psutil.CONN_LISTEN
+            }
     return found
 
 
 def on_other_addresses(places: Iterable[Place]) -> list[Place]:
     """Those that other machines could reach."""
-    return [one for one in places if not is_loopback(one[0].removeprefix("::ffff:"))]
+    return [place for place in places if not is_loopback(place[0].removeprefix("::ffff:"))]
 
 
 def num_keys(place: Place) -> int:
@@ -56,5 +58,5 @@ def silent(places: Iterable[Place], each: int = 20) -> Iterator[None]:
             open_now[-1].sendall(b"GET / HTTP/1.0\r\n\r\n" * 8)
         yield
     finally:
-        for one in open_now:
-            one.close()
+        for item in open_now:
+            item.close()

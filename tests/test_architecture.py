@@ -52,7 +52,7 @@ PURE = [
     "ps/policies/*",
     "ps/core/*",
     "worker/session.py",
-    "worker/lanes/auto/rule.py",
+    "worker/transports/auto/rule.py",
     "launch/plan/*",
     "launch/supervise/*",
     "ps/snapshots/common.py",
@@ -96,9 +96,9 @@ WIRE_USERS = {
     "ps/wire/conversation.py",
     "ps/wire/joining.py",
     "ps/wire/intake.py",
-    "ps/wire/lanes/delivery.py",
-    "ps/wire/lanes/grpc.py",
-    "ps/wire/lanes/shared.py",
+    "ps/wire/transports/delivery.py",
+    "ps/wire/transports/grpc.py",
+    "ps/wire/transports/shared.py",
     "ps/wire/stream.py",
     "ps/wire/listening.py",
     "ps/health.py",
@@ -111,10 +111,10 @@ WIRE_USERS = {
     "worker/conversation/heartbeat.py",
     "worker/conversation/security.py",
     "worker/conversation/messages.py",
-    "worker/lanes/base.py",
-    "worker/lanes/choice.py",
-    "worker/lanes/shared.py",
-    "worker/lanes/up.py",
+    "worker/transports/base.py",
+    "worker/transports/choice.py",
+    "worker/transports/shared.py",
+    "worker/transports/up.py",
     "common/wire/checks.py",
     "common/wire/frames.py",
     "common/wire/messages.py",
@@ -126,13 +126,13 @@ WIRE_USERS = {
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py",
-    "ps/wire/lanes/delivery.py",
-    "ps/wire/lanes/grpc.py",
-    "ps/wire/lanes/shared.py",
-    "worker/lanes/base.py",
-    "worker/lanes/choice.py",
-    "worker/lanes/shared.py",
-    "worker/lanes/up.py",
+    "ps/wire/transports/delivery.py",
+    "ps/wire/transports/grpc.py",
+    "ps/wire/transports/shared.py",
+    "worker/transports/base.py",
+    "worker/transports/choice.py",
+    "worker/transports/shared.py",
+    "worker/transports/up.py",
     "common/wire/checks.py",
     "common/wire/frames.py",
     "common/wire/messages.py",
@@ -252,8 +252,8 @@ def test_the_worker_knows_no_server_and_no_launcher() -> None:
 def test_an_integration_is_a_script_of_its_own() -> None:
     """It knows what a script knows: connect() and the session."""
     roots = {"paramserver.ps", "paramserver.worker", *OUTSIDE} - {"paramserver.integrations"}
-    found = {one for ones in breaches(in_folder("integrations"), roots).values() for one in ones}
-    found = {one for one in found if not one.startswith("paramserver.worker.training.session")}
+    found = {item for breach in breaches(in_folder("integrations"), roots).values() for item in breach}
+    found = {breach for breach in found if not breach.startswith("paramserver.worker.training.session")}
     assert found <= {"paramserver.worker.api", "paramserver.worker.api.connect"}
     assert [name for name in in_folder("integrations") if re.search(r"session\._\w", text_of(name))] == []
 
@@ -270,8 +270,8 @@ def test_drills_know_the_launcher_and_the_rules_of_a_mode() -> None:
     scripts = {*in_folder("drills/tasks"), "drills/doctor/probe.py"}
     outside = sorted({*in_folder("drills")} - scripts)
     assert breaches(outside, WIRE | {"torch", "numpy", "paramserver.worker", "paramserver.benchmarks"}) == {}
-    ours = {one for ones in breaches(outside, {"paramserver.ps"}).values() for one in ones}
-    assert [one for one in ours if not one.startswith("paramserver.ps.policies")] == []
+    ours = {item for breach in breaches(outside, {"paramserver.ps"}).values() for item in breach}
+    assert [breach for breach in ours if not breach.startswith("paramserver.ps.policies")] == []
 
 
 def test_only_the_page_knows_its_server() -> None:
@@ -367,8 +367,8 @@ def test_a_mode_imports_modes_and_what_options_are_made_of_only() -> None:
         "paramserver.common.wire.records",
     )
     modes = matching(["ps/policies/*"])
-    ours = {one for ones in breaches(modes, {"paramserver"}).values() for one in ones}
-    assert [one for one in ours if not one.startswith(known)] == []
+    ours = {item for breach in breaches(modes, {"paramserver"}).values() for item in breach}
+    assert [breach for breach in ours if not breach.startswith(known)] == []
     theirs = {imported.split(".")[0] for name in modes for imported in imports_of(name)}
     theirs -= {"paramserver", "pydantic"}
     assert theirs <= set(sys.stdlib_module_names), "of others' pydantic only, for a mode's options"
@@ -411,8 +411,8 @@ def test_kinds_of_contribution_are_compared_in_one_file() -> None:
                 continue
             for side in (node.left, *node.comparators):
                 values = [side, *(side.elts if isinstance(side, ast.Tuple | ast.Set | ast.List) else ())]
-                is_text = any(isinstance(one, ast.Constant) and one.value in kinds for one in values)
-                if is_text or any(ast.unparse(one).startswith("ContributionKind.") for one in values):
+                is_text = any(isinstance(elt, ast.Constant) and elt.value in kinds for elt in values)
+                if is_text or any(ast.unparse(elt).startswith("ContributionKind.") for elt in values):
                     found.append((name, ast.unparse(node)))
     assert found == []
 

@@ -60,14 +60,17 @@ class Runs:
             return self.live[name]
         view = self.store.view(name) if self.store is not None else None
         if view is None:
-            known = [*self.live, *(one.id for one in self.listed()[:20])]
+            known = [*self.live, *(stored_run.id for stored_run in self.listed()[:20])]
             raise HTTPException(404, f"no run {name[:80]}; there are: {', '.join(dict.fromkeys(known)) or 'none'}")
         return Feed.of(view)
 
     def listed(self) -> list[StoredRun]:
         """All runs, the newest first."""
         stored = self.store.runs() if self.store is not None else []
-        return [*map(_listed, reversed(self.live.values())), *(one for one in stored if one.id not in self.live)]
+        return [
+            *map(_listed, reversed(self.live.values())),
+            *(stored_run for stored_run in stored if stored_run.id not in self.live),
+        ]
 
     def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
         """How a run that another process writes is read again; None for what is told by itself."""
@@ -157,8 +160,11 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/runs/{run}/status", of_run(newest)),
             Route("/api/runs/{run}/workers", of_run(_workers)),
             Route("/api/runs/{run}/metrics", of_run(lambda feed: feed.view.series)),
-            Route("/api/runs/{run}/events", of_run(lambda feed: [one.model_dump() for one in feed.view.events])),
-            Route("/api/runs/{run}/snapshots", of_run(lambda feed: [one.model_dump() for one in feed.view.snapshots])),
+            Route("/api/runs/{run}/events", of_run(lambda feed: [event.model_dump() for event in feed.view.events])),
+            Route(
+                "/api/runs/{run}/snapshots",
+                of_run(lambda feed: [snapshot.model_dump() for snapshot in feed.view.snapshots]),
+            ),
             Route("/api/runs/{run}/controls", control, methods=["POST"]),
             Route("/api/events", events),
             WebSocketRoute("/ws/events", socket),

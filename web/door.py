@@ -110,7 +110,9 @@ class Door:
                 self._take(accepted, make, tls)
         finally:
             looking.cancel()
-            opening = [task for one in self._connections.values() if (task := one.opening) and not task.done()]
+            opening = [
+                task for connection in self._connections.values() if (task := connection.opening) and not task.done()
+            ]
             for task in opening:
                 task.cancel()
             await asyncio.gather(*opening, return_exceptions=True)
@@ -132,11 +134,13 @@ class Door:
         self._connections[ends] = connection
 
     def _forget_gone(self) -> None:
-        self._connections = {ends: one for ends, one in self._connections.items() if not one.is_gone}
+        self._connections = {
+            ends: connection for ends, connection in self._connections.items() if not connection.is_gone
+        }
 
     def _end_longest_idle(self) -> bool:
         """False where every connection has a request."""
-        idle = [(one.until, ends) for ends, one in self._connections.items() if one.is_idle]
+        idle = [(connection.until, ends) for ends, connection in self._connections.items() if connection.is_idle]
         if not idle:
             return False
         self._connections.pop(min(idle)[1]).end()
@@ -148,12 +152,14 @@ class Door:
             await asyncio.sleep(_LOOK_S)
             self._forget_gone()
             now = asyncio.get_running_loop().time()
-            for one in self._connections.values():
-                transport = one.transport
-                if transport is not None and transport.is_closing() and one.until == math.inf:
-                    one.until = now + _IDLE_S  # what it has not sent yet it may send
-                if now > one.until or (transport is not None and transport.get_write_buffer_size() > _MOST_UNSENT):
-                    one.end()
+            for connection in self._connections.values():
+                transport = connection.transport
+                if transport is not None and transport.is_closing() and connection.until == math.inf:
+                    connection.until = now + _IDLE_S  # what it has not sent yet it may send
+                if now > connection.until or (
+                    transport is not None and transport.get_write_buffer_size() > _MOST_UNSENT
+                ):
+                    connection.end()
 
 
 async def _opened(

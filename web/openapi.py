@@ -96,8 +96,8 @@ def _series() -> dict[str, Any]:
 def _metrics() -> dict[str, Any]:
     """Those of a run and those of a worker."""
     names = ["name", "label", "help", "unit"]
-    one = {"type": "object", "required": names, "properties": {name: {"type": "string"} for name in names}}
-    metrics = {"type": "array", "items": one}
+    item = {"type": "object", "required": names, "properties": {name: {"type": "string"} for name in names}}
+    metrics = {"type": "array", "items": item}
     return {"type": "object", "required": ["run", "worker"], "properties": {"run": metrics, "worker": metrics}}
 
 

@@ -33,7 +33,7 @@ class Store:
         except ParamServerError:
             return []
         # One that goes on may be lost without a word in the file.
-        self._listed = [] if any(one.state == "running" for one in runs) else stamps, runs
+        self._listed = [] if any(run.state == "running" for run in runs) else stamps, runs
         return runs
 
     def view(self, name: str) -> View | None:
@@ -78,7 +78,7 @@ def view_of(store: RunStore, run: StoredRun) -> View:
     view.newest = Tick(
         at=run.heard_at, clock_s=run.elapsed_s, status=status, is_over=run.state != "running",
         durable_version=view.snapshots[-1].version if view.snapshots else None,
-        waits=[Wait(rank=one.rank, why=one.waiting_for) for one in workers if one.waiting_for],
+        waits=[Wait(rank=worker.rank, why=worker.waiting_for) for worker in workers if worker.waiting_for],
         **({} if summary is None else {"cost": summary.cost, "final": summary.final, "staleness": summary.staleness}),
     )  # fmt: skip
     return view

@@ -25,7 +25,7 @@ from .training.alone import AloneSession
 from .training.ending import watch_exit
 from .training.remote import RemoteSession
 from .training.session import Session
-from .training.tasks.spare import SpareSession
+from .training.tasks.evaluator import EvaluatorSession
 
 __all__ = ["Session", "connect", "open_session"]
 
@@ -75,7 +75,7 @@ def open_session(config: Config, overlap: bool = False) -> Session:
             "worker.group without a server: its processes would each train alone", fix="--server HOST:PORT"
         )
     if config.worker.evaluate and not config.worker.group:
-        return SpareSession(config)
+        return EvaluatorSession(config)
     if config.worker.server == "none":
         return AloneSession(config)
     return RemoteSession(config, overlap)

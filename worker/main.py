@@ -115,10 +115,10 @@ def _work(resolved: Resolved) -> None:
     from ..common.tensors.optimizers import without_compiler
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import open_session
-    from .conversation.spare import Spare
+    from .conversation.evaluator import Evaluator
     from .trainer import choose_device, train
     from .training.alone import AloneSession, kept_if_it_fails, reporting, write_alone
-    from .training.tasks.spare import evaluate_for
+    from .training.tasks.evaluator import evaluate_for
 
     after_torch()
     config: Config = resolved.config
@@ -132,11 +132,11 @@ def _work(resolved: Resolved) -> None:
     say = get_logger().info if config.log.format == "text" else None  # programs hear it from the server
     try:
         if config.worker.evaluate:
-            spare = Spare(config)
-            evaluate_for(spare, _load_task(resolved, spare.settings, device), device, config.run.eval_every)
+            evaluator = Evaluator(config)
+            evaluate_for(evaluator, _load_task(resolved, evaluator.settings, device), device, config.run.eval_every)
             return
         session = open_session(config, overlap=True)
-        if session.inner_rank:
+        if session.group_rank:
             say = None
         with session:
             task = _load_task(resolved, session.settings, device)

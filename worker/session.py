@@ -1,13 +1,13 @@
 """What a worker knows about its place in the run, and when it tries again to reach the server. Pure.
 
-    joining --welcomed--> joined --answered(START)--> computing --took_step--> exchanging
+    joining --welcomed--> joined --replied(START)--> computing --took_step--> exchanging
        ^                                                  ^                        |
-       |                                                  +------- answered -------+
+       |                                                  +------- replied -------+
        +----------------------------- lost --------------------------------------- (any)
 
 When the connection is lost with a contribution in flight, the welcome of the new join says how many
 count. If the worker is still a member (`resumed`), it sends the contribution again, or, if that
-counts already, only asks for its answer again. If it is not, because its lease ended or the server
+counts already, only asks for its reply again. If it is not, because its lease ended or the server
 went back to a snapshot, it begins on the weights, the number and the place in the data it is told.
 """
 
@@ -39,14 +39,14 @@ class Progress:
     num_workers: int = 1
     worker_index: int = 0
     training_steps: int = 0  # of this rank that count
-    has_spare: bool = False  # a process that does not train evaluates
+    has_evaluator: bool = False  # a process that does not train evaluates
     total_steps: int | None = None  # of each worker in the run; None: its loop decides, or it is not known yet
     batches: int = 0  # of this rank's data that were behind it when it was told where to start
     in_step: int = 0  # contributions of the training step it begins with there that count already
     is_done: bool = False
     pull_every: int = 1
     server_incarnation: int = 0  # of the server whose weights it holds; 0: none that it could go on with
-    num_starts: int = 0  # answers that told it where to start
+    num_starts: int = 0  # replies that told it where to start
     # Learning rates of this rank's contributions, by group, as the newest of these told them (Rates in the proto).
     first_rates: list[float] = field(default_factory=list)
     last_rates: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Progress:
         """The server has seated this process."""
         self.run, self.rank, self.incarnation = run, rank, incarnation
 
-    def answered(self, num_counted: int, version: int, next_local_steps: int, has_weights: bool) -> None:
+    def replied(self, num_counted: int, version: int, next_local_steps: int, has_weights: bool) -> None:
         """The server lets the worker go on. Without weights it still holds those of its old version."""
         self.num_counted = num_counted
         if has_weights:
@@ -93,11 +93,11 @@ class Progress:
         self.steps_left -= 1
         return self.steps_left <= 0
 
-    def replay(self, place: Position) -> None:
+    def replay(self, position: Position) -> None:
         """Compute the last contribution that counts once more, from where it began; it is not sent."""
         self.after_replay = (self.training_steps, self.local_steps, self.is_done)
-        self.training_steps, self.is_done = place.step, False
-        self.local_steps = self.steps_left = place.local_steps
+        self.training_steps, self.is_done = position.step, False
+        self.local_steps = self.steps_left = position.local_steps
 
     def replayed(self) -> int:
         """Go on from where the server said; returns training steps that the run has taken meanwhile without it."""
@@ -124,7 +124,7 @@ class Progress:
         vars(self).update(vars(other))
 
     def assume_counted(self, told: int | None = None) -> bool:
-        """A contribution is handed over and not answered: go on as if it counted. True when it is the last one.
+        """A contribution is handed over and not replied: go on as if it counted. True when it is the last one.
 
         The next one covers as many local steps as were `told` last, else as this one, except a last, shorter one.
         """
@@ -186,7 +186,7 @@ class Retry:
     _since: float = 0.0  # when the first of them was
 
     def reached(self) -> None:
-        """The server has answered: the next trouble starts afresh."""
+        """The server has replied: the next trouble starts afresh."""
         self.num_failures = 0
 
     def failed(self, now: float, cause: str) -> float:

@@ -20,7 +20,7 @@ from torch import nn
 from ...common.tensors.layout import Layout
 from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
-from ...ps.policies.base import Answer, Commit, Decision, Fold
+from ...ps.policies.base import Commit, Decision, Fold, Reply
 from ...ps.tensors.model import outer_spec
 from ...ps.tensors.store import Store
 from ...worker.tasks.digits import Digits
@@ -129,7 +129,7 @@ class Run:
                 scale = decision.lr_scale(self._in_mean) if self._has_share else 1.0
                 self._store.commit(len(SECONDS), 0, [{**self._outer, **(decision.numbers or {})}], lr_scale=scale)
                 self._in_mean.clear()
-            elif isinstance(decision, Answer):
+            elif isinstance(decision, Reply):
                 rank, steps = decision.rank, self._policy.next_local_steps(decision.rank)
                 self._held[rank] = self._policy.version, self._store.weights.clone(), steps
                 self._due[rank] = now + steps * SECONDS[rank]
@@ -167,10 +167,10 @@ def main() -> None:
     print(f"{'':24}{'loss':>20}{'accuracy, %':>20}{'virtual time, s':>18}")
     for way in told.way or WAYS:
         found = [Run(way, seed).go(told.steps) for seed in range(told.seeds)]
-        losses, accuracies = [one.loss for one in found], [100 * one.accuracy for one in found]
+        losses, accuracies = [item.loss for item in found], [100 * item.accuracy for item in found]
         loss = f"{statistics.mean(losses):.4f} ({max(losses) - min(losses):.4f})"
         accuracy = f"{statistics.mean(accuracies):.2f} ({max(accuracies) - min(accuracies):.2f})"
-        print(f"{way:24}{loss:>20}{accuracy:>20}{statistics.mean(one.seconds for one in found):>18,.0f}", flush=True)
+        print(f"{way:24}{loss:>20}{accuracy:>20}{statistics.mean(item.seconds for item in found):>18,.0f}", flush=True)
 
 
 if __name__ == "__main__":

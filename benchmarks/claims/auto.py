@@ -2,12 +2,12 @@
 
     python -m paramserver.benchmarks.claims.auto [--rates 1,10,100] [--ways raw,int8,q4,diloco,auto] [--compute-ms 20]
         [--near "ip netns exec A" --far "ip netns exec B" --host 10.0.0.1]
-    sudo python -m paramserver.benchmarks.claims.auto --tbf --rates 100 --answers same --seeds 3
+    sudo python -m paramserver.benchmarks.claims.auto --tbf --rates 100 --replies same --seeds 3
         --ways raw,int8,q4,diloco-raw,diloco,auto
 
 The link is `worker.max_mbit`; with `--tbf` two network namespaces of this machine and a token bucket each way between
 them (root, `ip`, `tc`); with `--host` whatever is between the two prefixes, and `--rates` only names it.
-A model of 1 MB, weights back in q4, or in the codec of the way up (`--answers same`; of auto still q4), a step that
+A model of 1 MB, weights back in q4, or in the codec of the way up (`--replies same`; of auto still q4), a step that
 takes so many ms; the second half of the steps is timed, and of `--seeds` runs the median is printed.
 """
 
@@ -68,10 +68,10 @@ def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
                     raise SystemExit(seen)
                 seen += line
             codec = LOCAL.get(way, way)
-            back = "q4" if asked.answers == "q4" or codec == "auto" else codec
+            back = "q4" if asked.replies == "q4" or codec == "auto" else codec
             env = {
                 **os.environ, "PS_WORKER__SERVER": found[1], "PS_WORKER__CODEC": codec,
-                **({} if rate == "shared" else {"PS_WORKER__ANSWER_CODEC": back, "PS_WORKER__LANES": "direct,grpc"}),
+                **({} if rate == "shared" else {"PS_WORKER__REPLY_CODEC": back, "PS_WORKER__TRANSPORTS": "direct,grpc"}),
             }  # fmt: skip
             if not asked.host and rate != "shared":
                 env["PS_WORKER__MAX_MBIT"] = rate
@@ -101,7 +101,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--compute-ms", type=float, default=20)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each")
-    parser.add_argument("--answers", default="q4", choices=("q4", "same"), help="codec of the weights back")
+    parser.add_argument("--replies", default="q4", choices=("q4", "same"), help="codec of the weights back")
     parser.add_argument("--tbf", action="store_true", help="a link between two network namespaces, made for each rate")
     parser.add_argument("--near", default="", help="what the server is started with")
     parser.add_argument("--far", default="", help="what the worker is started with")
@@ -119,7 +119,7 @@ def main() -> None:
                 if rate == "shared" and way not in ("raw", "auto"):
                     continue
                 found = [run(way, rate, asked) for _ in range(asked.seeds)]
-                told = [one for one, _ in found]
+                told = [item for item, _ in found]
                 spread = f" ({min(told):.2f} to {max(told):.2f})" if len(told) > 1 else ""
                 print(f"{rate:>7} Mbit/s {way:<11}{median(told):9.2f} steps/s{spread}  {found[-1][1]}", flush=True)
 

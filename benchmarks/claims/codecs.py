@@ -2,7 +2,8 @@
 
     python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer NAME] [--down [NAME]] [--lose-every N]
 
-The gradients go through what a worker and a server do with them (`worker/lanes/encoding.py`, the codec's decoder), and
+The gradients go through what a worker and a server do with them (`worker/transports/encoding.py`, the codec's
+decoder), and
 nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, or in the
 one that it names, as differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that;
 ratios are then of either way. An MLP of 85,002 parameters, batch 32 of each worker; the
@@ -19,18 +20,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...common.codecs.base import Codec, body_bytes, take_body
+from ...common.codecs.base import Codec, payload_bytes, take_payload
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import approach, moves_reference
 from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
-from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.tensors.onebit import OneBitAdam
 from ...common.tensors.optimizers import apply_hyperparameters, current_hyperparameters
-from ...common.wire.frames import body_frames
-from ...worker.lanes.encoding import Encoding
+from ...common.wire.frames import payload_frames
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors
+from ...worker.transports.encoding import Encoding
 
 NUM_WORKERS, BATCH = 4, 32
 WARM = 0.2  # of a run, of 1-bit Adam
@@ -58,21 +59,21 @@ class Way:
 
     def send(self, transfer: DirectTransfer) -> torch.Tensor:
         """uint8 [exchange_bytes], of what counts."""
-        body = self.encode(transfer)
-        self.answered(counts=True)
-        return body
+        payload = self.encode(transfer)
+        self.replied(counts=True)
+        return payload
 
     def encode(self, transfer: DirectTransfer, without: frozenset[str] = frozenset()) -> torch.Tensor:
         """uint8 [exchange_bytes], of a contribution without these tensors; what becomes of it is to be said."""
         self.encoding.choose(without)
         (self._stretch,) = transfer.gather(self._kind)
         sent = torch.frombuffer(self.encoding.whole(self._stretch), dtype=torch.uint8)
-        body, self.num_sent = new_body(self._layout.exchange_bytes), len(sent)
+        payload, self.num_sent = new_payload(self._layout.exchange_bytes), len(sent)
         codec = self.encoding.codec
-        take_body(codec, codec.decoder(self._layout), self._layout, sent, body)
-        return body
+        take_payload(codec, codec.decoder(self._layout), self._layout, sent, payload)
+        return payload
 
-    def answered(self, counts: bool) -> None:
+    def replied(self, counts: bool) -> None:
         if counts:
             self.encoding.commit()
         else:
@@ -87,13 +88,13 @@ class Back:
         self._transfer, self._layout, self._codec = DirectTransfer(tensors), tensors.layout, codec
         self._reference = self._weights()
         if isinstance(codec, ByTensor) and moves_reference(codec):
-            self._out = new_body(body_bytes(codec, tensors.layout))
+            self._out = new_payload(payload_bytes(codec, tensors.layout))
             self._encoder = codec.encoder(tensors.layout)
             self.num_bytes = num_framed(len(self._out))
 
     def _weights(self) -> torch.Tensor:
-        body = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in self._transfer.gather_all()])
-        return body[: self._layout.exchange_bytes]
+        payload = torch.cat([torch.frombuffer(piece, dtype=torch.uint8) for piece in self._transfer.gather_all()])
+        return payload[: self._layout.exchange_bytes]
 
     def lend(self) -> torch.Tensor:
         """The model has the workers' weights until these, the server's, are given back."""
@@ -108,8 +109,8 @@ class Back:
 
 
 def num_framed(num_bytes: int) -> int:
-    """Of a body on a stream."""
-    return sum(map(len, body_frames([memoryview(bytes(num_bytes))])))
+    """Of a payload on a stream."""
+    return sum(map(len, payload_frames([memoryview(bytes(num_bytes))])))
 
 
 def run(
@@ -138,9 +139,9 @@ def run(
     for step in range(num_steps):
         weights = back.lend()
         mean = torch.zeros(layout.exchange_bytes // 4)
-        for way, own in zip(ways, batches, strict=True):
+        for way, batch in zip(ways, batches, strict=True):
             way.encoding.ready(step)
-            images, labels = next(own)
+            images, labels = next(batch)
             net.zero_grad()
             nn.functional.cross_entropy(net(images), labels).backward()
             mean += way.send(transfer).view(torch.float32) / NUM_WORKERS
@@ -152,7 +153,7 @@ def run(
         server.step()
         if lose_every and step % lose_every == lose_every - 1:
             ways[step // lose_every % NUM_WORKERS].encoding.start()
-    sent, whole = num_framed(body_bytes(ways[0].codec, layout)), layout.exchange_bytes
+    sent, whole = num_framed(payload_bytes(ways[0].codec, layout)), layout.exchange_bytes
     return Outcome(task.evaluate(net)["accuracy"], whole / sent, whole / back.num_bytes)
 
 
@@ -198,7 +199,7 @@ def main() -> None:
         for has_feedback in (True,) if is_alone else (True, False):
             how = (told.optimizer, told.steps, has_feedback, down, told.lose_every)
             found = [run(codec, how[0], seed, *how[1:]) for seed in range(told.seeds)]
-            every, ratio, ratio_down = [100 * one.accuracy for one in found], found[0].ratio, found[0].ratio_down
+            every, ratio, ratio_down = [100 * item.accuracy for item in found], found[0].ratio, found[0].ratio_down
             columns.append(f"{statistics.mean(every):6.2f}{min(every):7.2f}{max(every):7.2f}")
         print(f"{codec:10}{ratio:8.2f}{ratio_down:8.2f}  {'   '.join(columns)}", flush=True)
 

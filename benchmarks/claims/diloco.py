@@ -2,7 +2,7 @@
 
     python -m paramserver.benchmarks.claims.diloco [--task digits|gpt] [--steps N] [--seeds 0,1,2] [--set KEY=VALUE]...
 
-Four workers, whose bodies go over sockets; bytes are all that they sent and received, messages included. `gpt` is a
+Four workers, whose payloads go over sockets; bytes are all that they sent and received, messages included. `gpt` is a
 byte-level transformer of 0.13 million parameters, AdamW with a cosine schedule; the loss is of held-out text.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...common.reporting.summary import Summary
 
-COMMON = ("run.workers=4", "worker.lanes=direct,grpc", "worker.threads=1", "optimizer.name=adamw")
+COMMON = ("run.workers=4", "worker.transports=direct,grpc", "worker.threads=1", "optimizer.name=adamw")
 TASKS = {
     "digits": ("task.name=digits", "run.batch_size=32", "optimizer.lr=2e-3", "run.steps=500"),
     "gpt": (
@@ -40,7 +40,7 @@ def run(settings: list[str]) -> Summary:
     """One job of ps-launch to its end."""
     with tempfile.TemporaryDirectory(prefix="claim-") as folder:
         summary = Path(folder) / "summary.json"
-        sets = [part for one in (*settings, f"output.summary={summary}") for part in ("--set", one)]
+        sets = [part for setting in (*settings, f"output.summary={summary}") for part in ("--set", setting)]
         argv = [sys.executable, "-m", "paramserver.launch", *sets]
         ended = subprocess.run(argv, capture_output=True, text=True, check=False)
         if ended.returncode:
@@ -64,10 +64,10 @@ def main() -> None:
             run([*COMMON, *TASKS[asked.task], *length, *WAYS[way], f"run.seed={seed}", *asked.set])
             for seed in map(int, asked.seeds.split(","))
         ]
-        losses = [one.final["loss"] for one in found]
-        num_bytes = statistics.mean(one.num_bytes for one in found)
+        losses = [item.final["loss"] for item in found]
+        num_bytes = statistics.mean(item.num_bytes for item in found)
         whole = whole or num_bytes
-        cosines = [one.cosine for one in found if one.cosine is not None]
+        cosines = [item.cosine for item in found if item.cosine is not None]
         cosine = f"{statistics.mean(cosines):.2f}" if cosines else "-"
         spread = f"{max(losses) - min(losses):.4f}"
         ratio = f"1/{whole / num_bytes:.1f}"

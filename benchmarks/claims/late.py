@@ -21,7 +21,7 @@ from ...common.tensors.optimizers import GroupSpec, OptimizerSpec
 from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
 from ...ps.policies.base import Commit, Fold
-from ...ps.tensors.answers.delivered import Delivered
+from ...ps.tensors.replies.delivered import Delivered
 from ...ps.tensors.store import Store
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import ModelTensors
@@ -75,8 +75,8 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
         chosen = torch.randint(len(images), (BATCH,), generator=chance)
         net.zero_grad()
         nn.functional.cross_entropy(net(images[chosen]), labels[chosen]).backward()
-        body = torch.zeros(layout.exchange_bytes, dtype=torch.uint8)
-        for (_, view), tensor in zip(layout.views(body), tensors.tensors, strict=True):
+        payload = torch.zeros(layout.exchange_bytes, dtype=torch.uint8)
+        for (_, view), tensor in zip(layout.views(payload), tensors.tensors, strict=True):
             assert tensor.grad is not None
             view.copy_(tensor.grad)
         id = ContributionId(rank, 1, index // num_workers + 1)
@@ -84,8 +84,8 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
             if isinstance(decision, Fold):
                 if delivered is not None:
                     delivered.note(rank, version, of_worker)
-                    delivered.compensate(rank, version, body, store.weights)
-                store.fold(body, decision.weight, rank)
+                    delivered.compensate(rank, version, payload, store.weights)
+                store.fold(payload, decision.weight, rank)
                 in_mean.append((rank, decision.weight))
             elif isinstance(decision, Commit):
                 scale = decision.lr_scale(in_mean)
@@ -119,7 +119,7 @@ def main() -> None:
     print(f"{'':36}" + "".join(f"{count:>16}" for count in counts))
     for way in told.way or WAYS:
         found = [[100 * run(way, count, seed, told.steps) for seed in range(told.seeds)] for count in counts]
-        print(f"{way:36}" + "".join(f"{statistics.mean(one):8.1f} ({min(one):5.1f})" for one in found), flush=True)
+        print(f"{way:36}" + "".join(f"{statistics.mean(item):8.1f} ({min(item):5.1f})" for item in found), flush=True)
 
 
 if __name__ == "__main__":

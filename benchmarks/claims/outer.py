@@ -4,7 +4,7 @@
 
 Time is counted, not waited for: a worker takes its local steps in so many seconds each, an exchange takes none. The
 mode's own policy decides and the server's own store steps; deltas go through what a worker and a server do with them
-(`codecs.py`). tau: an answer, which is here at once, is merged after so many local steps, (a) by the rule blend with
+(`codecs.py`). tau: an reply, which is here at once, is merged after so many local steps, (a) by the rule blend with
 alpha 0.5, (b) by shift. `sync` is plain torch on the mean gradient. `gpt` is a byte-level transformer of 0.13 million
 parameters, `digits` an MLP of 85,002; AdamW with a cosine schedule in the workers. Held-out loss after so many steps of
 each.
@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...common.codecs.base import body_bytes
+from ...common.codecs.base import payload_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, PieceEncoder, only_rest
 from ...common.codecs.shared.reference import approach, moves_reference
 from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
-from ...common.tensors.layout import new_body
+from ...common.tensors.layout import new_payload
 from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
-from ...ps.policies.base import Answer, Commit, Discard, Fold, Outcome
+from ...ps.policies.base import Commit, Discard, Fold, Outcome, Reply
 from ...ps.tensors.model import outer_spec
 from ...ps.tensors.store import Store
 from ...worker.tasks.base import Task
@@ -72,7 +72,7 @@ WAYS: dict[str, Asked] = {
     "H 25, 5 fragments": Asked(options={"fragments": 5}),
     **{
         f"H 25, 5 fragments, tau 2, {letter}{codecs}": Asked(
-            options={"fragments": 5, "pipelined": True, "overlap_steps": 2, "merge": rule}, up=codec, down=codec
+            options={"fragments": 5, "delayed_update": True, "overlap_steps": 2, "merge": rule}, up=codec, down=codec
         )
         for letter, rule in (("(a)", "blend"), ("(b)", "shift"))
         for codecs, codec in (("", "raw"), (", q4 both", "q4"))
@@ -106,7 +106,7 @@ class Worker:
         self.tensors = ModelTensors(self.net)
         self._num_fragments = num = asked.options.get("fragments", 1)
         self._fragments, self._overlap = None, None
-        if asked.options.get("pipelined"):
+        if asked.options.get("delayed_update"):
             self._merge = Merge(asked.options["merge"], 0.5, asked.options["overlap_steps"])
             self._overlap = Overlap(self.tensors, num, self._merge)
         elif num > 1:
@@ -121,14 +121,14 @@ class Worker:
         self._batches = _batches(task, rank, seed)
         self.taken = self.version = self.number = 0
         self.to_take, self.began_at = 0, 0.0
-        self.body: torch.Tensor | None = None  # its delta, decoded
+        self.payload: torch.Tensor | None = None  # its delta, decoded
 
     @property
     def num_left_out(self) -> int:
         """Bytes of other fragments, which are zeros or as before."""
         if not self.way.codec.is_identity:
             return 0  # they are not there
-        return sum(one.num_bytes for one in self.tensors.layout.entries if one.spec.name in self.without)
+        return sum(entry.num_bytes for entry in self.tensors.layout.entries if entry.spec.name in self.without)
 
     def step(self) -> None:
         for group in self._optimizer.param_groups:
@@ -151,7 +151,7 @@ class Worker:
             specs = self.tensors.layout.specs
             self.without = frozenset(specs[place].name for place in parts.choose(chosen))
         self._anchor.measure()
-        self.body = self.way.encode(self.transfer, self.without)
+        self.payload = self.way.encode(self.transfer, self.without)
         if self._overlap is not None:
             self._overlap.depart()
         self.number += 1
@@ -162,7 +162,7 @@ class Worker:
             self._received, self._since, self.version = [view.clone() for view in received], 0, version
             return
         if self._fragments is not None:
-            self._fragments.answered(version > 0)
+            self._fragments.replied(version > 0)
         self.show(received)
         self._anchor.note()
         self.version = version
@@ -194,9 +194,9 @@ class Run:
         self.store = Store(layout, weights.clone(), outer_spec(outer.name, outer.arguments, layout))
         self._down = CODECS.load(asked.down)()
         self._reference = weights[: layout.exchange_bytes].clone()  # what workers are given
-        self._out = new_body(body_bytes(self._down, layout))
+        self._out = new_payload(payload_bytes(self._down, layout))
         self._encoder = self._down.encoder(layout)
-        self.sent = self.received = 0  # bytes of bodies, framed
+        self.sent = self.received = 0  # bytes of payloads, framed
         self.now = 0.0
         self._due: list[tuple[float, int]] = []  # when somebody's steps are taken
         self._in_mean: list[tuple[int, float]] = []
@@ -215,25 +215,27 @@ class Run:
             worker.measure()
             self.sent += num_framed(worker.way.num_sent - worker.num_left_out)
             counts = Counts(worker.to_take, worker.to_take)
-            said = Contribution(ContributionId(rank, 1, worker.number), counts=counts, base=Base(worker.version))
-            self._carry_out(self.policy.contributed(rank, said, self.now))
+            contribution = Contribution(
+                ContributionId(rank, 1, worker.number), counts=counts, base=Base(worker.version)
+            )
+            self._carry_out(self.policy.contributed(rank, contribution, self.now))
 
     def _carry_out(self, decisions: list[Any]) -> None:
         for decision in decisions:
             if isinstance(decision, Fold):
                 worker = self.workers[decision.rank]
-                assert worker.body is not None
+                assert worker.payload is not None
                 weight = decision.weight
                 if self._asked.dropped and torch.rand((), generator=self._chance).item() < self._asked.dropped:
                     weight *= 1e-6  # its work is lost, and counts in no mean with others
-                self.store.fold(worker.body, weight, decision.rank, without=worker.without)
+                self.store.fold(worker.payload, weight, decision.rank, without=worker.without)
                 self._in_mean.append((decision.rank, weight))
             elif isinstance(decision, Discard):
-                self.workers[decision.rank].body = None
+                self.workers[decision.rank].payload = None
             elif isinstance(decision, Commit):
                 self._commit(decision)
-            elif isinstance(decision, Answer):
-                self._answer(decision)
+            elif isinstance(decision, Reply):
+                self._reply(decision)
 
     def _commit(self, commit: Commit) -> None:
         outer = self.policy.outer
@@ -244,7 +246,7 @@ class Run:
         if isinstance(self._down, ByTensor) and moves_reference(self._down):
             assert isinstance(self._encoder, PieceEncoder)
             down = only_rest(self._down, self._without())
-            self._out = new_body(body_bytes(down, self._layout))
+            self._out = new_payload(payload_bytes(down, self._layout))
             approach(down, self._encoder, self._layout, self.store.weights, self._reference, self._out)
         else:
             self._reference.copy_(self.store.weights[: len(self._reference)])
@@ -253,19 +255,19 @@ class Run:
         """What no worker has contributed to the newest version."""
         return frozenset.intersection(*(worker.without for worker in self.workers))
 
-    def _answer(self, answer: Answer) -> None:
-        worker = self.workers[answer.rank]
-        if answer.outcome is not Outcome.START:
-            worker.way.answered(answer.outcome is Outcome.APPLIED)
-        if answer.outcome is Outcome.DROPPED:
+    def _reply(self, reply: Reply) -> None:
+        worker = self.workers[reply.rank]
+        if reply.outcome is not Outcome.START:
+            worker.way.replied(reply.outcome is Outcome.APPLIED)
+        if reply.outcome is Outcome.DROPPED:
             worker.number -= 1
         # One difference for each version since; a joiner's whole reference is not counted.
         self.received += num_framed(len(self._out) - worker.num_left_out) * (self.policy.version - worker.version)
         worker.receive(self._reference, self.policy.version)
-        worker.to_take = self.policy.next_local_steps(answer.rank)
+        worker.to_take = self.policy.next_local_steps(reply.rank)
         if worker.to_take:
-            at = self.now + worker.to_take * self._asked.seconds[answer.rank]
-            heapq.heappush(self._due, (at, answer.rank))
+            at = self.now + worker.to_take * self._asked.seconds[reply.rank]
+            heapq.heappush(self._due, (at, reply.rank))
             for tenth in range(1, 10):  # the engine's ticks
                 heapq.heappush(self._due, (self.now + (at - self.now) * tenth / 10, -1))
 
@@ -275,12 +277,12 @@ def run(way: str, task: Task, seed: int, num_steps: int) -> Found:
     asked = WAYS[way]
     if asked.is_plain:
         return _sync(asked, task, seed, num_steps)
-    one = Run(asked, task, seed, num_steps)
-    one.run()
-    net = one.workers[0]
-    net.show([view for _, view in net.tensors.layout.views(one.store.weights)])
+    item = Run(asked, task, seed, num_steps)
+    item.run()
+    net = item.workers[0]
+    net.show([view for _, view in net.tensors.layout.views(item.store.weights)])
     raw = NUM_WORKERS * num_steps * net.tensors.layout.exchange_bytes
-    return Found(task.evaluate(net.net)["loss"], one.now, raw / one.sent, raw / one.received)
+    return Found(task.evaluate(net.net)["loss"], item.now, raw / item.sent, raw / item.received)
 
 
 def _sync(asked: Asked, task: Task, seed: int, num_steps: int) -> Found:
@@ -350,7 +352,7 @@ def main() -> None:
     first: float | None = None
     for way in told.way or WAYS:
         found = [run(way, task, seed, told.steps) for seed in range(told.seeds)]
-        losses = [one.loss for one in found]
+        losses = [item.loss for item in found]
         mean = statistics.mean(losses)
         first = first or mean
         print(

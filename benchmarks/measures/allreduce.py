@@ -21,15 +21,15 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..baselines.run import chosen_running
 from ..output.report import Report, median
 from ..output.tables import figures, page
-from ..peers.run import chosen_running
 from ..rig.bandwidth import stream_bytes_per_s
 from ..rig.reducing import PARTS, StepSize, alone_life, group_life, joined_life
 from ..rig.server_process import running_server
 from ..rig.team import meeting_point, slowest, team
 from ..rig.turns import Contestant, Measured, Samples, measure
-from ..rig.worker_run import set_lane
+from ..rig.worker_run import set_transport
 
 _NUM_WARMUP = 3
 OURS, SERVER, ALONE = "ours", "sync, by the server", "computing alone"
@@ -57,14 +57,14 @@ class AllreduceOptions:
         return sizes
 
 
-def measure_allreduce(options: AllreduceOptions, peer_names: Sequence[str]) -> Report:
+def measure_allreduce(options: AllreduceOptions, baseline_names: Sequence[str]) -> Report:
     """The sizes, then the step; each of ours and of the peers that have a part in it and are installed."""
     bytes_per_s = stream_bytes_per_s()
-    with chosen_running(peer_names, "allreduce") as (peers, lines):
+    with chosen_running(baseline_names, "allreduce") as (peers, lines):
         reduced: dict[str, Callable[[], Contestant]] = {OURS: partial(_our_sizes, options)}
         reduced |= {peer.name: partial(peer.allreduce, options.sizes, options.workers) for peer in peers}
         by_size = measure(reduced, num_turns=options.runs, warmup=_NUM_WARMUP)
-    with chosen_running(peer_names, "profile") as (peers, more):
+    with chosen_running(baseline_names, "profile") as (peers, more):
         stepped: dict[str, Callable[[], Contestant]] = {
             ALONE: partial(_alone, options),
             OURS: partial(_our_step, options, "allreduce"),
@@ -79,7 +79,7 @@ def measure_allreduce(options: AllreduceOptions, peer_names: Sequence[str]) -> R
         "step_parameters": _num_parameters(options.step),
         "step": _of_step(parts),
     }
-    config = {**vars(options), "step": vars(options.step), "warmup": _NUM_WARMUP, "peers": list(peer_names)}
+    config = {**vars(options), "step": vars(options.step), "warmup": _NUM_WARMUP, "peers": list(baseline_names)}
     return Report("allreduce", config, results, _tables(options, results, [*lines, *more]))
 
 
@@ -97,8 +97,8 @@ def _alone(options: AllreduceOptions) -> Iterator[Measured]:
 
 @contextmanager
 def _our_step(options: AllreduceOptions, mode: str) -> Iterator[Measured]:
-    """Workers on other hosts, as far as the lane can tell."""
-    set_lane("direct")
+    """Workers on other hosts, as far as the transport can tell."""
+    set_transport("direct")
     steps = str(_NUM_WARMUP + options.runs + 1)
     with (
         running_server("--mode", mode, "--workers", str(options.workers), "--steps", steps) as server,
@@ -153,24 +153,24 @@ def _tables(options: AllreduceOptions, results: dict[str, Any], lines: list[str]
     columns += [f"{name} alg, bus GB/s" for name in names] + [f"ours / {name}" for name in names if name != OURS]
     rows = [
         [
-            f"{one['size_kb']:,g} KB",
-            *(f"{one['of'][name]['ms']:,.3f}" for name in names),
-            f"{one['ring_ms']:,.3f}",
-            *(f"{one['of'][name]['algorithm_gb_s']:.3f}, {one['of'][name]['bus_gb_s']:.3f}" for name in names),
-            *(f"{ratio:.2f}" for ratio in one["ratios"].values()),
+            f"{size['size_kb']:,g} KB",
+            *(f"{size['of'][name]['ms']:,.3f}" for name in names),
+            f"{size['ring_ms']:,.3f}",
+            *(f"{size['of'][name]['algorithm_gb_s']:.3f}, {size['of'][name]['bus_gb_s']:.3f}" for name in names),
+            *(f"{ratio:.2f}" for ratio in size["ratios"].values()),
         ]
-        for one in results["sizes"]
+        for size in results["sizes"]
     ]
     step = results["step"]
     step_rows = [
         [
             name,
-            *(f"{one[f'{part}_ms']:,.1f}" for part in (*PARTS, "whole")),
-            f"{one['beyond_ms']:,.1f}",
-            f"{one['share']:.0%}",
-            f"{one['ours_of_it']:.2f}",
+            *(f"{item[f'{part}_ms']:,.1f}" for part in (*PARTS, "whole")),
+            f"{item['beyond_ms']:,.1f}",
+            f"{item['share']:.0%}",
+            f"{item['ours_of_it']:.2f}",
         ]
-        for name, one in step.items()
+        for name, item in step.items()
     ]
     step_title = f"step of {_num_parameters(options.step) / 1e6:,.1f} M parameters, ms"
     title = (

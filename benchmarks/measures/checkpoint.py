@@ -20,7 +20,7 @@ from ..output.tables import figures, page
 from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
-from ..rig.worker_run import set_lane
+from ..rig.worker_run import set_transport
 
 _NUM_WARMUP = 3
 _ELEMENTS_OF_A_TENSOR = 4 << 20
@@ -38,7 +38,7 @@ class CheckpointOptions:
 
 def measure_checkpoint(options: CheckpointOptions) -> Report:
     """Runs with and without snapshots in turns; the mean step of each, and their ratio."""
-    set_lane("shared")
+    set_transport("shared")
     found: dict[str, list[float]] = {"without": [], "with": []}
     snapshots: list[float] = []
     for _ in range(options.runs):
@@ -75,7 +75,7 @@ def _run(options: CheckpointOptions, has_snapshots: bool) -> tuple[list[float], 
         with running_server(*flags) as server:
             with team(1, worker_life, server.address, options) as workers:
                 (samples,) = workers.turns(1)
-            return samples["step"], [one["seconds"] for one in server.events if one.get("event") == "snapshot"]
+            return samples["step"], [event["seconds"] for event in server.events if event.get("event") == "snapshot"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..baselines.run import chosen_running
 from ..output.machine import available_bytes
 from ..output.report import Report, median
 from ..output.tables import figures, number, page
-from ..peers.run import chosen_running
 from ..rig.ours import OurExchange, variants_of
 from ..rig.turns import Contestant, Samples, measure
 
@@ -27,8 +27,8 @@ _NUM_WARMUP = 3
 _LARGE_BYTES, _LARGE_WARMUP = 250_000_000, 1  # where one exchange of a peer may take half a minute
 _PER_TURN_BELOW_BYTES = 1_000_000
 _PER_TURN = 10  # exchanges in one turn, of small sizes
-# Bodies that one contestant holds, servers and workers together: an upper estimate.
-_OUR_BODIES, _PEER_BODIES, _USABLE = 18, 8, 0.6
+# Payloads that one contestant holds, servers and workers together: an upper estimate.
+_OUR_PAYLOADS, _PEER_PAYLOADS, _USABLE = 18, 8, 0.6
 _RATIOS = ("up", "down", "exchange", "whole")
 _PARTS = ("exchange", "encode", "up", "held", "down")
 
@@ -40,7 +40,7 @@ class ExchangeOptions:
     mode: str
     optimizer: str
     codec: str
-    lane: str
+    transport: str
     tls: bool = False
     sweep: bool = False
     min_kb: int = 4
@@ -59,9 +59,9 @@ class ExchangeOptions:
         return sizes
 
 
-def measure_exchange(options: ExchangeOptions, peer_names: Sequence[str] = ()) -> Report:
+def measure_exchange(options: ExchangeOptions, baseline_names: Sequence[str] = ()) -> Report:
     """Every size; with peers, those that are installed."""
-    with chosen_running(peer_names, "exchange") as (peers, lines):
+    with chosen_running(baseline_names, "exchange") as (peers, lines):
         found = [_measure_size(options, num_bytes, peers) for num_bytes in options.sizes]
     results: dict[str, Any] = {"sizes": found} if options.sweep else found[0]
     notes = [*lines, *_notes(options, found)]
@@ -77,15 +77,15 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
         variant.name: OurExchange(
             variant, options.mode, options.optimizer, options.codec, num_floats, num_steps, options.device
         )
-        for variant in variants_of(options.lane, options.tls, options.watched)
+        for variant in variants_of(options.transport, options.tls, options.watched)
     }
-    contestants: dict[str, Callable[[], Contestant]] = {name: one.opened for name, one in ours.items()}
+    contestants: dict[str, Callable[[], Contestant]] = {name: value.opened for name, value in ours.items()}
     contestants |= {peer.name: partial(peer.exchange, num_floats) for peer in peers}
-    together = num_bytes * (_OUR_BODIES * len(ours) + _PEER_BODIES * len(peers)) < _USABLE * available_bytes()
+    together = num_bytes * (_OUR_PAYLOADS * len(ours) + _PEER_PAYLOADS * len(peers)) < _USABLE * available_bytes()
     found = measure(contestants, num_turns=options.runs, per_turn=per_turn, warmup=warmup, together=together)
-    mine = {name: our_figures(found[name], one) for name, one in ours.items()}
+    mine = {name: our_figures(found[name], value) for name, value in ours.items()}
     theirs = {peer.name: peer_figures(found[peer.name], num_bytes) for peer in peers}
-    times = {name: one["exchange_ms"] for name, one in mine.items()}
+    times = {name: item["exchange_ms"] for name, item in mine.items()}
     return {
         "size_mb": num_bytes / 1e6,
         "in_turns": together,
@@ -94,14 +94,14 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
         "peers": theirs,
         "ratios": {name: {peer: ratios(figure, theirs[peer]) for peer in theirs} for name, figure in mine.items()},
         "tls": {
-            one.variant.lane: times[name] / times[one.variant.lane]
-            for name, one in ours.items()
-            if one.variant.is_tls and not one.variant.watched
+            value.variant.transport: times[name] / times[value.variant.transport]
+            for name, value in ours.items()
+            if value.variant.is_tls and not value.variant.watched
         },
         "watched": {
-            name: times[name] / times[name.removesuffix(f", {one.variant.watched}")]
-            for name, one in ours.items()
-            if one.variant.watched
+            name: times[name] / times[name.removesuffix(f", {value.variant.watched}")]
+            for name, value in ours.items()
+            if value.variant.watched
         },
     }
 
@@ -111,11 +111,11 @@ def our_figures(samples: Samples, run: OurExchange) -> dict[str, Any]:
     beyond = [a - b for a, b in zip(samples["up_reply"], samples["up"], strict=True)]
     found: dict[str, Any] = {
         "sent_mb": run.facts.sent_bytes / 1e6,
-        "lane": run.facts.lane,
+        "transport": run.facts.transport,
         "reply_ms": max(0.0, median(beyond)) * 1e3,
     }
     found |= _times({part: samples[part] for part in _PARTS})
-    return found | _rates(samples, {"up": run.facts.sent_bytes, "down": run.facts.body_bytes})
+    return found | _rates(samples, {"up": run.facts.sent_bytes, "down": run.facts.payload_bytes})
 
 
 def peer_figures(samples: Samples, num_bytes: int) -> dict[str, float]:
@@ -147,16 +147,16 @@ def _rates(samples: Samples, num_bytes: dict[str, int]) -> dict[str, float]:
 def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
     """Whatever makes a figure mean less than its name says."""
     notes = []
-    for variant in variants_of(options.lane, options.tls, options.watched):
-        for one in found:
-            if (lane := one["ours"][variant.name]["lane"]) != variant.lane:
-                notes.append(f"{variant.name}: NOT TAKEN at {one['size_mb']:g} MB, the lane was {lane}")
-    for one in found:
-        told = ", ".join(f"{lane} {ratio:.2f} x" for lane, ratio in one["tls"].items())
-        notes += [f"{one['size_mb']:g} MB in TLS, of the same without: {told}"] if told else []
-        told = ", ".join(f"{name} {ratio:.3f} x" for name, ratio in one["watched"].items())
-        notes += [f"{one['size_mb']:g} MB, time through that of a bare server: {told}"] if told else []
-    apart = [f"{one['size_mb']:g}" for one in found if not one["in_turns"]]
+    for variant in variants_of(options.transport, options.tls, options.watched):
+        for entry in found:
+            if (transport := entry["ours"][variant.name]["transport"]) != variant.transport:
+                notes.append(f"{variant.name}: NOT TAKEN at {entry['size_mb']:g} MB, the transport was {transport}")
+    for entry in found:
+        told = ", ".join(f"{transport} {ratio:.2f} x" for transport, ratio in entry["tls"].items())
+        notes += [f"{entry['size_mb']:g} MB in TLS, of the same without: {told}"] if told else []
+        told = ", ".join(f"{name} {ratio:.3f} x" for name, ratio in entry["watched"].items())
+        notes += [f"{entry['size_mb']:g} MB, time through that of a bare server: {told}"] if told else []
+    apart = [f"{item['size_mb']:g}" for item in found if not item["in_turns"]]
     if apart:
         notes.append(f"one after another, not in turns, for lack of memory: {', '.join(apart)} MB")
     return notes
@@ -180,8 +180,8 @@ def _parts_table(found: dict[str, Any]) -> RenderableType:
     keys = ["exchange_ms", "exchange_best_ms", "whole_ms", "encode_ms", "up_ms", "held_ms", "reply_ms", "down_ms"]
     rates = ["up_gb_s", "up_best_gb_s", "down_gb_s", "down_best_gb_s"]
     rows = [
-        [name, *(number(one.get(key)) for key in keys), *(number(one.get(key), "{:.2f}") for key in rates)]
-        for name, one in (found["ours"] | found["peers"]).items()
+        [name, *(number(peer.get(key)) for key in keys), *(number(peer.get(key), "{:.2f}") for key in rates)]
+        for name, peer in (found["ours"] | found["peers"]).items()
     ]
     return figures(columns, rows, bold=range(len(found["ours"])))
 
@@ -201,11 +201,11 @@ def _sweep_table(found: list[dict[str, Any]]) -> RenderableType:
     ours = list(found[0]["ours"])
     columns = ["size", *(f"{name} ms" for name in names), *(f"{name} up, down GB/s" for name in ours)]
     rows = []
-    for one in found:
-        every = one["ours"] | one["peers"]
-        rates = [f"{one['ours'][name]['up_gb_s']:.2f}, {one['ours'][name]['down_gb_s']:.2f}" for name in ours]
+    for item in found:
+        every = item["ours"] | item["peers"]
+        rates = [f"{item['ours'][name]['up_gb_s']:.2f}, {item['ours'][name]['down_gb_s']:.2f}" for name in ours]
         times = [number(_ms_of(every[name]), "{:,.3g}") for name in names]
-        rows.append([f"{one['size_mb']:g} MB", *times, *rates])
+        rows.append([f"{item['size_mb']:g} MB", *times, *rates])
     return figures(columns, rows)
 
 

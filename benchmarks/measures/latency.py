@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..baselines.run import chosen_running
 from ..output.report import Report, median, percentile
 from ..output.tables import figures, page
-from ..peers.run import chosen_running
 from ..rig.echo import echo_stream
-from ..rig.ours import lanes_of
+from ..rig.ours import transports_of
 from ..rig.server_process import running_server, watching
 from ..rig.turns import Contestant, Measured, Samples, measure, timed
 from ..rig.worker_run import joined_worker
@@ -35,25 +35,29 @@ class LatencyOptions:
     exchanges: int
     mode: str
     optimizer: str
-    lane: str
+    transport: str
     watched: tuple[str, ...] = ()
 
     @property
-    def lanes(self) -> list[str]:
-        """Of which there are two: a small body is in the message itself, and none is shared."""
-        return [lane for lane in lanes_of(self.lane) if lane != "shared"] or ["direct"]
+    def transports(self) -> list[str]:
+        """Of which there are two: a small payload is in the message itself, and none is shared."""
+        return [transport for transport in transports_of(self.transport) if transport != "shared"] or ["direct"]
 
     @property
     def num_warmup(self) -> int:
         return max(1, self.exchanges // _NUM_TURNS)
 
 
-def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> Report:
+def measure_latency(options: LatencyOptions, baseline_names: Sequence[str] = ()) -> Report:
     """Ours, the ping-pong, and those peers that are installed."""
-    with chosen_running(peer_names, "latency") as (peers, lines):
+    with chosen_running(baseline_names, "latency") as (peers, lines):
         hows = ("", *options.watched)
         contestants: dict[str, Callable[[], Contestant]] = {
-            **{_name(lane, how): partial(_exchanges, options, lane, how) for how in hows for lane in options.lanes},
+            **{
+                _name(transport, how): partial(_exchanges, options, transport, how)
+                for how in hows
+                for transport in options.transports
+            },
             _PING: partial(_pings, options.floats * 4),
         }
         contestants |= {peer.name: partial(peer.latency, options.floats) for peer in peers}
@@ -66,11 +70,14 @@ def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> 
     results = {name: _figures(samples) for name, samples in found.items()}
     others = [_PING, *(peer.name for peer in peers)]
     results["ratios"] = {
-        lane: {other: _ratio(results[lane], results[other]) for other in others} for lane in options.lanes
+        transport: {other: _ratio(results[transport], results[other]) for other in others}
+        for transport in options.transports
     }
     for how in options.watched:
-        for lane in options.lanes:
-            results["ratios"][_name(lane, how)] = {lane: _ratio(results[_name(lane, how)], results[lane])}
+        for transport in options.transports:
+            results["ratios"][_name(transport, how)] = {
+                transport: _ratio(results[_name(transport, how)], results[transport])
+            }
     config = {
         **vars(options),
         "payload_bytes": options.floats * 4,
@@ -80,18 +87,18 @@ def measure_latency(options: LatencyOptions, peer_names: Sequence[str] = ()) -> 
     return Report("latency", config, results, _table(options, results, others, lines))
 
 
-def _name(lane: str, how: str) -> str:
-    return f"{lane}, {how}" if how else lane
+def _name(transport: str, how: str) -> str:
+    return f"{transport}, {how}" if how else transport
 
 
 @contextmanager
-def _exchanges(options: LatencyOptions, lane: str, how: str) -> Iterator[Measured]:
+def _exchanges(options: LatencyOptions, transport: str, how: str) -> Iterator[Measured]:
     num_steps = options.num_warmup + options.exchanges + 1
     flags = ("--mode", options.mode, "--workers", "1", "--steps", str(num_steps), "--set", "policy.local_steps=1")
     with (
         watching(how) as more,
         running_server(*flags, *more) as server,
-        joined_worker(server.address, 0, options.floats, options.optimizer, "raw", lane) as worker,
+        joined_worker(server.address, 0, options.floats, options.optimizer, "raw", transport) as worker,
     ):
         yield timed("exchange", worker.optimizer.step)
 
@@ -113,19 +120,23 @@ def _figures(samples: Samples) -> dict[str, Any]:
     }
 
 
-def _ratio(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {name: one[name] / other[name] for name in other}
+def _ratio(item: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {name: item[name] / other[name] for name in other}
 
 
 def _table(
     options: LatencyOptions, results: dict[str, dict[str, Any]], others: list[str], lines: list[str]
 ) -> RenderableType:
     hows = ("", *options.watched)
-    names = {_name(lane, how): f"exchange over {_name(lane, how)}" for how in hows for lane in options.lanes}
+    names = {
+        _name(transport, how): f"exchange over {_name(transport, how)}"
+        for how in hows
+        for transport in options.transports
+    }
     names |= {name: "bare gRPC ping-pong" if name == _PING else name for name in others}
     rows = [[shown, *(f"{value:,.0f} us" for value in results[name].values())] for name, shown in names.items()]
-    for lane, ratios in results["ratios"].items():
+    for transport, ratios in results["ratios"].items():
         for other, ratio in ratios.items():
-            rows.append([f"{lane} / {other}", *(f"{value:.3f}" for value in ratio.values())])
+            rows.append([f"{transport} / {other}", *(f"{value:.3f}" for value in ratio.values())])
     title = f"{options.floats:,} floats, {options.mode}, {options.optimizer}; {options.exchanges:,} exchanges"
     return page(title, figures(["", "median", "p90", "p99", "best"], rows, bold=[0]), notes=lines)

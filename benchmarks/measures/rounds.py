@@ -15,9 +15,9 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..baselines.run import chosen_running
 from ..output.report import Report, median
 from ..output.tables import figures, page
-from ..peers.run import chosen_running
 from ..rig.ours import Variant, variants_of
 from ..rig.server_process import running_server
 from ..rig.team import slowest, team
@@ -34,17 +34,17 @@ class RoundOptions:
     runs: int
     mode: str
     optimizer: str
-    lane: str
+    transport: str
 
     @property
     def num_floats(self) -> int:
         return self.mb * 1_000_000 // 4
 
 
-def measure_round(options: RoundOptions, peer_names: Sequence[str] = ()) -> Report:
-    """Ours in each lane, and those peers that are installed."""
-    variants = variants_of(options.lane)
-    with chosen_running(peer_names, "round") as (peers, lines):
+def measure_round(options: RoundOptions, baseline_names: Sequence[str] = ()) -> Report:
+    """Ours in each transport, and those peers that are installed."""
+    variants = variants_of(options.transport)
+    with chosen_running(baseline_names, "round") as (peers, lines):
         contestants: dict[str, Callable[[], Contestant]] = {
             variant.name: partial(_our_round, options, variant) for variant in variants
         }
@@ -88,7 +88,7 @@ def _our_round(options: RoundOptions, variant: Variant) -> Iterator[Measured]:
 @contextmanager
 def worker_life(rank: int, address: str, options: RoundOptions, variant: Variant) -> Iterator[Measured]:
     """One worker: part round is its step, with new gradients where the variant has them."""
-    size = (options.num_floats, options.optimizer, "raw", variant.lane)
+    size = (options.num_floats, options.optimizer, "raw", variant.transport)
     with joined_worker(address, rank, *size) as worker:
 
         def step() -> None:
@@ -113,9 +113,9 @@ def _figures(samples: Samples, options: RoundOptions) -> dict[str, float]:
 def _table(options: RoundOptions, results: dict[str, Any], lines: list[str]) -> RenderableType:
     peers = list(results["peers"])
     rows = []
-    for name, one in (results["ours"] | results["peers"]).items():
+    for name, item in (results["ours"] | results["peers"]).items():
         ratios = results["ratios"].get(name, {})
-        shown = [f"{one['round_ms']:,.1f} ms", f"{one['round_best_ms']:,.1f} ms"]
+        shown = [f"{item['round_ms']:,.1f} ms", f"{item['round_best_ms']:,.1f} ms"]
         rows.append([name, *shown, *(f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in peers)])
     columns = ["", "median", "best", *(f"rate / {peer}" for peer in peers)]
     title = (

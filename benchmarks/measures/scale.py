@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from ..output.machine import machine
 from ..output.report import Report
 from ..output.tables import figures, page
-from ..rig.ours import lanes_of
+from ..rig.ours import transports_of
 from ..rig.server_process import running_server
 from ..rig.team import team
 
@@ -30,17 +30,22 @@ class ScaleOptions:
     generators: int
     mode: str
     optimizer: str
-    lane: str
+    transport: str
 
 
 def measure_scale(options: ScaleOptions) -> Report:
     """A server for each number of workers, one after another."""
-    lanes = [lane for lane in lanes_of(options.lane) if lane != "shared"] or ["direct"]  # a small body is never shared
-    results = {lane: {str(workers): _measure(options, workers, lane) for workers in options.workers} for lane in lanes}
-    return Report("scale", vars(options), {"lanes": results}, _table(options, results))
+    transports = [transport for transport in transports_of(options.transport) if transport != "shared"] or [
+        "direct"
+    ]  # a small payload is never shared
+    results = {
+        transport: {str(workers): _measure(options, workers, transport) for workers in options.workers}
+        for transport in transports
+    }
+    return Report("scale", vars(options), {"transports": results}, _table(options, results))
 
 
-def _measure(options: ScaleOptions, num_workers: int, lane: str) -> dict[str, float]:
+def _measure(options: ScaleOptions, num_workers: int, transport: str) -> dict[str, float]:
     """Exchanges/s of all workers, and shares of one core."""
     from ..rig.swarm import SwarmOptions, swarm_life
 
@@ -56,33 +61,33 @@ def _measure(options: ScaleOptions, num_workers: int, lane: str) -> dict[str, fl
         "policy.local_steps=1",
     )
     with running_server(*flags) as server:
-        swarm = SwarmOptions(server.address, server.pid, options.floats, options.optimizer, options.seconds, lane)
+        swarm = SwarmOptions(server.address, server.pid, options.floats, options.optimizer, options.seconds, transport)
         with team(num_processes, swarm_life, num_processes, num_workers, swarm) as generators:
             found = generators.turns(1)
-    rate = sum(one["rate"][0] for one in found)
-    server_share = sum(one["server"][0] for one in found) / num_processes
+    rate = sum(samples["rate"][0] for samples in found)
+    server_share = sum(samples["server"][0] for samples in found) / num_processes
     return {
         "exchanges_per_s": rate,
         "per_worker_ms": num_workers / rate * 1e3,
         "server_cpu": server_share,
-        "generator_cpu": sum(one["busy"][0] for one in found) / num_processes,
+        "generator_cpu": sum(samples["busy"][0] for samples in found) / num_processes,
         "server_us_per_exchange": server_share / rate * 1e6,
     }
 
 
 def _table(options: ScaleOptions, results: dict[str, dict[str, dict[str, float]]]) -> RenderableType:
-    columns = ["lane, workers", "exchanges/s", "ms each", "server's CPU", "us of it each", "generator's CPU"]
+    columns = ["transport, workers", "exchanges/s", "ms each", "server's CPU", "us of it each", "generator's CPU"]
     rows = [
         [
-            f"{lane}, {int(workers):,}",
-            f"{one['exchanges_per_s']:,.0f}",
-            f"{one['per_worker_ms']:,.2f}",
-            f"{one['server_cpu']:.0%}",
-            f"{one['server_us_per_exchange']:,.0f}",
-            f"{one['generator_cpu']:.0%}",
+            f"{transport}, {int(workers):,}",
+            f"{item['exchanges_per_s']:,.0f}",
+            f"{item['per_worker_ms']:,.2f}",
+            f"{item['server_cpu']:.0%}",
+            f"{item['server_us_per_exchange']:,.0f}",
+            f"{item['generator_cpu']:.0%}",
         ]
-        for lane, found in results.items()
-        for workers, one in found.items()
+        for transport, found in results.items()
+        for workers, item in found.items()
     ]
     title = f"{options.floats:,} floats, {options.mode}, {options.optimizer}; {options.seconds:g} s each"
     processes = "process plays" if options.generators == 1 else "processes play"

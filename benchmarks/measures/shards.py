@@ -30,7 +30,7 @@ class ShardOptions:
     modes: tuple[str, ...]
     optimizer: str
     runs: int
-    lane: str
+    transport: str
 
 
 def measure_shards(options: ShardOptions) -> Report:
@@ -46,8 +46,8 @@ def measure_shards(options: ShardOptions) -> Report:
 
 
 def _one(options: ShardOptions, mode: str, workers: int, shards: int) -> dict[str, Any]:
-    round_ = RoundOptions(options.mb, workers, options.runs, mode, options.optimizer, options.lane)
-    variant = Variant(options.lane, options.lane, renews=False)
+    round_ = RoundOptions(options.mb, workers, options.runs, mode, options.optimizer, options.transport)
+    variant = Variant(options.transport, options.transport, renews=False)
     steps = str(_NUM_WARMUP + options.runs + 1)
     flags = ("--mode", mode, "--workers", str(workers), "--steps", steps, "--optimizer", options.optimizer)
     with (
@@ -62,7 +62,7 @@ def _one(options: ShardOptions, mode: str, workers: int, shards: int) -> dict[st
         "step_ms": median(times) * 1e3,
         "best_ms": min(times) * 1e3,
         "gb_s": moved_gb / median(times),
-        "held_mb": [one / 1e6 for one in held],
+        "held_mb": [number / 1e6 for number in held],
     }
 
 
@@ -90,11 +90,11 @@ def _held_bytes(server: ServerProcess, shards: int) -> list[int]:
 def _table(options: ShardOptions, rows: Sequence[dict[str, Any]]) -> Any:
     lines = []
     for row in rows:
-        held = ", ".join(f"{one:,.0f}" for one in row["held_mb"])
+        held = ", ".join(f"{item:,.0f}" for item in row["held_mb"])
         shown = [f"{row['step_ms']:,.0f} ms", f"{row['best_ms']:,.0f} ms", f"{row['gb_s']:.2f}", held]
         lines.append([f"{row['mode']}, {row['workers']} workers, {row['shards']} shards", *shown])
     title = (
-        f"{options.mb:,} MB float32, lane {options.lane}, {options.optimizer}; {options.runs} runs, "
+        f"{options.mb:,} MB float32, transport {options.transport}, {options.optimizer}; {options.runs} runs, "
         "the slowest worker of each"
     )
     return page(title, figures(["", "median", "best", "GB/s in all", "held, MB"], lines, bold=()), notes=[])

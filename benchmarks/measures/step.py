@@ -1,8 +1,8 @@
 """A training step of a real task, divided: compute, transfer, wait, apply; and what traffic alone predicts.
 
 Real workers, each a process, train the task by the public API. On a worker's clock a step is compute
-(data, forward, backward) and `optimizer.step()`, and of that the server held the answer for `held`
-(Answer.held_s). What is left is transfer. The least that any worker of the same step was held is
+(data, forward, backward) and `optimizer.step()`, and of that the server held the reply for `held`
+(Reply.gate_wait_s). What is left is transfer. The least that any worker of the same step was held is
 apply: fold and optimizer, which nobody is spared; the rest of held is waiting for others.
 
 The predictions divide bytes by what one plain TCP stream carries (bandwidth.py): M up and M down
@@ -25,11 +25,11 @@ from ..output.report import Report, median
 from ..output.tables import figures, page
 from ..rig.bandwidth import stream_bytes_per_s
 from ..rig.moments import Watch
-from ..rig.ours import lanes_of
+from ..rig.ours import transports_of
 from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
-from ..rig.worker_run import set_lane
+from ..rig.worker_run import set_transport
 
 _NUM_WARMUP = 3
 _LEARNING_RATE = 1e-3
@@ -44,19 +44,19 @@ class StepOptions:
     batch_size: int
     mode: str
     optimizer: str
-    lane: str
+    transport: str
 
 
 def measure_step(options: StepOptions) -> Report:
-    """One run for each lane."""
-    found = {lane: _run(options, lane) for lane in lanes_of(options.lane)}
+    """One run for each transport."""
+    found = {transport: _run(options, transport) for transport in transports_of(options.transport)}
     num_bytes = next(iter(found.values()))[0]["bytes"][0]
     bytes_per_s = stream_bytes_per_s()
-    lanes = {lane: summed_up(samples) for lane, samples in found.items()}
+    transports = {transport: summed_up(samples) for transport, samples in found.items()}
     results = {
-        "body_mb": num_bytes / 1e6,
+        "payload_mb": num_bytes / 1e6,
         "stream_gb_s": bytes_per_s / 1e9,
-        "lanes": lanes,
+        "transports": transports,
         "predicted_ms": {
             name: value / bytes_per_s * 1e3 for name, value in traffic(num_bytes, options.workers).items()
         },
@@ -64,19 +64,19 @@ def measure_step(options: StepOptions) -> Report:
     return Report("step", vars(options), results, _table(options, results))
 
 
-def traffic(body_bytes: float, num_workers: int) -> dict[str, float]:
+def traffic(payload_bytes: float, num_workers: int) -> dict[str, float]:
     """Bytes that pass one after another through the narrowest link in a synchronous step."""
     return {
-        "parameter_server": 2 * body_bytes,
-        "parameter_server_shared_link": 2 * body_bytes * num_workers,
-        "ring_all_reduce": 2 * body_bytes * (num_workers - 1) / num_workers,
+        "parameter_server": 2 * payload_bytes,
+        "parameter_server_shared_link": 2 * payload_bytes * num_workers,
+        "ring_all_reduce": 2 * payload_bytes * (num_workers - 1) / num_workers,
     }
 
 
 def summed_up(found: list[Samples]) -> list[dict[str, float]]:
     """By rank: medians in ms of a step's parts, and the share of the step that is not compute."""
-    applied = [min(held) for held in zip(*(one["held"] for one in found), strict=True)]
-    return [_of_worker(one, applied) for one in found]
+    applied = [min(held) for held in zip(*(samples["held"] for samples in found), strict=True)]
+    return [_of_worker(samples, applied) for samples in found]
 
 
 def _of_worker(samples: Samples, applied: list[float]) -> dict[str, float]:
@@ -86,14 +86,14 @@ def _of_worker(samples: Samples, applied: list[float]) -> dict[str, float]:
         "wait": [held - apply for held, apply in zip(samples["held"], applied, strict=True)],
         "apply": applied,
     }
-    steps = [sum(one) for one in zip(*parts.values(), strict=True)]
+    steps = [sum(part) for part in zip(*parts.values(), strict=True)]
     overhead = [1 - compute / step for compute, step in zip(parts["compute"], steps, strict=True)]
     found = {f"{part}_ms": median(times) * 1e3 for part, times in parts.items()}
     return found | {"step_ms": median(steps) * 1e3, "overhead": median(overhead)}
 
 
-def _run(options: StepOptions, lane: str) -> list[Samples]:
-    set_lane(lane)
+def _run(options: StepOptions, transport: str) -> list[Samples]:
+    set_transport(transport)
     num_steps = str(_NUM_WARMUP + options.steps)
     flags = ["--mode", options.mode, "--workers", str(options.workers), "--steps", num_steps]
     with (
@@ -146,12 +146,12 @@ def _train(session: Any, task: Any, model: Any, optimizer: Any, data: Any, batch
         optimizer.step()
         done = time.perf_counter()
         last, moments = moments, watch.last
-        held_s = (
-            moments.held_s if moments is not None and moments is not last else 0.0
+        gate_wait_s = (
+            moments.gate_wait_s if moments is not None and moments is not last else 0.0
         )  # between two rounds nothing is exchanged
         found["compute"].append(computed - resumed)
-        found["held"].append(held_s)
-        found["transfer"].append(done - computed - held_s)
+        found["held"].append(gate_wait_s)
+        found["transfer"].append(done - computed - gate_wait_s)
         resumed = done
     session.finish()
     return {part: times[_NUM_WARMUP:] for part, times in found.items()}
@@ -159,9 +159,13 @@ def _train(session: Any, task: Any, model: Any, optimizer: Any, data: Any, batch
 
 def _table(options: StepOptions, results: dict[str, Any]) -> RenderableType:
     rows = [
-        [f"{lane}, rank {rank}", *(f"{one[f'{part}_ms']:,.2f}" for part in (*_PARTS, "step")), f"{one['overhead']:.0%}"]
-        for lane, workers in results["lanes"].items()
-        for rank, one in enumerate(workers)
+        [
+            f"{transport}, rank {rank}",
+            *(f"{worker[f'{part}_ms']:,.2f}" for part in (*_PARTS, "step")),
+            f"{worker['overhead']:.0%}",
+        ]
+        for transport, workers in results["transports"].items()
+        for rank, worker in enumerate(workers)
     ]
     predicted = results["predicted_ms"]
     ring = "2 M (N - 1) / N, a ring all-reduce"
@@ -170,8 +174,8 @@ def _table(options: StepOptions, results: dict[str, Any]) -> RenderableType:
         "2 M N, the same, one link for all": predicted["parameter_server_shared_link"],
         ring: predicted["ring_all_reduce"],
         **{
-            f"measured transfer, {lane}, the slowest worker": max(one["transfer_ms"] for one in workers)
-            for lane, workers in results["lanes"].items()
+            f"measured transfer, {transport}, the slowest worker": max(worker["transfer_ms"] for worker in workers)
+            for transport, workers in results["transports"].items()
         },
     }
     title = (
@@ -179,7 +183,7 @@ def _table(options: StepOptions, results: dict[str, Any]) -> RenderableType:
         f"batches of {options.batch_size}; {options.steps} steps, medians"
     )
     traffic_title = (
-        f"M = {results['body_mb']:,.3f} MB, N = {options.workers}; {results['stream_gb_s']:.2f} GB/s a stream"
+        f"M = {results['payload_mb']:,.3f} MB, N = {options.workers}; {results['stream_gb_s']:.2f} GB/s a stream"
     )
     return page(
         title,

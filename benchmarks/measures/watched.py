@@ -43,10 +43,12 @@ def measure_watched(options: WatchedOptions) -> Report:
     for _ in range(options.runs):
         for name, having in variants.items():
             found[name].append(_measure(options, having))
-    results = {name: {key: median([one[key] for one in ones]) for key in ones[0]} for name, ones in found.items()}
+    results = {
+        name: {key: median([item[key] for item in items_]) for key in items_[0]} for name, items_ in found.items()
+    }
     bare = results["neither"]["server_cpu"]
-    for one in results.values():
-        one["more_cpu"] = one["server_cpu"] - bare
+    for result in results.values():
+        result["more_cpu"] = result["server_cpu"] - bare
     return Report("page", vars(options), results, _table(options, results))
 
 
@@ -64,8 +66,8 @@ def _measure(options: WatchedOptions, having: tuple[str, ...]) -> dict[str, floa
         players = stack.enter_context(team(1, swarm_life, 1, options.workers, swarm))
         if "viewers" in having:
             stack.enter_context(_viewers(server, options.viewers))
-        (one,) = players.turns(1)
-    return {"exchanges_per_s": one["rate"][0], "server_cpu": one["server"][0]}
+        (item,) = players.turns(1)
+    return {"exchanges_per_s": item["rate"][0], "server_cpu": item["server"][0]}
 
 
 @contextmanager
@@ -75,9 +77,9 @@ def _viewers(server: ServerProcess, count: int) -> Iterator[None]:
     host, _, port = address.rpartition(":")
     with ExitStack() as stack:
         for _ in range(count):
-            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=None))
-            one.sendall(f"GET /api/events?run=live HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
-            threading.Thread(target=_read, args=(one,), daemon=True).start()
+            item = stack.enter_context(socket.create_connection((host, int(port)), timeout=None))
+            item.sendall(f"GET /api/events?run=live HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+            threading.Thread(target=_read, args=(item,), daemon=True).start()
         yield
 
 
@@ -91,8 +93,8 @@ def _read(connection: socket.socket) -> None:
 
 def _table(options: WatchedOptions, results: dict[str, dict[str, float]]) -> RenderableType:
     rows = [
-        [name, f"{one['exchanges_per_s']:,.0f}", f"{one['server_cpu']:.2%}", f"{one['more_cpu']:+.2%}"]
-        for name, one in results.items()
+        [name, f"{result['exchanges_per_s']:,.0f}", f"{result['server_cpu']:.2%}", f"{result['more_cpu']:+.2%}"]
+        for name, result in results.items()
     ]
     title = f"{options.workers} workers, {options.viewers} viewers, {options.seconds:g} s each, {options.runs} times"
     note = f"CPU in shares of one core, of {machine()['cores']}; medians"

@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import RenderableType
 
 from ...common.errors import ParamServerError
+from ..baselines.run import chosen_running
 from ..output.report import Report, median
 from ..output.tables import figures, page
-from ..peers.run import chosen_running
 from ..rig.server_process import clean_environment
 from ..rig.turns import Contestant, Measured, Samples, measure
 
@@ -49,9 +49,9 @@ class XorOptions:
         return Xor(num_samples=_NUM_SAMPLES, seed=_SEED)
 
 
-def measure_xor(options: XorOptions, peer_names: Sequence[str] = ()) -> Report:
+def measure_xor(options: XorOptions, baseline_names: Sequence[str] = ()) -> Report:
     """Ours and those peers that are installed."""
-    with chosen_running(peer_names, "xor") as (peers, lines):
+    with chosen_running(baseline_names, "xor") as (peers, lines):
         contestants: dict[str, Callable[[], Contestant]] = {"paramserver": partial(_launched, options)}
         contestants |= {peer.name: partial(peer.xor, options) for peer in peers}
         found = measure(contestants, num_turns=options.runs, warmup=0)
@@ -60,7 +60,7 @@ def measure_xor(options: XorOptions, peer_names: Sequence[str] = ()) -> Report:
     results = {
         "ours": ours,
         "peers": rates,
-        "ratios": {name: ours["steps_per_s"] / one["steps_per_s"] for name, one in rates.items()},
+        "ratios": {name: ours["steps_per_s"] / rate["steps_per_s"] for name, rate in rates.items()},
     }
     config = {**vars(options), "num_samples": _NUM_SAMPLES, "peers": list(rates)}
     return Report("xor", config, results, _table(options, results, lines))
@@ -100,10 +100,10 @@ def _rates(samples: Samples) -> dict[str, float]:
 
 def _table(options: XorOptions, results: dict[str, Any], lines: list[str]) -> RenderableType:
     rows = [
-        [name, f"{one['steps_per_s']:,.0f}", f"{one['best_steps_per_s']:,.0f}", f"{ratio:.2f}" if ratio else ""]
-        for name, one, ratio in [
+        [name, f"{item['steps_per_s']:,.0f}", f"{item['best_steps_per_s']:,.0f}", f"{ratio:.2f}" if ratio else ""]
+        for name, item, ratio in [
             ("paramserver", results["ours"], 0.0),
-            *((name, one, results["ratios"][name]) for name, one in results["peers"].items()),
+            *((name, peer, results["ratios"][name]) for name, peer in results["peers"].items()),
         ]
     ]
     title = (

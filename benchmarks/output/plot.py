@@ -62,12 +62,12 @@ def curves(sizes: list[dict[str, Any]]) -> list[tuple[str, bool, list[tuple[floa
     """Name, whether it is ours, and (MB, GB/s) of every contestant."""
     found = []
     for name in sizes[0].get("of", ()):
-        found.append((name, name == "ours", [(one["size_kb"] / 1e3, one["of"][name]["bus_gb_s"]) for one in sizes]))
+        found.append((name, name == "ours", [(size["size_kb"] / 1e3, size["of"][name]["bus_gb_s"]) for size in sizes]))
     if found:
         return found
     for group in ("ours", "peers"):
         for name in sizes[0][group]:
-            points = [(one["size_mb"], 2 * one["size_mb"] / _ms(one[group][name])) for one in sizes]
+            points = [(size["size_mb"], 2 * size["size_mb"] / _ms(size[group][name])) for size in sizes]
             found.append((name, group == "ours", points))
     return found
 

@@ -64,7 +64,7 @@ def kept_path(what: str, suffix: str, folder: Path = RESULTS) -> Path:
     """Where a result is kept: date, what, cores and clock, and a number from the second of a day on."""
     stem = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{what}-{name()}"
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
-    return next(path for one in names if not (path := folder / f"{one}{suffix}").exists())
+    return next(path for name in names if not (path := folder / f"{name}{suffix}").exists())
 
 
 def median(values: Sequence[float]) -> float:

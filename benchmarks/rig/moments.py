@@ -11,9 +11,9 @@ class Moments(NamedTuple):
 
     begun: float
     sent: float  # encoded and given to the connection
-    answered: float  # the answer has come, its weights have not
+    replied: float  # the reply has come, its weights have not
     done: float
-    held_s: float  # as in Answer
+    gate_wait_s: float  # as in Reply
 
 
 class Watch:
@@ -23,7 +23,7 @@ class Watch:
         self.last: Moments | None = None
         exchange, shard = session._exchange, session._exchange._shards[0]
         contribute, send, receive = exchange.contribute, shard.contribute, shard.receive
-        sent = answered = 0.0
+        sent = replied = 0.0
 
         def timed_send(outgoing: Any) -> None:
             nonlocal sent
@@ -31,15 +31,15 @@ class Watch:
             sent = time.perf_counter()
 
         def timed_receive() -> Any:
-            nonlocal answered
+            nonlocal replied
             received = receive()
-            answered = time.perf_counter()
+            replied = time.perf_counter()
             return received
 
         def timed_contribute(outgoing: Any) -> Any:
             begun = time.perf_counter()
-            answer = contribute(outgoing)
-            self.last = Moments(begun, sent, answered, time.perf_counter(), answer.held_s)
-            return answer
+            reply = contribute(outgoing)
+            self.last = Moments(begun, sent, replied, time.perf_counter(), reply.gate_wait_s)
+            return reply
 
         exchange.contribute, shard.contribute, shard.receive = timed_contribute, timed_send, timed_receive

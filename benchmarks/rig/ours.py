@@ -1,25 +1,25 @@
-"""Our exchange as a contestant: one worker of the real server, by lane and by where its gradients lie.
+"""Our exchange as a contestant: one worker of the real server, by transport and by where its gradients lie.
 
-    begun ---- encode ---- sent ---- held, reply ---- answered ---- down ---- done
+    begun ---- encode ---- sent ---- held, reply ---- replied ---- down ---- done
       `------------------ up ----------------'
 
 `encode` is the gathering of the gradients, and what a codec or the shared memory makes of them.
 
-`held` is the server's own figure (Answer.held_s): from the last byte of the contribution until the
-answer is decided, so it holds the check for NaN, the fold and the optimizer. `down` is measured
-directly: from the answer's header until the last byte has been written into the parameters. What is
-left between begun and answered is the upload and the making of the reply, which only a second run
-tells apart, in turns with the first: async with `policy.pull_every` so large that no answer carries
+`held` is the server's own figure (Reply.gate_wait_s): from the last byte of the contribution until the
+reply is decided, so it holds the check for NaN, the fold and the optimizer. `down` is measured
+directly: from the reply's header until the last byte has been written into the parameters. What is
+left between begun and replied is the upload and the making of the reply, which only a second run
+tells apart, in turns with the first: async with `policy.pull_every` so large that no reply carries
 weights, hence no reply is made, and
 
-    up = answered - begun - held
+    up = replied - begun - held
 
 is the time from `optimizer.step()`, encoding included, until the server has all of it (and has decoded it),
 plus one small message back (about 0.1 ms). `reply` is what the first run needs beyond that, turn by
 turn: small beside the other two, so on a noisy machine trust it least.
 
-In the shared-memory lane gradients are either renewed before every step, as by a backward that made
-new tensors (the cost of that is included: "shared"), or left where the lane has put them, as by a
+In the shared-memory transport gradients are either renewed before every step, as by a backward that made
+new tensors (the cost of that is included: "shared"), or left where the transport has put them, as by a
 backward that accumulates into what is there ("shared, in place").
 
 With TLS the server has a certificate, and the worker the authority's: made for the measurement.
@@ -45,7 +45,7 @@ class Variant:
     """How tensors travel, whether each step's gradients are new ones, and whether all is encrypted."""
 
     name: str
-    lane: str
+    transport: str
     renews: bool
     is_tls: bool = False
     watched: str = ""  # `store` or `page`: what its servers have beside
@@ -56,30 +56,33 @@ VARIANTS = {
     "direct": (Variant("direct", "direct", renews=False),),
     "shared": (Variant("shared", "shared", renews=True), Variant("shared, in place", "shared", renews=False)),
 }
-LANES = (*VARIANTS, "all")
+TRANSPORTS = (*VARIANTS, "all")
 
 
-def variants_of(lane: str, tls: bool = False, watched: Sequence[str] = ()) -> tuple[Variant, ...]:
-    """Those of a lane, or of all; `tls`: those over the network encrypted too; and all by servers with a store, a page,
+def variants_of(transport: str, tls: bool = False, watched: Sequence[str] = ()) -> tuple[Variant, ...]:
+    """Those of a transport, or of all; `tls`: those over the network encrypted too; and all by servers with a store, a
+    page,
     as far as they are `watched`."""
-    found = sum(VARIANTS.values(), ()) if lane == "all" else VARIANTS[lane]
-    over = [one for one in found if one.lane != "shared"] if tls else []
-    found += tuple(replace(one, name=f"{one.name}, TLS", is_tls=True) for one in over)
-    return found + tuple(replace(one, name=f"{one.name}, {how}", watched=how) for how in watched for one in found)
+    found = sum(VARIANTS.values(), ()) if transport == "all" else VARIANTS[transport]
+    over = [variant for variant in found if variant.transport != "shared"] if tls else []
+    found += tuple(replace(variant, name=f"{variant.name}, TLS", is_tls=True) for variant in over)
+    return found + tuple(
+        replace(variant, name=f"{variant.name}, {how}", watched=how) for how in watched for variant in found
+    )
 
 
-def lanes_of(lane: str) -> tuple[str, ...]:
+def transports_of(transport: str) -> tuple[str, ...]:
     """One, or all of them."""
-    return tuple(VARIANTS) if lane == "all" else (lane,)
+    return tuple(VARIANTS) if transport == "all" else (transport,)
 
 
 @dataclass
 class Facts:
-    """What is not a time: sizes in bytes, and the lane that was agreed on."""
+    """What is not a time: sizes in bytes, and the transport that was agreed on."""
 
-    body_bytes: int = 0
+    payload_bytes: int = 0
     sent_bytes: int = 0
-    lane: str = ""
+    transport: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class OurExchange:
     def opened(self) -> Iterator[Measured]:
         """Parts exchange, encode, up, held, down, and up_reply: both of them in the first run."""
         steps = str(self.num_steps + 1)
-        size = (self.num_floats, self.optimizer, self.codec, self.variant.lane)
+        size = (self.num_floats, self.optimizer, self.codec, self.variant.transport)
         first_flags = ("--mode", self.mode, "--workers", "1", "--steps", steps, "--set", "policy.local_steps=1")
         second_flags = ("--mode", "async", "--workers", "1", "--steps", steps, "--set", f"policy.pull_every={_NEVER}")
         with (
@@ -110,14 +113,14 @@ class OurExchange:
             joined_worker(both_ways.address, 0, *size, ca=ca, device=self.device) as first,
             joined_worker(one_way.address, 0, *size, ca=ca, device=self.device) as second,
         ):
-            self.facts.body_bytes, self.facts.sent_bytes = first.body_bytes, first.sent_bytes
-            self.facts.lane = first.lane
+            self.facts.payload_bytes, self.facts.sent_bytes = first.payload_bytes, first.sent_bytes
+            self.facts.transport = first.transport
 
             def measured(count: int) -> Samples:
                 found: Samples = {}
                 for _ in range(count):
                     whole, upload = self._exchange(first), self._exchange(second)
-                    time.sleep(upload["exchange"])  # its server steps after the answer: not in somebody else's turn
+                    time.sleep(upload["exchange"])  # its server steps after the reply: not in somebody else's turn
                     for part, seconds in (whole | {"up": upload["up"], "up_reply": whole["up"]}).items():
                         found.setdefault(part, []).append(seconds)
                 return found
@@ -136,7 +139,7 @@ class OurExchange:
         return {
             "exchange": total_s,
             "encode": at.sent - at.begun,
-            "up": at.answered - at.begun - at.held_s,
-            "held": at.held_s,
-            "down": at.done - at.answered,
+            "up": at.replied - at.begun - at.gate_wait_s,
+            "held": at.gate_wait_s,
+            "down": at.done - at.replied,
         }

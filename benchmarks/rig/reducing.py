@@ -56,19 +56,19 @@ def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Ite
     """A member of groups of ours, which average models of these sizes (bytes)."""
     import torch.distributed as dist
 
-    from ...worker.strategies.group import Epoch, Group, Meeting
+    from ...worker.strategies.group import Generation, Group, Rendezvous
     from .model import fill_gradients, synthetic_model
 
-    meeting = Meeting("127.0.0.1")
-    told = dist.FileStore(store.removeprefix("file://"), workers)
+    rendezvous = Rendezvous("127.0.0.1")
+    file_store = dist.FileStore(store.removeprefix("file://"), workers)
     if rank == 0:
-        told.set("port", str(meeting.address[1]))
-    store_at = ("127.0.0.1", int(told.get("port")))
+        file_store.set("port", str(rendezvous.address[1]))
+    store_at = ("127.0.0.1", int(file_store.get("port")))
     groups, calls = [], {}
     for number, size in enumerate(
         sizes
     ):  # one for each model, as in a run: what was averaged last says how the next goes
-        group = Group(Epoch(number, tuple(range(workers)), store_at), rank, meeting)
+        group = Group(Generation(number, tuple(range(workers)), store_at), rank, rendezvous)
         model = synthetic_model(size // 4)
         fill_gradients(model)
         calls[size] = partial(group.average, [parameter.grad for parameter in model], 1)
@@ -76,7 +76,7 @@ def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Ite
     yield by_size(calls)
     for group in groups:
         group.close()
-    meeting.close()
+    rendezvous.close()
 
 
 @contextmanager

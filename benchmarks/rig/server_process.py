@@ -43,7 +43,7 @@ class ServerProcess:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                found = next((one for one in self.events if one.get("event") == event), None)
+                found = next((item for item in self.events if item.get("event") == event), None)
                 if found is not None:
                     return found
                 left_s = deadline - time.monotonic()

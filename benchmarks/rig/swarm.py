@@ -1,8 +1,8 @@
 """Many workers played by one process: real conversations on asyncio streams, and as little else as can be.
 
 Each rank has a connection and a rank of its own and says what a worker says: Join, Model, InitialWeights
-when asked, contributions with real bodies, Leave. It computes nothing between them: bodies are made
-once, answers are read for what the next contribution needs, weights are left where they came.
+when asked, contributions with real payloads, Leave. It computes nothing between them: payloads are made
+once, replies are read for what the next contribution needs, weights are left where they came.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class SwarmOptions:
     floats: int
     optimizer: str
     seconds: float
-    lane: str = "grpc"
+    transport: str = "grpc"
     pace_s: float = 0.0
 
 
-class Bodies:
+class Payloads:
     """What all ranks send, made once. All zero: finite, and a step of arithmetic as any other."""
 
     def __init__(self, floats: int, optimizer: str) -> None:
@@ -130,42 +130,42 @@ class DirectCall(asyncio.Protocol):
 class Player:
     """One rank on its stream."""
 
-    def __init__(self, channel: grpc.aio.Channel, rank: int, bodies: Bodies, options: SwarmOptions) -> None:
-        self._is_direct, self._host = options.lane == "direct", options.address.rpartition(":")[0]
+    def __init__(self, channel: grpc.aio.Channel, rank: int, payloads: Payloads, options: SwarmOptions) -> None:
+        self._is_direct, self._host = options.transport == "direct", options.address.rpartition(":")[0]
         self._pace_s = options.pace_s
         self.num_exchanges = 0
         self._call: Any = channel.stream_stream(f"/{SERVICE}/Exchange")()
         self._progress = Progress(rank=rank)
-        self._bodies = bodies
+        self._payloads = payloads
 
     async def join(self) -> None:
         """Until the first weights are there."""
         await self._send(messages.message(join=messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
         welcome = (await self._receive("welcome")).of(messages.Welcome)
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
-        model = messages.model_message(self._bodies.layout, self._bodies.spec, (), "raw")
+        model = messages.model_message(self._payloads.layout, self._payloads.spec, (), "raw")
         model.direct = self._is_direct
         direct = await DirectCall.opened(self._call, self._host, welcome.direct) if self._is_direct else None
         await self._send(messages.message(model=model))
         self._call = direct or self._call
-        received = await self._receive("answer", "send_weights")
+        received = await self._receive("reply", "send_weights")
         if received.kind == "send_weights":
-            await self._send(messages.initial_weights_frames(self._bodies.weights, self._bodies.layout.total_bytes))
-            received = await self._receive("answer")
+            await self._send(messages.initial_weights_frames(self._payloads.weights, self._payloads.layout.total_bytes))
+            received = await self._receive("reply")
         await self._take(received)
 
     async def exchange_until(self, is_over: Callable[[], bool]) -> None:
         while not is_over() and not self._progress.is_done:
-            num_bytes = self._bodies.layout.exchange_bytes
+            num_bytes = self._payloads.layout.exchange_bytes
             contribution = Contribution(
                 ContributionId(self._progress.rank or 0, self._progress.incarnation, self._progress.next_number),
                 base=Base(self._progress.version),
                 payload=PayloadInfo("raw", num_bytes),
             )
             header = contribution_message(contribution)
-            await self._send(message_frames(header, self._bodies.gradient))
+            await self._send(message_frames(header, self._payloads.gradient))
             began = time.perf_counter()
-            await self._take(await self._receive("answer"))
+            await self._take(await self._receive("reply"))
             self.num_exchanges += 1
             if self._pace_s:
                 await asyncio.sleep(max(0.0, began + self._pace_s - time.perf_counter()))
@@ -177,13 +177,13 @@ class Player:
             pass
 
     async def _take(self, received: Frame) -> None:
-        """An answer, and the weights after it: read, and left where they are."""
-        answer = received.of(messages.Answer)
-        left = answer.body_bytes - len(received.data) - received.placed
+        """An reply, and the weights after it: read, and left where they are."""
+        reply = received.of(messages.Reply)
+        left = reply.payload_bytes - len(received.data) - received.placed
         while left > 0:
             piece = await self._receive(None)
             left -= len(piece.data) + piece.placed
-        self._progress.answered(answer.step, answer.version, answer.next_local_steps, answer.body_bytes > 0)
+        self._progress.replied(reply.step, reply.version, reply.next_local_steps, reply.payload_bytes > 0)
 
     async def _send(self, frames: Any) -> None:
         for frame in frames:
@@ -208,17 +208,17 @@ def swarm_life(index: int, num_processes: int, num_workers: int, options: SwarmO
     Parts: rate, busy (this process's CPU time through the time), server (the server's).
     """
     ranks = range(index, num_workers, num_processes)
-    bodies = Bodies(options.floats, options.optimizer)
+    payloads = Payloads(options.floats, options.optimizer)
     loop = asyncio.new_event_loop()
     try:
-        yield lambda count: loop.run_until_complete(_play(list(ranks), bodies, options))
+        yield lambda count: loop.run_until_complete(_play(list(ranks), payloads, options))
     finally:
         loop.close()
 
 
-async def _play(ranks: list[int], bodies: Bodies, options: SwarmOptions) -> Samples:
+async def _play(ranks: list[int], payloads: Payloads, options: SwarmOptions) -> Samples:
     channels = [grpc.aio.insecure_channel(options.address, options=_OPTIONS) for _ in ranks]
-    players = [Player(channel, rank, bodies, options) for channel, rank in zip(channels, ranks, strict=True)]
+    players = [Player(channel, rank, payloads, options) for channel, rank in zip(channels, ranks, strict=True)]
     try:
         await asyncio.wait_for(_all([player.join() for player in players]), _JOIN_S)
         is_over = False

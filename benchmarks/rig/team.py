@@ -107,7 +107,9 @@ def team(num_members: int, life: Life, *arguments: Any) -> Iterator[Team]:
 
 def slowest(found: list[Samples]) -> Samples:
     """Of every turn the slowest member: that is when all are done."""
-    return {part: [max(times) for times in zip(*(one[part] for one in found), strict=True)] for part in found[0]}
+    return {
+        part: [max(times) for times in zip(*(samples[part] for samples in found), strict=True)] for part in found[0]
+    }
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class JoinedWorker:
     optimizer: Any
     parameters: list[Any]
     gradients: list[Any]  # as they were made, each in memory of its own
-    body_bytes: int  # of the parameters
+    payload_bytes: int  # of the parameters
     sent_bytes: int  # of a contribution, as the codec has it
     watch: Watch
     device: str = "cpu"
@@ -38,9 +38,9 @@ class JoinedWorker:
             torch.cuda.synchronize(self.device)
 
     @property
-    def lane(self) -> str:
-        """What it has, by its name in `worker.lanes`."""
-        return str(self.session._exchange.lane).removesuffix(" memory")
+    def transport(self) -> str:
+        """What it has, by its name in `worker.transports`."""
+        return str(self.session._exchange.transport).removesuffix(" memory")
 
     def renew_gradients(self) -> None:
         """As a backward leaves them that made new ones: in memory of their own, not where they were sent from."""
@@ -55,15 +55,16 @@ def joined_worker(
     num_floats: int,
     optimizer: str,
     codec: str = "raw",
-    lane: str = "shared",
+    transport: str = "shared",
     ca: str | None = None,
     device: str = "cpu",
 ) -> Iterator[JoinedWorker]:
-    """Join the run at `address` with a synthetic model of `num_floats` on `device`, over `lane` or what comes after
+    """Join the run at `address` with a synthetic model of `num_floats` on `device`, over `transport` or what comes
+    after
     it, in TLS if there is a `ca`; leave it at the end of the block."""
     before_torch()
     setup_logging(LogConfig(level="warning"), "ps-bench")
-    set_lane(lane)
+    set_transport(transport)
     os.environ |= {"PS_WORKER__CODEC": codec, "PS_SECURITY__CA": ca or ""}
     import paramserver
 
@@ -85,7 +86,7 @@ def joined_worker(
         yield JoinedWorker(session, stepped, parameters, gradients, layout.parameter_bytes, sent_bytes, watch, device)
 
 
-def set_lane(lane: str) -> None:
+def set_transport(transport: str) -> None:
     """The best that workers take which this process or its children start: grpc, direct or shared."""
-    lanes = ("shared", "direct", "grpc")
-    os.environ["PS_WORKER__LANES"] = ",".join(lanes[lanes.index(lane) :])
+    transports = ("shared", "direct", "grpc")
+    os.environ["PS_WORKER__TRANSPORTS"] = ",".join(transports[transports.index(transport) :])

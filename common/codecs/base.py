@@ -1,14 +1,16 @@
-"""What a codec is: how one side writes the parameters of a body, and the other reads them, with the memory of both.
+"""What a codec is: how one side writes the parameters of a payload, and the other reads them, with the memory of both.
 
 A codec may remember (what it left out, what it sent last): then both sides must remember the same, whatever is lost
-between them. So each body is an attempt: `begin` works it out from the memory, and changes nothing yet; `commit`, when
-the other side counts it, makes the memory what `begin` led to; `rollback`, when it does not, forgets that. A body that
+between them. So each payload is an attempt: `begin` works it out from the memory, and changes nothing yet; `commit`,
+when
+the other side counts it, makes the memory what `begin` led to; `rollback`, when it does not, forgets that. A payload
+that
 is sent again is not encoded again: it is the same bytes.
 
     encoder                         decoder
-    begin(body, bytes)              begin(bytes, body)
+    begin(payload, bytes)              begin(bytes, payload)
     commit()                        commit()             both count it
-    begin(body, bytes)
+    begin(payload, bytes)
     rollback()                      (never came)         the next begin is as if this one had not been
 
 A file of this folder is a codec: `ENTRY` is its class. Its attributes say what it is able to do, and no list of codecs
@@ -28,15 +30,16 @@ import torch
 
 from ...common.kinds import ContributionKind
 from ..errors import Reason, UsageError, refusal
-from ..tensors.layout import Layout, new_body
+from ..tensors.layout import Layout, new_payload
 
 
 class Coder(Protocol):
-    """One side of one lane, in one direction. `commit` and `rollback` end the attempt that was begun, and do nothing
+    """One side of one transport, in one direction. `commit` and `rollback` end the attempt that was begun, and do
+    nothing
     when there is none; a `begin` after a `begin` is a `rollback` first."""
 
     def begin(self, source: torch.Tensor, target: torch.Tensor, /) -> None:
-        """Of an encoder: a body, uint8 [>= parameter_bytes], to uint8 [encoded_bytes]; a decoder's way is back. The
+        """Of an encoder: a payload, uint8 [>= parameter_bytes], to uint8 [encoded_bytes]; a decoder's way is back. The
         source stays as it is. A decoder may raise anything for bytes that no encoder makes: that is refused, and
         nothing is remembered."""
 
@@ -48,12 +51,12 @@ class Coder(Protocol):
 
 
 class Codec(ABC):
-    """Encodes the parameters' part of a body, [0, layout.parameter_bytes). Buffers travel as they are."""
+    """Encodes the parameters' part of a payload, [0, layout.parameter_bytes). Buffers travel as they are."""
 
     name: str
-    # The encoded bytes are the body's own: nothing is encoded, and bodies are read and written in place.
+    # The encoded bytes are the payload's own: nothing is encoded, and payloads are read and written in place.
     is_identity: bool = False
-    # Beyond it a value becomes infinite, where the dtype of the body has larger ones.
+    # Beyond it a value becomes infinite, where the dtype of the payload has larger ones.
     largest: float = math.inf
     # Tensors may be encoded one by one, as they are ready.
     goes_in_parts: bool = False
@@ -74,7 +77,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
-        """Size of the encoded part for every body of this layout."""
+        """Size of the encoded part for every payload of this layout."""
 
     @abstractmethod
     def encoder(self, layout: Layout) -> Coder:
@@ -90,10 +93,10 @@ class SelfContained(Codec):
     do."""
 
     @abstractmethod
-    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None: ...
+    def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None: ...
 
     @abstractmethod
-    def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None: ...
+    def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None: ...
 
     def encoder(self, layout: Layout) -> Coder:
         """One without memory; a subclass may have an encoder that remembers."""
@@ -113,9 +116,9 @@ class _WithoutMemory:
     rollback = commit
 
 
-class Spares:
+class FreeBuffers:
     """Memory that is lent again: touching 100 MB of new memory costs more than filling it. From any thread; at most
-    `limit` bodies lie idle."""
+    `limit` payloads lie idle."""
 
     def __init__(self, limit: int = 1) -> None:
         self._limit = limit
@@ -125,34 +128,34 @@ class Spares:
         """uint8 [num_bytes], with old contents."""
         while self._idle:
             with suppress(IndexError):
-                body = self._idle.pop()
-                if body.numel() == num_bytes:
-                    return body
-        return new_body(num_bytes)
+                payload = self._idle.pop()
+                if payload.numel() == num_bytes:
+                    return payload
+        return new_payload(num_bytes)
 
-    def give_back(self, body: torch.Tensor) -> None:
+    def give_back(self, payload: torch.Tensor) -> None:
         if len(self._idle) < self._limit:
-            self._idle.append(body)
+            self._idle.append(payload)
 
 
 def _or_differences(setting: str, codec: Codec) -> str:
     """What to do where weights are sent."""
-    told = f"--set worker.{setting}={codec.name} for ps-server too, whose localsgd then takes how far workers went"
-    return f"{told}; or --mode diloco, which always does; or --set worker.{setting}=bf16"
+    message = f"--set worker.{setting}={codec.name} for ps-server too, whose localsgd then takes how far workers went"
+    return f"{message}; or --mode diloco, which always does; or --set worker.{setting}=bf16"
 
 
 def _check_reference(mode: str, kind: ContributionKind, down: Codec) -> None:
-    """Whether answers may be differences in this codec."""
+    """Whether replies may be differences in this codec."""
     if not kind.may_lose:
         raise UsageError(
-            f"worker.answer_codec is {down.name}, and workers of this run in mode {mode} send weights, in which what "
+            f"worker.reply_codec is {down.name}, and workers of this run in mode {mode} send weights, in which what "
             "it leaves out would be lost",
-            fix=_or_differences("answer_codec", down),
+            fix=_or_differences("reply_codec", down),
         )
     if not down.goes_in_parts or down.optimizer is not None:
         raise UsageError(
-            f"worker.answer_codec is {down.name}, with which the workers' weights come near the server's late or never",
-            fix="--set worker.answer_codec=q4 (or int8, bf16)",
+            f"worker.reply_codec is {down.name}, with which the workers' weights come near the server's late or never",
+            fix="--set worker.reply_codec=q4 (or int8, bf16)",
         )
 
 
@@ -161,7 +164,7 @@ def _check_fragments(up: Codec, down: Codec, fragments: int) -> None:
     if up.has_feedback and not up.goes_in_parts:
         setting, codec, why, other = "codec", up, "keeps what it leaves out of all", "q4"
     elif not down.is_identity and down.takes_weights:
-        setting, codec, why, other = "answer_codec", down, "has answers whole", "q4 (or int8, raw)"
+        setting, codec, why, other = "reply_codec", down, "has replies whole", "q4 (or int8, raw)"
     else:
         return
     raise UsageError(
@@ -198,7 +201,7 @@ def check_codecs(
     optimizers: Iterable[tuple[str, Mapping[str, object]]] = (),
     fragments: int = 1,
 ) -> None:
-    """Whether workers of a mode that contribute this kind may send in one codec and be answered in another; UsageError.
+    """Whether workers of a mode that contribute this kind may send in one codec and be replied in another; UsageError.
     `optimizers`: the server's, class and arguments of each group; none where they are not known yet."""
     if fragments > 1:
         _check_fragments(up, down, fragments)
@@ -226,33 +229,33 @@ def check_codecs(
         )
 
 
-def body_bytes(codec: Codec, layout: Layout) -> int:
-    """Size of every body that is exchanged in this codec."""
+def payload_bytes(codec: Codec, layout: Layout) -> int:
+    """Size of every payload that is exchanged in this codec."""
     return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
 
 
-def begin_body(
-    codec: Codec, encoder: Coder, layout: Layout, body: torch.Tensor, spares: Spares | None = None
+def begin_payload(
+    codec: Codec, encoder: Coder, layout: Layout, payload: torch.Tensor, free_buffers: FreeBuffers | None = None
 ) -> torch.Tensor:
-    """`body` uint8 [>= exchange_bytes] as it is sent, uint8 [body_bytes]: parameters encoded, then buffers.
-    The memory of what is returned is lent by `spares`."""
+    """`payload` uint8 [>= exchange_bytes] as it is sent, uint8 [payload_bytes]: parameters encoded, then buffers.
+    The memory of what is returned is lent by `free_buffers`."""
     encoded_bytes = codec.encoded_bytes(layout)
-    out = (spares or Spares()).lend(body_bytes(codec, layout))
-    encoder.begin(body, out[:encoded_bytes])
-    out[encoded_bytes:].copy_(body[layout.parameter_bytes : layout.exchange_bytes])
+    out = (free_buffers or FreeBuffers()).lend(payload_bytes(codec, layout))
+    encoder.begin(payload, out[:encoded_bytes])
+    out[encoded_bytes:].copy_(payload[layout.parameter_bytes : layout.exchange_bytes])
     return out
 
 
-def take_body(codec: Codec, decoder: Coder, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
-    """What was sent, uint8 [body_bytes], into `body`, uint8 [>= exchange_bytes].
+def take_payload(codec: Codec, decoder: Coder, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
+    """What was sent, uint8 [payload_bytes], into `payload`, uint8 [>= exchange_bytes].
 
     Raises a BAD_REQUEST refusal for bytes that the codec cannot decode, as if they had never come.
     """
     encoded_bytes = codec.encoded_bytes(layout)
     try:
-        decoder.begin(encoded[:encoded_bytes], body)
+        decoder.begin(encoded[:encoded_bytes], payload)
     except Exception as error:
         decoder.rollback()
         what = f"{type(error).__name__}: {error}"
         raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {what}") from error
-    body[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[encoded_bytes:])
+    payload[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[encoded_bytes:])

@@ -23,20 +23,20 @@ class Bf16Codec(ByTensor):
     aligns = False
     least = largest = math.inf
 
-    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None:
         """As piece by piece, in fewer calls."""
         if self.without:
-            super().encode(layout, body, out)
+            super().encode(layout, payload, out)
             return
         for run, place in self._places(layout, out):
-            place.copy_(run.view(body))
+            place.copy_(run.view(payload))
 
-    def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
+    def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
         if self.without:
-            super().decode(layout, encoded, body)
+            super().decode(layout, encoded, payload)
             return
         for run, place in self._places(layout, encoded):
-            run.view(body).copy_(place)
+            run.view(payload).copy_(place)
 
     def _places(self, layout: Layout, encoded: torch.Tensor) -> Iterator[tuple[FlatRun, torch.Tensor]]:
         """Every parameter run, and what of `encoded` it is, [n]."""

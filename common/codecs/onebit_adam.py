@@ -4,7 +4,7 @@
 warms up, gradients travel as bf16, and each worker adds them up: m <- b1 m + (1 - b1) g. From then on a worker sends
 m, with error feedback, and says that b1 is 0. The server then takes the mean of these for its own momentum: the mean of
 all workers' momentum is the momentum of the mean. In the paper the server's replies are encoded by the same signs with
-a feedback of their own; here `worker.answer_codec` encodes them.
+a feedback of their own; here `worker.reply_codec` encodes them.
 
 The payload of a tensor c of n values is s = norm2(c) / sqrt(n), float32 (as in DeepSpeed's 1-bit Adam), then a bit for
 each value, 1 for a minus, eight in a byte, the first one lowest, the last byte filled with 0. Decoded is s or -s.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..tensors.layout import Layout, new_body
+from ..tensors.layout import Layout, new_payload
 from ..tensors.optimizers import Hyperparameters
 from .base import Codec
 from .bf16 import Bf16Codec
@@ -72,10 +72,10 @@ class _Momentum(Preparation):
 
     def apply(self, piece: Piece, values: torch.Tensor) -> None:
         if self._next is None:
-            self._next = new_body(self._num_bytes)
-        momentum = torch.mul(values, 1 - self._beta, out=piece.of_body(self._next))
+            self._next = new_payload(self._num_bytes)
+        momentum = torch.mul(values, 1 - self._beta, out=piece.of_payload(self._next))
         if self._momentum is not None:
-            momentum.add_(piece.of_body(self._momentum), alpha=self._beta)
+            momentum.add_(piece.of_payload(self._momentum), alpha=self._beta)
         if not self._is_warm:
             values.copy_(momentum)
 
@@ -90,7 +90,7 @@ class _Momentum(Preparation):
         if self._is_warm or not groups:
             return groups
         if self._sent is None or self._sent[0] is not groups:
-            changed = ({**one, "betas": [0.0, one["betas"][1]]} if "betas" in one else one for one in groups)
+            changed = ({**group, "betas": [0.0, group["betas"][1]]} if "betas" in group else group for group in groups)
             self._sent = groups, tuple(changed)
         return self._sent[1]
 

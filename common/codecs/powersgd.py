@@ -49,13 +49,13 @@ class _Encoder(PieceEncoder):
 
     def __init__(self, codec: PowerSgdCodec, layout: Layout) -> None:
         super().__init__(codec, layout)
-        self._q: dict[int, torch.Tensor] = {}  # by where a matrix begins in a body
+        self._q: dict[int, torch.Tensor] = {}  # by where a matrix begins in a payload
         self._next: dict[int, torch.Tensor] = {}
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for pieces in pieces_of(self._codec, self._layout):
             for piece in pieces:
-                self.write(piece, piece.of_body(source), target)
+                self.write(piece, piece.of_payload(source), target)
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
         if not piece.is_encoded:

@@ -1,4 +1,4 @@
-"""The bytes as they are. Senders and receivers skip the copy: a raw body is read and written in place."""
+"""The bytes as they are. Senders and receivers skip the copy: a raw payload is read and written in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RawCodec(SelfContained):
     def encoded_bytes(self, layout: Layout) -> int:
         return layout.parameter_bytes
 
-    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(body[: layout.parameter_bytes])
+    def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(payload[: layout.parameter_bytes])
 
-    def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
-        body[: layout.parameter_bytes].copy_(encoded)
+    def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
+        payload[: layout.parameter_bytes].copy_(encoded)
 
 
 ENTRY = RawCodec

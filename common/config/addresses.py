@@ -30,7 +30,7 @@ def listening(address: str) -> str:
 def reached(address: str) -> str:
     """The address of somebody else."""
     if split_address(listening(address))[1] == 0:
-        raise ValueError(f"'{address}': port 0 is no address that anyone answers at")
+        raise ValueError(f"'{address}': port 0 is no address that anyone replies at")
     return address
 
 

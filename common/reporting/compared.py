@@ -53,8 +53,8 @@ def write_report(
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
     # Figures of different tasks, which a note is about, are not ranked.
     said = findings(runs, target) if not any("different tasks" in note for note in notes) else []
-    parts = [f"<ul>{''.join(f'<li>{escape(one)}</li>' for one in said)}</ul>" if said else "", *map(_table, tables)]
-    lines = [f"# {title}", "", *(f"- {one}" for one in said)]
+    parts = [f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in said)}</ul>" if said else "", *map(_table, tables)]
+    lines = [f"# {title}", "", *(f"- {text}" for text in said)]
     for head, rows in tables:
         lines += ["", _row(head), _row(["---"] * len(head)), *map(_row, rows)]
     pictures = _pictures(runs, target or target_of(runs))
@@ -110,7 +110,7 @@ def _pictures(
         for unit, get in _UNITS.items():
             curves = []
             for label, run, figure in _drawn(runs):
-                points = [(get(one), one.figures[name]) for one in run.points_of(name)]
+                points = [(get(point), point.figures[name]) for point in run.points_of(name)]
                 known = [(x, y) for x, y in points if x is not None and math.isfinite(y)]
                 if figure == name and len(known) > 1:
                     curves.append((label, known))
@@ -142,8 +142,8 @@ def prepare_report(directory: str) -> None:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        told = f"the report cannot be written to {directory}: {error.strerror}"
-        raise OutputError(told, fix="name a directory that you may write to (--report DIR)") from None
+        message = f"the report cannot be written to {directory}: {error.strerror}"
+        raise OutputError(message, fix="name a directory that you may write to (--report DIR)") from None
     for name in _FILES:
         check_writable(str(Path(directory) / name))
 

@@ -73,7 +73,7 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
     told.append(_range("Traffic", spreads(runs, lambda run: run.num_bytes), amount))
     if costs := _costs(runs):
         told.append(_range(f"Cost, {costs[0]}", costs[1], price))
-    return [one for one in told if one]
+    return [item for item in told if item]
 
 
 def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[str], dict[str, Spread]]:

@@ -6,7 +6,7 @@ killed may leave out its last few. `drills/check.py` reads it.
 
     server  start     run, server_incarnation, mode, staleness, workers, version, steps {rank: step}, source,
                       skipped [damaged snapshots], options {name: value} of the mode, common {name: value} of every
-                      mode (training steps, num_workers, min_workers, weighting, pipelined)
+                      mode (training steps, num_workers, min_workers, weighting, delayed_update)
             join      rank, incarnation, step, resumed
             leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
                       finished: it takes no more steps, and stays for the final weights
@@ -16,13 +16,13 @@ killed may leave out its last few. `drills/check.py` reads it.
                       (training steps in it, where its worker says so), part (of a model in parts), run_steps
                       (training steps of the run, where it says so)
             commit    version, contributions [[rank, incarnation, step], ...], members [rank, ...]
-            answer    rank, incarnation, step, version, outcome
+            reply    rank, incarnation, step, version, outcome
             snapshot  version, steps {rank: step}, path, sha256 (of the weights)
             control   do, rank, name, value: what somebody asked for; told: what became of it, done: whether it was done
             end       version, steps {rank: step}
     worker  start     run, rank, incarnation, server_incarnation, step, version
             send      rank, incarnation, step, base_version
-            answered  rank, incarnation, step, version, outcome (START is a `start` line)
+            replied  rank, incarnation, step, version, outcome (START is a `start` line)
             end       rank, step
 
 Every line also has `op`, `role` ("server" or "worker") and `t`, monotonic seconds of its host.

@@ -137,7 +137,11 @@ def shown_of_workers(where: Display) -> list[Metric]:
 
 def shown_of_run(where: Display) -> list[Metric]:
     """The metrics of the run that are displayed there, in the order of the table."""
-    return [one for one in OF_RUN.values() if (one.display if one.display_run is None else one.display_run) & where]
+    return [
+        metric
+        for metric in OF_RUN.values()
+        if (metric.display if metric.display_run is None else metric.display_run) & where
+    ]
 
 
 def values_of(metrics: Iterable[Metric], source: Any) -> dict[str, Value]:

@@ -91,6 +91,7 @@ def _worker_row(worker: WorkerStatus, metrics: list[Metric], num_steps: int) -> 
     cells = [metric.text(getattr(worker, metric.name)) for metric in metrics]
     if num_steps:
         cells = [
-            f"{cell}/{num_steps:,}" if one.name == "step" else cell for one, cell in zip(metrics, cells, strict=True)
+            f"{cell}/{num_steps:,}" if metric.name == "step" else cell
+            for metric, cell in zip(metrics, cells, strict=True)
         ]
     return [rank, Text(worker.state, style=_STATE_STYLES.get(worker.state, "")), *cells]

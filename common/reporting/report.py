@@ -98,7 +98,7 @@ def summary_table(summary: Summary) -> RenderableType:
         (describe_mode(summary), "bold"),
         f"   {summary.version:,} updates in {duration(summary.wall_s)}",
         f"   {samples_per_s} samples/s   waiting {share(summary.wait_share)}",
-        f"   {_lanes(summary)}" if summary.workers else "",
+        f"   {_transports(summary)}" if summary.workers else "",
     )
     final = Text("   ".join(f"{name} {figure(value)}" for name, value in summary.final.items()), style="bold green")
     parts: list[RenderableType] = [headline]
@@ -234,24 +234,25 @@ def describe_mode(summary: Summary) -> str:
 def _direction(cosine: float | None, gain: float | None) -> Text:
     """How far rounds go the same way, and what becomes of it."""
     assert cosine is not None and gain is not None
-    told = f"deltas of successive rounds: cosine {cosine:.2f}, which outer momentum makes {gain:.1f} times as far"
+    message = f"deltas of successive rounds: cosine {cosine:.2f}, which outer momentum makes {gain:.1f} times as far"
     if gain <= _MOST_GAIN:
-        return Text(told, style="dim")
-    return Text(f"{told}: beyond {_MOST_GAIN:g}, try a lower --outer-momentum or --outer-lr", style="yellow")
+        return Text(message, style="dim")
+    return Text(f"{message}: beyond {_MOST_GAIN:g}, try a lower --outer-momentum or --outer-lr", style="yellow")
 
 
-def _lanes(summary: Summary) -> str:
-    """`lane direct, int8`, or which ranks have which; why not a better lane, of those that have the slowest."""
+def _transports(summary: Summary) -> str:
+    """`transport direct, int8`, or which ranks have which; why not a better transport, of those that have the
+    slowest."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for worker in summary.workers:
-        why = worker.lane_reason if worker.lane == "grpc" else ""
-        how = worker.lane if worker.codec == "raw" else f"{worker.lane}, {worker.codec}"
+        why = worker.transport_reason if worker.transport == "grpc" else ""
+        how = worker.transport if worker.codec == "raw" else f"{worker.transport}, {worker.codec}"
         ranks.setdefault((how, why), []).append(str(worker.rank))
     shown = []
-    for (lane, why), of in ranks.items():
+    for (transport, why), of in ranks.items():
         whose = f": rank {', '.join(of)}" if len(ranks) > 1 else ""
-        shown.append(f"{lane}{whose}{f' ({why})' if why else ''}")
-    return f"lane {'; '.join(shown)}"
+        shown.append(f"{transport}{whose}{f' ({why})' if why else ''}")
+    return f"transport {'; '.join(shown)}"
 
 
 def _table(names: Iterable[str], *first: Column) -> Table:

@@ -73,8 +73,8 @@ class WorkerStatus(Measured):
     rank: int
     state: str = ""  # joining, computing, uploading, waiting, away, finished, gone
     waiting_for: str = ""  # a sentence; empty when it does not wait
-    lane: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
-    lane_reason: str = ""  # why not in a way that the worker prefers
+    transport: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
+    transport_reason: str = ""  # why not in a way that the worker prefers
     codec: str = "raw"  # of its newest contribution; auto's choice
 
     @classmethod

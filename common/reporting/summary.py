@@ -27,7 +27,7 @@ class ShardSummary(BaseModel):
 
 
 class Cost(BaseModel):
-    """What the run's machines have cost, from its first answer to its last contribution."""
+    """What the run's machines have cost, from its first reply to its last contribution."""
 
     currency: str
     total: float
@@ -69,7 +69,7 @@ class Summary(Measured):
     version: int = 0
     cosine: float | None = None  # between mean deltas of successive rounds, mean over them (diloco); of shard 0's part
     gain: float | None = None  # what the outer momentum makes of a direction that goes on so
-    wall_s: float = 0.0  # from the first answer with weights to the last contribution
+    wall_s: float = 0.0  # from the first reply with weights to the last contribution
     step_s: float = 0.0  # of a training step of each worker, once all had taken their first; 0: not known
     # From the moment when every worker had taken its first training step, which loads much, to the last contribution:
     # seconds, and what all workers did in them. 0: not known.
@@ -90,9 +90,9 @@ class Summary(Measured):
     def metrics(cls) -> list[Metric]:
         # Those that are fields or properties of this class are not beside them.
         return [
-            one
-            for one in OF_RUN.values()
-            if one.name not in cls._OWN and (not one.of_run or one.display & Display.RESULTS)
+            metric
+            for metric in OF_RUN.values()
+            if metric.name not in cls._OWN and (not metric.of_run or metric.display & Display.RESULTS)
         ]
 
     def parts(self) -> list[WorkerStatus]:

@@ -137,7 +137,7 @@ class View(BaseModel):
 
     def add_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
         """Keep as many as the run keeps on its disk."""
-        of_version = {one.version: one for one in (*self.snapshots, *snapshots)}
+        of_version = {snapshot.version: snapshot for snapshot in (*self.snapshots, *snapshots)}
         most = self.about.settings.get("checkpoint", {}).get("keep") or _MOST_SNAPSHOTS
         self.snapshots = list(of_version.values())[-min(most, _MOST_SNAPSHOTS) :]
 
@@ -150,5 +150,5 @@ class View(BaseModel):
         self.series = {name: [values[at] for at in rows] for name, values in before.series.items()}
         kept = [point for point in before.evaluations if point.version <= version]
         self.evaluations = kept if len(kept) >= len(self.evaluations) else self.evaluations
-        self.add_snapshots(one for one in before.snapshots if one.version <= version)
-        self.events.extend(one for one in before.events if one.at < self.about.started - _AT_ONCE_S)
+        self.add_snapshots(snapshot for snapshot in before.snapshots if snapshot.version <= version)
+        self.events.extend(event for event in before.events if event.at < self.about.started - _AT_ONCE_S)

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_LOST_AFTER_BEATS = 5
+_LOST_AFTER_HEARTBEATS = 5
 _LOST_AFTER_S = 30.0
 
 
@@ -32,13 +32,13 @@ def this_process() -> str:
     return f"{os.getpid()} {_started(os.getpid())}"
 
 
-def still_writes(host: str, process: str, heard_at: float, beat_s: float) -> bool:
+def still_writes(host: str, process: str, heard_at: float, heartbeat_s: float) -> bool:
     """Whether the process that said so of itself may go on writing: on this host whether it runs, of another one
     whether it was heard of lately."""
     number, _, started = process.partition(" ")
     if host == this_host() and number.isdecimal():
         return _started(int(number)) == started != ""
-    return time.time() - heard_at < max(_LOST_AFTER_S, _LOST_AFTER_BEATS * beat_s)
+    return time.time() - heard_at < max(_LOST_AFTER_S, _LOST_AFTER_HEARTBEATS * heartbeat_s)
 
 
 def _started(number: int) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..reporting.pictures.notebook import Card
 
 _LEAST_OF_AN_ID = 4  # characters
-_INTERNAL = frozenset({"run", "host", "process", "beat_s", "stride"})  # columns
+_INTERNAL = frozenset({"run", "host", "process", "heartbeat_s", "stride"})  # columns
 
 
 class StoredRun(Measured):
@@ -232,8 +232,8 @@ class RunStore:
 def config_differences(configs: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
     """By dotted key, the value of each configuration where they are not all equal; None where one has no such key."""
     flat = [dict(_leaves(config)) for config in configs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    found = {key: [one.get(key) for one in flat] for key in keys}
+    keys = dict.fromkeys(key for item in flat for key in item)
+    found = {key: [item.get(key) for item in flat] for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
@@ -257,7 +257,7 @@ def _event(row: sqlite3.Row) -> StoredEvent:
 def _state(row: sqlite3.Row) -> str:
     if row["ended_at"] is not None:
         return "stopped" if row["ended_by"] else "done"
-    lives = still_writes(row["host"], row["process"], row["heard_at"], row["beat_s"])
+    lives = still_writes(row["host"], row["process"], row["heard_at"], row["heartbeat_s"])
     return "running" if lives else "lost"
 
 

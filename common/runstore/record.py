@@ -77,7 +77,7 @@ def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginnin
         work=f"script {Path(script).name}" if script is not None else config.task.name,
         project=config.output.project,
         version=at_version,
-        beat_s=config.server.status_interval_s,
+        heartbeat_s=config.server.status_interval_s,
         config=settings,
         code={"paramserver": PROGRAM_VERSION, "commit": _commit()},
         machine=machine({name: _version(name) for name in _PACKAGES}),

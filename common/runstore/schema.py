@@ -35,7 +35,7 @@ CREATE TABLE runs (
     heard_at REAL NOT NULL,
     ended_at REAL,
     ended_by TEXT NOT NULL DEFAULT '',
-    beat_s REAL NOT NULL,
+    heartbeat_s REAL NOT NULL,
     host TEXT NOT NULL,
     process TEXT NOT NULL,
     waiting TEXT NOT NULL DEFAULT '',
@@ -53,7 +53,7 @@ CREATE TABLE series (
 ) WITHOUT ROWID;
 CREATE TABLE worker_series (
     run INTEGER NOT NULL, tick INTEGER NOT NULL, rank INTEGER NOT NULL,
-    state TEXT NOT NULL, waiting_for TEXT NOT NULL, lane TEXT NOT NULL, lane_reason TEXT NOT NULL,
+    state TEXT NOT NULL, waiting_for TEXT NOT NULL, transport TEXT NOT NULL, transport_reason TEXT NOT NULL,
     codec TEXT NOT NULL,
     PRIMARY KEY (run, tick, rank)
 ) WITHOUT ROWID;

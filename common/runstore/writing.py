@@ -28,7 +28,7 @@ _MOST_PENDING = 2_000
 _WAIT_S = 2.0  # for a file that others have locked; what is not written then is tried again
 _LAST_WAIT_S = 5.0  # at the end
 
-_OF_WORKER = ("rank", "state", "waiting_for", "lane", "lane_reason", "codec")
+_OF_WORKER = ("rank", "state", "waiting_for", "transport", "transport_reason", "codec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Beginning:
     work: str  # the task, or the script
     project: str
     version: int
-    beat_s: float  # at least so often it is heard of
+    heartbeat_s: float  # at least so often it is heard of
     config: Mapping[str, Any]  # resolved, as JSON
     code: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -144,13 +144,13 @@ class RunWriter:
         """A run that goes on loses what it had beyond the version that it goes on from."""
         of = self._beginning
         db.execute(
-            "INSERT INTO runs (id, project, mode, work, starts, started_at, heard_at, beat_s, host, process) "
-            "VALUES (:run, :project, :mode, :work, 1, :at, :at, :beat_s, :host, :process) "
+            "INSERT INTO runs (id, project, mode, work, starts, started_at, heard_at, heartbeat_s, host, process) "
+            "VALUES (:run, :project, :mode, :work, 1, :at, :at, :heartbeat_s, :host, :process) "
             "ON CONFLICT (id) DO UPDATE SET starts = starts + 1, ended_at = NULL, ended_by = '', mode = :mode, "
-            "heard_at = :at, beat_s = :beat_s, host = :host, process = :process, version = :version",
+            "heard_at = :at, heartbeat_s = :heartbeat_s, host = :host, process = :process, version = :version",
             {
                 "run": of.run, "project": of.project, "mode": of.mode, "work": of.work, "at": time.time(),
-                "beat_s": of.beat_s, "host": this_host(), "process": this_process(), "version": of.version,
+                "heartbeat_s": of.heartbeat_s, "host": this_host(), "process": this_process(), "version": of.version,
             },
         )  # fmt: skip
         self._key, self._stride = db.execute("SELECT key, stride FROM runs WHERE id = ?", (of.run,)).fetchone()

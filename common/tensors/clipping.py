@@ -21,8 +21,10 @@ def clip(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
     """In place: together they have a 2-norm of at most `max_norm`. They may lie on several devices."""
     if not gradients:
         return
-    norms = [torch.linalg.vector_norm(one.to_dense() if one.is_sparse else one) for one in gradients]
-    norm = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+    norms = [
+        torch.linalg.vector_norm(gradient.to_dense() if gradient.is_sparse else gradient) for gradient in gradients
+    ]
+    norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    for one in gradients:
-        one.mul_(factor.to(one.device))
+    for item in gradients:
+        item.mul_(factor.to(item.device))

@@ -26,7 +26,7 @@ _TRIED: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.01, "momentum": 
 def kernel_of(name: str) -> Kernel | None:
     """Of a class of torch.optim; None where there is none, or it steps otherwise than the class."""
     kernel = {"SGD": _sgd, "Adam": _adam, "AdamW": _adam}.get(name)
-    return kernel if kernel is not None and all(_agrees(name, kernel, one) for one in _TRIED) else None
+    return kernel if kernel is not None and all(_agrees(name, kernel, item) for item in _TRIED) else None
 
 
 def _sgd(group: Mapping[str, Any], states: Sequence[State]) -> Step | None:

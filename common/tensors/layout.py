@@ -1,4 +1,4 @@
-"""Where each tensor of a model lies in a body of bytes.
+"""Where each tensor of a model lies in a payload of bytes.
 
 Tensors are sorted by kind (parameter, buffer, frozen), then dtype, then the model's own order. All tensors of one kind
 and dtype form one contiguous *run* that starts at a multiple of 64 bytes, so that the server can work on a few large
@@ -81,7 +81,7 @@ class TensorSpec:
 
 
 class Entry(NamedTuple):
-    """A tensor's place in a body: bytes [offset, end)."""
+    """A tensor's place in a payload: bytes [offset, end)."""
 
     spec: TensorSpec
     offset: int
@@ -91,9 +91,9 @@ class Entry(NamedTuple):
     def num_bytes(self) -> int:
         return self.end - self.offset
 
-    def view(self, body: torch.Tensor) -> torch.Tensor:
-        """The tensor in `body` (uint8, [>= end]), in its own dtype and shape; shares memory."""
-        return body[self.offset : self.end].view(DTYPES[self.spec.dtype]).view(self.spec.shape)
+    def view(self, payload: torch.Tensor) -> torch.Tensor:
+        """The tensor in `payload` (uint8, [>= end]), in its own dtype and shape; shares memory."""
+        return payload[self.offset : self.end].view(DTYPES[self.spec.dtype]).view(self.spec.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,16 +115,16 @@ class FlatRun:
         """A mean of several workers' values is made of it: of integers there is none."""
         return self.averaged and self.is_float
 
-    def view(self, body: torch.Tensor) -> torch.Tensor:
-        """The run of `body` (uint8, [>= end]) as [num_elements] of its dtype; shares memory."""
-        return body[self.offset : self.end].view(self.dtype)
+    def view(self, payload: torch.Tensor) -> torch.Tensor:
+        """The run of `payload` (uint8, [>= end]) as [num_elements] of its dtype; shares memory."""
+        return payload[self.offset : self.end].view(self.dtype)
 
     @property
     def end(self) -> int:
         return self.offset + self.num_elements * self.dtype.itemsize
 
     def within(self, start: int, end: int) -> FlatRun | None:
-        """The part of the run in bytes [start, end), both multiples of 64 from a body's beginning."""
+        """The part of the run in bytes [start, end), both multiples of 64 from a payload's beginning."""
         first, last = max(start, self.offset), min(end, self.end)
         if first >= last:
             return None
@@ -132,7 +132,7 @@ class FlatRun:
 
 
 def joined(entries: Iterable[Entry]) -> list[FlatRun]:
-    """Of entries in the order of a body, neighbours of one kind, dtype and rule as one run."""
+    """Of entries in the order of a payload, neighbours of one kind, dtype and rule as one run."""
     runs: list[FlatRun] = []
     for spec, offset, _ in entries:
         run = FlatRun(spec.kind, DTYPES[spec.dtype], offset, spec.num_elements, spec.averaged)
@@ -144,8 +144,8 @@ def joined(entries: Iterable[Entry]) -> list[FlatRun]:
     return runs
 
 
-def _alike(one: FlatRun, other: FlatRun) -> bool:
-    return (one.kind, one.dtype, one.averaged) == (other.kind, other.dtype, other.averaged)
+def _alike(flat_run: FlatRun, other: FlatRun) -> bool:
+    return (flat_run.kind, flat_run.dtype, flat_run.averaged) == (other.kind, other.dtype, other.averaged)
 
 
 # As `FlatRun.view`.
@@ -153,16 +153,16 @@ View = Callable[[FlatRun, torch.Tensor], torch.Tensor]
 
 
 def kept_views() -> View:
-    """For small models, where making a view takes as long as adding 10,000 floats. Kept views keep their bodies, so
-    bodies must be few and used again."""
+    """For small models, where making a view takes as long as adding 10,000 floats. Kept views keep their payloads, so
+    payloads must be few and used again."""
     kept: dict[tuple[int, int], tuple[FlatRun, torch.Tensor, torch.Tensor]] = {}
 
-    def view(run: FlatRun, body: torch.Tensor) -> torch.Tensor:
-        found = kept.get((id(run), id(body)))  # hashing what they are takes longer than the look for NaN
+    def view(run: FlatRun, payload: torch.Tensor) -> torch.Tensor:
+        found = kept.get((id(run), id(payload)))  # hashing what they are takes longer than the look for NaN
         if found is None:
             if len(kept) >= _MAX_KEPT_VIEWS:
                 kept.clear()
-            found = kept[id(run), id(body)] = run, body, run.view(body)
+            found = kept[id(run), id(payload)] = run, payload, run.view(payload)
         return found[2]
 
     return view
@@ -232,9 +232,9 @@ class Layout:
     def runs_of(self, kind: Kind) -> list[FlatRun]:
         return [run for run in self.runs if run.kind is kind]
 
-    def views(self, body: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Each tensor of `body` (uint8, [total_bytes]) in its own dtype and shape; shares memory."""
-        return ((entry.spec, entry.view(body)) for entry in self.entries)
+    def views(self, payload: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Each tensor of `payload` (uint8, [total_bytes]) in its own dtype and shape; shares memory."""
+        return ((entry.spec, entry.view(payload)) for entry in self.entries)
 
     def differences(self, other: Layout, limit: int = 5) -> list[str]:
         """The first differences of `other` from this layout, as sentences; empty when they match."""
@@ -264,7 +264,7 @@ def _rule(buffer: TensorSpec) -> str:
     return "averaged over the workers" if buffer.averaged else "that of the lowest live rank"
 
 
-def new_body(num_bytes: int) -> torch.Tensor:
+def new_payload(num_bytes: int) -> torch.Tensor:
     """Zeroed uint8 [num_bytes]; large ones start on a page, so every run is aligned for SIMD."""
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
@@ -272,7 +272,7 @@ def new_body(num_bytes: int) -> torch.Tensor:
 def copy_of(*pieces: memoryview) -> torch.Tensor:
     """These bytes, one after another, uint8 [their length]."""
     joined = bytearray(b"".join(pieces))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else new_body(0)  # which torch makes of no buffer
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else new_payload(0)  # which torch makes of no buffer
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

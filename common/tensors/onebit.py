@@ -47,7 +47,7 @@ class OneBitAdam(torch.optim.AdamW):
                 loss = closure()
         everything = [group["params"] for group in self.param_groups]
         for group, held in zip(self.param_groups, everything, strict=True):
-            group["params"] = [one for one in held if not self._step_frozen(one, group)]
+            group["params"] = [number for number in held if not self._step_frozen(number, group)]
         if any(group["params"] for group in self.param_groups):
             super().step()
         for group, held in zip(self.param_groups, everything, strict=True):

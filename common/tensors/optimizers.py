@@ -130,7 +130,7 @@ class OptimizerSpec:
         found = []
         if (self.name, self.reduction) != (other.name, other.reduction):
             return None
-        if [one.tensors for one in self.groups] != [one.tensors for one in other.groups]:
+        if [group.tensors for group in self.groups] != [group.tensors for group in other.groups]:
             return None
         if [table.sizes for table in self.tables] != [table.sizes for table in other.tables]:
             return None
@@ -144,7 +144,7 @@ class OptimizerSpec:
                     if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
                         return None
                     found.append((key, then, now))
-        return [one for index, one in enumerate(found) if one not in found[:index]]
+        return [item for index, item in enumerate(found) if item not in found[:index]]
 
 
 def without_compiler() -> None:
@@ -164,7 +164,7 @@ def without_compiler() -> None:
 
 def load_compiler(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Do now what the first `step` of torch's own optimizers does: import the compiler. That is no training."""
-    if any(type(one).__module__.startswith("torch.optim") for one in optimizers):
+    if any(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers):
         importlib.import_module("torch._dynamo")
 
 
@@ -235,7 +235,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim
     return cls
 
 
-def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparameters | None = None) -> None:
+def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hyperparameters | None = None) -> None:
     """Whether an elementwise optimizer takes `told`, in place of the same keys of `known`, with which the run began.
 
     Raises a BAD_REQUEST refusal for what torch's class would not begin with, for numbers nobody means, and for a
@@ -244,7 +244,7 @@ def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparamete
     cls = find_optimizer(name)
     defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
     accepted = {key: value for key, value in defaults.items() if key not in NOT_HYPERPARAMETERS}
-    for key, value in told.items():
+    for key, value in hyperparameters.items():
         if key in NOT_HYPERPARAMETERS:
             raise refusal(Reason.BAD_REQUEST, f"'{key}' is no hyperparameter")
         expected = (known or {}).get(key, accepted.get(key))
@@ -257,7 +257,11 @@ def check_hyperparameters(name: str, told: Hyperparameters, known: Hyperparamete
             raise refusal(Reason.BAD_REQUEST, message)
     # Groups of AdamW also hold decoupled_weight_decay, which it does not take.
     arguments = inspect.signature(cls).parameters
-    values = {key: value for key, value in {**(known or {}), **told}.items() if key in accepted and key in arguments}
+    values = {
+        key: value
+        for key, value in {**(known or {}), **hyperparameters}.items()
+        if key in accepted and key in arguments
+    }
     try:
         cls([torch.zeros(1)], **_as_torch(values))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -281,8 +285,10 @@ def build_optimizer(
     common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
     arguments = _as_torch({**common, **(arguments or {})})
     groups = [{**group, **_as_torch({k: v for k, v in group.items() if k != "params"})} for group in groups]
-    parameters = [one for group in groups for one in group["params"]]
-    if has_fused(name) and all(_is_fused_right(name, one.dtype) for one in parameters if one.device.type == "cpu"):
+    parameters = [param for group in groups for param in group["params"]]
+    if has_fused(name) and all(
+        _is_fused_right(name, parameter.dtype) for parameter in parameters if parameter.device.type == "cpu"
+    ):
         try:
             return cls(groups, **arguments, fused=True)  # type: ignore[call-arg]
         except (RuntimeError, ValueError):
@@ -328,11 +334,11 @@ class JointOptimizer:
         found: dict[int, dict[str, Any]] = {}
         for name in dict.fromkeys(classes):
             mine = [index for index, other in enumerate(classes) if other == name]
-            one = build_optimizer(name, [groups[index] for index in mine])
-            found.update(zip(mine, one.param_groups, strict=True))
-            self.state.update(one.state)  # Adagrad begins with some
-            one.state = self.state
-            self._steps.append(partial(plain_step(type(one)), one))
+            item = build_optimizer(name, [groups[index] for index in mine])
+            found.update(zip(mine, item.param_groups, strict=True))
+            self.state.update(item.state)  # Adagrad begins with some
+            item.state = self.state
+            self._steps.append(partial(plain_step(type(item)), item))
         self.param_groups = [found[index] for index in range(len(groups))]
 
     def step(self) -> None:
@@ -361,7 +367,7 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
             f"parameter '{twice[0]}' is in two parameter groups; its steps and moments would be two",
             fix="give every parameter to one group of one optimizer",
         )
-    classes = [type(one).__name__ for one in optimizers for _ in one.param_groups]
+    classes = [type(optimizer).__name__ for optimizer in optimizers for _ in optimizer.param_groups]
     return OptimizerSpec("+".join(classes) if len(set(classes)) > 1 else classes[0], tuple(groups))
 
 

@@ -1,6 +1,6 @@
 """How a model is divided among the shards of a server: the same on every machine, from the layout alone.
 
-Of each kind (parameters, buffers, frozen) the tensors in the order of a body are one sequence of bytes, cut into
+Of each kind (parameters, buffers, frozen) the tensors in the order of a payload are one sequence of bytes, cut into
 S shares of equal size. Where a share ends inside a tensor, the tensor is cut at the nearest row border (first
 dimension), so a tensor larger than a share is spread over several shards, and shares differ by less than two rows.
 A part of a tensor is a tensor of its own, `NAME[FIRST:END]`, and what a shard holds is a layout like any other.

@@ -21,8 +21,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def batch_norms(model: nn.Module, with_synchronized: bool) -> list[str]:
     """Names of the layers in training mode that normalise with the statistics of a batch; torch.nn.SyncBatchNorm too
     where it `with_synchronized`."""
-    found = ((name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm) and one.training)
-    return [name for name, one in found if with_synchronized or not isinstance(one, nn.SyncBatchNorm)]
+    found = ((name, item) for name, item in model.named_modules() if isinstance(item, _BatchNorm) and item.training)
+    return [name for name, item in found if with_synchronized or not isinstance(item, nn.SyncBatchNorm)]
 
 
 def statistics_of(
@@ -32,13 +32,15 @@ def statistics_of(
     are the script's own. UsageError for one that is no buffer, or of integers, which have no mean."""
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     known = {id(norm._buffers.get(key)) for norm in norms for key in _STATISTICS}
-    buffers = {name: one for name, one in named.items() if not isinstance(one, nn.Parameter)}
+    buffers = {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}
     own = (averaged_buffers,) if isinstance(averaged_buffers, str) else averaged_buffers
     for name in own:
-        if (one := buffers.get(name)) is None:
+        if (item := buffers.get(name)) is None:
             fix = did_you_mean(name, list(buffers)) if buffers else "leave averaged_buffers out: it has no buffers"
             raise UsageError(f"averaged_buffers: the model has no buffer '{name}'", fix=fix)
-        if not one.is_floating_point() and id(one) not in known:
-            told = f"averaged_buffers: '{name}' is {str(one.dtype).removeprefix('torch.')}, and integers have no mean"
-            raise UsageError(told, fix="leave it out: it follows the lowest live rank")
-    return frozenset(own) | {name for name, one in buffers.items() if id(one) in known}
+        if not item.is_floating_point() and id(item) not in known:
+            message = (
+                f"averaged_buffers: '{name}' is {str(item.dtype).removeprefix('torch.')}, and integers have no mean"
+            )
+            raise UsageError(message, fix="leave it out: it follows the lowest live rank")
+    return frozenset(own) | {name for name, buffer in buffers.items() if id(buffer) in known}

@@ -94,7 +94,9 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"optimizer '{name}' cannot step rows: {what}", fix=f"{usable} can") from None
     state = [value for value in optimizer.state[table].values() if isinstance(value, torch.Tensor)]
-    if not torch.equal(table[::2], start[::2]) or any(one.is_sparse or (one.dim() and len(one) != 4) for one in state):
+    if not torch.equal(table[::2], start[::2]) or any(
+        tensor.is_sparse or (tensor.dim() and len(tensor) != 4) for tensor in state
+    ):
         raise UsageError(f"optimizer '{name}' with {dict(hyperparameters)} is not one for rows", fix=f"{usable} are")
     return cls
 
@@ -159,7 +161,7 @@ class Table:
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.nbytes for one in self.state().values())
+        return sum(tensor.nbytes for tensor in self.state().values())
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weight and optimizer state by key; tensors share memory, numbers are 0-dim."""

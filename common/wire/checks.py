@@ -1,6 +1,6 @@
 """What a received message may say, field by field: a value outside its range or list is a BAD_REQUEST refusal.
 
-Both sides check the other's messages here, before anything is done with them. Bodies are checked by `frames.py`;
+Both sides check the other's messages here, before anything is done with them. Payloads are checked by `frames.py`;
 models, optimizers and hyperparameters where they are read (`protocol.py`); names that stand for code (a codec, an
 optimizer, a task) where they are looked up, in a list of this program's own; sentences for people where they are shown
 (`errors.shown`). An address is HOST:PORT and no other target that gRPC knows, such as a file's.
@@ -84,8 +84,8 @@ def _check_secret(what: str, value: bytes) -> None:
 def _rates(what: str, rates: Sequence[float]) -> None:
     """One for each group of an optimizer."""
     if len(rates) > _MAX_GROUPS or not all(map(math.isfinite, rates)):
-        told = f"{what} are {len(rates)} learning rates, or one that is not finite"
-        raise refusal(Reason.BAD_REQUEST, f"{told}; at most {_MAX_GROUPS} are possible")
+        message = f"{what} are {len(rates)} learning rates, or one that is not finite"
+        raise refusal(Reason.BAD_REQUEST, f"{message}; at most {_MAX_GROUPS} are possible")
 
 
 def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
@@ -120,8 +120,8 @@ def _check_welcome(welcome: pb.Welcome) -> None:
         what = f"Welcome.direct has port {direct.port} and a ticket of {len(direct.ticket)} bytes"
         raise refusal(Reason.BAD_REQUEST, f"{what}; a port is 1 to 65535, a ticket has {_TICKET_BYTES}")
     if welcome.shards and (len(welcome.shards) < 2 or welcome.shards[0] or not all(welcome.shards[1:])):
-        told = f"Welcome.shards are {len(welcome.shards)} addresses"
-        raise refusal(Reason.BAD_REQUEST, f"{told}; of two or more only the coordinator's, the first, is empty")
+        message = f"Welcome.shards are {len(welcome.shards)} addresses"
+        raise refusal(Reason.BAD_REQUEST, f"{message}; of two or more only the coordinator's, the first, is empty")
 
 
 def _check_held(held: pb.Held) -> None:
@@ -129,10 +129,10 @@ def _check_held(held: pb.Held) -> None:
         raise refusal(Reason.BAD_REQUEST, f"Held.ranges are {len(held.ranges)} borders that do not ascend in pairs")
 
 
-def _check_answer(answer: pb.Answer) -> None:
-    if answer.worker_index >= max(1, answer.num_workers):
-        told = f"Answer.worker_index is {answer.worker_index} of {answer.num_workers} workers"
-        raise refusal(Reason.BAD_REQUEST, told)
+def _check_reply(reply: pb.Reply) -> None:
+    if reply.worker_index >= max(1, reply.num_workers):
+        message = f"Reply.worker_index is {reply.worker_index} of {reply.num_workers} workers"
+        raise refusal(Reason.BAD_REQUEST, message)
 
 
 def _check_group(group: pb.Group) -> None:
@@ -161,19 +161,22 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.AskAgain: ("seq",),
     pb.Figures: ("version", "step"),
     pb.Welcome: ("step",),
-    pb.Held: ("step", "body_bytes"),
-    pb.Answer: ("step", "version", "body_bytes", "training_steps", "batches", "steps", "reference"),
-    pb.Group: ("epoch",),
+    pb.Held: ("step", "payload_bytes"),
+    pb.Reply: ("step", "version", "payload_bytes", "training_steps", "batches", "steps", "reference"),
+    pb.Group: ("generation",),
     pb.Rates: ("num_changes",),
-    pb.Final: ("version", "body_bytes"),
-    pb.Snapshot: ("version", "body_bytes"),
+    pb.Final: ("version", "payload_bytes"),
+    pb.Snapshot: ("version", "payload_bytes"),
     pb.StatusReply: ("version", "step"),
     pb.RunSettings: ("steps",),
 }
 # Whatever else is checked by itself.
 FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.Join: dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
-    pb.Model: {"answer_codec": check_text, "meeting": check_address},  # `codecs` are looked up where they are agreed on
+    pb.Model: {
+        "reply_codec": check_text,
+        "rendezvous": check_address,
+    },  # `codecs` are looked up where they are agreed on
     pb.Begin: {"codec": check_text},
     pb.Counts: {"num_samples": _range(0, _MAX_SAMPLES)},
     pb.Timing: {"compute_s": _seconds, "transfer_s": _seconds},
@@ -183,7 +186,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.Stop: {"reason": check_text},
     pb.Figures: {"failure": check_text},
     pb.Leave: {"failure": check_text},
-    pb.Beat: {"run": check_text, "process": check_text},
+    pb.HeartbeatRequest: {"run": check_text, "process": check_text},
     pb.Welcome: {
         "run": check_text,
         "rank": _range(0, MAX_RANK - 1),
@@ -191,14 +194,14 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "shards": _addresses,
     },
     pb.Held: {"codec": check_text},
-    pb.Answer: {
-        "outcome": _closed(value for value in pb.Answer.Outcome.values() if value),
-        "held_s": _seconds,
+    pb.Reply: {
+        "outcome": _closed(value for value in pb.Reply.Outcome.values() if value),
+        "gate_wait_s": _seconds,
         "codec": check_text,
         "num_workers": _range(0, MAX_RANK),
         "same_batches_as": _range(0, MAX_RANK - 1),
     },
-    pb.Group: {"meeting": check_address, "secret": _check_secret},
+    pb.Group: {"rendezvous": check_address, "secret": _check_secret},
     pb.FirstInfo: {"rates": _rates},
     pb.Rates: {"first": _rates, "last": _rates},
     pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
@@ -225,7 +228,7 @@ _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.Leave: lambda leave: _check_names("a metric's name", leave.metrics),
     pb.Welcome: _check_welcome,
     pb.Held: _check_held,
-    pb.Answer: _check_answer,
+    pb.Reply: _check_reply,
     pb.Group: _check_group,
     pb.State: _check_state,
 }
@@ -233,8 +236,8 @@ _WHOLE: dict[type[Message], Callable[[Any], None]] = {
 _PARTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("counts", "base", "timing", "payload", "training", "completion", "first", "position"),
     pb.Welcome: ("held",),
-    pb.Answer: ("began", "group", "rates"),
-    pb.Beat: ("figures",),
+    pb.Reply: ("began", "group", "rates"),
+    pb.HeartbeatRequest: ("figures",),
 }
 _NEEDED = {"outcome", "lease_s", "batch_size"}  # of which the zero of a field that was not said is out of range
 _COUNTS = {kind: operator.attrgetter(*names, names[0]) for kind, names in COUNTS.items()}
@@ -250,11 +253,11 @@ _OF_CONTRIBUTION = operator.attrgetter(
     "payload.codec", "timing.compute_s", "timing.transfer_s", "training.clip_norm", "counts.num_samples",
     "seq", "base.version", "counts.num_batches", "completion.generation", "completion.peer_bytes",
 )  # fmt: skip
-_OF_ANSWER = operator.attrgetter(
-    "outcome", "held_s", "num_workers", "worker_index", "same_batches_as", "codec", *COUNTS[pb.Answer]
+_OF_REPLY = operator.attrgetter(
+    "outcome", "gate_wait_s", "num_workers", "worker_index", "same_batches_as", "codec", *COUNTS[pb.Reply]
 )
 
-_START, _REJECTED = int(pb.Answer.START), int(pb.Answer.REJECTED)  # looked up once: it costs as much as all the rest
+_START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # looked up once: it costs as much as all the rest
 
 
 def _is_sound_contribution(contribution: pb.Contribution) -> bool:
@@ -272,25 +275,25 @@ def _is_sound_contribution(contribution: pb.Contribution) -> bool:
     )
 
 
-def _is_sound_answer(answer: pb.Answer) -> bool:
-    outcome, held_s, num_workers, worker_index, other, codec, *counts = _OF_ANSWER(answer)
+def _is_sound_reply(reply: pb.Reply) -> bool:
+    outcome, gate_wait_s, num_workers, worker_index, other, codec, *counts = _OF_REPLY(reply)
     return (
         _START < outcome <= _REJECTED
-        and 0 <= held_s <= _MAX_SECONDS
+        and 0 <= gate_wait_s <= _MAX_SECONDS
         and worker_index < num_workers <= MAX_RANK
         and other < MAX_RANK
         and max(counts) <= MAX_COUNT
         and len(codec) <= MAX_NAME
         and codec.isprintable()
-        and not answer.HasField("began")
-        and not answer.HasField("group")
-        and not answer.HasField("rates")
+        and not reply.HasField("began")
+        and not reply.HasField("group")
+        and not reply.HasField("rates")
     )
 
 
 _IS_SOUND: dict[type[Message], Callable[[Any], bool]] = {
     pb.Contribution: _is_sound_contribution,
-    pb.Answer: _is_sound_answer,
+    pb.Reply: _is_sound_reply,
 }
 
 

@@ -1,4 +1,4 @@
-"""The direct connection: the messages of a stream over a socket of its own, where gRPC would copy and frame bodies.
+"""The direct connection: the messages of a stream over a socket of its own, where gRPC would copy and frame payloads.
 
     worker                                  server
     HELLO, ticket (32 bytes)            ->           the one that the Welcome has, within TICKET_S
@@ -25,7 +25,7 @@ TAKEN = b"\x06"
 TICKET_S = 10.0
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
-# So much of a body follows one message: what has come whole is looked through while the rest is on its way.
+# So much of a payload follows one message: what has come whole is looked through while the rest is on its way.
 PLACED_BYTES = 8 * CHUNK_BYTES
 # A probe after 4 s of silence and then each 2 s, three times; bytes that nobody acknowledges, ms.
 _NOTICED = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
@@ -52,14 +52,14 @@ def on_the_wire(message: bytes | Placed) -> list[bytes | memoryview]:
 
 
 def placed_messages(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[Placed]:
-    """The pieces of a body, in order from `offset`, as messages of at most PLACED_BYTES."""
+    """The pieces of a payload, in order from `offset`, as messages of at most PLACED_BYTES."""
     for at, parts in stretches(pieces, offset, PLACED_BYTES):
         yield Placed(placed_frame(at, sum(map(len, parts))), parts)
 
 
 def shut_down(connection: socket.socket, how: int) -> None:
     """`shutdown`, after which TLS goes on being TLS: ssl's own forgets it, and whoever reads what has come is given
-    encrypted bytes for a body."""
+    encrypted bytes for a payload."""
     socket.socket.shutdown(connection, how)
 
 

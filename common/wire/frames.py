@@ -23,7 +23,7 @@ from .bounds import MAX_ITEMS, UNCOUNTED_BYTES, TooMuchError, check_items, read_
 # Chosen by measurement, docs/log.md: 512 KiB does as well, 256 KiB and less and 4 MiB are slower.
 CHUNK_BYTES = 1 << 20
 MAX_DATA_BYTES = 4 << 20
-# A body up to this size travels in the message that announces it: one message each way.
+# A payload up to this size travels in the message that announces it: one message each way.
 INLINE_BYTES = 64 << 10
 # gRPC refuses larger messages before they are allocated: one chunk, and room for a manifest.
 MAX_MESSAGE_BYTES = MAX_DATA_BYTES + (4 << 20)
@@ -41,7 +41,7 @@ Header = TypeVar("Header", bound=Message)
 
 # Pieces come nearly in order, so the ranges that have come are few; a sender of dust is refused.
 _MAX_RANGES = 4096
-# Nor may a body come in pieces whose number costs more than their bytes: so many, and one more for each KiB.
+# Nor may a payload come in pieces whose number costs more than their bytes: so many, and one more for each KiB.
 _MAX_PIECES = 1 << 15
 # A message of ours has four fields at most. What has many more is read by protobuf, whose loops are not Python's.
 _MAX_FIELDS = 64
@@ -52,7 +52,7 @@ _LOOKED_AT_BYTES = CHUNK_BYTES // 4  # whether they are zeros
 
 
 class Frame(NamedTuple):
-    """One received message: the kind that is set (None for a bare piece of a body) and its piece."""
+    """One received message: the kind that is set (None for a bare piece of a payload) and its piece."""
 
     kind: str | None
     header: Message | None  # the submessage `kind`
@@ -94,7 +94,8 @@ def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()
 
 
 def stretches(pieces: Iterable[memoryview], offset: int, num_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """The pieces of a body, in order from `offset`, `num_bytes` at a time: where each stretch begins, and its parts."""
+    """The pieces of a payload, in order from `offset`, `num_bytes` at a time: where each stretch begins, and its
+    parts."""
     pending: list[memoryview] = []
     pending_bytes = 0
     for piece in pieces:
@@ -110,26 +111,26 @@ def stretches(pieces: Iterable[memoryview], offset: int, num_bytes: int) -> Iter
         yield offset, pending
 
 
-def body_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The pieces of a body, in order from `offset`, as messages of `chunk_bytes` that carry nothing else."""
+def payload_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The pieces of a payload, in order from `offset`, as messages of `chunk_bytes` that carry nothing else."""
     return (frame(None, at, parts) for at, parts in stretches(pieces, offset, chunk_bytes))
 
 
 def placed_frame(offset: int, num_bytes: int) -> bytes:
-    """A message that says where so many bytes of the body are to be had: in the segment, or right behind it."""
+    """A message that says where so many bytes of the payload are to be had: in the segment, or right behind it."""
     return b"".join((_PLACED_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
 
 
 def left_out_frame(offset: int, num_bytes: int) -> bytes:
-    """A message that says that so many bytes of the body do not travel."""
+    """A message that says that so many bytes of the payload do not travel."""
     return b"".join((_OFFSET_TAG, _varint(offset), _LEFT_OUT_TAG, _varint(num_bytes)))
 
 
 def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tuple[int, list[memoryview], int]]:
-    """The pieces of a body, in order from `offset`: where a stretch begins, and its parts; or none, and of how many
+    """The pieces of a payload, in order from `offset`: where a stretch begins, and its parts; or none, and of how many
     zeros it is. Costs 1 us for each 256 KiB, and their reading where they are zeros."""
     looked_at = stretches(pieces, offset, _LOOKED_AT_BYTES)
-    for is_zeros, found in groupby(looked_at, key=lambda one: all(map(_ZEROS.startswith, one[1]))):
+    for is_zeros, found in groupby(looked_at, key=lambda item: all(map(_ZEROS.startswith, item[1]))):
         stretch = list(found)
         start, end = stretch[0][0], stretch[-1][0] + sum(map(len, stretch[-1][1]))
         if not is_zeros:
@@ -142,7 +143,8 @@ def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tup
 def divided(
     pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]
 ) -> Iterator[tuple[int, list[memoryview], bool]]:
-    """The pieces of a body, cut at the borders of `ranges` [start, end), ascending, apart: where each stretch begins,
+    """The pieces of a payload, cut at the borders of `ranges` [start, end), ascending, apart: where each stretch
+    begins,
     its parts, and whether it is one of these."""
     at, found = 0, list(pieces)[::-1]
     borders = [border for start, end in ranges for border in ((start, False), (end, True))]
@@ -159,7 +161,7 @@ def divided(
 
 
 def check_sum(pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]) -> int:
-    """CRC-32 of these stretches of a body, [start, end), ascending, apart, one right after the other."""
+    """CRC-32 of these stretches of a payload, [start, end), ascending, apart, one right after the other."""
     crc = 0
     for piece in (piece for _, parts, is_in in divided(pieces, ranges) if is_in for piece in parts):
         crc = zlib.crc32(piece, crc)
@@ -167,12 +169,12 @@ def check_sum(pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]) -
 
 
 def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:
-    """`header` and the body it announces: one message when the body is small."""
+    """`header` and the payload it announces: one message when the payload is small."""
     if sum(len(piece) for piece in pieces) <= INLINE_BYTES:
         yield frame(header, 0, pieces)
     else:
         yield frame(header)
-        yield from body_frames(pieces)
+        yield from payload_frames(pieces)
 
 
 def _parse_whole(message_class: Callable[[], Any], raw: bytes) -> Frame:
@@ -249,8 +251,8 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     return Frame(kind, getattr(message, kind) if kind else None, offset, data, placed, left_out)
 
 
-class BodyReader:
-    """Collects the pieces of one announced body, in any order, no byte twice.
+class PayloadReader:
+    """Collects the pieces of one announced payload, in any order, no byte twice.
 
     Bytes that came in a message are handed to `write(offset, data)`; those that lie in the sender's
     segment to `place(offset, num_bytes)`; those that were left out to `leave(offset, num_bytes)`, or they are zeros and
@@ -298,16 +300,16 @@ class BodyReader:
         num_bytes = max(sizes)
         if num_bytes == 0:
             if piece.kind is None and self.num_bytes:
-                raise refusal(Reason.BAD_REQUEST, "an empty piece of a body")
+                raise refusal(Reason.BAD_REQUEST, "an empty piece of a payload")
             return
         is_written = not piece.placed and (self._leave is None or not piece.left_out)
         if sum(sizes) > num_bytes or (is_written and num_bytes > MAX_DATA_BYTES):
             raise refusal(Reason.BAD_REQUEST, f"a piece of {num_bytes} bytes; at most {MAX_DATA_BYTES}, or placed")
         if piece.placed and self._place is None:
-            raise refusal(Reason.BAD_REQUEST, "a piece placed in a segment, for a body that is not in one")
+            raise refusal(Reason.BAD_REQUEST, "a piece placed in a segment, for a payload that is not in one")
         self._pieces_left -= 1
         if self._pieces_left < 0:
-            raise refusal(Reason.BAD_REQUEST, f"a body of {self.num_bytes} bytes in too many pieces")
+            raise refusal(Reason.BAD_REQUEST, f"a payload of {self.num_bytes} bytes in too many pieces")
         self._cover(piece.offset, piece.offset + num_bytes)
         self.received += num_bytes
         if is_written:
@@ -325,7 +327,8 @@ class BodyReader:
         if end > self.num_bytes or not is_free or len(starts) >= _MAX_RANGES:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"a piece at {start}..{end} of a body of {self.num_bytes} bytes: it goes past the end, or some of it "
+                f"a piece at {start}..{end} of a payload of {self.num_bytes} bytes: it goes past the end, or some of "
+                f"it "
                 "came before",
             )
         starts.insert(at, start)
@@ -337,4 +340,4 @@ class BodyReader:
 
 
 def _refuse_piece(offset: int, data: memoryview) -> None:
-    raise refusal(Reason.BAD_REQUEST, "a piece after the end of its body")
+    raise refusal(Reason.BAD_REQUEST, "a piece after the end of its payload")

@@ -45,19 +45,19 @@ def to_json(value: Any, **options: Any) -> str:
 def finite(value: Any) -> Any:
     """The same value with None for numbers that are not finite."""
     if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
+        level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
     raise ValueError(f"nests deeper than {MAX_DEPTH} levels")
 
 

@@ -179,9 +179,9 @@ def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
     hyperparameters = hyperparameters_from_proto([table.hyperparameters for table in tables])
     return tuple(
         TableSpec(
-            one.name, one.num_rows, one.dim, one.dtype, one.init_std, one.optimizer, values, 0, one.num_rows
+            table.name, table.num_rows, table.dim, table.dtype, table.init_std, table.optimizer, values, 0, table.num_rows
         )
-        for one, values in zip(tables, hyperparameters, strict=True)
+        for table, values in zip(tables, hyperparameters, strict=True)
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import sys
 import torch
 
 from ...proto import parameter_server_pb2 as pb
-from ..tensors.layout import as_bytes, new_body
+from ..tensors.layout import as_bytes, new_payload
 
 _PREFIX = "paramserver-"
 _LABEL = re.compile(r"[0-9a-f]{32}")
@@ -32,11 +32,11 @@ class SegmentError(Exception):
 
 
 class Segment:
-    """Shared memory as a body, uint8 [num_bytes]. `address` says where; None in memory nobody else can open."""
+    """Shared memory as a payload, uint8 [num_bytes]. `address` says where; None in memory nobody else can open."""
 
-    def __init__(self, body: torch.Tensor, address: pb.Segment | None, descriptor: int | None = None) -> None:
-        self.body = body
-        self.bytes = as_bytes(body)
+    def __init__(self, payload: torch.Tensor, address: pb.Segment | None, descriptor: int | None = None) -> None:
+        self.payload = payload
+        self.bytes = as_bytes(payload)
         self.address = address
         self._descriptor = descriptor
 
@@ -61,19 +61,19 @@ def new_segment(num_bytes: int) -> Segment:
         try:
             os.ftruncate(descriptor, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
-            body = _map(descriptor, num_bytes)
+            payload = _map(descriptor, num_bytes)
         except BaseException:
             os.close(descriptor)
             raise
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise SegmentError(f"no shared memory of {num_bytes} bytes: {error}") from None
     address = pb.Segment(host=this_host(), pid=os.getpid(), descriptor=descriptor, label=label, num_bytes=num_bytes)
-    return Segment(body, address, descriptor)
+    return Segment(payload, address, descriptor)
 
 
 def private_segment(num_bytes: int) -> Segment:
     """The same for this process alone: where there is no shared memory, or no need of it."""
-    return Segment(new_body(num_bytes), None)
+    return Segment(new_payload(num_bytes), None)
 
 
 def open_segment(address: pb.Segment) -> Segment:

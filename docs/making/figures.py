@@ -20,7 +20,7 @@ from paramserver.simulate.run.simulation import Simulation
 from paramserver.simulate.run.worker import Worker
 
 FOLDER = Path(__file__).parents[1] / "figures"
-SETS = ["policy.pipelined=false"]
+SETS = ["policy.delayed_update=false"]
 LINK = Told(megabytes=0.6, compute="100ms", jitter=0.15, speeds="1,0.9,1.1,0.55", bandwidth="200mbit", latency="6ms")
 SHOWN_S = 1.9
 # Of each mode: what it is told besides, and what stands above the picture.
@@ -57,19 +57,19 @@ class Watched(Simulation):
         self.spans.append(("c", worker.rank, self.now - worker.computed_s, self.now, ""))
         super()._computed(worker, told)
 
-    def _account(self, worker: Worker, answer: effects.Answer) -> None:
-        half_s = (self.now - worker.sent_at - answer.held_s) / 2
+    def _account(self, worker: Worker, reply: effects.Reply) -> None:
+        half_s = (self.now - worker.sent_at - reply.gate_wait_s) / 2
         held = worker.sent_at + half_s
         self.spans += [
             ("t", worker.rank, worker.sent_at, held, ""),
-            ("w", worker.rank, held, held + answer.held_s, ""),
-            ("t", worker.rank, held + answer.held_s, self.now, ""),
+            ("w", worker.rank, held, held + reply.gate_wait_s, ""),
+            ("t", worker.rank, held + reply.gate_wait_s, self.now, ""),
         ]
-        if answer.outcome == "APPLIED":
+        if reply.outcome == "APPLIED":
             own = max(i for i, (kind, rank, *_) in enumerate(self.spans) if (kind, rank) == ("c", worker.rank))
             kind, rank, begun, ended, _ = self.spans[own]
-            self.spans[own] = (kind, rank, begun, ended, str(answer.staleness))
-        super()._account(worker, answer)
+            self.spans[own] = (kind, rank, begun, ended, str(reply.staleness))
+        super()._account(worker, reply)
 
     def _commit(self, commit: effects.Commit) -> None:
         self.versions.append(self.now)

@@ -124,7 +124,7 @@ class Injector:
         self._for_a_while(fault.for_s, lambda: self._network.release(whose, UP, DOWN))
         return ""
 
-    def _lose_answers(self, fault: Fault) -> str:
+    def _lose_replies(self, fault: Fault) -> str:
         whose = _worker(fault)
         self._network.hold(whose, DOWN)
 

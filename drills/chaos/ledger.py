@@ -84,7 +84,7 @@ def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = 
     if len(expected) > len(applied):
         account.problems.append(f"{len(expected):,} samples were committed, and an epoch has {len(applied):,}")
     expected = [0.0] * (len(applied) - len(expected)) + expected
-    different = sum(abs(one - other) > _TOLERANCE for one, other in zip(applied, expected, strict=False))
+    different = sum(abs(item - other) > _TOLERANCE for item, other in zip(applied, expected, strict=False))
     if account.repeated:
         account.problems.append(f"{account.repeated:,} samples were applied more than once")
     if different:

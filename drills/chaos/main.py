@@ -53,35 +53,37 @@ def chaos(
         str | None,
         typer.Option(
             metavar="KIND,...",
-            help="kill_worker, kill_server, freeze_worker, freeze_server, partition, lose_answers, reset, cut, "
+            help="kill_worker, kill_server, freeze_worker, freeze_server, partition, lose_replies, reset, cut, "
             "slow, loss, drop; with shards also kill_shard, freeze_shard, reset_link, part_link, full_disk; "
             "default all.",
         ),
     ] = None,
-    lane: Annotated[str, typer.Option(metavar="LANE", help="Of the tensors: direct, grpc or shared.")] = "direct",
+    transport: Annotated[
+        str, typer.Option(metavar="TRANSPORT", help="Of the tensors: direct, grpc or shared.")
+    ] = "direct",
     keep: Annotated[str | None, typer.Option(metavar="DIR", help="Keep logs, history and weights there.")] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.")
     ] = None,
 ) -> int:
     from .plan import check_kinds
-    from .trial import LANES, make_trial
+    from .trial import TRANSPORTS, make_trial
 
     os.environ.setdefault("PS_OUTPUT__STORE", "false")  # a drill is no run that anybody looks for
 
     if not sys.platform.startswith("linux"):
         raise UsageError("faults are injected with what Linux has (/proc, pidfd)", fix="run it on Linux")
     kinds = check_kinds(faults, shards)
-    if lane not in LANES:
-        raise UsageError(f"--lane {lane}: there are {', '.join(LANES)}")
-    chosen = {"run.workers": workers, "run.mode": mode, "worker.lanes": LANES[lane]}
+    if transport not in TRANSPORTS:
+        raise UsageError(f"--transport {transport}: there are {', '.join(TRANSPORTS)}")
+    chosen = {"run.workers": workers, "run.mode": mode, "worker.transports": TRANSPORTS[transport]}
     if shards > 1:
         chosen["server.shards"] = shards
     make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed)
     make(folder=Path(), kinds=kinds)  # mistakes are found before anything is done
     trial = make(folder=_folder(keep), kinds=_possible(kinds))
     command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
-    command += f" --mode {mode} --lane {lane}" + (f" --shards {shards}" if shards > 1 else "")
+    command += f" --mode {mode} --transport {transport}" + (f" --shards {shards}" if shards > 1 else "")
     print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command}", flush=True)
     return _tell(_run(trial.setup), trial, is_kept=keep is not None)
 

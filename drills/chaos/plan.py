@@ -5,7 +5,7 @@
     freeze_worker     SIGSTOP for less or for more than the lease, then SIGCONT
     freeze_server     the same to the server; nobody may be let go because of it
     partition         one worker, or all, and the server do not hear each other, for less or more than the lease
-    lose_answers      one worker is heard and hears nothing, and then its connections are reset
+    lose_replies      one worker is heard and hears nothing, and then its connections are reset
     reset             the connections of one worker are reset
     cut               they are reset in the middle of what the worker sends next
     slow              every piece of data takes a while longer, both ways, for everybody
@@ -34,12 +34,12 @@ from ...common.errors import UsageError, did_you_mean
 from ...launch.plan.process import Child
 
 KINDS = (
-    "kill_worker", "kill_server", "freeze_worker", "freeze_server", "partition", "lose_answers",
+    "kill_worker", "kill_server", "freeze_worker", "freeze_server", "partition", "lose_replies",
     "reset", "cut", "slow", "loss", "drop",
 )  # fmt: skip
 OF_SHARDS = ("kill_shard", "freeze_shard", "reset_link", "part_link", "full_disk")  # where there are several
 ALL_KINDS = (*KINDS, *OF_SHARDS)
-_OF_ONE_WORKER = frozenset({"kill_worker", "freeze_worker", "lose_answers", "reset", "cut"})
+_OF_ONE_WORKER = frozenset({"kill_worker", "freeze_worker", "lose_replies", "reset", "cut"})
 _AT_ONCE = frozenset({"kill_worker", "kill_server", "reset", "cut", "kill_shard", "reset_link"})
 _LASTING = frozenset({"freeze_worker", "freeze_server", "partition", "freeze_shard", "part_link"})  # against the lease
 # Per deck: what a run must survive most often.

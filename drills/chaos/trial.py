@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ...common.config.schema import Config
     from ..check import Verdict
 
-# `worker.lanes` by the one that is tried.
-LANES = {"direct": "[direct, grpc]", "grpc": "[grpc]", "shared": "[shared, direct, grpc]"}
+# `worker.transports` by the one that is tried.
+TRANSPORTS = {"direct": "[direct, grpc]", "grpc": "[grpc]", "shared": "[shared, direct, grpc]"}
 _LEDGER = "ledger"
 _BATCH_SIZE = 4
 _STEP_S = 0.05  # of every step of a worker, beside its exchange; more where a run is long
@@ -78,8 +78,8 @@ def make_trial(
     )  # fmt: skip
     own.setdefault("launch.max_restarts", _SPARE_RESTARTS + sum(fault.kind.startswith("kill") for fault in plan))
     arguments = [config_path] if config_path else []
-    for one in [*_as_sets(own), *sets]:
-        arguments += ["--set", one]
+    for item in [*_as_sets(own), *sets]:
+        arguments += ["--set", item]
     num_last = round(_RETURN_S / (config.slowdown.base_s + _EXCHANGE_S))
     last_step = max(steps // 4, steps - num_last)
     setup = Setup(
@@ -172,4 +172,4 @@ def _samples(history: Path, contributions: set[tuple[int, int]]) -> int:
         for line in lines:
             if '"op":"accept"' in line and (fields := read_json(line, nan=True, big=True))["outcome"] == "accepted":
                 found[fields["rank"], fields["step"]] = fields["samples"]  # of what was taken out the newest counts
-    return sum(found[one] for one in contributions)
+    return sum(found[contribution] for contribution in contributions)

@@ -55,63 +55,67 @@ def checks(measured: Measured) -> list[Finding]:
     """What of the machines would fail a run, or spoil it."""
     machines = measured.machines
     found = list(_differing(machines))
-    for rank, one in sorted(machines.items()):
-        found += _of_machine(f"worker {rank} ({one['host']})", one, measured.megabytes, measured.clocks.get(rank, 0.0))
+    for rank, item in sorted(machines.items()):
+        found += _of_machine(
+            f"worker {rank} ({item['host']})", item, measured.megabytes, measured.clocks.get(rank, 0.0)
+        )
     if measured.server:
-        one = measured.server
-        found += _of_machine(f"server ({one['host']})", one, measured.megabytes, one["arrived"] - one["time"])
-    if "TLS" not in measured.security and len({one["host"] for one in machines.values()}) > 1:
-        told = "what machines exchange can be read and changed on the way: no TLS"
-        found.append(Finding("warn", told, "ps-certs init, see docs/running.md"))
+        item = measured.server
+        found += _of_machine(f"server ({item['host']})", item, measured.megabytes, item["arrived"] - item["time"])
+    if "TLS" not in measured.security and len({machine["host"] for machine in machines.values()}) > 1:
+        message = "what machines exchange can be read and changed on the way: no TLS"
+        found.append(Finding("warn", message, "ps-certs init, see docs/running.md"))
     found = found or [Finding("ok", f"{len(machines)} workers, all with the same versions")]
     return found + [
-        Finding("ok", f"worker {rank} ({machines[rank]['host']}) has no lane {lane}: {why}")
-        for rank, lane, why in measured.refused
+        Finding("ok", f"worker {rank} ({machines[rank]['host']}) has no transport {transport}: {why}")
+        for rank, transport, why in measured.refused
     ]
 
 
 def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:
     for name in _NAMES_THE_SAME:
-        of = {rank: one[name] for rank, one in sorted(machines.items())}
+        of = {rank: item[name] for rank, item in sorted(machines.items())}
         if len(set(of.values())) > 1:
             told = ", ".join(f"worker {rank} {value}" for rank, value in of.items())
             level = "fail" if name == "program" else "warn"
             yield Finding(level, f"versions of {name} differ: {told}", "install the same everywhere")
 
 
-def _of_machine(who: str, one: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:
+def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:
     need, disk = int(_COPIES * megabytes * 1e6), int(10 * megabytes * 1e6)
-    if one["free_memory"] < need:
-        told = f"{one['free_memory'] / 1e9:.1f} GB of memory are free, {need / 1e9:.1f} are needed"
-        yield Finding("fail", f"{who}: {told}", "another machine, or --shards and a smaller model")
-    if one["free_disk"] < disk:
-        told = f"{one['free_disk'] / 1e9:.1f} GB of disk are free in {one['folder']}"
-        yield Finding("warn", f"{who}: {told}", "snapshots want ten times the model, or elsewhere (--checkpoint-dir)")
-    if one["fsync_s"] < 0:
-        yield Finding("warn", f"{who}: nothing can be written in {one['folder']}", "start it elsewhere (workdir)")
-    elif one["fsync_s"] > 0.1:
-        told = f"a MiB takes {one['fsync_s']:.2f} s to be on the disk"
-        yield Finding("warn", f"{who}: {told}", "snapshots seldom (--checkpoint-every), or on another disk")
-    if one["files"] < 1024:
-        yield Finding("warn", f"{who}: {one['files']} open files are possible", "ulimit -n 65536")
-    if abs(behind_s) > 2.0:
-        told = f"its clock differs by {behind_s:+.1f} s"
-        yield Finding("warn", f"{who}: {told}", "nothing depends on it but what logs say; chrony or ntpd mend it")
-    if one["load"] > 1.5 * one["cores"]:
-        told = f"load {one['load']:.1f} on {one['cores']} cores"
+    if item["free_memory"] < need:
+        message = f"{item['free_memory'] / 1e9:.1f} GB of memory are free, {need / 1e9:.1f} are needed"
+        yield Finding("fail", f"{who}: {message}", "another machine, or --shards and a smaller model")
+    if item["free_disk"] < disk:
+        message = f"{item['free_disk'] / 1e9:.1f} GB of disk are free in {item['folder']}"
         yield Finding(
-            "warn", f"{who}: {told}", "somebody else works there: it will be the straggler, see ssp and async"
+            "warn", f"{who}: {message}", "snapshots want ten times the model, or elsewhere (--checkpoint-dir)"
+        )
+    if item["fsync_s"] < 0:
+        yield Finding("warn", f"{who}: nothing can be written in {item['folder']}", "start it elsewhere (workdir)")
+    elif item["fsync_s"] > 0.1:
+        message = f"a MiB takes {item['fsync_s']:.2f} s to be on the disk"
+        yield Finding("warn", f"{who}: {message}", "snapshots seldom (--checkpoint-every), or on another disk")
+    if item["files"] < 1024:
+        yield Finding("warn", f"{who}: {item['files']} open files are possible", "ulimit -n 65536")
+    if abs(behind_s) > 2.0:
+        message = f"its clock differs by {behind_s:+.1f} s"
+        yield Finding("warn", f"{who}: {message}", "nothing depends on it but what logs say; chrony or ntpd mend it")
+    if item["load"] > 1.5 * item["cores"]:
+        message = f"load {item['load']:.1f} on {item['cores']} cores"
+        yield Finding(
+            "warn", f"{who}: {message}", "somebody else works there: it will be the straggler, see ssp and async"
         )
 
 
 def typical(links: Sequence[Link]) -> Link:
-    """One for all workers while all of them exchange: each figure is the median of their best lanes."""
+    """One for all workers while all of them exchange: each figure is the median of their best transports."""
     up, down = median(link.up / link.together for link in links), median(link.down / link.together for link in links)
-    return Link(-1, links[0].lane, up, down, median(link.exchange_s * link.together for link in links))
+    return Link(-1, links[0].transport, up, down, median(link.exchange_s * link.together for link in links))
 
 
 def best_links(measured: Measured) -> list[Link]:
-    """Of each worker, over the lane that it would take."""
+    """Of each worker, over the transport that it would take."""
     return [measured.of_rank(rank)[0] for rank in sorted(measured.machines) if measured.of_rank(rank)]
 
 
@@ -139,7 +143,7 @@ def foresee(
     found = []
     for mode in MODES:
         for codec in CODECS:
-            for ways in (("worker.codec", "worker.answer_codec"), ("worker.codec",)):
+            for ways in (("worker.codec", "worker.reply_codec"), ("worker.codec",)):
                 settings = [*sets, *(f"{way}={codec}" for way in ways)]
                 with suppress(UsageError):  # not every mode takes every codec both ways
                     found.append(_foreseen(config, mode, codec, num_workers, told, settings))
@@ -170,20 +174,20 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
         f"A step computes for {compute_s * 1e3:,.1f} ms; {megabytes:.3g} MB go up and come back in "
         f"{exchange_s * 1e3:,.1f} ms ({rate})."
     ]
-    every_step = [one for one in foreseen if one.local_steps == 1 and one.of_ideal >= _GOOD]
-    if any(one.codec == "raw" for one in every_step):
+    every_step = [item for item in foreseen if item.local_steps == 1 and item.of_ideal >= _GOOD]
+    if any(foreseen.codec == "raw" for foreseen in every_step):
         told.append(
             f"This link carries raw gradients of every step: {_named(every_step, 'raw')} compute {_GOOD:.0%} of the "
             "time or more. Equal machines: sync; unequal ones: ssp or async."
         )
     elif every_step:
-        best = min(every_step, key=lambda one: CODECS.index(one.codec))
+        best = min(every_step, key=lambda foreseen: CODECS.index(foreseen.codec))
         told.append(
             f"Raw, transfer takes more than a fifth of the time; --set worker.codec={best.codec} --set "
-            f"worker.answer_codec={best.codec} makes it fit ({_named(every_step, best.codec)})."
+            f"worker.reply_codec={best.codec} makes it fit ({_named(every_step, best.codec)})."
         )
     else:
-        local = {one.codec: one.local_steps for one in foreseen if one.local_steps > 1}
+        local = {item.codec: item.local_steps for item in foreseen if item.local_steps > 1}
         steps = ", ".join(f"{steps} with {codec}" for codec, steps in local.items())
         told.append(
             "No codec makes gradients of every step fit: take local steps, --mode diloco or localsgd, with "
@@ -193,7 +197,7 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
     told.append(
         f"First try: --mode {best.mode}"
         + (f" --local-steps {best.local_steps}" if best.local_steps > 1 else "")
-        + (f" --set worker.codec={best.codec} --set worker.answer_codec={best.codec}" if best.codec != "raw" else "")
+        + (f" --set worker.codec={best.codec} --set worker.reply_codec={best.codec}" if best.codec != "raw" else "")
         + f": about {best.steps_per_s:,.1f} steps a second of all workers, who compute {best.of_ideal:.0%} of the time."
     )
     return told
@@ -202,13 +206,16 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
 def first_try(foreseen: Sequence[Foreseen]) -> Foreseen:
     """The least lossy that computes enough with gradients of every step; else the fewest local steps, whose codec costs
     less than they do (claims N5 and N7), of two alike in a mode that sends differences (N6); else the fastest."""
-    good = [one for one in foreseen if one.of_ideal >= _GOOD - _ROUND]
-    if every_step := [one for one in good if one.local_steps == 1]:
-        return min(every_step, key=lambda one: CODECS.index(one.codec))
+    good = [item for item in foreseen if item.of_ideal >= _GOOD - _ROUND]
+    if every_step := [foreseen for foreseen in good if foreseen.local_steps == 1]:
+        return min(every_step, key=lambda item: CODECS.index(item.codec))
     if good:
-        return min(good, key=lambda one: (one.local_steps, not registry.MODES.load(one.mode).kind.holds_differences))
-    return max(foreseen, key=lambda one: one.of_ideal)
+        return min(
+            good,
+            key=lambda foreseen: (foreseen.local_steps, not registry.MODES.load(foreseen.mode).kind.holds_differences),
+        )
+    return max(foreseen, key=lambda foreseen: foreseen.of_ideal)
 
 
 def _named(foreseen: Sequence[Foreseen], codec: str) -> str:
-    return ", ".join(dict.fromkeys(one.mode for one in foreseen if one.codec == codec))
+    return ", ".join(dict.fromkeys(item.mode for item in foreseen if item.codec == codec))

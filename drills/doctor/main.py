@@ -8,7 +8,7 @@ import typer
 
 from ...common.config.cli import SetOption, make_app
 from ...common.errors import UsageError
-from .measure import LANES
+from .measure import TRANSPORTS
 
 PROGRAM = "ps-launch doctor"
 
@@ -41,7 +41,7 @@ def doctor(
     compute: Annotated[str | None, typer.Option(metavar="TIME", help="Of a step; none: the task's, measured.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of a worker's turn, each round and transport.")] = 0.3,
     budget: Annotated[float, typer.Option(min=1, metavar="S", help="Stop measuring after so long.")] = 40.0,
-    lanes: Annotated[str, typer.Option(metavar="NAME,...", help="Only these.")] = ",".join(LANES),
+    transports: Annotated[str, typer.Option(metavar="NAME,...", help="Only these.")] = ",".join(TRANSPORTS),
     verify: Annotated[bool, typer.Option("--verify", help="Run each mode for a moment, beside what was said.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
     sets: SetOption = None,
@@ -51,9 +51,11 @@ def doctor(
     compute_s = parsed("--compute", compute) if compute is not None else None
     if compute_s is not None and compute_s <= 0:
         raise UsageError(f"flag --compute: {compute}: a step takes some time", fix="--compute 100ms")
-    chosen = [name.strip() for name in lanes.split(",")]
-    if unknown := [name for name in chosen if name not in LANES]:
-        raise UsageError(f"flag --lanes: there is no lane '{unknown[0]}'", fix=f"known: {', '.join(LANES)}")
+    chosen = [name.strip() for name in transports.split(",")]
+    if unknown := [name for name in chosen if name not in TRANSPORTS]:
+        raise UsageError(
+            f"flag --transports: there is no transport '{unknown[0]}'", fix=f"known: {', '.join(TRANSPORTS)}"
+        )
     if config is None and (megabytes is None or compute_s is None):
         raise UsageError("neither a CONFIG nor what it would say: the model's size and a step's time",
                          fix="ps-launch doctor configs/digits.yaml, or --mb 400 --compute 250ms")  # fmt: skip

@@ -20,7 +20,7 @@ from ...common.wire.json_text import read_json
 from .rounds import Rounds
 
 PROBE = Path(__file__).with_name("probe.py")
-LANES = ("shared", "direct", "grpc")
+TRANSPORTS = ("shared", "direct", "grpc")
 TINY_MB = 256 / 1e6
 _MARK = "PROBE "
 _STEPS = "100000000"  # the probe ends when its time is over
@@ -31,10 +31,10 @@ _END_S = 10.0  # for a launcher to end what it started
 
 @dataclass
 class Link:
-    """Between one worker's machine and the server over one lane. Seconds; bytes a second."""
+    """Between one worker's machine and the server over one transport. Seconds; bytes a second."""
 
     rank: int
-    lane: str
+    transport: str
     up: float
     down: float
     exchange_s: float  # of both ways, median
@@ -53,7 +53,7 @@ class Measured:
     clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine's, at most; by rank
     round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
     links: list[Link] = field(default_factory=list)
-    refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, lane, and why it was not given
+    refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, transport, and why it was not given
     server: dict[str, Any] = field(default_factory=dict)  # its machine, where no worker is on it
     security: str = "none"  # of the connections, as a server says it: `mutual TLS, token`
     compute_s: float = 0.0  # of a training step of the task; 0: not measured
@@ -61,7 +61,7 @@ class Measured:
     is_partial: bool = False  # ended by Ctrl-C
 
     def of_rank(self, rank: int) -> list[Link]:
-        """The best lane first."""
+        """The best transport first."""
         return sorted((link for link in self.links if link.rank == rank), key=lambda link: link.exchange_s)
 
 
@@ -71,7 +71,7 @@ class Plan:
 
     seconds: float  # of a turn, for each worker and transport
     megabytes: float | None  # of the model; None: the task's
-    lanes: tuple[str, ...]
+    transports: tuple[str, ...]
     task: dict[str, Any] | None = None  # name, args, batch_size, accumulate, precision; None: its step is not measured
     rounds: int = _MOST_ROUNDS
 
@@ -88,7 +88,7 @@ class Job:
         settings = ("run.mode=async", "output.store=false", f"policy.pull_every={_PULL_EVERY}")
         command = [
             sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
-            "--log-format", "json", "--steps", _STEPS, *(f"--set={one}" for one in settings),
+            "--log-format", "json", "--steps", _STEPS, *(f"--set={setting}" for setting in settings),
             "--max-restarts", "0", "--", json.dumps(asdict(plan)),
         ]  # fmt: skip
         last: list[str] = []
@@ -144,8 +144,8 @@ def _read(line: str, secured: Callable[[str], object]) -> dict[str, Any] | None:
 class Figures:
     """What the probes have said so far, and what that comes to."""
 
-    def __init__(self, num_workers: int, lanes: tuple[str, ...]) -> None:
-        self._num_workers, self._lanes = num_workers, lanes
+    def __init__(self, num_workers: int, transports: tuple[str, ...]) -> None:
+        self._num_workers, self._transports = num_workers, transports
         self.security = ""
         self._machines: dict[int, dict[str, Any]] = {}
         self._said: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and transport
@@ -157,17 +157,17 @@ class Figures:
         match said["kind"]:
             case "machine":
                 self._machines[rank] = said
-            case "lane" if said["given"] == said["lane"]:
-                self._said.setdefault((rank, said["lane"]), []).append(said)
-            case "lane":
-                self._refused[rank, said["lane"]] = said["reason"]
+            case "transport" if said["given"] == said["transport"]:
+                self._said.setdefault((rank, said["transport"]), []).append(said)
+            case "transport":
+                self._refused[rank, said["transport"]] = said["reason"]
             case "together":
                 self._together.setdefault(rank, []).append(said)
 
     @property
     def num_rounds(self) -> int:
         """That all workers have finished."""
-        found = [len(one) for one in self._together.values()]
+        found = [len(item) for item in self._together.values()]
         return min(found) if len(found) == self._num_workers else 0
 
     def of_round(self, number: int) -> dict[Any, float]:
@@ -179,26 +179,26 @@ class Figures:
         """Medians of all rounds, also of one that is not over."""
         first = next(iter(self._machines.values()), {})
         found = Measured(first.get("bytes", 0) / 1e6, dict(sorted(self._machines.items())), security=self.security)
-        found.compute_s = median([one["compute_s"] or 0.0 for one in self._machines.values()] or [0.0])
-        found.clocks = {rank: one["arrived"] - one["time"] for rank, one in found.machines.items()}
-        found.refused = [(rank, lane, why) for (rank, lane), why in sorted(self._refused.items())]
+        found.compute_s = median([machine["compute_s"] or 0.0 for machine in self._machines.values()] or [0.0])
+        found.clocks = {rank: machine["arrived"] - machine["time"] for rank, machine in found.machines.items()}
+        found.refused = [(rank, transport, why) for (rank, transport), why in sorted(self._refused.items())]
         for rank in found.machines:
-            if trips := [one for (of, _), all_said in self._said.items() if of == rank for one in all_said]:
+            if trips := [item for (of, _), all_said in self._said.items() if of == rank for item in all_said]:
                 found.round_trips[rank] = (
-                    median(one["trip_s"] for one in trips),
-                    max(one["trip_p99_s"] for one in trips),
+                    median(trip["trip_s"] for trip in trips),
+                    max(trip["trip_p99_s"] for trip in trips),
                 )
-        for (rank, lane), said in sorted(self._said.items()):
-            found.links.append(self._link(rank, lane, said, found))
+        for (rank, transport), said in sorted(self._said.items()):
+            found.links.append(self._link(rank, transport, said, found))
         return found
 
-    def _link(self, rank: int, lane: str, said: list[dict[str, Any]], found: Measured) -> Link:
-        up_s, both_s = median(one["up_s"] for one in said), median(one["both_s"] for one in said)
+    def _link(self, rank: int, transport: str, said: list[dict[str, Any]], found: Measured) -> Link:
+        up_s, both_s = median(text["up_s"] for text in said), median(text["both_s"] for text in said)
         num, trip_s = found.machines[rank]["bytes"], found.round_trips[rank][0]
         # Two medians: what is between them may be less than their noise, where weights come as fast as that.
         down_s = max(0.05 * both_s, both_s - up_s)
-        link = Link(rank, lane, num / max(0.05 * up_s, up_s - trip_s), num / down_s, both_s)
-        together = [one["both_s"] for one in self._together.get(rank, []) if one["lane"] == lane]
+        link = Link(rank, transport, num / max(0.05 * up_s, up_s - trip_s), num / down_s, both_s)
+        together = [item["both_s"] for item in self._together.get(rank, []) if item["transport"] == transport]
         if together and self._num_workers > 1:
             link.together = max(1.0, median(together) / both_s)
         return link
@@ -211,7 +211,7 @@ def measure(
     comes now. A transport that nobody was given is left out."""
     if plan.megabytes is not None and plan.megabytes <= 0:
         raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")
-    found, rounds, why = Figures(job.num_workers, plan.lanes), Rounds(clock(), most_s), ""
+    found, rounds, why = Figures(job.num_workers, plan.transports), Rounds(clock(), most_s), ""
 
     def secured(told: str) -> None:
         found.security = told
@@ -226,7 +226,7 @@ def measure(
                     rounds.add(found.of_round(rounds.num))
                 if why := rounds.why_stop(clock()) or (f"{rounds.num} round" if rounds.num >= plan.rounds else ""):
                     break
-                say(rounds.part_done(clock()), f"measuring {', '.join(plan.lanes)}: round {rounds.num + 1}")
+                say(rounds.part_done(clock()), f"measuring {', '.join(plan.transports)}: round {rounds.num + 1}")
     except KeyboardInterrupt:
         is_partial = True
         why = f"{rounds.num} whole round{'' if rounds.num == 1 else 's'}, then Ctrl-C"

@@ -57,7 +57,7 @@ def main(plan: dict[str, Any]) -> None:
         say(session, "machine", bytes=4 * size, compute_s=compute_s, **machine())
         turns = Turns(session, optimizer, plan["seconds"])
         for number in range(plan["rounds"]):
-            one_round(turns, number, plan["lanes"])
+            one_round(turns, number, plan["transports"])
 
 
 class Turns:
@@ -73,8 +73,8 @@ class Turns:
         """Until all have finished the phases before, and in turn those of lower rank this one too."""
         rank = self.session.rank
         while True:
-            done = {one.rank: one.values.get("loss", math.nan) for one in self.ask().workers}
-            if all(done.get(one, 0) >= self.phase + (in_turn and one < rank) for one in done if one != rank):
+            done = {worker.rank: worker.values.get("loss", math.nan) for worker in self.ask().workers}
+            if all(done.get(item, 0) >= self.phase + (in_turn and item < rank) for item in done if item != rank):
                 return
             time.sleep(_LOOK_S)
 
@@ -109,23 +109,23 @@ class Turns:
         return sorted(found)
 
 
-def one_round(turns: Turns, number: int, lanes: list[str]) -> None:
+def one_round(turns: Turns, number: int, transports: list[str]) -> None:
     """Each transport in turn, then all workers at once over their best ones."""
     session, best = turns.session, (float("inf"), "grpc")
-    for lane in lanes:
+    for transport in transports:
         turns.wait(in_turn=True)
-        turns.exchange.use_lanes(tuple(dict.fromkeys((lane, "grpc"))))
-        given = _NAMES.get(turns.exchange.lane, turns.exchange.lane)
+        turns.exchange.use_transports(tuple(dict.fromkeys((transport, "grpc"))))
+        given = _NAMES.get(turns.exchange.transport, turns.exchange.transport)
         trips = turns.trips()
         up_s, both_s = turns.measured()
-        if given == lane:
-            best = min(best, (both_s, lane))
-        reason = turns.exchange._shards[0].lanes.reason
-        say(session, "lane", round=number, lane=lane, given=given, reason=reason, up_s=up_s, both_s=both_s,
+        if given == transport:
+            best = min(best, (both_s, transport))
+        reason = turns.exchange._shards[0].transports.reason
+        say(session, "transport", round=number, transport=transport, given=given, reason=reason, up_s=up_s, both_s=both_s,
             trip_s=statistics.median(trips), trip_p99_s=trips[int(0.99 * len(trips))])  # fmt: skip
     turns.wait(in_turn=False)
-    turns.exchange.use_lanes(tuple(dict.fromkeys((best[1], "grpc"))))
-    say(session, "together", round=number, lane=best[1], both_s=turns.measured()[1])
+    turns.exchange.use_transports(tuple(dict.fromkeys((best[1], "grpc"))))
+    say(session, "together", round=number, transport=best[1], both_s=turns.measured()[1])
 
 
 def say(session: Any, kind: str, **figures: Any) -> None:

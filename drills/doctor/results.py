@@ -21,11 +21,11 @@ def as_json(
         "megabytes": found.megabytes, "compute_s": compute_s, "ended": found.ended,
         "is_partial": found.is_partial, "security": found.security,
         "machines": found.machines, "server": found.server, "clocks_s": found.clocks, "round_trips": trips,
-        "links": [link.fields() for link in found.links], "checks": [asdict(one) for one in checks],
-        "foreseen": [asdict(one) for one in foreseen], "advice": told,
+        "links": [link.fields() for link in found.links], "checks": [asdict(check) for check in checks],
+        "foreseen": [asdict(item) for item in foreseen], "advice": told,
         "verified": [
-            {"mode": one.mode, "codec": one.codec, "foreseen": one.steps_per_s, "measured": rate}
-            for one, rate in beside
+            {"mode": item.mode, "codec": item.codec, "foreseen": item.steps_per_s, "measured": rate}
+            for item, rate in beside
         ],
     }, indent=2)  # fmt: skip
 
@@ -37,10 +37,10 @@ def show(
     console = report_console()
     columns = ("up MB/s", "down MB/s", "exchange", "while all exchange", "round trip", "slowest 1 %")
     links = Table("worker", "host", "transport", *columns, box=None)
-    for link in sorted(found.links, key=lambda one: (one.rank, one.exchange_s)):
+    for link in sorted(found.links, key=lambda link: (link.rank, link.exchange_s)):
         trip, worst = found.round_trips[link.rank]
         links.add_row(
-            str(link.rank), str(found.machines[link.rank]["host"]), link.lane, f"{link.up / 1e6:,.1f}",
+            str(link.rank), str(found.machines[link.rank]["host"]), link.transport, f"{link.up / 1e6:,.1f}",
             f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms",
             f"{link.together:.1f} times as long" if link.together > 1 else "",
             f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
@@ -53,9 +53,9 @@ def show(
     console.print(f"Measured {found.ended}.", style="dim", highlight=False)
     console.print("Steps a second of all workers, by codec, and the part of the time that workers compute:")
     modes = Table("mode", "local steps", *advice.CODECS, box=None)
-    for mode in dict.fromkeys(one.mode for one in foreseen):
-        row = {one.codec: one for one in foreseen if one.mode == mode}
-        local = "/".join(dict.fromkeys(str(one.local_steps) for one in row.values()))
+    for mode in dict.fromkeys(item.mode for item in foreseen):
+        row = {item.codec: item for item in foreseen if item.mode == mode}
+        local = "/".join(dict.fromkeys(str(item.local_steps) for item in row.values()))
         cells = [
             f"{row[codec].steps_per_s:,.1f} ({share(row[codec].of_ideal)})" if codec in row else "-"
             for codec in advice.CODECS
@@ -64,9 +64,9 @@ def show(
     console.print(modes)
     if beside:
         real = Table("mode", "codec", "foreseen", "measured", "error", box=None)
-        for one, rate in beside:
-            error = f"{one.steps_per_s / rate - 1:+.0%}" if rate else "-"
-            real.add_row(one.mode, one.codec, f"{one.steps_per_s:,.1f}", f"{rate:,.1f}", error)
+        for entry, rate in beside:
+            error = f"{entry.steps_per_s / rate - 1:+.0%}" if rate else "-"
+            real.add_row(entry.mode, entry.codec, f"{entry.steps_per_s:,.1f}", f"{rate:,.1f}", error)
         console.print(real)
     for sentence in told:
         console.print(sentence, highlight=False)
@@ -77,14 +77,14 @@ def _machines(found: Measured) -> Table:
     free = ("memory free", "disk free", "shared memory free")
     names = ("clock differs by", "cores", "load", *free, "to write 1 MiB", "open files", "GPUs", "security")
     table = Table("machine", *names, box=None)
-    rows = [(f"worker {rank}", one, found.clocks.get(rank)) for rank, one in sorted(found.machines.items())]
+    rows = [(f"worker {rank}", item, found.clocks.get(rank)) for rank, item in sorted(found.machines.items())]
     if found.server:
         rows.append(("server", found.server, found.server["arrived"] - found.server["time"]))
-    for name, one, behind_s in rows:
-        written = f"{one['fsync_s'] * 1e3:.1f} ms" if one["fsync_s"] >= 0 else "no"
+    for name, entry, behind_s in rows:
+        written = f"{entry['fsync_s'] * 1e3:.1f} ms" if entry["fsync_s"] >= 0 else "no"
         table.add_row(
-            f"{name} ({one['host']})", "-" if behind_s is None else f"{behind_s:+.2f} s", str(one["cores"]),
-            f"{one['load']:.1f}", *(size(one[f"free_{what}"]) for what in ("memory", "disk", "shm")), written,
-            f"{one['files']:,}", str(one["cuda"]), found.security,
+            f"{name} ({entry['host']})", "-" if behind_s is None else f"{behind_s:+.2f} s", str(entry["cores"]),
+            f"{entry['load']:.1f}", *(size(entry[f"free_{what}"]) for what in ("memory", "disk", "shm")), written,
+            f"{entry['files']:,}", str(entry["cuda"]), found.security,
         )  # fmt: skip
     return table

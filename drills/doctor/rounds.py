@@ -29,7 +29,10 @@ class Rounds:
         if self.num < _LAST:
             return float("inf")
         medians = [
-            {name: median(one[name] for one in self._figures[:end] if name in one) for name in self._figures[-1]}
+            {
+                name: median(figure[name] for figure in self._figures[:end] if name in figure)
+                for name in self._figures[-1]
+            }
             for end in range(self.num - _LAST + 1, self.num + 1)
         ]
         return min(_spread(self._figures[-_LAST:]), _spread(medians))
@@ -43,8 +46,8 @@ class Rounds:
         if differ <= _WITHIN:
             return f"{rounds}; the figures of the last {_LAST} agree within {_WITHIN:.0%}"
         if now >= self._until:
-            told = f", which differ by up to {differ:.0%}" if self.num >= _LAST else ""
-            return f"{rounds}{told}: the {self._most_s:g} s of --budget were used up"
+            message = f", which differ by up to {differ:.0%}" if self.num >= _LAST else ""
+            return f"{rounds}{message}: the {self._most_s:g} s of --budget were used up"
         return ""
 
     def part_done(self, now: float) -> float:
@@ -56,6 +59,6 @@ def _spread(rounds: Sequence[Mapping[Hashable, float]]) -> float:
     """The largest difference of a figure in three rounds, as a part of the middle one."""
     spreads = []
     for name in set(rounds[0]).intersection(*rounds):
-        low, middle, high = sorted(one[name] for one in rounds)
+        low, middle, high = sorted(item[name] for item in rounds)
         spreads.append((high - low) / middle if middle else 0.0)
     return max(spreads, default=0.0)

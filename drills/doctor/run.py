@@ -39,7 +39,7 @@ class Request:
     megabytes: float | None  # None: the task's
     compute_s: float | None  # of a step; None: the task's, measured
     seconds: float  # of each turn
-    lanes: tuple[str, ...]
+    transports: tuple[str, ...]
     budget_s: float  # for measuring
     verify: bool
     as_json: bool
@@ -53,7 +53,7 @@ def examine(wanted: Request) -> int:
     sets = wanted.sets
     config = load_config(wanted.config, {}, sets, {}, is_worker=False).config
     needs_task = wanted.compute_s is None or wanted.megabytes is None
-    plan = Plan(wanted.seconds, wanted.megabytes, wanted.lanes, _task(config) if needs_task else None)
+    plan = Plan(wanted.seconds, wanted.megabytes, wanted.transports, _task(config) if needs_task else None)
     job = Job((*where, *_sets("async", sets)), wanted.workers)
     with Steps() as steps:
         found = measure(job, plan, wanted.budget_s, lambda part, what: steps.at(_MEASURING * part, what))
@@ -69,7 +69,7 @@ def examine(wanted: Request) -> int:
         foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)
     checks = advice.checks(found)
     told = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes)
-    over = f"worker.lanes={','.join(dict.fromkeys([*wanted.lanes, 'grpc']))}"
+    over = f"worker.transports={','.join(dict.fromkeys([*wanted.transports, 'grpc']))}"
     beside: list[tuple[advice.Foreseen, float]] = []
     if wanted.verify and not found.is_partial:
         with Steps() as steps:
@@ -81,7 +81,7 @@ def examine(wanted: Request) -> int:
         show(found, checks, foreseen, told, beside)
     if found.is_partial:
         return EXIT_INTERRUPTED
-    return 1 if any(one.level == "fail" for one in checks) else 0
+    return 1 if any(check.level == "fail" for check in checks) else 0
 
 
 def _nothing(found: Measured, wanted: Request) -> int:
@@ -90,14 +90,16 @@ def _nothing(found: Measured, wanted: Request) -> int:
         print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
         return EXIT_INTERRUPTED
     why = f": {found.refused[0][2]}" if found.refused else ""
-    raise UsageError(f"no worker was given a lane of {','.join(wanted.lanes)}{why}", fix="leave --lanes out")
+    raise UsageError(
+        f"no worker was given a transport of {','.join(wanted.transports)}{why}", fix="leave --transports out"
+    )
 
 
 def _took_all(tries: Iterator[_Tried], beside: list[_Tried]) -> bool:
     """Put them into `beside`; whether Ctrl-C came before the last."""
     try:
-        for one in tries:
-            beside.append(one)
+        for item in tries:
+            beside.append(item)
     except KeyboardInterrupt:
         return True
     return False
@@ -116,7 +118,7 @@ def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) ->
     is there and says it."""
     known = load_hosts(hosts)
     host = place_servers(known, 1)[0]
-    if host.host in {one.host for one in place_workers(known, num_workers)}:
+    if host.host in {host.host for host in place_workers(known, num_workers)}:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hosts.yaml"
@@ -129,7 +131,7 @@ def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) ->
 
 def _sets(mode: str, sets: list[str]) -> list[str]:
     """As flags, without what is other modes'."""
-    return [f"--set={one}" for one in of_mode(mode, {}, sets)[1]]
+    return [f"--set={item}" for item in of_mode(mode, {}, sets)[1]]
 
 
 def _ran(where: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summary:
@@ -164,10 +166,12 @@ def _verified(
 ) -> Iterator[_Tried]:
     """Every mode raw and the first with every codec, as real runs of some `seconds` and at least three rounds: steps a
     second of all workers while they train."""
-    chosen = [one for one in foreseen if one.codec == advice.CODECS[0] or one.mode == advice.MODES[0]]
-    for number, one in enumerate(chosen):
-        steps.at(number / len(chosen), f"run {number + 1} of {len(chosen)}: {one.mode}, {one.codec}")
-        codecs = [f"{way}={one.codec}" for way in ("worker.codec", "worker.answer_codec")]
-        rounds = max(3, round(seconds * one.steps_per_s / workers / one.local_steps))
-        ran = _ran(where, one.mode, rounds * one.local_steps, [*sets, *codecs, f"policy.local_steps={one.local_steps}"])
-        yield one, workers / ran.step_s if ran.step_s else workers * ran.union_steps_per_s
+    chosen = [item for item in foreseen if item.codec == advice.CODECS[0] or item.mode == advice.MODES[0]]
+    for number, entry in enumerate(chosen):
+        steps.at(number / len(chosen), f"run {number + 1} of {len(chosen)}: {entry.mode}, {entry.codec}")
+        codecs = [f"{way}={entry.codec}" for way in ("worker.codec", "worker.reply_codec")]
+        rounds = max(3, round(seconds * entry.steps_per_s / workers / entry.local_steps))
+        ran = _ran(
+            where, entry.mode, rounds * entry.local_steps, [*sets, *codecs, f"policy.local_steps={entry.local_steps}"]
+        )
+        yield entry, workers / ran.step_s if ran.step_s else workers * ran.union_steps_per_s

@@ -14,13 +14,13 @@ Standard input and output are one conversation in JSON lines. The launcher says
     {"do": "write", "id": 2, "path": "task.py", "folder": "~/x", "size": 100}, then 100 bytes
     {"do": "sweep", "pid": 4711, "since": "..."}          an agent of an earlier connection
     {"do": "took", "size": 65536}                         so many bytes of output have been dealt with
-    {"beat": 1}
+    {"heartbeat": 1}
 
 and the agent, after a first line with MAGIC,
 
     {"out": 1, "size": 20}, then 20 bytes        as they were written
     {"exit": 1, "code": -9, "why": ""}           of a process, or of a write
-    {"beat": 1}
+    {"heartbeat": 1}
 
 Each process leads a session and a process group of its own: a terminal's Ctrl-C does not reach it, and it can be
 killed with all it has started. Nothing outlives the conversation. At the end of standard input, or when the
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAGIC = "paramserver-agent-1"
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 CANNOT_START = 126
 _MAX_READ = 1 << 14
 _MAX_AHEAD = 1 << 18  # output the launcher has not taken; then children wait in their own pipes
@@ -76,7 +76,7 @@ class Agent:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: children are to ignore it too
                 signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, end_of_input)
-        in_thread(talk, self._to_say, 1, BEAT_S if self._limit_s is not None else None)
+        in_thread(talk, self._to_say, 1, HEARTBEAT_S if self._limit_s is not None else None)
         signal.setitimer(signal.ITIMER_REAL, self._limit_s or 0)
         while (line := sys.stdin.buffer.readline()).endswith(b"\n"):  # the reader that has read our source
             signal.setitimer(signal.ITIMER_REAL, self._limit_s or 0)
@@ -209,14 +209,14 @@ class Guardian:
             os.write(self._tell, line)
 
 
-def talk(to_say: queue.SimpleQueue[bytes | None], descriptor: int, beat_s: float | None) -> None:
-    """Say what is in the queue, up to a None, and that one lives when there is nothing to say for `beat_s`."""
+def talk(to_say: queue.SimpleQueue[bytes | None], descriptor: int, heartbeat_s: float | None) -> None:
+    """Say what is in the queue, up to a None, and that one lives when there is nothing to say for `heartbeat_s`."""
     with suppress(OSError):  # whoever reads knows that the connection is gone
         while True:
             try:
-                data = to_say.get(timeout=beat_s)
+                data = to_say.get(timeout=heartbeat_s)
             except queue.Empty:
-                data = b'{"beat": 1}\n'
+                data = b'{"heartbeat": 1}\n'
             if data is None:
                 break
             while data:

@@ -1,6 +1,6 @@
 """The launcher's side of an agent: the command it is behind (`agent.py`), and the conversation with it.
 
-What is said to the agent goes through a thread that may wait, and that says `beat` when there is nothing else:
+What is said to the agent goes through a thread that may wait, and that says `heartbeat` when there is nothing else:
 a launcher whose terminal was stopped with Ctrl-S still lives. What comes back is read on the event loop.
 """
 
@@ -117,8 +117,8 @@ class Connection:
             source = Path(agent.__file__).read_bytes() + call.encode()
             self._to_say.put(b"%d\n%b" % (len(source), source))
         assert popen.stdin is not None
-        beat_s = None if self.lost_after_s is None else agent.BEAT_S
-        agent.in_thread(agent.talk, self._to_say, os.dup(popen.stdin.fileno()), beat_s)
+        heartbeat_s = None if self.lost_after_s is None else agent.HEARTBEAT_S
+        agent.in_thread(agent.talk, self._to_say, os.dup(popen.stdin.fileno()), heartbeat_s)
         popen.stdin.close()
         self._life = watched(self._live(popen))
 

@@ -140,17 +140,17 @@ def _told(resources: dict[str, float]) -> str:
 
 def _serve(ray: Any, listener: socket.socket, group: Any, options: dict[str, Any]) -> None:
     while True:
-        one, _ = listener.accept()
-        threading.Thread(target=_pass, args=(ray, one, group, options), daemon=True).start()
+        item, _ = listener.accept()
+        threading.Thread(target=_pass, args=(ray, item, group, options), daemon=True).start()
 
 
-def _pass(ray: Any, one: socket.socket, group: Any, options: dict[str, Any]) -> None:
+def _pass(ray: Any, item: socket.socket, group: Any, options: dict[str, Any]) -> None:
     """An agent's whole life."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     said = b""
     while not said.endswith(b"\n"):
-        said += one.recv(1)
+        said += item.recv(1)
     bundle = options["bundles"][int(said)]
     own = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
     actor = (
@@ -161,19 +161,19 @@ def _pass(ray: Any, one: socket.socket, group: Any, options: dict[str, Any]) -> 
         )
         .remote(options["command"], options["folder"])
     )  # fmt: skip
-    threading.Thread(target=_pass_up, args=(ray, one, actor), daemon=True).start()
+    threading.Thread(target=_pass_up, args=(ray, item, actor), daemon=True).start()
     with suppress(Exception):
         while data := ray.get(actor.read.remote()):
-            one.sendall(data)
+            item.sendall(data)
     with suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
+        item.shutdown(socket.SHUT_RDWR)
     with suppress(Exception):
         ray.kill(actor)
 
 
-def _pass_up(ray: Any, one: socket.socket, actor: Any) -> None:
+def _pass_up(ray: Any, item: socket.socket, actor: Any) -> None:
     with suppress(Exception):
-        while data := one.recv(_PIECE):
+        while data := item.recv(_PIECE):
             ray.get(actor.write.remote(data))
         ray.get(actor.write.remote(b""))
 

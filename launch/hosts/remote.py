@@ -112,7 +112,7 @@ def check_exposure(plan: Plan) -> None:
     if plan.server is None or plan.config.server.insecure:
         return
     listens = [listen_of(spec.argv) for spec in (plan.server, *plan.shards(""))]
-    open_address = next((one for one in listens if not is_loopback(split_address(one)[0])), None)
+    open_address = next((listen for listen in listens if not is_loopback(split_address(listen)[0])), None)
     if open_address is None:
         return
     lacks = []

@@ -49,7 +49,7 @@ DEFAULT_NUM_WORKERS = 2
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "server": ("-m", "paramserver.ps"),
     "worker": ("-m", "paramserver.worker"),
-    "group": ("-m", "paramserver.worker.inner"),  # several processes of one worker
+    "group": ("-m", "paramserver.worker.replica_group"),  # several processes of one worker
 }
 
 # Files and directories of which each mode has its own where several run.
@@ -233,14 +233,14 @@ class Plan:
             else f"{servers} and {self.num_workers} worker{'s' if self.num_workers > 1 else ''}{of}{where},"
         )
         batch = run.batch_size * (run.workers or 1) if self.mode == SINGLE else run.batch_size
-        pipelined = ", pipelined" if self.config.policy.pipelined and self.server is not None else ""
+        delayed_update = ", delayed_update" if self.config.policy.delayed_update and self.server is not None else ""
         length = f"{run.task_steps:,} steps" if run.task_steps else f"{run.epochs} epochs"
         work = self.work if self.is_script else f"{length}, batch {batch}, {self.work}"
         there = f" on {self.server.host}" if self.server is not None and self.server.host else ""
         kept = f", weights to {self.save}{there}" if self.save else ""
         kept += f", snapshots in {self.checkpoint_dir}{there}" if self.checkpoint_dir else ""
         seed = f", seed {self.seed}" if self.seed is not None else ""
-        return f"{self.mode}{f' ({told})' if told else ''}{pipelined}{seed}: {who} {work}{kept}"
+        return f"{self.mode}{f' ({told})' if told else ''}{delayed_update}{seed}: {who} {work}{kept}"
 
 
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:

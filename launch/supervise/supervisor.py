@@ -314,7 +314,9 @@ class Supervisor:
     def _is_everyones(self, child: Child, raised: Raised) -> bool:
         """All other workers have failed so too, and none of them has been let in again."""
         others = [worker for worker in self._workers if worker != child]
-        return bool(others) and all(one in self._is_out and self._restarts.ended_by(one, raised) for one in others)
+        return bool(others) and all(
+            other in self._is_out and self._restarts.ended_by(other, raised) for other in others
+        )
 
     def _may_restart(self, child: Child, code: int) -> bool:
         """Whether there is a point in it. With a budget of 0 nobody wants restarts, and 17 says nothing."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.errors import Reason, refusal
 from ...common.wire.records import Base, Contribution, ContributionId, Counts
-from ..policies.base import Answer, Commit, Decision, Discard, Fold, Outer, Policy, Refuse
+from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply
 from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
@@ -30,7 +30,7 @@ from .roster import Roster, Worker
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
-_ASKED_FOR = 2  # answers
+_ASKED_FOR = 2  # replies
 _NUM_NAMED = 8  # ranks in one warning
 
 
@@ -173,7 +173,7 @@ class Contributions:
             found.append(effects.Discard(contribution.id, is_counted=True))
 
     def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
-        """Answered with fresh weights when the mode allows another attempt; the end of the run when it goes on."""
+        """Replied with fresh weights when the mode allows another attempt; the end of the run when it goes on."""
         rank, version, found = event.rank, self.policy.version, event.judgement
         yield effects.Discard(event.contribution.id)
         yield self._note(event, "rejected", version)
@@ -190,11 +190,11 @@ class Contributions:
             yield from self.perform(self.policy.rejected(rank, event.at), event.at)
 
     def asked_again(self, worker: Worker, event: AskedAgain) -> list[Effect]:
-        """It asks again for the answer to a contribution that counts."""
+        """It asks again for the reply to a contribution that counts."""
         at, version = event.at, self.policy.version
         worker.waiting_since = at
-        asked = ContributionId(worker.rank, worker.incarnation, event.seq)
-        contribution = Contribution(asked, base=Base(version), counts=Counts(0))
+        contribution_id = ContributionId(worker.rank, worker.incarnation, event.seq)
+        contribution = Contribution(contribution_id, base=Base(version), counts=Counts(0))
         decisions = self.policy.contributed(worker.rank, contribution, at)
         found: list[Effect] = [effects.ContributionTaken(contribution, version, "repeated", -1.0)]
         self._perform(decisions, at, found)
@@ -215,8 +215,8 @@ class Contributions:
 
     def _perform(self, decisions: list[Decision], at: float, found: list[Effect]) -> None:
         for decision in decisions:
-            if isinstance(decision, Answer):
-                self._answer(decision, at, found)
+            if isinstance(decision, Reply):
+                self._reply(decision, at, found)
             elif isinstance(decision, Fold):
                 pending = self._pending.pop(decision.rank)
                 pending.weight = decision.weight
@@ -256,8 +256,10 @@ class Contributions:
                 found.append(self._less_momentum(told_momentum))
         lr_scale = self.lr_scale
         if decision.scales:
-            lr_scale *= decision.lr_scale((one.rank, one.weight if one.judgement.is_taken else 0.0) for one in in_mean)
-        taken = tuple([one.contribution.id for one in in_mean if one.judgement.is_taken])
+            lr_scale *= decision.lr_scale(
+                (pending.rank, pending.weight if pending.judgement.is_taken else 0.0) for pending in in_mean
+            )
+        taken = tuple([pending.contribution.id for pending in in_mean if pending.judgement.is_taken])
         found.append(effects.Commit(
             policy.version, taken, policy.committed_by or (),
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
@@ -269,26 +271,26 @@ class Contributions:
         say."""
         policy = self.policy
         if len(in_mean) == 1:
-            one = in_mean[0]
-            self.drawn.committed(one.rank, one.num_batches, one.num_steps, policy.steps_done(one.rank))
-            return one.hyperparameters, one.clip_norm
+            item = in_mean[0]
+            self.drawn.committed(item.rank, item.num_batches, item.num_steps, policy.steps_done(item.rank))
+            return item.hyperparameters, item.clip_norm
         drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
-        for one in in_mean:
-            num_batches, num_steps = drawn.get(one.rank, (0, 0))
-            drawn[one.rank] = num_batches + one.num_batches, num_steps + one.num_steps
+        for item in in_mean:
+            num_batches, num_steps = drawn.get(item.rank, (0, 0))
+            drawn[item.rank] = num_batches + item.num_batches, num_steps + item.num_steps
         for rank, (num_batches, num_steps) in drawn.items():
             self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
         # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
         # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
-        told = [one for one in in_mean if one.hyperparameters is not None]
-        newest = max(told, key=lambda one: (one.num_contributed, -one.rank), default=None)
+        told = [pending for pending in in_mean if pending.hyperparameters is not None]
+        newest = max(told, key=lambda pending: (pending.num_contributed, -pending.rank), default=None)
         return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
 
     def _compare_clip_norms(self, in_mean: list[Pending], used: float, found: list[Effect]) -> None:
         """Workers of a round that clip to different norms are named, once in a run: only one norm can be used."""
-        if any(one.clip_norm != used for one in in_mean):
+        if any(pending.clip_norm != used for pending in in_mean):
             self._clip_norms_differed = True
-            by_rank = sorted((one.rank, one.clip_norm) for one in in_mean)
+            by_rank = sorted((pending.rank, pending.clip_norm) for pending in in_mean)
             norms = ", ".join(f"{norm or 'none'} (rank {rank})" for rank, norm in by_rank[:_NUM_NAMED])
             meaning = "a round is clipped to one norm: give optimizer.clip_grad_norm() the same on every worker"
             fields = {"norms": norms, "used": f"{used or 'none'}", "meaning": meaning}
@@ -300,7 +302,7 @@ class Contributions:
         meaning = "late gradients are momentum by themselves; policy.late_momentum=false leaves it as told"
         return Log("info", "momentum", {"told": told, "used": used, "workers": num_workers, "meaning": meaning})
 
-    def _answer(self, decision: Answer, at: float, found: list[Effect]) -> None:
+    def _reply(self, decision: Reply, at: float, found: list[Effect]) -> None:
         rank, name, reason = decision.rank, decision.outcome._name_, decision.reason  # `name` is a function
         worker = self._roster.workers.get(rank)
         if worker is None or worker.is_away:
@@ -312,25 +314,25 @@ class Contributions:
             reason = self._rejected_for.pop(rank, reason)
         elif name == "DROPPED":
             stats.dropped += 1
-        held_s = at - worker.waiting_since if worker.waiting_since is not None else 0.0
+        gate_wait_s = at - worker.waiting_since if worker.waiting_since is not None else 0.0
         if not is_start:
-            stats.wait_s += held_s
+            stats.wait_s += gate_wait_s
         elif self._started_at is None:
             self._started_at, self._begun_steps = at, policy.min_steps_done
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
         has_weights = is_start or (not policy.kind.has_peers and (worker.wants_weights or name != "APPLIED"))
         num_workers, index = self._roster.division(rank)
-        is_asked = not index and not self._roster.spares
-        # What it was asked for with one answer may come when it has been given newer ones: its exchanges overlap.
+        is_asked = not index and not self._roster.evaluators
+        # What it was asked for with one reply may come when it has been given newer ones: its exchanges overlap.
         worker.num_asked = policy.outstanding + _ASKED_FOR if is_asked else max(0, worker.num_asked - 1)
         steps_done = policy.steps_done(rank)
-        found.append(effects.Answer(
+        found.append(effects.Reply(
             rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0),
             policy.version, has_weights, policy.next_local_steps(rank), steps_done,
-            worker.staleness, held_s, num_workers, index,
+            worker.staleness, gate_wait_s, num_workers, index,
             self.drawn.place(rank, steps_done) if is_start else None, policy.training_steps,
-            bool(self._roster.spares), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
-            policy.epoch, policy.group, self._roster.workers[policy.group[0]].meeting if policy.group else "",
+            bool(self._roster.evaluators), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
+            policy.generation, policy.group, self._roster.workers[policy.group[0]].rendezvous if policy.group else "",
             policy.has_newest_weights, policy.brings(rank),
             rates=self.rates.of(rank) if is_start else None,
             twin=self._data.twins.pop(rank, None) if self._data.twins else None,
@@ -366,7 +368,9 @@ class Contributions:
     def _sums(self) -> tuple[int, int]:
         """Samples and training steps of all workers."""
         stats = self._roster.stats.values()
-        return sum(one.samples for one in stats), sum(one.training_steps for one in stats)
+        return sum(stats_entry.samples for stats_entry in stats), sum(
+            stats_entry.training_steps for stats_entry in stats
+        )
 
     def _steps_in(self, contribution: Contribution) -> int:
         """Training steps in a contribution that is taken now."""
@@ -376,7 +380,7 @@ class Contributions:
         return most if total is None else max(0, min(most, total - self.policy.steps_done(contribution.id.rank)))
 
     def elapsed_s(self, at: float, is_over: bool) -> float:
-        """Seconds from the first answer to the newest contribution, or to now while the run goes on."""
+        """Seconds from the first reply to the newest contribution, or to now while the run goes on."""
         if self._started_at is None:
             return self._elapsed_before_s
         end = self._ended_at if is_over and self._ended_at is not None else at

@@ -2,12 +2,13 @@
 does it at the same moment, the history has it and a replay repeats it.
 
     snapshot            one is taken with the next commit
-    drain               everyone's next answer is the last; final weights are saved
+    drain               everyone's next reply is the last; final weights are saved
     evict RANK          its call is refused, and it may not come back in this run
-    hold RANK           it is answered when it is released; whether others wait for it is the mode's to say
+    hold RANK           it gets its reply when it is released; whether others wait for it is the mode's to say
     release RANK
     set NAME VALUE      `lr_scale`: what the server's learning rate is multiplied by from the next commit on; `mode`:
-                        another of the same kin (`Policy.kin`); or one of the mode's options that may change
+                        another of the same compatible_modes (`Policy.compatible_modes`); or one of the mode's options
+                        that may change
                         (`Policy.changeable`)
 
 What was set is kept in snapshots, and is forgotten by a server whose configuration says something new.
@@ -44,7 +45,11 @@ class CannotError(Exception):
 
 def offered(run: Run) -> list[str]:
     """What may be asked of this run."""
-    settings = [*([LR_SCALE] if _has_rate(run) else []), *([MODE] if _kin(run) else []), *run.policy.changeable]
+    settings = [
+        *([LR_SCALE] if _has_rate(run) else []),
+        *([MODE] if _compatible_modes(run) else []),
+        *run.policy.changeable,
+    ]
     kept = ["snapshot"] if run.rhythm.is_kept else []
     return [*kept, "drain", "hold", "release", "evict", *(f"set {name}" for name in settings)]
 
@@ -70,7 +75,7 @@ def follow(run: Run, event: Controlled) -> Iterator[Effect]:
 
 def _drain(run: Run, event: Controlled, found: list[Effect]) -> str:
     found += run.stop("drained: somebody asked for it", event.at)
-    return "everyone's next answer is the last"
+    return "everyone's next reply is the last"
 
 
 def _evict(run: Run, event: Controlled, found: list[Effect]) -> str:
@@ -87,7 +92,7 @@ def _evict(run: Run, event: Controlled, found: list[Effect]) -> str:
 def _hold(run: Run, event: Controlled, found: list[Effect]) -> str:
     rank = _member(run, event.rank)
     run.policy.held.add(rank)
-    return f"worker {rank} is held: its next answer waits until it is released"
+    return f"worker {rank} is held: its next reply waits until it is released"
 
 
 def _release(run: Run, event: Controlled, found: list[Effect]) -> str:
@@ -113,7 +118,7 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
             raise CannotError(f"lr_scale must be a number from 0 to {MOST_LR_SCALE:,.0f}, got {value!r:.40}")
         before: Any = run.contributions.lr_scale
         run.contributions.lr_scale = float(value)
-    elif name == MODE and _kin(run):
+    elif name == MODE and _compatible_modes(run):
         before, policy = run.mode, _policy_of(run, value)
         found += run.take_over(str(value), policy, event.at)
     elif name in policy.changeable:
@@ -122,20 +127,26 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
         run.changed[name] = run.changed.get(name, (before,))[0], getattr(options, name)
         found += run.performed(policy.change(options, event.at), event.at)
     else:
-        names = ", ".join(one.removeprefix("set ") for one in offered(run) if one.startswith("set ")) or "nothing"
+        names = ", ".join(text.removeprefix("set ") for text in offered(run) if text.startswith("set ")) or "nothing"
         raise CannotError(f"'{name[:40]}' cannot be changed while {run.mode} runs; what can: {names}")
     return f"{name} is {value}, was {before}"
 
 
-def _kin(run: Run) -> list[str]:
+def _compatible_modes(run: Run) -> list[str]:
     """Modes that may take over from this run's."""
-    of = {name: MODES.load(name).kin for name in MODES.names()} if run.options.policy_of is not None else {}
-    return [name for name, kin in of.items() if kin and kin == run.policy.kin and name != run.mode]
+    of = (
+        {name: MODES.load(name).compatible_modes for name in MODES.names()} if run.options.policy_of is not None else {}
+    )
+    return [
+        name
+        for name, compatible_modes in of.items()
+        if compatible_modes and compatible_modes == run.policy.compatible_modes and name != run.mode
+    ]
 
 
 def _policy_of(run: Run, mode: Any) -> Policy:
     policy, make = run.policy, run.options.policy_of
-    if mode not in (known := _kin(run)) or make is None:
+    if mode not in (known := _compatible_modes(run)) or make is None:
         raise CannotError(
             f"{run.mode} cannot become {mode!r:.40} while workers train; what it can: {', '.join(known)}. "
             "Any other goes on from a snapshot: ps-server --resume latest --mode"
@@ -171,9 +182,9 @@ def _options(run: Run, name: str, value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise CannotError(f"{name} must be a finite number, got {value!r}")
     options = _validated(policy, {name: value})
-    least = policy.least_pipelined_staleness
-    if policy.common.pipelined and getattr(options, "staleness", least) < least:
-        raise CannotError(f"pipelined, {name} must be {least} or more, got {value}: the slowest itself would wait")
+    least = policy.least_delayed_staleness
+    if policy.common.delayed_update and getattr(options, "staleness", least) < least:
+        raise CannotError(f"delayed_update, {name} must be {least} or more, got {value}: the slowest itself would wait")
     return options
 
 

@@ -113,7 +113,7 @@ class ContributionTaken(Fact):
 
 @dataclass(slots=True)
 class Keep(Effect):
-    """This contribution counts: its body stays until it is folded, whatever becomes of its worker."""
+    """This contribution counts: its payload stays until it is folded, whatever becomes of its worker."""
 
     id: ContributionId
 
@@ -158,7 +158,7 @@ class Clip(Effect):
 
 
 @dataclass(slots=True)
-class Answer(Fact):
+class Reply(Fact):
     """Let a worker go on, with the weights of `version`."""
 
     rank: int
@@ -171,20 +171,20 @@ class Answer(Fact):
     next_local_steps: int
     training_steps: int  # of the rank that count
     staleness: int = 0
-    held_s: float = 0.0
+    gate_wait_s: float = 0.0
     num_workers: int = 1  # how the data is divided
     worker_index: int = 0
     num_batches: int | None = None  # with START: of the rank's data that are behind it
     steps: int | None = None  # training steps of the run, where it has a length
-    has_spare: bool = False  # a process that does not train evaluates
+    has_evaluator: bool = False  # a process that does not train evaluates
     is_evaluated: bool = False  # by this worker
     in_step: int = 0  # with START: contributions that count of the training step it goes on with
-    epoch: int = 0  # of workers that average among themselves:
+    generation: int = 0  # of workers that average among themselves:
     group: tuple[int, ...] = ()  # with these ranks,
-    meeting: str = ""  # who meet here;
+    rendezvous: str = ""  # who meet here;
     is_held: bool = True  # the server has this version's weights;
     brings: bool = False  # the next report is to bring weights,
-    brings_optimizer: bool = False  # and one that does what the optimizer remembers
+    uploads_optimizer: bool = False  # and one that does what the optimizer remembers
     rates: RankRates | None = None  # with START: of the rank's contributions
     twin: int | None = None  # a rank whose first gradients are equal to this one's
 

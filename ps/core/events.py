@@ -39,7 +39,7 @@ class Event:
 class Joined(Event):
     """A process asks for a rank on a new stream; zeros and empty: it says nothing (Join in the proto)."""
 
-    stream: int  # names the stream that is to be answered, on the coordinator
+    stream: int  # names the stream that is to be replied, on the coordinator
     rank: int | None = None
     run: str = ""
     incarnation: int = 0
@@ -115,7 +115,7 @@ class CopyAsked(Event):
 
 
 @dataclass(slots=True)
-class HeartBegan(Event):
+class HeartbeatBegan(Event):
     """A heartbeat stream of this process is open."""
 
     process: str
@@ -123,7 +123,7 @@ class HeartBegan(Event):
 
 
 @dataclass(slots=True)
-class HeartStopped(Event):
+class HeartbeatStopped(Event):
     """It has ended."""
 
     process: str
@@ -147,7 +147,7 @@ class Offered(OfAWorker):
     is_gathered: ClassVar[bool] = True
     model: str = ""
     optimizer: str = ""
-    meeting: str = ""  # where workers that average with it may meet
+    rendezvous: str = ""  # where workers that average with it may meet
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class Contributed(Event):
 
 @dataclass(slots=True)
 class AskedAgain(OfAWorker):
-    """It asks again for the answer to a contribution that counts."""
+    """It asks again for the reply to a contribution that counts."""
 
     is_gathered: ClassVar[bool] = True
     seq: int
@@ -205,7 +205,7 @@ class Stored(Event):
 
 @dataclass(slots=True)
 class Controlled(Event):
-    """Somebody asks the run for something (`controls.py`); `number` is theirs, to know the answer by."""
+    """Somebody asks the run for something (`controls.py`); `number` is theirs, to know the reply by."""
 
     do: str
     rank: int | None = None
@@ -237,7 +237,7 @@ class Failed(Event):
 
 
 KINDS: tuple[type[Event], ...] = (
-    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartBegan, HeartStopped, Heard,
+    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartbeatBegan, HeartbeatStopped, Heard,
     Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
     Failed,
 )  # fmt: skip
@@ -262,9 +262,9 @@ def key_of(event: Event) -> tuple[Any, ...]:
     return (type(event).__name__, *(getattr(event, name, None) for name in names))
 
 
-def differences(one: Event, other: Event) -> list[str]:
+def differences(event: Event, other: Event) -> list[str]:
     """Fields in which two shards were told different things, as phrases; empty where both were told the same."""
-    return _differences(asdict(one), asdict(other))
+    return _differences(asdict(event), asdict(other))
 
 
 def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -287,8 +287,8 @@ class Lines:
     def __init__(self, kinds: Iterable[type[Any]]) -> None:
         self._adapters = {kind.__name__: TypeAdapter(kind) for kind in kinds}
 
-    def write(self, one: Any) -> str:
-        return json.dumps({"kind": type(one).__name__, **asdict(one)}, separators=(",", ":"))
+    def write(self, item: Any) -> str:
+        return json.dumps({"kind": type(item).__name__, **asdict(item)}, separators=(",", ":"))
 
     def read(self, text: str) -> Any:
         """Raises a BAD_REQUEST refusal for what is none of these kinds."""

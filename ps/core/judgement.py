@@ -1,12 +1,12 @@
 """What becomes of a contribution that is not finite, or whose gradient is too large.
 
-    reject   answered with fresh weights, nothing folded, not a contribution that counts; too many of a worker
+    reject   replied to with fresh weights, nothing folded, not a contribution that counts; too many of a worker
              in a row end the run
     skip     counts as a contribution of the worker's, of which nothing is folded
     clip     taken, with those values as 0, or scaled down to the cap as torch.nn.utils.clip_grad_norm_ does
     halt     the end of the run
 
-What measures bodies is `ps/tensors/sanity.py`.
+What measures payloads is `ps/tensors/sanity.py`.
 """
 
 from __future__ import annotations

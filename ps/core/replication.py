@@ -52,7 +52,7 @@ class Sequencer:
         return ""
 
 
-class Tape(Generic[Message]):
+class Outbox(Generic[Message]):
     """One direction's messages on their way, numbered from 1, and how far the other direction has been heard."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Tape(Generic[Message]):
 
     def after(self, number: int) -> list[tuple[int, Message]]:
         """What is kept beyond this one, to be sent, or sent again."""
-        return [one for one in self._kept if one[0] > number]
+        return [item for item in self._kept if item[0] > number]
 
     def can_go_on_after(self, number: int) -> bool:
         """Whether everything beyond this one is still kept."""
@@ -133,9 +133,9 @@ class Gather:
 
 def _incarnation(found: dict[int, Event]) -> int:
     """Of what has come of a worker."""
-    one = next(iter(found.values()))
-    assert isinstance(one, events.AboutAWorker)
-    return one.incarnation
+    event = next(iter(found.values()))
+    assert isinstance(event, events.AboutAWorker)
+    return event.incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Coordinator(Sequencer):
         digest: Callable[[], str],
     ) -> None:
         super().__init__(happens, now)
-        self.tapes: dict[int, Tape[Event]] = {shard: Tape() for shard in range(1, num_shards)}
+        self.outboxes: dict[int, Outbox[Event]] = {shard: Outbox() for shard in range(1, num_shards)}
         self._judge = judge
         self._digest = digest
         self._gather = Gather(num_shards)
@@ -180,24 +180,24 @@ class Coordinator(Sequencer):
     def offer(self, event: Event) -> None:
         self._take(0, event)
 
-    def hear(self, shard: int, number: int, said: Event | Digest) -> None:
+    def hear(self, shard: int, number: int, event: Event | Digest) -> None:
         """A numbered report of another shard. Refuses what no shard says."""
-        if not self.tapes[shard].hear(number):
+        if not self.outboxes[shard].hear(number):
             return
-        if isinstance(said, Digest):
-            self._compare(shard, said)
-        elif not said.is_gathered:
-            raise refusal(Reason.BAD_REQUEST, f"{type(said).__name__} is not for shard {shard} to say")
+        if isinstance(event, Digest):
+            self._compare(shard, event)
+        elif not event.is_gathered:
+            raise refusal(Reason.BAD_REQUEST, f"{type(event).__name__} is not for shard {shard} to say")
         else:
-            self._take(shard, said)
+            self._take(shard, event)
 
     def _take(self, shard: int, event: Event) -> None:
         """It happens if it need not come to all shards, or has."""
         if parts := self._gather.add(shard, event) if event.is_gathered else [event]:
             event = self._one_of(parts)
             event.at = self._now()
-            for tape in self.tapes.values():
-                tape.put(event)
+            for outbox in self.outboxes.values():
+                outbox.put(event)
             self._happens(event)
 
     def _one_of(self, parts: list[Event]) -> Event:
@@ -211,7 +211,7 @@ class Coordinator(Sequencer):
             judgements = [part.judgement for part in parts if isinstance(part, events.Contributed)]
             return replace(first, judgement=self._judge(judgements))
         if isinstance(first, events.Measured):
-            return replace(first, norm=math.hypot(*(one.norm for one in parts if isinstance(one, events.Measured))))
+            return replace(first, norm=math.hypot(*(part.norm for part in parts if isinstance(part, events.Measured))))
         if isinstance(first, events.Stored):
             return replace(first, durable=min(part.durable for part in parts if isinstance(part, events.Stored)))
         return first
@@ -235,11 +235,11 @@ class Coordinator(Sequencer):
         found[shard] = said.digest
         if len(set(found.values())) > 1 and not self._do_differ:
             self._do_differ = True
-            shown = ", ".join(f"shard {one} {digest}" for one, digest in sorted(found.items()))
+            shown = ", ".join(f"shard {item} {digest}" for item, digest in sorted(found.items()))
             message = f"the shards are not in the same state after event {said.num_events}: {shown}"
             fix = "report this with the history; snapshots of before are sound"
             self.offer(events.Failed(message, exit_code=1, fix=fix))
-        if len(found) > len(self.tapes):
+        if len(found) > len(self.outboxes):
             del self._digests[said.num_events]
 
 
@@ -247,7 +247,7 @@ class Follower(Sequencer):
     """Another shard: reports what comes to it, applies what the coordinator says."""
 
     def __init__(self, *, happens: Callable[[Event], None], digest: Callable[[], str]) -> None:
-        self.tape: Tape[object] = Tape()  # events, digests, and what the shard itself has to say
+        self.outbox: Outbox[object] = Outbox()  # events, digests, and what the shard itself has to say
         self._happens = happens
         self._digest = digest
         self._num_applied = 0
@@ -255,17 +255,17 @@ class Follower(Sequencer):
     def offer(self, event: Event) -> None:
         """What is not for all shards to have, the coordinator sees for itself."""
         if event.is_gathered:
-            self.tape.put(event)
+            self.outbox.put(event)
 
     def hear(self, number: int, event: Event) -> None:
         """What happens, in the coordinator's order."""
-        if self.tape.hear(number):
+        if self.outbox.hear(number):
             self._happens(event)
 
     def applied(self, effects: list[Effect]) -> None:
         self._num_applied += 1
         if is_compared(self._num_applied, effects):
-            self.tape.put(Digest(self._num_applied, self._digest()))
+            self.outbox.put(Digest(self._num_applied, self._digest()))
 
     def missing(self, rank: int) -> str:
         return "the coordinator"

@@ -40,17 +40,17 @@ class Worker:
     incarnation: int
     process: str = ""  # whose heartbeats count for it
     model: tuple[str, str] = ("", "")  # model and optimizer it has offered, on all shards
-    meeting: str = ""  # HOST:PORT where a group meets whose lowest rank it is
+    rendezvous: str = ""  # HOST:PORT where a group meets whose lowest rank it is
     is_resumed: bool = False  # goes on where it was: no START is due
     is_away: bool = False  # its stream is lost, its process is not; or it is on its way back
     is_finished: bool = False
     can_evaluate: bool = False
     heard_at: float | None = None  # its newest sign of life; None: it has said no first word, and has no lease
     waiting_since: float | None = None
-    staleness: int = 0  # of its contribution that is not answered yet
-    wants_weights: bool = True  # with the answer to it
-    evaluates: bool = False  # that answer's weights
-    num_asked: int = 0  # so many of its next answers long it may say what it evaluated, as an answer asked it to
+    staleness: int = 0  # of its contribution that is not replied yet
+    wants_weights: bool = True  # with the reply to it
+    evaluates: bool = False  # that reply's weights
+    num_asked: int = 0  # so many of its next replies long it may say what it evaluated, as an reply asked it to
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
     num_contributed: int = 0  # since this process began: how far its own schedules are
 
@@ -62,7 +62,7 @@ class Worker:
         """The same process on a new stream."""
         self.is_resumed = self.is_away = True  # away until all shards know what it trains
         self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
-        self.meeting = old.meeting
+        self.rendezvous = old.rendezvous
         self.evaluates, self.num_asked = old.evaluates, old.num_asked
         self.hyperparameters, self.num_contributed = old.hyperparameters, old.num_contributed
 
@@ -83,8 +83,8 @@ class Roster:
         self._lease_s = lease_s
         self._processes: dict[int, str] = {}  # of each rank's newest join
         self._unknown_joins = 0  # that a rank may have had and that are not known here
-        self.spares: set[str] = set()  # processes that evaluate and do not train
-        self.hearts: Counter[str] = Counter()  # heartbeat streams that are open, by process
+        self.evaluators: set[str] = set()  # processes that evaluate and do not train
+        self.heartbeats: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._standstill = Standstill(_LOOK_S)
         self.was_anyone_here = False
         self.evicted: set[int] = set()  # ranks that may not come back
@@ -99,7 +99,7 @@ class Roster:
         since = [worker.waiting_since for worker in self.workers.values() if worker.waiting_since is not None]
         return now - min(since, default=now)
 
-    def seat(self, asked: Joined) -> tuple[Worker, Worker | None]:
+    def seat(self, joined: Joined) -> tuple[Worker, Worker | None]:
         """A place for a process, and the worker of an older process or stream that had it.
 
         No rank: the lowest free one. `asked.incarnation` is what this same process had before a lost connection, 0 on
@@ -107,13 +107,13 @@ class Roster:
         may not have heard of the incarnation it was given last. Refuses LIMIT_EXCEEDED, RANK_OUT_OF_RANGE, RUN_FULL,
         and REPLACED when a newer process holds the rank.
         """
-        if asked.rank not in self.workers and len(self.workers) >= self._limit:
+        if joined.rank not in self.workers and len(self.workers) >= self._limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
                 f"{len(self.workers)} workers are here, and this server takes {self._limit} (limits.workers)",
                 fix="start ps-server with --workers N, or --set limits.workers=N",
             )
-        rank = self._free_rank() if asked.rank is None else asked.rank
+        rank = self._free_rank() if joined.rank is None else joined.rank
         if self.num_workers is not None and rank >= self.num_workers:
             raise refusal(
                 Reason.RANK_OUT_OF_RANGE,
@@ -122,19 +122,19 @@ class Roster:
             )
         if rank in self.evicted:
             raise evicted(rank)
-        newest, previous = self.num_joins.get(rank, 0), asked.incarnation
+        newest, previous = self.num_joins.get(rank, 0), joined.incarnation
         if newest < previous <= newest + self._unknown_joins:
             newest = previous
         known = self._processes.get(rank, "")
-        is_newest = asked.process == known if asked.process and known else previous == newest
+        is_newest = joined.process == known if joined.process and known else previous == newest
         if previous and not is_newest:
             raise replaced(rank, previous)
         if (old := self.workers.get(rank)) is not None:
             self.remove(old)
-        worker = self.workers[rank] = Worker(rank, newest + 1, asked.process)
+        worker = self.workers[rank] = Worker(rank, newest + 1, joined.process)
         insort(self._ranks, rank)
-        self._ranks_of.setdefault(asked.process, {})[rank] = None
-        self.num_joins[rank], self._processes[rank] = worker.incarnation, asked.process
+        self._ranks_of.setdefault(joined.process, {})[rank] = None
+        self.num_joins[rank], self._processes[rank] = worker.incarnation, joined.process
         stats = self.stats.setdefault(rank, WorkerStats(rank))
         if not previous:  # the same process is no restart
             stats.joined_anew()
@@ -183,13 +183,13 @@ class Roster:
 
     # ---- signs of life --------------------------------------------------------------------
 
-    def heart_stopped(self, process: str) -> Worker | None:
+    def heartbeat_stopped(self, process: str) -> Worker | None:
         """A heartbeat stream has ended. Returns the worker that is gone with it."""
-        self.hearts[process] -= 1
-        if self.hearts[process] > 0:
+        self.heartbeats[process] -= 1
+        if self.heartbeats[process] > 0:
             return None
-        del self.hearts[process]
-        self.spares.discard(process)
+        del self.heartbeats[process]
+        self.evaluators.discard(process)
         seats = [self.workers[rank] for rank in self._ranks_of.get(process, ())]
         return next((worker for worker in seats if worker.is_away), None)
 

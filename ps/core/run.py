@@ -61,7 +61,7 @@ class Run:
         self.model: tuple[str, str] | None = None  # what all workers train: names of model and optimizer
         self.may_change_optimizer = False  # the first worker of a run that goes on says what its numbers are
         self.has_weights = False
-        self.bringer: Worker | None = None  # of the initial weights
+        self.initializer: Worker | None = None  # of the initial weights
         self.is_holding = False  # everyone waits for the first snapshot on all shards
         self.is_closed = False  # nothing is applied any more
         self.is_done = False  # everyone has been told that the run is over
@@ -100,8 +100,8 @@ class Run:
             events.Contributed: self._contributed,
             **{kind: partial(self._of_a_worker, follows) for kind, follows in of_a_worker.items()},
             events.Joined: self._joined,
-            events.HeartBegan: self._heart_began,
-            events.HeartStopped: self._heart_stopped,
+            events.HeartbeatBegan: self._heartbeat_began,
+            events.HeartbeatStopped: self._heartbeat_stopped,
             events.Heard: self._heard,
             events.FiguresTold: self._told_figures,
             events.CopyAsked: self._copy_asked,
@@ -134,14 +134,14 @@ class Run:
     def _expelled(self, worker: Worker, event: events.Expelled) -> Iterator[Effect]:
         return self.expel(worker, refusal(Reason[event.reason], event.message), event.at)
 
-    def _heart_began(self, event: events.HeartBegan) -> Iterator[Effect]:
-        self.roster.hearts[event.process] += 1
+    def _heartbeat_began(self, event: events.HeartbeatBegan) -> Iterator[Effect]:
+        self.roster.heartbeats[event.process] += 1
         if event.evaluates:
-            self.roster.spares.add(event.process)
-            yield Log("info", "spare", {"meaning": "a process that does not train evaluates"})
+            self.roster.evaluators.add(event.process)
+            yield Log("info", "evaluator", {"meaning": "a process that does not train evaluates"})
 
-    def _heart_stopped(self, event: events.HeartStopped) -> Iterable[Effect]:
-        gone = self.roster.heart_stopped(event.process)
+    def _heartbeat_stopped(self, event: events.HeartbeatStopped) -> Iterable[Effect]:
+        gone = self.roster.heartbeat_stopped(event.process)
         return () if gone is None else self._leave(gone, "closed", "connection lost", event.at)
 
     def _heard(self, event: events.Heard) -> Iterable[Effect]:
@@ -153,27 +153,27 @@ class Run:
 
     # ---- a worker's way in ----------------------------------------------------------------
 
-    def _joined(self, asked: events.Joined) -> Iterator[Effect]:
-        may_resume = self._may_resume(asked)
+    def _joined(self, joined: events.Joined) -> Iterator[Effect]:
+        may_resume = self._may_resume(joined)
         try:
-            self._check_join(asked, may_resume)
-            worker, old = self.roster.seat(asked)
+            self._check_join(joined, may_resume)
+            worker, old = self.roster.seat(joined)
         except ParamServerError as error:
-            yield effects.NotSeated(asked.stream, error)
+            yield effects.NotSeated(joined.stream, error)
             return
         self.lost_at.pop(worker.rank, None)
         if old is not None:
             if may_resume:
                 worker.goes_on_from(old)
-            yield from self._displace(old, worker, asked.at)
+            yield from self._displace(old, worker, joined.at)
         number = self.policy.num_counted.get(worker.rank, 0)
-        yield effects.Seated(asked.stream, worker.rank, worker.incarnation, may_resume, number)
+        yield effects.Seated(joined.stream, worker.rank, worker.incarnation, may_resume, number)
 
-    def _check_join(self, asked: events.Joined, may_resume: bool) -> None:
-        if asked.run and asked.run != self.name:
+    def _check_join(self, joined: events.Joined, may_resume: bool) -> None:
+        if joined.run and joined.run != self.name:
             raise refusal(
                 Reason.RUN_MISMATCH,
-                f"this worker belongs to run {asked.run}, the server runs {self.name}: it was started anew",
+                f"this worker belongs to run {joined.run}, the server runs {self.name}: it was started anew",
                 fix="start the worker again to join the new run",
             )
         if self.is_closed:
@@ -181,14 +181,14 @@ class Run:
         if self.is_done and not may_resume:
             raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
 
-    def _may_resume(self, asked: events.Joined) -> bool:
+    def _may_resume(self, joined: events.Joined) -> bool:
         """The process lost a connection and nothing else, perhaps before it heard of its newest incarnation: it goes on
         where it was."""
-        known = self.roster.workers.get(asked.rank) if asked.rank is not None else None
-        if known is None or asked.server_incarnation != self.incarnation or not self._has_place(known):
+        known = self.roster.workers.get(joined.rank) if joined.rank is not None else None
+        if known is None or joined.server_incarnation != self.incarnation or not self._has_place(known):
             return False
-        is_same = asked.process == known.process != "" and 0 < asked.incarnation < known.incarnation
-        return is_same or asked.incarnation == known.incarnation
+        is_same = joined.process == known.process != "" and 0 < joined.incarnation < known.incarnation
+        return is_same or joined.incarnation == known.incarnation
 
     def _has_place(self, worker: Worker) -> bool:
         """It may come back to it after a lost connection."""
@@ -209,13 +209,13 @@ class Run:
 
     def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
         """Every shard knows what it trains. The first one's model and optimizer are the run's."""
-        worker.model, worker.meeting = (event.model, event.optimizer), event.meeting
+        worker.model, worker.rendezvous = (event.model, event.optimizer), event.rendezvous
         if self.model != worker.model:
             if self.model is not None and (self.model[0] != event.model or not self.may_change_optimizer):
                 what = "model" if self.model[0] != event.model else "optimizer"
                 reason = Reason.MODEL_MISMATCH if what == "model" else Reason.OPTIMIZER_MISMATCH
-                told = f"the {what} of rank {worker.rank} differs from the run's, which is that of its first worker"
-                yield from self.expel(worker, refusal(reason, told), event.at)
+                message = f"the {what} of rank {worker.rank} differs from the run's, which is that of its first worker"
+                yield from self.expel(worker, refusal(reason, message), event.at)
                 return
             self.model = worker.model
             yield effects.Adopt(worker.rank, worker.incarnation)
@@ -226,19 +226,19 @@ class Run:
         elif not self.is_holding:
             if self.has_weights:
                 yield from self._enter(worker, event.at)
-            elif self.bringer is None:
+            elif self.initializer is None:
                 yield self._ask_for_weights(worker)
 
     def _ask_for_weights(self, worker: Worker) -> Effect:
-        self.bringer = worker
+        self.initializer = worker
         return effects.AskForWeights(worker.rank, worker.incarnation)
 
     def _brought(self, worker: Worker, event: events.Brought) -> Iterator[Effect]:
-        if worker is not self.bringer or self.has_weights:
+        if worker is not self.initializer or self.has_weights:
             error = refusal(Reason.BAD_REQUEST, "initial weights without having been asked for them")
             yield from self.expel(worker, error, event.at)
             return
-        self.has_weights, self.bringer = True, None
+        self.has_weights, self.initializer = True, None
         yield effects.Begin(worker.rank, worker.incarnation)
         if self.rhythm.is_kept:  # who goes on from nothing would be another run
             yield from self._take_snapshot(event.at)
@@ -253,7 +253,7 @@ class Run:
                 yield from self._enter(worker, at)
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
-        """Let a worker in; its answer comes when the mode allows it to start."""
+        """Let a worker in; its reply comes when the mode allows it to start."""
         if self.policy.is_stopping:
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
@@ -294,7 +294,7 @@ class Run:
         return self._after(self.contributions.asked_again(worker, event), event.at)
 
     def take_over(self, mode: str, policy: Policy, at: float) -> list[Effect]:
-        """Another mode of the same kin holds from here on."""
+        """Another mode of the same compatible_modes holds from here on."""
         decisions = policy.take_over(self.policy, at)
         self.mode, self.policy = mode, policy
         self.contributions.policy = self.length.policy = policy
@@ -310,9 +310,9 @@ class Run:
                 continue
             if isinstance(effect, effects.Commit):
                 self.rhythm.committed()
-            elif isinstance(effect, effects.Answer) and effect.group and effect.group[0] == effect.rank:
+            elif isinstance(effect, effects.Reply) and effect.group and effect.group[0] == effect.rank:
                 effect.brings |= self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
-                effect.brings_optimizer = self.rhythm.is_kept
+                effect.uploads_optimizer = self.rhythm.is_kept
             elif isinstance(effect, effects.End):  # nothing comes after it
                 found += self._close(effect.error or _stopping(), at)
                 break
@@ -329,9 +329,9 @@ class Run:
     def _take_snapshot(self, at: float) -> Iterator[Effect]:
         saved = self.saved(at)
         if wrong := saving.not_json(saved["policy"]):
-            told = f"mode {self.options.mode} cannot be saved: {wrong}, which is not the same after it has been JSON"
+            message = f"mode {self.options.mode} cannot be saved: {wrong}, which is not the same after it has been JSON"
             fix = "let saved_state return dicts with text as keys, lists, text, finite numbers, booleans and None"
-            yield from self._fail(UsageError(told, fix=fix))
+            yield from self._fail(UsageError(message, fix=fix))
             return
         attempt = self.rhythm.begin(self.policy.version, self.policy.min_steps_done, at)
         yield effects.TakeSnapshot(attempt, self.policy.version, saved)
@@ -352,8 +352,8 @@ class Run:
     # ---- who goes -------------------------------------------------------------------------
 
     def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
-        """Its stream broke off. While its heart beats it may come back to where it was."""
-        if not (worker.process in self.roster.hearts and self._has_place(worker)):
+        """Its stream broke off. While its heartbeat heartbeats it may come back to where it was."""
+        if not (worker.process in self.roster.heartbeats and self._has_place(worker)):
             yield from self._leave(worker, "closed", event.reason, event.at)
             return
         worker.is_away = True
@@ -389,8 +389,8 @@ class Run:
     def _pass_on(self, gone: Worker) -> Iterator[Effect]:
         """Who was to bring the weights may be gone: another one brings them, or the model is nobody's."""
         heirs = [worker for worker in self.roster.workers.values() if worker.has_offered]
-        if self.bringer is gone:
-            self.bringer = None
+        if self.initializer is gone:
+            self.initializer = None
             if heirs:
                 yield self._ask_for_weights(heirs[0])
         if not heirs and self.model is not None:
@@ -417,7 +417,7 @@ class Run:
         yield from self._end_if_over(event.at)
 
     def _stop_asked(self, worker: Worker, event: events.StopAsked) -> Iterator[Effect]:
-        """Everyone's next answer is the last; the first word counts."""
+        """Everyone's next reply is the last; the first word counts."""
         if self.policy.is_stopping or self.is_done:
             return
         yield Log("info", "run_stopped", {"rank": worker.rank, "reason": event.reason, "version": self.policy.version})
@@ -456,7 +456,7 @@ class Run:
         if self.curve.points and self.curve.points[-1].version == of:
             return
         elapsed_s = round(self.contributions.elapsed_s(at, self.is_over), 3)
-        samples = total_or_unknown([one.known_samples for one in self.roster.stats.values()])
+        samples = total_or_unknown([stats_entry.known_samples for stats_entry in self.roster.stats.values()])
         is_best = self.curve.add(Point(step=step, version=of, elapsed_s=elapsed_s, figures=figures, samples=samples))
         yield effects.Evaluated(of, step, elapsed_s, figures, is_best, samples)
         if version is not None:
@@ -467,7 +467,7 @@ class Run:
     def _evaluation_failed(self, event: events.FiguresTold) -> Iterator[Effect]:
         if self.failure is not None:
             return
-        who = "the spare evaluator" if event.rank is None else f"rank {event.rank}"
+        who = "the evaluator evaluator" if event.rank is None else f"rank {event.rank}"
         self.failure = ParamServerError(f"{who} failed in the evaluation at step {event.step}: {event.failure}")
         self.failure.exit_code = event.exit_code
         told = {"rank": event.rank, "reason": self.failure.message, "exit_code": event.exit_code}
@@ -592,7 +592,7 @@ class Run:
 
 # What a worker is told is over when it has been closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.AskedAgain | events.StopAsked
-_LOOKED_AT = frozenset((effects.Commit, effects.Answer, effects.End))  # of what was decided: by `_after`
+_LOOKED_AT = frozenset((effects.Commit, effects.Reply, effects.End))  # of what was decided: by `_after`
 
 
 def _ignored(rank: int, why: str) -> Log:

@@ -19,10 +19,10 @@ def saved(run: Run, at: float) -> dict[str, Any]:
     """What a snapshot keeps beside the tensors; JSON. Contributions of an open round are not in the weights."""
     committed = run.policy.num_committed()
     stats, behind = {}, Counter(run.contributions.staleness)
-    for rank, one in run.roster.stats.items():
+    for rank, stats_entry in run.roster.stats.items():
         num_open = run.policy.num_counted.get(rank, 0) - committed.get(rank, 0)
-        stats[str(rank)] = one.saved(num_open)
-        behind.subtract(map(bin_of, one.newest_staleness(num_open)))
+        stats[str(rank)] = stats_entry.saved(num_open)
+        behind.subtract(map(bin_of, stats_entry.newest_staleness(num_open)))
     return {
         "run": run.name,
         "server_incarnation": run.incarnation,
@@ -77,10 +77,10 @@ def digest(run: Run) -> str:
         rank: [worker.incarnation, worker.model, worker.is_away, worker.is_finished, worker.hyperparameters]
         for rank, worker in run.roster.workers.items()
     }
-    bringer = run.bringer and [run.bringer.rank, run.bringer.incarnation]
+    initializer = run.initializer and [run.initializer.rank, run.initializer.incarnation]
     evicted, scale = sorted(run.roster.evicted), run.contributions.lr_scale
     set_ = [run.mode, run.policy.options.model_dump(), run.changed, scale, evicted]
-    flags = [run.has_weights, run.is_holding, run.is_closed, run.is_done, run.model, bringer, run.lost_at]
+    flags = [run.has_weights, run.is_holding, run.is_closed, run.is_done, run.model, initializer, run.lost_at]
     end = [run.has_finished, run.evaluator, run.ended_by, run.length.by, len(run.curve.points)]
     state = [run.policy.full_state(), seats, set_, run.roster.num_joins, flags, end, run.rhythm.state()]
     text = json.dumps(state, sort_keys=True, default=str)

@@ -45,8 +45,8 @@ class Best:
     def _copy(self, done: Callable[[int, torch.Tensor], None]) -> None:
         self._tensors.submit(lambda: self._model.copy(False), lambda found: done(*found), lambda error: None)
 
-    def _put(self, version: int, body: torch.Tensor) -> None:
-        self._under_way[version] = body
+    def _put(self, version: int, payload: torch.Tensor) -> None:
+        self._under_way[version] = payload
         while len(self._under_way) > _MAX_KEPT:
             del self._under_way[min(self._under_way)]
         self._changed()
@@ -61,28 +61,28 @@ class Best:
         self._tensors.then(lambda: self._evaluated(version, is_best and self._is_kept))
 
     def _evaluated(self, version: int, is_best: bool) -> None:
-        body = self._under_way.pop(version, None)
+        payload = self._under_way.pop(version, None)
         if not is_best:
             return
-        if body is not None:
-            self._found(version, body)
+        if payload is not None:
+            self._found(version, payload)
         elif version == self._model.store.version:
             self._copy(self._found)
         elif self._config.server.shard == 0:
             log.warning("best_not_kept", version=version, reason="too many evaluations were under way")
 
-    def _found(self, version: int, body: torch.Tensor) -> None:
+    def _found(self, version: int, payload: torch.Tensor) -> None:
         if self._best is None and self._model.store.tables is not None:
             log.warning("best_without_tables", meaning="of tables of rows the final ones are saved, beside the weights")
-        self._best = version, body
+        self._best = version, payload
         self._changed()
         if self._config.server.shard == 0:
-            self._writing = asyncio.ensure_future(self._write(version, body, self._writing))
+            self._writing = asyncio.ensure_future(self._write(version, payload, self._writing))
 
-    async def _write(self, version: int, body: torch.Tensor, before: asyncio.Future[None] | None) -> None:
+    async def _write(self, version: int, payload: torch.Tensor, before: asyncio.Future[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
-        path, views = self._config.output.best, self._model.store.layout.views(body)
+        path, views = self._config.output.best, self._model.store.layout.views(payload)
         if path is None or self._best is None or self._best[0] != version:
             return  # there is a better one by now
         tensors = {name: tensor for spec, tensor in views for name in (spec.name, *spec.aliases)}

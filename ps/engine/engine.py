@@ -66,7 +66,7 @@ class Engine:
         self.tensors = TensorThread(lambda error: self.broke("tensors", error))
         self.model = Model(config, self.tensors, policy)
         self.folding = Folding(
-            self.model, self.tensors, policy.answers_before_commit, lambda *found: self.offer(events.Measured(*found))
+            self.model, self.tensors, policy.replies_before_commit, lambda *found: self.offer(events.Measured(*found))
         )
         self.states = States()
         self.best = Best(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
@@ -195,13 +195,13 @@ class Engine:
 
     # ---- what comes from workers ------------------------------------------------------------
 
-    def join(self, asked: events.Joined) -> Peer:
+    def join(self, joined: events.Joined) -> Peer:
         """A stream's process asks for a rank; the stream's number is given here. Raises the refusal."""
         self._num_streams += 1
-        asked.stream = self._num_streams
-        self._joining[asked.stream] = None
-        self.offer(asked)
-        match self._joining.pop(asked.stream):
+        joined.stream = self._num_streams
+        self._joining[joined.stream] = None
+        self.offer(joined)
+        match self._joining.pop(joined.stream):
             case effects.NotSeated(error=error):
                 raise error
             case effects.Seated(rank=rank, incarnation=incarnation, is_resumed=is_resumed, number=number):
@@ -243,18 +243,18 @@ class Engine:
     def contributed(
         self,
         event: events.Contributed,
-        body: torch.Tensor | None,
+        payload: torch.Tensor | None,
         without: frozenset[str],
         rows: Sequence[Rows] = (),
         brought: OptimizerState | None = None,
         slot: torch.Tensor | None = None,
     ) -> None:
-        """A contribution lies whole in `body`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
+        """A contribution lies whole in `payload`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
         parameters `without` a gradient are zeros in it. None: it is a report without one. `brought`:
         what its worker's optimizer remembers. `slot`: memory of the staging pool that it was counted with so far."""
-        if body is not None:
+        if payload is not None:
             contribution = event.contribution
-            self.folding.stage(contribution.id, body, without, rows, contribution.base.version, brought, slot)
+            self.folding.stage(contribution.id, payload, without, rows, contribution.base.version, brought, slot)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Engine:
             effects.Fold: self.folding.fold,
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
-            effects.Answer: self._answer,
+            effects.Reply: self._reply,
             effects.KeepWeights: lambda asked: self.best.keep(asked.version),
             effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
@@ -298,10 +298,10 @@ class Engine:
         else:
             self.model.adopt(*offer)
 
-    def _answer(self, answer: effects.Answer) -> None:
-        if answer.is_evaluated and self.run.options.keeps_best:
-            self.best.keep(answer.version)
-        self.streams.answer(answer)
+    def _reply(self, reply: effects.Reply) -> None:
+        if reply.is_evaluated and self.run.options.keeps_best:
+            self.best.keep(reply.version)
+        self.streams.reply(reply)
 
     def _begin(self, begin: effects.Begin) -> None:
         weights = self.peers[begin.rank, begin.incarnation].weights
@@ -324,7 +324,7 @@ class Engine:
         self.states.counted(id, self.run.policy.committed_of(id.rank))
 
     def _evaluated(self, found: effects.Evaluated) -> None:
-        here = sum(one.num_sent + one.num_received for one in self.traffic.values())
+        here = sum(value.num_sent + value.num_received for value in self.traffic.values())
         elsewhere = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
         self.bytes_when[found.version] = here + sum(elsewhere)
         self.best.evaluated(found.version, found.is_best)
@@ -338,8 +338,8 @@ class Engine:
             fields = line.fields
             if line.event in ("admitted", "resumed"):
                 traffic = self.traffic[fields["rank"]]
-                fields = {**fields, "tensors": traffic.lane}
-                fields |= {"reason": traffic.lane_reason} if traffic.lane_reason else {}
+                fields = {**fields, "tensors": traffic.transport}
+                fields |= {"reason": traffic.transport_reason} if traffic.transport_reason else {}
             getattr(log, line.level)(line.event, **fields)
 
     def _make_room(self) -> None:
@@ -367,14 +367,14 @@ class Engine:
         for rank, traffic in self.traffic.items():
             if str(rank) in stats:
                 stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
-                stats[str(rank)]["bytes_among"] = traffic.num_among
+                stats[str(rank)]["peer_bytes"] = traffic.num_peers
         states = self.states.saved(effect.saved["steps"])
         places = {str(rank): kept.place for rank, kept in states.items()}
         training = {**effect.saved["training"], "stats": stats, "places": places}
         self.snapshots.take(
             {**effect.saved, "training": training},
             lambda durable: self.offer(events.Stored(effect.attempt, durable)),
-            {rank: kept.body for rank, kept in states.items()},
+            {rank: kept.payload for rank, kept in states.items()},
         )
 
     # ---- how it stands ----------------------------------------------------------------------
@@ -398,7 +398,7 @@ class Engine:
             held["references"] = num_bytes
         if model.has_weights and model.delivered is not None:
             held["delivered"] = model.delivered.num_bytes
-        traffic = {rank: (one.num_sent, one.num_received) for rank, one in self.traffic.items()}
+        traffic = {rank: (value.num_sent, value.num_received) for rank, value in self.traffic.items()}
         return ShardState(self.run.policy.version, held, traffic)
 
     def elapsed_s(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...common.codecs.base import Spares
+from ...common.codecs.base import FreeBuffers
 from ...common.reporting.log import get_logger
 from ...common.wire.records import ContributionId
 from ..core import effects
@@ -31,16 +31,16 @@ _NOT_COMPENSATED = "the weights it was computed on are not here any more: it was
 
 
 class _Staged(NamedTuple):
-    body: torch.Tensor
+    payload: torch.Tensor
     without: frozenset[str]  # names of parameters that got no gradient
     rows: Sequence[Rows]
     base_version: int  # of the weights that it was computed on
     brought: OptimizerState | None  # what its worker's optimizer remembers, where it steps itself
-    slot: torch.Tensor | None  # of the staging pool, for rows or `brought` beside a body in the worker's own memory
+    slot: torch.Tensor | None  # of the staging pool, for rows or `brought` beside a payload in the worker's own memory
 
 
-# Encoded bodies that are kept idle: as many as are staged by default, whatever the number of workers.
-_MAX_SPARES = 4
+# Encoded payloads that are kept idle: as many as are staged by default, whatever the number of workers.
+_MAX_FREE_BUFFERS = 4
 
 
 class CodecMemories:
@@ -50,12 +50,12 @@ class CodecMemories:
         self._model = model
         self._tensors = tensors
         self._of_rank: dict[int, CodecMemory] = {}
-        self._spares = Spares(_MAX_SPARES)
+        self._free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)
 
     def of(self, rank: int) -> CodecMemory:
         if rank not in self._of_rank:
             assert self._model.layout is not None
-            self._of_rank[rank] = CodecMemory(self._model.layout, self._spares)
+            self._of_rank[rank] = CodecMemory(self._model.layout, self._free_buffers)
         return self._of_rank[rank]
 
     def drop(self, rank: int) -> None:
@@ -69,19 +69,19 @@ class CodecMemories:
 
 
 class Folding:
-    """Bodies are uint8 [exchange_bytes]."""
+    """Payloads are uint8 [exchange_bytes]."""
 
     def __init__(
         self,
         model: Model,
         tensors: TensorThread,
-        answers_before_commit: bool,
+        replies_before_commit: bool,
         measured: Callable[[int, float], None] = lambda version, norm: None,
     ) -> None:
         """`measured` is told the norm of this shard's part of the mean that is to become a version."""
         self._model = model
         self._tensors = tensors
-        self._answers_before_commit = answers_before_commit
+        self._replies_before_commit = replies_before_commit
         self.codec_memories = CodecMemories(model, tensors)
         self.halves = Halves()
         self._staged: dict[ContributionId, _Staged] = {}  # that came here whole
@@ -98,18 +98,18 @@ class Folding:
     def stage(
         self,
         id: ContributionId,
-        body: torch.Tensor,
+        payload: torch.Tensor,
         without: frozenset[str] = frozenset(),
         rows: Sequence[Rows] = (),
         base_version: int = 0,
         brought: OptimizerState | None = None,
         slot: torch.Tensor | None = None,
     ) -> None:
-        """The body of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
+        """The payload of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
         if self.is_fenced(id.rank, id.incarnation) or id in self._staged:
-            self._return(body, slot)  # it has been let go, or said this before
+            self._return(payload, slot)  # it has been let go, or said this before
         else:
-            self._staged[id] = _Staged(body, without, rows, base_version, brought, slot)
+            self._staged[id] = _Staged(payload, without, rows, base_version, brought, slot)
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.id] = self._staged.pop(keep.id)
@@ -121,12 +121,12 @@ class Folding:
 
     def _give_back(self, id: ContributionId) -> None:
         if (staged := self._staged.pop(id, None)) is not None:
-            self._return(staged.body, staged.slot)
+            self._return(staged.payload, staged.slot)
 
-    def _return(self, *bodies: torch.Tensor | None) -> None:
-        for body in bodies:
-            if body is not None:
-                self._model.staging.give_back(body)
+    def _return(self, *payloads: torch.Tensor | None) -> None:
+        for payload in payloads:
+            if payload is not None:
+                self._model.staging.give_back(payload)
 
     def drop_rank(self, rank: int) -> None:
         """Another process has this rank, or none."""
@@ -136,19 +136,19 @@ class Folding:
     def fence(self, rank: int, incarnation: int) -> None:
         """Of this incarnation of a rank, and of older ones, nothing more is taken."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
-        for id in [one for one in self._staged if one.rank == rank and one.incarnation <= incarnation]:
+        for id in [tensor for tensor in self._staged if tensor.rank == rank and tensor.incarnation <= incarnation]:
             self._give_back(id)
         self.codec_memories.end_attempt(rank, False)
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        body, without, rows, base_version, brought, slot = self._kept.pop(fold.id)
+        payload, without, rows, base_version, brought, slot = self._kept.pop(fold.id)
         self._without = without if self._without is None else self._without & without
-        may_keep = not staging.is_own(body)
-        is_copied = may_keep and self._answers_before_commit  # its worker writes there when it is answered
+        may_keep = not staging.is_own(payload)
+        is_copied = may_keep and self._replies_before_commit  # its worker writes there when it gets its reply
 
         def work() -> list[torch.Tensor]:
-            taken = body.clone() if is_copied else body
+            taken = payload.clone() if is_copied else payload
             if self._model.kind.has_peers:
                 store.bring(brought)
             if fold.scale != 1.0:
@@ -160,8 +160,8 @@ class Folding:
             return store.fold(taken, fold.weight, fold.id.rank, may_keep, without, rows)
 
         def folded(reusable: list[torch.Tensor]) -> None:
-            if not any(one is body for one in reusable):
-                staging.donate(body)
+            if not any(tensor is payload for tensor in reusable):
+                staging.donate(payload)
             self._return(*reusable, slot)
 
         self._tensors.submit(work, folded)
@@ -181,7 +181,7 @@ class Folding:
         lowest_live = sys.maxsize if self._model.kind.has_peers else commit.members[0] if commit.members else 0
         step = partial(
             store.commit, num_live, lowest_live, told,
-            publication.segment.body, publication.made, lr_scale=commit.lr_scale,
+            publication.segment.payload, publication.made, lr_scale=commit.lr_scale,
             momentum_among=commit.momentum_among, clip_norm=commit.clip_norm,
         )  # fmt: skip
         work = partial(_sound, commit, step)

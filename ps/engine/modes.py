@@ -27,11 +27,11 @@ def make_policy(config: Config) -> Policy:
     settings["max_staged"] = config.server.max_staged if config.server.shards == 1 else None  # `make_room`
     made = policy_of(run.mode, {**settings, **options.model_dump()})
     _check_codecs(made, config)
-    if made.compensation is not None and config.worker.answer_codec != "raw":
-        codec = config.worker.answer_codec
+    if made.compensation is not None and config.worker.reply_codec != "raw":
+        codec = config.worker.reply_codec
         raise UsageError(
-            f"worker.answer_codec is {codec}, and policy.late_compensation needs weights as workers have them",
-            fix="--set worker.answer_codec=raw, or --set policy.late_compensation=none",
+            f"worker.reply_codec is {codec}, and policy.late_compensation needs weights as workers have them",
+            fix="--set worker.reply_codec=raw, or --set policy.late_compensation=none",
         )
     return made
 
@@ -42,20 +42,20 @@ def _check_peers(config: Config) -> None:
     for name, value, none in (
         ("store.polyak", config.store.polyak, None),
         ("worker.codec", worker.codec, "raw"),
-        ("worker.answer_codec", worker.answer_codec, "raw"),
+        ("worker.reply_codec", worker.reply_codec, "raw"),
     ):
         if value != none:
-            told = f"{name} is {value}, and workers of mode {mode} average among themselves"
-            raise UsageError(told, fix="leave it out, or --mode sync, where all gradients pass the server")
+            message = f"{name} is {value}, and workers of mode {mode} average among themselves"
+            raise UsageError(message, fix="leave it out, or --mode sync, where all gradients pass the server")
     outstanding = getattr(config.policy.options(mode), "staleness", 0)
     if config.run.steps is not None and outstanding >= config.run.steps:
-        told = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
-        raise UsageError(f"{told}: weights would stay as they began to the end", fix="--staleness 1, or more steps")
+        message = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
+        raise UsageError(f"{message}: weights would stay as they began to the end", fix="--staleness 1, or more steps")
 
 
 def _codecs(config: Config) -> tuple[Any, ...]:
     """Up and down; none where both are raw, which needs no torch (a simulation does without)."""
-    names = "raw" if config.worker.codec == AUTO else config.worker.codec, config.worker.answer_codec
+    names = "raw" if config.worker.codec == AUTO else config.worker.codec, config.worker.reply_codec
     return tuple(CODECS.load(name)() for name in names) if set(names) != {"raw"} else ()
 
 

@@ -22,19 +22,19 @@ from ..core import effects
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..policies.base import names
-from ..tensors.answers.publication import Publication
-from ..tensors.answers.reference import News
 from ..tensors.model import Model
+from ..tensors.replies.publication import Publication
+from ..tensors.replies.reference import News
 from ..tensors.thread import TensorThread
 
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Go on. The weights are `body`, small ones, or `held` for this worker, or of the newest version, or none; or
+    """Go on. The weights are `payload`, small ones, or `held` for this worker, or of the newest version, or none; or
     `news` of the reference."""
 
-    answer: effects.Answer
-    body: bytes | None = None
+    reply: effects.Reply
+    payload: bytes | None = None
     held: Publication | None = None
     news: News | None = None
 
@@ -57,14 +57,14 @@ class Traffic:
 
     num_sent: int = 0  # by the worker
     num_received: int = 0
-    num_among: int = 0  # by the worker to other workers, as it says
+    num_peers: int = 0  # by the worker to other workers, as it says
     num_in_waiting: int = 0  # of those, in words about what it waits for, which come by the clock
-    lane: str = "grpc"
-    lane_reason: str = ""  # why it is no better one
+    transport: str = "grpc"
+    transport_reason: str = ""  # why it is no better one
     codec: str = "raw"  # of the newest contribution
 
     def received(self, num_bytes: int, num_in_waiting: int) -> None:
-        """By the worker, with an answer and since the one before."""
+        """By the worker, with an reply and since the one before."""
         self.num_received += num_bytes
         self.num_in_waiting += num_in_waiting
 
@@ -94,10 +94,10 @@ class Peer:
     offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
     reference: int = 0  # the number of the one that it has; 0: none
     weights: Segment | None = None  # the initial ones, when it has brought them
-    takes_frames: bool = True  # its answers are frames on the stream, or it reads the weights' own memory
+    takes_frames: bool = True  # its replies are frames on the stream, or it reads the weights' own memory
     # Of codecs that contributions may come in, or did, by name: why not, or "".
     codecs: dict[str, str] = field(default_factory=dict)
-    answer_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
+    reply_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
     hang_up: Callable[[ParamServerError | None], object] = lambda error: None  # ends its call, with a refusal
     is_ended: bool = False
 
@@ -106,17 +106,17 @@ class Peer:
         """Rank and incarnation."""
         return self.rank, self.incarnation
 
-    def encodes(self, answer: effects.Answer) -> bool:
-        """Whether the weights of this answer are its own, as its codec has them. What is evaluated are the weights
+    def encodes(self, reply: effects.Reply) -> bool:
+        """Whether the weights of this reply are its own, as its codec has them. What is evaluated are the weights
         themselves, where it would have those of a reference."""
-        if self.answer_codec is None:
+        if self.reply_codec is None:
             return False
-        return not answer.is_evaluated if self.has_reference else answer.outcome != "START"
+        return not reply.is_evaluated if self.has_reference else reply.outcome != "START"
 
     @property
     def has_reference(self) -> bool:
-        """Its answers are differences, which lead its copy of the reference to another number."""
-        return moves_reference(self.answer_codec)
+        """Its replies are differences, which lead its copy of the reference to another number."""
+        return moves_reference(self.reply_codec)
 
     def say(self, item: Item) -> None:
         """Say it now, or queue it for the worker."""
@@ -131,7 +131,7 @@ class Peer:
 
 
 class Streams:
-    """Of all workers here, as the run's effects find them. `are_parts`: their answers are parts of one version, which
+    """Of all workers here, as the run's effects find them. `are_parts`: their replies are parts of one version, which
     other shards have the rest of."""
 
     def __init__(self, model: Model, tensors: TensorThread, are_parts: bool) -> None:
@@ -144,7 +144,7 @@ class Streams:
     def attach(self, peer: Peer) -> Peer:
         """Its effects find this stream from now on."""
         peer.traffic = self.traffic.setdefault(peer.rank, Traffic())
-        peer.traffic.lane, peer.traffic.lane_reason = "grpc", ""  # until it offers another
+        peer.traffic.transport, peer.traffic.transport_reason = "grpc", ""  # until it offers another
         self.peers[peer.seat] = peer
         return peer
 
@@ -154,7 +154,7 @@ class Streams:
         while not peer.outbox.empty():
             item = peer.outbox.get_nowait()
             if isinstance(item, Go) and item.held is not None:
-                self._model.publisher.release(item.held, _go_as_frames(peer, item.answer))
+                self._model.publisher.release(item.held, _go_as_frames(peer, item.reply))
 
     def end(self, error: ParamServerError) -> None:
         """All of them, with this refusal."""
@@ -183,32 +183,32 @@ class Streams:
             peer.state = "uploading"
             peer.say(asked)
 
-    def answer(self, answer: effects.Answer) -> None:
-        is_start = answer.outcome == "START"
-        if answer.has_weights:  # on all shards, whoever has a stream to this one
-            self._model.references.answers(answer.version, is_start)
-        peer = self.peers.get((answer.rank, answer.incarnation))
+    def reply(self, reply: effects.Reply) -> None:
+        is_start = reply.outcome == "START"
+        if reply.has_weights:  # on all shards, whoever has a stream to this one
+            self._model.references.replies(reply.version, is_start)
+        peer = self.peers.get((reply.rank, reply.incarnation))
         if peer is None:
             return  # its stream has just ended: it asks again
         peer.state = "computing"
         delivered = self._model.delivered
-        if answer.has_weights and delivered is not None:
-            note = partial(delivered.note, answer.rank, answer.version)
+        if reply.has_weights and delivered is not None:
+            note = partial(delivered.note, reply.rank, reply.version)
             self._tensors.submit(lambda: note(self._model.store.weights))
-        if not answer.has_weights:
-            self._tensors.then(partial(peer.say, Go(answer)))
-        elif peer.encodes(answer) and peer.has_reference:
-            assert isinstance(peer.answer_codec, ByTensor)
-            reference = self._model.references.of(peer.answer_codec, answer.version)
+        if not reply.has_weights:
+            self._tensors.then(partial(peer.say, Go(reply)))
+        elif peer.encodes(reply) and peer.has_reference:
+            assert isinstance(peer.reply_codec, ByTensor)
+            reference = self._model.references.of(peer.reply_codec, reply.version)
             news = reference.news(0 if is_start else peer.reference)
-            self._tensors.then(partial(peer.say, Go(answer, news=news)))
+            self._tensors.then(partial(peer.say, Go(reply, news=news)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
-            self._tensors.then(lambda: peer.say(Go(answer, body=self._model.small_body())))
-        elif self._are_parts or answer.is_evaluated or delivered is not None:  # those of just this version
-            held = self._model.publisher.hold(as_frames=_go_as_frames(peer, answer))
-            peer.say(Go(answer, held=held))
+            self._tensors.then(lambda: peer.say(Go(reply, payload=self._model.small_payload())))
+        elif self._are_parts or reply.is_evaluated or delivered is not None:  # those of just this version
+            held = self._model.publisher.hold(as_frames=_go_as_frames(peer, reply))
+            peer.say(Go(reply, held=held))
         else:
-            peer.say(Go(answer))
+            peer.say(Go(reply))
 
     def tell_done(self, done: effects.TellDone) -> None:
         for seat in done.workers:
@@ -247,8 +247,8 @@ def reasons(
         elif run.is_holding:
             found[rank] = "the first snapshot on all shards"
         elif not run.has_weights:
-            bringer = run.bringer
-            found[rank] = f"initial weights from rank {bringer.rank}" if bringer not in (None, worker) else ""
+            initializer = run.initializer
+            found[rank] = f"initial weights from rank {initializer.rank}" if initializer not in (None, worker) else ""
         else:
             found[rank] = by_policy.get(rank, "")
     return found
@@ -262,6 +262,6 @@ def _who_finishes(run: Run, now: float) -> str:
     return f"rank {names(absent)} to come back" if absent else ""
 
 
-def _go_as_frames(peer: Peer, answer: effects.Answer) -> bool:
+def _go_as_frames(peer: Peer, reply: effects.Reply) -> bool:
     """Whether its weights are frames that all workers share, or are read where they lie."""
-    return answer.outcome == "START" or (peer.takes_frames and not peer.encodes(answer))
+    return reply.outcome == "START" or (peer.takes_frames and not peer.encodes(reply))

@@ -35,8 +35,8 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps
             of, left = ("", "") if steps is None else (f" of {steps}", f", {steps - done} are left")
-            told = f"training steps are counted: {done}{of} are done by the slowest rank{left}"
-            log.warning("mode_changed", now=config.run.mode, snapshot=saved["mode"], meaning=told)
+            message = f"training steps are counted: {done}{of} are done by the slowest rank{left}"
+            log.warning("mode_changed", now=config.run.mode, snapshot=saved["mode"], meaning=message)
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
     engine.skipped_snapshots = [str(path) for path in available.skipped]
     if config.checkpoint.dir is not None and config.server.shard == 0:
@@ -59,5 +59,5 @@ def _restore_traffic(engine: Engine, training: dict[str, Any]) -> None:
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         for rank, values in training["stats"].items():
             engine.traffic[int(rank)] = Traffic(
-                int(values["bytes_sent"]), int(values["bytes_received"]), int(values.get("bytes_among", 0))
+                int(values["bytes_sent"]), int(values["bytes_received"]), int(values.get("peer_bytes", 0))
             )

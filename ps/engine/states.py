@@ -13,7 +13,7 @@ class Kept(NamedTuple):
     """When a contribution began: fields of Position in the proto, and the script's state."""
 
     place: dict[str, int]
-    body: bytes
+    payload: bytes
 
 
 class States:
@@ -23,22 +23,22 @@ class States:
         self._staged: dict[ContributionId, tuple[dict[str, int], bytes | None]] = {}
         self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
-    def stage(self, id: ContributionId, place: dict[str, int], body: bytes | None) -> None:
-        """It came with this contribution; no body: that of the rank's one before that counts."""
-        self._staged[id] = (place, body)
+    def stage(self, id: ContributionId, place: dict[str, int], payload: bytes | None) -> None:
+        """It came with this contribution; no payload: that of the rank's one before that counts."""
+        self._staged[id] = (place, payload)
 
     def counted(self, id: ContributionId, num_committed: int) -> None:
         """The contribution counts; of its rank so many are in a version."""
         rank, kept = id.rank, self._of_rank.get(id.rank, {})
-        place, body = self._staged.pop(id, (None, None))
-        if body is None and kept:
-            body = kept[max(kept)].body
-        if place is None or body is None:
+        place, payload = self._staged.pop(id, (None, None))
+        if payload is None and kept:
+            payload = kept[max(kept)].payload
+        if place is None or payload is None:
             self._of_rank.pop(rank, None)  # of a script that remembers nothing
             return
-        kept[id.seq] = Kept(place, body)
+        kept[id.seq] = Kept(place, payload)
         oldest = max((number for number in kept if number <= num_committed), default=0)
-        self._of_rank[rank] = {number: one for number, one in kept.items() if number >= oldest}
+        self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
 
     def forget(self, id: ContributionId) -> None:
         """The contribution does not count."""
@@ -47,23 +47,23 @@ class States:
     def fence(self, rank: int, incarnation: int) -> None:
         """What came from this incarnation of a rank, or an older one, and has not happened, never will."""
         self._staged = {
-            one: told for one, told in self._staged.items() if one.rank != rank or one.incarnation > incarnation
+            item: told for item, told in self._staged.items() if item.rank != rank or item.incarnation > incarnation
         }
 
     def at(self, rank: int, number: int) -> Kept | None:
         """How the rank's contribution of this number began, or else the newest one before it."""
         kept = self._of_rank.get(rank, {})
-        found = max((one for one in kept if one <= number), default=None)
+        found = max((snapshot for snapshot in kept if snapshot <= number), default=None)
         return kept[found] if found is not None else None
 
     def saved(self, contributions: Mapping[int, int]) -> dict[int, Kept]:
         """For a snapshot that holds so many contributions of each rank."""
         found = {rank: self.at(rank, number) for rank, number in contributions.items()}
-        return {rank: one for rank, one in found.items() if one is not None}
+        return {rank: item for rank, item in found.items() if item is not None}
 
-    def restore(self, contributions: Mapping[int, int], places: Any, bodies: Mapping[int, bytes]) -> None:
+    def restore(self, contributions: Mapping[int, int], places: Any, payloads: Mapping[int, bytes]) -> None:
         """Of a snapshot. A place that is not what it should be is none."""
-        for rank, body in bodies.items():
+        for rank, payload in payloads.items():
             place = places.get(str(rank)) if isinstance(places, dict) else None
-            if isinstance(place, dict) and all(type(one) is int and one >= 0 for one in place.values()):
-                self._of_rank[rank] = {contributions.get(rank, 0): Kept(place, body)}
+            if isinstance(place, dict) and all(type(number) is int and number >= 0 for number in place.values()):
+                self._of_rank[rank] = {contributions.get(rank, 0): Kept(place, payload)}

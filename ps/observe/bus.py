@@ -64,7 +64,11 @@ class Bus:
     def publish(self, at: float, fact: Fact) -> None:
         kind = type(fact)
         if kind not in self._told:
-            self._told[kind] = [one for one in self._subscriptions if one.sink.kinds is None or kind in one.sink.kinds]
+            self._told[kind] = [
+                subscription
+                for subscription in self._subscriptions
+                if subscription.sink.kinds is None or kind in subscription.sink.kinds
+            ]
         for subscription in self._told[kind]:
             subscription.publish(at, fact)
 

@@ -50,8 +50,8 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             }  # fmt: skip
         case effects.Commit(version, contributions, members):
             return "commit", {"version": version, "contributions": contributions, "members": members}
-        case effects.Answer(rank, incarnation, outcome):
-            return "answer", {
+        case effects.Reply(rank, incarnation, outcome):
+            return "reply", {
                 "rank": rank, "incarnation": incarnation, "step": fact.number, "version": fact.version,
                 "outcome": outcome,
                 **({} if fact.next_local_steps else {"last": True}),

@@ -3,7 +3,7 @@
 A counter begins at zero with the process, also when the run goes on from a snapshot: Prometheus takes a
 counter that falls for one that began anew, and would add all of it once more.
 
-prometheus-client answers over plain HTTP at any path, to whoever reaches the address, also where workers need TLS and
+prometheus-client replies over plain HTTP at any path, to whoever reaches the address, also where workers need TLS and
 a token: there is nothing in it that could be kept secret, and it changes nothing. What callers can cost is bounded: a
 few connections at once, each silent for a few seconds at most, and the run is read a few times a second at most.
 """
@@ -74,7 +74,7 @@ class _RankRead(NamedTuple):
 
 
 class MetricsSink(Sink, Collector):
-    """Counts, and answers on `address` (HOST:PORT) once the run stands where it begins."""
+    """Counts, and replies on `address` (HOST:PORT) once the run stands where it begins."""
 
     name = "metrics"
 
@@ -92,7 +92,7 @@ class MetricsSink(Sink, Collector):
             to, "staleness_versions", "Versions an accepted contribution was behind", _VERSIONS
         )
         self._exchanges = _histogram(
-            to, "exchange_seconds", "From a contribution's leaving until the answer was there, as the worker saw it",
+            to, "exchange_seconds", "From a contribution's leaving until the reply was there, as the worker saw it",
             _SECONDS,
         )  # fmt: skip
 
@@ -152,7 +152,7 @@ class MetricsSink(Sink, Collector):
             what = "Unix time of the newest snapshot; before the first, of the start"
             yield GaugeMetricFamily("paramserver_snapshot_timestamp_seconds", what, value=at)
         if engine.model.has_weights and (distances := engine.model.references.distances):
-            what = "Of the weights to the reference of encoded answers, relative to their norm; every 64th is looked at"
+            what = "Of the weights to the reference of encoded replies, relative to their norm; every 64th is looked at"
             relative = GaugeMetricFamily("paramserver_reference_distance", what, labels=["codec"])
             for codec, distance in distances.items():
                 relative.add_metric([codec], distance)
@@ -172,12 +172,12 @@ class MetricsSink(Sink, Collector):
 
     def ranks(self, read: list[_RankRead]) -> Iterator[PrometheusMetric]:
         """What was read of them, on any thread: of 10,000 it takes a second to write down."""
-        states = Tally(one.state for one in read if one.state != "gone")
+        states = Tally(item.state for item in read if item.state != "gone")
         workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
         for state in {**dict.fromkeys(STATES), **states}:
             workers.add_metric([state], states[state])
         yield workers
-        read = sorted(read, key=lambda one: one.rank)
+        read = sorted(read, key=lambda item: item.rank)
         for metric in shown_of_workers(Display.PROMETHEUS):
             yield self._family(metric, read)
 
@@ -186,10 +186,10 @@ class MetricsSink(Sink, Collector):
         is_counter = metric.over_time is Fold.SUM
         kind = CounterMetricFamily if is_counter else GaugeMetricFamily
         family = kind(metric.prometheus_name, metric.help, labels=["rank"])
-        for one in read:
-            value, before = one.values[metric.name], self._at_start.get(one.rank, {}).get(metric.name) or 0
+        for item in read:
+            value, before = item.values[metric.name], self._at_start.get(item.rank, {}).get(metric.name) or 0
             if value is not None:
-                family.add_metric([str(one.rank)], value - before if is_counter else value)
+                family.add_metric([str(item.rank)], value - before if is_counter else value)
         return family
 
 

@@ -103,8 +103,8 @@ class PageSink(Sink):
     async def _control(self, asked: dict[str, Any]) -> str:
         """In the page's thread: what came of it. ValueError with why nothing did."""
         event = read_control(asked)
-        answer = asyncio.run_coroutine_threadsafe(self._ask(event), self._loop)
-        return await asyncio.wrap_future(answer)
+        reply = asyncio.run_coroutine_threadsafe(self._ask(event), self._loop)
+        return await asyncio.wrap_future(reply)
 
     async def _ask(self, event: Controlled) -> str:
         self._num_asked += 1

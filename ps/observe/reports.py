@@ -50,7 +50,7 @@ class WorkerSource:
 
     @property
     def peer_bytes(self) -> int:
-        return self.traffic.num_among
+        return self.traffic.num_peers
 
     def _elsewhere(self, direction: int) -> int:
         """Bytes exchanged with other shards, as these have said last."""
@@ -100,8 +100,8 @@ def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[Work
         metrics = values_of(OF_WORKER.values(), source)
         found.append(
             WorkerStatus.of(
-                rank=rank, state=state_of(engine, rank), waiting_for=why.get(rank, ""), lane=traffic.lane,
-                lane_reason=traffic.lane_reason, codec=traffic.codec, **metrics,
+                rank=rank, state=state_of(engine, rank), waiting_for=why.get(rank, ""), transport=traffic.transport,
+                transport_reason=traffic.transport_reason, codec=traffic.codec, **metrics,
             )
         )  # fmt: skip
     return found
@@ -192,4 +192,4 @@ def _shards(engine: Engine) -> list[ShardSummary]:
     if engine.config.server.shards == 1 or not engine.model.has_weights:
         return []
     states = {0: engine.state, **engine.shard_states}
-    return [ShardSummary(shard=shard, version=one.version, bytes=one.bytes) for shard, one in sorted(states.items())]
+    return [ShardSummary(shard=shard, version=item.version, bytes=item.bytes) for shard, item in sorted(states.items())]

@@ -60,8 +60,8 @@ class CurveSink(Sink):
 
     def take(self, at: float, fact: Fact) -> None:
         assert isinstance(fact, Evaluated)
-        told = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, figures=fact.figures)
-        self._points.append(told)
+        point = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, figures=fact.figures)
+        self._points.append(point)
 
     def flush(self) -> None:
         write_curve(self._path, self._points)

@@ -131,8 +131,8 @@ def _waits(engine: Engine, workers: list[WorkerStatus]) -> list[Wait]:
     waiting = [worker for worker in workers if worker.waiting_for]
     holders = engine.run.policy.holders() if waiting else ()
     return [
-        Wait(rank=one.rank, ranks=[rank for rank in holders if rank != one.rank], why=one.waiting_for)
-        for one in waiting
+        Wait(rank=worker.rank, ranks=[rank for rank in holders if rank != worker.rank], why=worker.waiting_for)
+        for worker in waiting
     ]
 
 
@@ -147,7 +147,8 @@ class Timeline:
         self._spans: dict[int, list[list[float]]] = {}  # begin, wait, transfer, compute
 
     def add(self, now_s: float, fact: ContributionTaken) -> None:
-        """Its exchange before and its computing have ended now. Where both went on side by side (pipelined), each has
+        """Its exchange before and its computing have ended now. Where both went on side by side (delayed_update), each
+        has
         its share of the time between."""
         rank, timing = fact.contribution.id.rank, fact.contribution.timing
         compute_s = max(0.0, timing.compute_s)

@@ -1,5 +1,5 @@
 """Spans of the server below those of the workers' exchanges (`common/wire/tracing.py`): `contribution`, from when
-it is here until its answer leaves, with `wait`, as long as the mode held it, and `apply`, until the version that it is
+it is here until its reply leaves, with `wait`, as long as the mode held it, and `apply`, until the version that it is
 in is made. Of several shards the coordinator tells; all decide the same."""
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from typing import Any
 
 from ...common.config.option import SERVER
 from ...common.wire.tracing import Traces, ids_of
-from ..core.effects import Answer, Commit, ContributionTaken, Fact
+from ..core.effects import Commit, ContributionTaken, Fact, Reply
 from ..engine.engine import Engine
 from .bus import Sink
 
-_MOST_OPEN = 10_000  # contributions without an answer: of workers that have gone
+_MOST_OPEN = 10_000  # contributions without an reply: of workers that have gone
 
 
 class TracingSink(Sink):
     """On the event loop, which alone may ask when tensor work is done; a thread of the SDK's sends."""
 
     name = "traces"
-    kinds = (ContributionTaken, Commit, Answer)
+    kinds = (ContributionTaken, Commit, Reply)
 
     def __init__(self, url: str) -> None:
         self._traces = Traces(url, SERVER)
@@ -38,8 +38,8 @@ class TracingSink(Sink):
             self._taken[fact.contribution.id] = now, fact.contribution.base.version
         elif isinstance(fact, Commit):
             self._engine.tensors.submit(lambda: None, lambda _: self._made(fact, now))
-        elif isinstance(fact, Answer):
-            self._answered(fact, now)
+        elif isinstance(fact, Reply):
+            self._replied(fact, now)
 
     def _ns(self, at: float) -> int:
         return int((at + self._unix_s) * 1e9)
@@ -51,23 +51,23 @@ class TracingSink(Sink):
             above = self._traces.of_others(ids_of(self._run, rank, incarnation, seq))
             self._traces.below(above, "apply", begun, ended, {"paramserver.version": commit.version}, serves=True)
 
-    def _answered(self, answer: Answer, now: int) -> None:
-        found = self._taken.pop((answer.rank, answer.incarnation, answer.number), None)
+    def _replied(self, reply: Reply, now: int) -> None:
+        found = self._taken.pop((reply.rank, reply.incarnation, reply.number), None)
         if found is None:
             return  # a START, or one said again
         taken, base_version = found
         about: dict[str, Any] = {
-            "paramserver.rank": answer.rank,
-            "paramserver.number": answer.number,
-            "paramserver.outcome": answer.outcome,
+            "paramserver.rank": reply.rank,
+            "paramserver.number": reply.number,
+            "paramserver.outcome": reply.outcome,
             "paramserver.base_version": base_version,
-            "paramserver.version": answer.version,
-            "paramserver.staleness": answer.staleness,
+            "paramserver.version": reply.version,
+            "paramserver.staleness": reply.staleness,
         }
-        above = self._traces.of_others(ids_of(self._run, answer.rank, answer.incarnation, answer.number))
+        above = self._traces.of_others(ids_of(self._run, reply.rank, reply.incarnation, reply.number))
         own = self._traces.below(above, "contribution", taken, now, about, serves=True)
-        if answer.held_s > 0:
-            self._traces.below(own, "wait", now - int(answer.held_s * 1e9), now)
+        if reply.gate_wait_s > 0:
+            self._traces.below(own, "wait", now - int(reply.gate_wait_s * 1e9), now)
 
     def close(self) -> None:
         self._traces.close()

@@ -1,11 +1,14 @@
 """allreduce: workers average their gradients among themselves, and each runs its own optimizer along the mean.
 
 What sync does (Patarasuk and Yuan 2009; DDP, Li et al. 2020), without the server in the way of the gradients. The
-server says who averages with whom: an *epoch*, which is a set of members. A contribution is a report without a body:
-"I hold the mean of this epoch". A round is made when all members have reported, and only then does anybody step: so
-everyone of an epoch has taken a step, or nobody. Reports count when the round is made, not when they come.
+server says who averages with whom: an *generation*, which is a set of members. A contribution is a report without a
+payload:
+"I hold the mean of this generation". A round is made when all members have reported, and only then does anybody step:
+so
+everyone of an generation has taken a step, or nobody. Reports count when the round is made, not when they come.
 
-A member that goes ends the epoch, and what was reported in it: the others average the gradients that they still hold
+A member that goes ends the generation, and what was reported in it: the others average the gradients that they still
+hold
 once more, in the next one. Who joins is in the group from the next round on.
 
 With `staleness` K a worker computes while up to K of its gradients are on their way (Pipe-SGD, Li et al. 2018): that of
@@ -57,8 +60,8 @@ class AllreducePolicy(Policy):
         super().__init__(common, options)
         self._reports: dict[int, _Report] = {}  # of the open round, by rank
         self._outside: set[int] = set()  # live ranks that are of the next group
-        self._is_over = False  # a member of the epoch has gone
-        self._turn = 0  # grows with every epoch and every round
+        self._is_over = False  # a member of the generation has gone
+        self._turn = 0  # grows with every generation and every round
         self._brought = 0  # the newest version whose weights the server has
 
     @classmethod
@@ -105,11 +108,14 @@ class AllreducePolicy(Policy):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank = member.rank
         if self.version - contribution.base.version > self.outstanding and not contribution.completion.failed:
-            told = f"on version {contribution.base.version}, and version {self.version + 1} is to be made of it"
-            return [Discard(rank), Refuse(rank, "BAD_REQUEST", f"computed {told}: {self.outstanding} may lie between")]
+            message = f"on version {contribution.base.version}, and version {self.version + 1} is to be made of it"
+            return [
+                Discard(rank),
+                Refuse(rank, "BAD_REQUEST", f"computed {message}: {self.outstanding} may lie between"),
+            ]
         self._owe(member, Outcome.DROPPED)  # unless all others report too
-        generation = contribution.completion.generation or self.epoch
-        if rank in self._outside or generation != self.epoch or contribution.counts.part:
+        generation = contribution.completion.generation or self.generation
+        if rank in self._outside or generation != self.generation or contribution.counts.part:
             return [Discard(rank)]
         has_weights = contribution.kind.has_payload
         self._reports[rank] = _Report(self._weight(contribution), contribution.completion.failed, has_weights)
@@ -122,7 +128,7 @@ class AllreducePolicy(Policy):
     def _left(self, rank: int) -> list[Decision]:
         self._reports.pop(rank, None)
         if rank not in self._outside:
-            self._is_over, self.over_epoch = True, self.epoch
+            self._is_over, self.over_generation = True, self.generation
         self._outside.discard(rank)
         return []
 
@@ -142,10 +148,10 @@ class AllreducePolicy(Policy):
         return bool(self._ranks) and not self.next_local_steps(self._ranks[0])
 
     def _form(self) -> list[Decision]:
-        """The next epoch is of all who are here; what was reported in the one before comes to nothing."""
+        """The next generation is of all who are here; what was reported in the one before comes to nothing."""
         if not self._ranks:
             return []
-        self.epoch, self._turn, self._is_over = self.epoch + 1, self._turn + 1, False
+        self.generation, self._turn, self._is_over = self.generation + 1, self._turn + 1, False
         self.group = tuple(self._ranks)
         self._outside.clear()
         dropped, self._reports = sorted(self._reports), {}
@@ -173,8 +179,8 @@ class AllreducePolicy(Policy):
 
     def _why_open(self) -> str:
         missing = [rank for rank in self.group if rank not in self._reports]
-        told = f"{len(self._reports)} of {len(self.group)} members of the group have the mean"
-        return f"{told}; missing rank {names(missing)}"
+        message = f"{len(self._reports)} of {len(self.group)} members of the group have the mean"
+        return f"{message}; missing rank {names(missing)}"
 
     def _progress(self) -> int:
         return self._turn

@@ -7,7 +7,7 @@ decisions: no clock, no input or output, no randomness.
     joined(rank)         a worker has the model and asks for weights to start from
     contributed(rank)    a whole, finite contribution lies staged
     rejected(rank)       one came that cannot be used (NaN); it lies nowhere and counts for nothing
-    disconnected(rank)   a member's connection is lost, and answers do not reach it
+    disconnected(rank)   a member's connection is lost, and replies do not reach it
     left(rank)           the worker is gone, for whatever reason
     finished(rank)       it takes no more training steps, though it has not taken all
     stopped()            nobody is to compute any more
@@ -16,10 +16,10 @@ decisions: no clock, no input or output, no randomness.
 A mode says two things (see `single.py`, `ssp.py`, `shared/rounds.py`): what a contribution does (`_take`), and why a
 worker must wait before it computes the next one (`_gate`).
 
-A contribution is answered after the commit that it is in, or, where `answers_before_commit`, from its fold on (a
-buffer: fold, answer at once, commit when K are there). It counts from `_count` on: when it comes again, because its
-answer was lost, it is answered and not folded, and when its sender dies it is in the next commit all the same. A
-snapshot holds what its version holds: what was folded since, answered or not, is computed again after a crash, by
+A contribution gets its reply after the commit that it is in, or, where `replies_before_commit`, from its fold on (a
+buffer: fold, reply at once, commit when K are there). It counts from `_count` on: when it comes again, because its
+reply was lost, it gets its reply and not folded, and when its sender dies it is in the next commit all the same. A
+snapshot holds what its version holds: what was folded since, replied or not, is computed again after a crash, by
 workers that begin where the snapshot has them (`num_committed`). So nothing is lost, and nothing counts twice. What
 is folded when the last worker has taken all its training steps, the mode commits in that event.
 
@@ -39,15 +39,28 @@ from ...common.config.option import Section
 from ...common.kinds import ContributionKind
 from ...common.wire.records import Contribution
 from .rules import Rule
-from .shared.decisions import Answer, Commit, Decision, Discard, Fold, Merge, Outcome, Outer, Refuse
+from .shared.decisions import Commit, Decision, Discard, Fold, Merge, Outcome, Outer, Refuse, Reply
 from .shared.late import Compensation
 from .shared.members import Common, Member, canonical, names
 from .shared.standing import Standing
 from .shared.waiting import Closed, Waiting
 
 __all__ = [
-    "Answer", "Closed", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Merge",
-    "Outcome", "Outer", "Policy", "Refuse", "names",
+    "Closed",
+    "Commit",
+    "Common",
+    "Contribution",
+    "Decision",
+    "Discard",
+    "Fold",
+    "Member",
+    "Merge",
+    "Outcome",
+    "Outer",
+    "Policy",
+    "Refuse",
+    "Reply",
+    "names",
 ]  # fmt: skip
 
 ROUNDS = -1  # in the place of a rank, where all are counted together
@@ -64,23 +77,24 @@ class Policy(ABC):
     # Whether a commit is one step along the gradients of all, which something other than their mean may then
     # stand for (policy.aggregation).
     may_aggregate: ClassVar[bool] = False
-    # Whether workers may compute their next contribution while an exchange is in flight (policy.pipelined),
+    # Whether workers may compute their next contribution while an exchange is in flight (policy.delayed_update),
     # and the least policy.staleness with which they may.
-    may_pipeline: ClassVar[bool] = False
-    least_pipelined_staleness: ClassVar[int] = 0
+    may_delay_update: ClassVar[bool] = False
+    least_delayed_staleness: ClassVar[int] = 0
     # Whether a version is a round of all live workers, who all get it: the run's length is then counted in
     # versions, and not in each worker's contributions.
     has_rounds: ClassVar[bool] = False
-    # Whether a contribution may be answered when it is folded, before its version is there: its body then lies in no
+    # Whether a contribution may be replied when it is folded, before its version is there: its payload then lies in no
     # memory that its worker writes to again.
-    answers_before_commit: ClassVar[bool] = False
+    replies_before_commit: ClassVar[bool] = False
     # Whether commits may carry scales, so that what a contribution does to the weights is not the script's alone.
     may_scale: bool = False
     # Whether a version may be made of the sum of gradients instead of their mean: a contribution weighs its samples.
     may_sum: ClassVar[bool] = True
-    # Modes of one kin may take over from each other while workers train (`take_over`): what workers do is the same in
+    # Modes of one compatible_modes may take over from each other while workers train (`take_over`): what workers do is
+    # the same in
     # all, and so is what a contribution counts. Empty: this one from none.
-    kin: ClassVar[str] = ""
+    compatible_modes: ClassVar[str] = ""
     # Options that may be changed while the run goes on (`change`).
     changeable: ClassVar[tuple[str, ...]] = ()
     # What is done to a gradient that comes late before it is folded.
@@ -110,11 +124,11 @@ class Policy(ABC):
         self.in_step: dict[int, int] = {}
         self._standing = Standing()  # of the live ranks, by those numbers
         self._waiting = Waiting()
-        self.held: set[int] = set()  # live ranks that are not answered until they are released
+        self.held: set[int] = set()  # live ranks that are not replied until they are released
         self._needed = self._num_needed()
-        self.epoch = 0  # of workers that average among themselves: grows with each group,
+        self.generation = 0  # of workers that average among themselves: grows with each group,
         self.group: tuple[int, ...] = ()  # whose members these are
-        self.over_epoch = 0  # the newest of which a member has gone
+        self.over_generation = 0  # the newest of which a member has gone
 
     @classmethod
     def told(cls, options: Any) -> str:
@@ -207,7 +221,7 @@ class Policy(ABC):
         return self.left(rank, now)
 
     def stopped(self, now: float) -> list[Decision]:
-        """Whoever is answered from now on has no steps left. A round that is open is closed as any other, so that
+        """Whoever gets its reply from now on has no steps left. A round that is open is closed as any other, so that
         all end at one version; nothing else is waited for."""
         self.is_stopping, self._needed = True, 0
         self.held.clear()
@@ -215,22 +229,22 @@ class Policy(ABC):
         return self._settle(now)
 
     def disconnected(self, rank: int) -> None:
-        """A worker is still a member, but an answer would not reach it: it will ask again."""
+        """A worker is still a member, but an reply would not reach it: it will ask again."""
         if rank in self.members:
             self.members[rank].is_away = True
             self._waiting.remove(rank)
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
-        """A contribution is staged: fold it, or discard it with an answer or a refusal."""
+        """A contribution is staged: fold it, or discard it with an reply or a refusal."""
         if rank in self.members and contribution.id.seq == self.num_counted[rank]:
-            # Applied before, and its answer was lost. Where it still waits for its round, so does the repeat.
+            # Applied before, and its reply was lost. Where it still waits for its round, so does the repeat.
             self._owe(self.members[rank], Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
         if (refusal := self._refusal(rank, contribution.id.seq)) is not None:
             return [Discard(rank), refusal]
-        if contribution.counts.part and self.answers_before_commit:
-            told = "this mode answers contributions before they are in a version, and cannot step a model in parts"
-            return [Discard(rank), Refuse(rank, "BAD_REQUEST", told)]
+        if contribution.counts.part and self.replies_before_commit:
+            message = "this mode replies contributions before they are in a version, and cannot step a model in parts"
+            return [Discard(rank), Refuse(rank, "BAD_REQUEST", message)]
         member, counted = self.members[rank], self.num_counted[rank]
         num_steps = contribution.counts.num_training_steps
         if num_steps is not None and num_steps < self.local_steps and not contribution.counts.continues_step:
@@ -259,7 +273,8 @@ class Policy(ABC):
         return self._settle(now)
 
     def take_over(self, before: Policy, now: float) -> list[Decision]:
-        """Go on where another of this `kin` stands, between two events, with all that every mode keeps; what was of its
+        """Go on where another of this `compatible_modes` stands, between two events, with all that every mode keeps;
+        what was of its
         own rule is forgotten."""
         bare = object.__new__(type(self))
         Policy.__init__(bare, before.common, self.options)
@@ -362,7 +377,7 @@ class Policy(ABC):
 
     @property
     def merge(self) -> Merge:
-        """What workers do with deltas that are exchanged while they go on (policy.pipelined)."""
+        """What workers do with deltas that are exchanged while they go on (policy.delayed_update)."""
         return Merge()
 
     @property
@@ -374,7 +389,7 @@ class Policy(ABC):
     def staleness(self, rank: int, contribution: Contribution) -> int:
         """Versions between the weights a contribution was computed on and those it is about to meet."""
         behind = self.version - contribution.base.version
-        if self.common.pipelined and self.kind.worker_steps and rank in self.members:
+        if self.common.delayed_update and self.kind.worker_steps and rank in self.members:
             # It stands on weights that it contains, or it would undo what is there. All but the first were computed
             # before those came.
             return max(0, behind) + (not self.members[rank].is_fresh)
@@ -438,7 +453,7 @@ class Policy(ABC):
         return 0
 
     def _advance(self, now: float) -> list[Decision]:
-        """Commits that became possible; called after every event, before anyone is answered."""
+        """Commits that became possible; called after every event, before anyone gets its reply."""
         return []
 
     def _joined(self, rank: int) -> list[Decision]:
@@ -470,7 +485,7 @@ class Policy(ABC):
             self._offsets[key] = self._offsets.get(key, self._offset) - self.local_steps
 
     def _owe(self, member: Member, outcome: Outcome) -> None:
-        """The member is to be answered so, as soon as it may go on."""
+        """The member is to be replied so, as soon as it may go on."""
         member.pending, member.is_away = outcome, False
         self._waiting.add(member.rank)
 
@@ -500,12 +515,12 @@ class Policy(ABC):
         counted = self.num_counted[rank]
         if number != counted + 1:
             return Refuse(rank, "STEP_GAP", f"rank {rank} sent contribution {number}; the next one is {counted + 1}")
-        # What counts for nothing may be sent again by a worker that never heard so. Any other answer that it has
+        # What counts for nothing may be sent again by a worker that never heard so. Any other reply that it has
         # not had may stand for a wait.
         sends_again = member.is_away and member.pending in (Outcome.DROPPED, Outcome.REJECTED)
         if member.pending is None or sends_again:
             return None
-        reason = f"rank {rank} sent contribution {number}, and has to ask for the answer to {counted} first"
+        reason = f"rank {rank} sent contribution {number}, and has to ask for the reply to {counted} first"
         return Refuse(rank, "STEP_GAP", reason)
 
     def _num_needed(self) -> int:
@@ -525,7 +540,7 @@ class Policy(ABC):
         return f"{live} of at least {self.common.min_workers} workers (policy.min_workers) are live"
 
     def _settle(self, now: float) -> list[Decision]:
-        """Commit what can be committed, then answer everyone who may go on."""
+        """Commit what can be committed, then reply everyone who may go on."""
         if len(self.members) < self._needed:
             return []
         if not self.has_started:
@@ -542,7 +557,7 @@ class Policy(ABC):
                 continue
             gate = None if are_open else self._gate(member, now)
             if gate is None:
-                decisions.append(Answer(rank, member.pending, member.pending._value_))  # `value` is a function
+                decisions.append(Reply(rank, member.pending, member.pending._value_))  # `value` is a function
                 waiting.ranks.discard(rank)
                 member.pending = None
             else:

@@ -1,4 +1,4 @@
-"""buffered: contributions are answered at once, and every K of them, from whomever, are one step.
+"""buffered: contributions get their replies at once, and every K of them, from whomever, are one step.
 
 FedBuff (Nguyen et al. 2022), which with gradients is n-softsync (Zhang et al. 2016): nobody waits, and a step is along
 K gradients, so the optimizer's own momentum and rate stay usable with more workers than in async. In FedBuff's form,
@@ -30,7 +30,7 @@ class BufferedPolicy(Policy):
     Options = BufferedOptions
     options: BufferedOptions
     rules = (BufferRule,)
-    answers_before_commit = True
+    replies_before_commit = True
     may_scale = True
     may_sum = False  # the weight of a contribution is more than its samples
 

@@ -2,7 +2,8 @@
 
 `ps-launch check` makes a mode's rules from the `start` line of the history (mode, options) and asks them about
 the lines that follow; of a mode in a file where its user names the file (--mode). A rule of your own is a subclass,
-named in `Policy.rules`. Each question is answered with a sentence where the rule is broken, with None where it is kept.
+named in `Policy.rules`. Each question gets its reply with a sentence where the rule is broken, with None where it is
+kept.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Rule:
         """A version is made of so many contributions, without the live ranks that are missing."""
         return None
 
-    def answered(self, rank: int, lead: int) -> str | None:
+    def replied(self, rank: int, lead: int) -> str | None:
         """A rank may go on, with so many contributions more than the slowest live one."""
         return None
 
@@ -68,8 +69,8 @@ class GroupRule(RoundRule):
             return None
         if not bound:
             return super().counted(rank, number, base_version, version)
-        told = f"rank {rank} contribution {number} stands on version {base_version} and is accepted at {version}"
-        return f"{told}: at most {bound} may lie between"
+        message = f"rank {rank} contribution {number} stands on version {base_version} and is accepted at {version}"
+        return f"{message}: at most {bound} may lie between"
 
 
 class SingleRule(Rule):
@@ -104,7 +105,7 @@ class CutRule(Rule):
 class LeadRule(Rule):
     """Nobody goes on further ahead of the slowest than the bound (`staleness` in the start line)."""
 
-    def answered(self, rank: int, lead: int) -> str | None:
+    def replied(self, rank: int, lead: int) -> str | None:
         bound = self.start.get("staleness")
         if bound is None or lead <= bound:
             return None

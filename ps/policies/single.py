@@ -13,8 +13,8 @@ from .shared.late import SCALES, LateOptions
 class SinglePolicy(Policy):
     """Options of its own that extend `LateOptions` have these rules; without, nothing is done about lateness."""
 
-    may_pipeline = True
-    kin = "single"
+    may_delay_update = True
+    compatible_modes = "single"
     rules: ClassVar[tuple[type[Rule], ...]] = (SingleRule, CutRule)
 
     def __init__(self, common: Common, options: Section) -> None:

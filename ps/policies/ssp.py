@@ -9,11 +9,12 @@ next one minus the minimum <= s", deadlocks at s = 0.)
 The bound does not end what lateness does to learning: with several workers less of the optimizer's own momentum is
 left, as in async (`shared/late.py`).
 
-Pipelined, the answer to contribution c lets a worker hand over c + 1, which it has computed meanwhile, and begin c + 2
+DelayedUpdate, the reply to contribution c lets a worker hand over c + 1, which it has computed meanwhile, and begin c
++ 2
 at once. The one in flight counts: it goes on when c + 1 - min <= s, so that as before nobody is more than s ahead when
 it begins one. That needs s >= 1, or the slowest itself would wait. Staleness then is at most 2s(N - 1) + 1, for N > 1
-no more than without. Contribution j is computed on the weights that came with the answer to j - 2 (or at the start, to
-j - 1, where the same count gives less). In between lies one of its own, j - 1. That answer said that every other worker
+no more than without. Contribution j is computed on the weights that came with the reply to j - 2 (or at the start, to
+j - 1, where the same count gives less). In between lies one of its own, j - 1. That reply said that every other worker
 had made at least j - 1 - s; when j is applied, none has made more than s + (j - 1), because what is counted was
 admitted as one in flight. The difference is 2s.
 """
@@ -39,7 +40,7 @@ class SspPolicy(SinglePolicy):
     options: SspOptions
     rules = (SingleRule, CutRule, LeadRule)
     changeable: ClassVar[tuple[str, ...]] = ("staleness",)
-    least_pipelined_staleness = 1  # the contribution in flight is one ahead
+    least_delayed_staleness = 1  # the contribution in flight is one ahead
 
     @classmethod
     def told(cls, options: SspOptions) -> str:
@@ -57,10 +58,10 @@ class SspPolicy(SinglePolicy):
 
     def _ahead(self, rank: int) -> int:
         """Lead with which it begins its next contribution."""
-        return self.lead(rank) + self.common.pipelined
+        return self.lead(rank) + self.common.delayed_update
 
     def _why_ahead(self, ahead: int) -> str:
-        counted = " with the one in flight" if self.common.pipelined else ""
+        counted = " with the one in flight" if self.common.delayed_update else ""
         return (
             f"{ahead} contributions ahead{counted}, at most {self.options.staleness} allowed; slowest is "
             f"rank {names(self._standing.slowest_ranks)} at {self.slowest}"

@@ -23,7 +23,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.events import Event
 from ..core.judgement import judge_whole
-from ..core.replication import Coordinator, Digest, Tape
+from ..core.replication import Coordinator, Digest, Outbox
 from ..engine.engine import Engine
 from ..engine.peers import ShardState
 from ..snapshots.common import Entry
@@ -45,7 +45,7 @@ class Line:
     """One registered shard. `first` and `last` are what its call begins and ends with."""
 
     register: Register
-    tape: Tape[Event]
+    outbox: Outbox[Event]
     first: Order | None = None
     last: End | None = None
     is_ready: bool = False
@@ -144,8 +144,8 @@ class Attendance:
             raise refusal(Reason.NOT_READY, f"there is a shard {shard} already, at {known.register.address}")
         if self._has_begun:
             raise refusal(Reason.NOT_READY, f"shard {shard} has just been lost; the others are about to go back")
-        line = self.lines[shard] = Line(register, self._coordinator.tapes[shard])
-        line.tape.on_put = line.news.set
+        line = self.lines[shard] = Line(register, self._coordinator.outboxes[shard])
+        line.outbox.on_put = line.news.set
         log.info("shard_joined", shard=shard, shards=num, address=register.address, missing=self._absent())
         return line
 
@@ -153,13 +153,13 @@ class Attendance:
         """The same process calls again."""
         line, run = self.lines.get(register.shard), self._engine.run
         is_ours = (register.run, register.server_incarnation) == (run.name, run.incarnation) and self._has_begun
-        if line is None or not is_ours or not line.tape.can_go_on_after(register.heard):
+        if line is None or not is_ours or not line.outbox.can_go_on_after(register.heard):
             raise refusal(
                 Reason.RUN_MISMATCH, f"shard {register.shard} was away too long, or the coordinator is another"
             )
-        line.first = GoOn(line.tape.num_heard)
+        line.first = GoOn(line.outbox.num_heard)
         line.news.set()
-        log.info("shard_back", shard=register.shard, missed=len(line.tape.after(register.heard)))
+        log.info("shard_back", shard=register.shard, missed=len(line.outbox.after(register.heard)))
         return line
 
     def _ended(self, line: Line) -> None:
@@ -242,33 +242,33 @@ class Attendance:
     async def _hear(self, line: Line, reports: AsyncIterator[pb.ShardReport]) -> None:
         shard = line.register.shard
         async for message in reports:
-            line.tape.has_been_heard(message.heard)
+            line.outbox.has_been_heard(message.heard)
             said = LINES.read(message.said)
             if isinstance(said, Digest | Event):
                 self._coordinator.hear(shard, message.number, said)
-            elif line.tape.hear(message.number):
+            elif line.outbox.hear(message.number):
                 self._take(line, said)
 
-    def _take(self, line: Line, said: Report) -> None:
+    def _take(self, line: Line, report: Report) -> None:
         shard = line.register.shard
-        match said:
+        match report:
             case Ready():
                 line.is_ready = True
                 self._engine.notify()
             case ShardState():
-                self._engine.shard_states[shard] = said
+                self._engine.shard_states[shard] = report
             case ShardFailed(message, exit_code, fix):
                 log.error("shard_failed", shard=shard, reason=shown(message, _MOST_SHOWN))
                 if exit_code == DivergedError.exit_code:  # to go back to a snapshot would lead there again
                     self._engine.offer(events.Failed(shown(message, _MOST_SHOWN), exit_code, shown(fix, _MOST_SHOWN)))
             case _:
-                raise refusal(Reason.BAD_REQUEST, f"a shard said {type(said).__name__}")
+                raise refusal(Reason.BAD_REQUEST, f"a shard said {type(report).__name__}")
 
     async def _tell(self, line: Line, heard: int, context: grpc.aio.ServicerContext) -> None:
         """Send what the shard has not heard, as it comes, until it is dismissed."""
 
         async def write(number: int, order: Order) -> None:
-            await context.write(pb.ShardOrder(number=number, heard=line.tape.num_heard, said=LINES.write(order)))
+            await context.write(pb.ShardOrder(number=number, heard=line.outbox.num_heard, said=LINES.write(order)))
 
         has_begun = False
         while True:
@@ -276,7 +276,7 @@ class Attendance:
             if line.first is not None and not has_begun:
                 has_begun = True
                 await write(0, line.first)
-            while has_begun and (missed := line.tape.after(heard)):
+            while has_begun and (missed := line.outbox.after(heard)):
                 for number, event in missed:
                     await write(number, event)
                     heard = number

@@ -11,9 +11,9 @@ import torch
 from ...common.config.schema import Config
 from ...common.errors import OutputError
 from ...common.security import Credentials
-from ...common.tensors.layout import Layout, as_bytes, new_body
+from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.tensors.sharding import divide
-from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, parse
+from ...common.wire.frames import MAX_MESSAGE_BYTES, PayloadReader, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
 from ..snapshots.resharding import put_together
@@ -36,7 +36,7 @@ async def collect(
     """Every tensor of the model by name, aliases included; `here` are those of shard 0, by the names of its parts.
     Of the Polyak average, or of a `version` that all keep, or of the newest.
 
-    Raises OutputError for a shard that does not answer.
+    Raises OutputError for a shard that does not reply.
     """
     held, credentials = [here], Credentials.read(config.security)
     request = pb.PullRequest(averaged=averaged, version=version)
@@ -45,7 +45,7 @@ async def collect(
         try:
             held.append(await _pull(address, credentials, shares[shard].layout, request))
         except (grpc.aio.AioRpcError, TimeoutError) as error:
-            text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
+            text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no reply"
             raise OutputError(
                 f"shard {shard} at {address} did not give its part of the weights: {text}",
                 fix="the final ones are in its newest snapshot, if snapshots are kept",
@@ -57,17 +57,17 @@ async def collect(
 async def _pull(
     address: str, credentials: Credentials, layout: Layout, request: pb.PullRequest
 ) -> dict[str, torch.Tensor]:
-    body = new_body(layout.total_bytes)
-    target = as_bytes(body)
+    payload = new_payload(layout.total_bytes)
+    target = as_bytes(payload)
 
     def write(offset: int, data: memoryview) -> None:
         target[offset : offset + len(data)] = data
 
-    reader = BodyReader(layout.total_bytes, write)
+    reader = PayloadReader(layout.total_bytes, write)
     async with open_channel(address, credentials, _OPTIONS) as channel:
         pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString)
         async with asyncio.timeout(_FIRST_S) as deadline:
             async for raw in pull(request, metadata=credentials.metadata):
                 deadline.reschedule(asyncio.get_running_loop().time() + _PROGRESS_S)
                 reader.feed(parse(pb.ServerMessage, raw))
-    return {spec.name: tensor for spec, tensor in layout.views(body)}
+    return {spec.name: tensor for spec, tensor in layout.views(payload)}

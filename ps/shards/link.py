@@ -55,7 +55,7 @@ def open_channel(address: str, credentials: Credentials, options: Sequence[tuple
 
 
 class Link:
-    """Reports go out as they are put on the follower's tape, and again until they have been heard; orders come in."""
+    """Reports go out as they are put on the follower's outbox, and again until they have been heard; orders come in."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._address = config.server.coordinator
@@ -74,7 +74,7 @@ class Link:
     def carry(self, follower: Follower) -> None:
         """From now on what this one reports is sent."""
         self._follower = follower
-        follower.tape.on_put = self._news.set
+        follower.outbox.on_put = self._news.set
 
     async def register(self, register: Register) -> BeginRun | End:
         """Register until the coordinator takes this shard in and says what run it is, or that it cannot begin; that
@@ -96,11 +96,11 @@ class Link:
         return order
 
     async def _begin_within(self, limit_s: float, register: Register) -> Order:
-        """Call until the coordinator answers; its first order. LinkLost when it has not for `limit_s`."""
+        """Call until the coordinator replies; its first order. LinkLost when it has not for `limit_s`."""
         deadline, waits_said = self._clock.now() + limit_s, ""
         while True:
             if self._follower is not None:
-                register = replace(register, heard=self._follower.tape.num_heard)
+                register = replace(register, heard=self._follower.outbox.num_heard)
             try:
                 return await self._begin_call(register)
             except LinkLost as lost:
@@ -192,7 +192,7 @@ class Link:
             raise LinkLost("the coordinator has ended the connection")
         order: Order = LINES.read(message.said)
         if self._follower is not None:
-            self._follower.tape.has_been_heard(order.heard if isinstance(order, GoOn) else message.heard)
+            self._follower.outbox.has_been_heard(order.heard if isinstance(order, GoOn) else message.heard)
         return message.number, order
 
     async def _reports(self, register: Register, call: int) -> AsyncIterator[pb.ShardReport]:
@@ -202,16 +202,16 @@ class Link:
         while call == self._num_calls:
             self._news.clear()
             if self._follower is not None:
-                tape = self._follower.tape
-                for number, report in tape.after(sent):
-                    yield pb.ShardReport(number=number, heard=tape.num_heard, said=LINES.write(report))
+                outbox = self._follower.outbox
+                for number, report in outbox.after(sent):
+                    yield pb.ShardReport(number=number, heard=outbox.num_heard, said=LINES.write(report))
                     sent = number
             if self._is_over:
                 return
             await self._news.wait()
 
     async def finish(self) -> None:
-        """Nothing more is reported; returns when the coordinator has heard everything, or does not answer."""
+        """Nothing more is reported; returns when the coordinator has heard everything, or does not reply."""
         self._is_over = True
         self._news.set()
         with contextlib.suppress(LinkLost, ParamServerError, TimeoutError):

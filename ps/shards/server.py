@@ -152,7 +152,7 @@ class ShardServer:
             coordinator=server.coordinator,
             direct_port=self._listening.direct.number,
         )
-        follower.tape.put(Ready())
+        follower.outbox.put(Ready())
         try:
             await self._follow(engine, follower)
         except LinkLost as lost:
@@ -160,7 +160,7 @@ class ShardServer:
             log.warning("coordinator_lost", address=server.coordinator, reason=str(lost))
         except ParamServerError as error:
             if not isinstance(error, DivergedError):
-                follower.tape.put(ShardFailed(error.message))
+                follower.outbox.put(ShardFailed(error.message))
             await self._link.finish()
             raise
 
@@ -192,7 +192,7 @@ class ShardServer:
 
         def say_state() -> None:
             if engine.model.has_weights:
-                follower.tape.put(engine.state)
+                follower.outbox.put(engine.state)
 
         work = (
             self._obey(engine, follower),
@@ -200,7 +200,7 @@ class ShardServer:
             self._clock.every(_TICK_S, engine.tick),
             self._clock.every(_STATE_S, say_state),
         )
-        tasks = [asyncio.create_task(one) for one in work]
+        tasks = [asyncio.create_task(item) for item in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -216,7 +216,7 @@ class ShardServer:
         try:
             await _failure_of(engine)
         except DivergedError as error:
-            follower.tape.put(ShardFailed(error.message, error.exit_code, error.fix))
+            follower.outbox.put(ShardFailed(error.message, error.exit_code, error.fix))
             await self._clock.sleep(_HEARD_S)  # an End comes meanwhile
             raise
 
@@ -228,7 +228,7 @@ class ShardServer:
                 break
             follower.hear(number, order)
         assert end is not None
-        follower.tape.put(engine.state)
+        follower.outbox.put(engine.state)
         await self._link.finish()
         if end.error:
             raise EndedError(end)

@@ -40,7 +40,7 @@ async def write_tables(config: Config, engine: Engine) -> None:
     assert path is not None and optimizer is not None
     metadata = {"mode": config.run.mode, "version": str(engine.run.policy.version), "run": engine.run.name}
     # Wider numbers first, so that all of them lie at a multiple of their size.
-    tables = sorted(enumerate(optimizer.tables), key=lambda one: one[1].dtype, reverse=True)
+    tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)
     try:
         with replacing(Path(path)) as file:
             file.write(_header([table for _, table in tables], metadata))

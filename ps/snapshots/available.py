@@ -67,10 +67,12 @@ class _Moment:
         name, problem = SnapshotName(*self.age, ""), ""
         try:
             manifests = [load(path).manifest for path in self.paths.values()]
-            names = {SnapshotName(one.server_incarnation, one.version, one.run) for one in manifests}
+            names = {
+                SnapshotName(manifest.server_incarnation, manifest.version, manifest.run) for manifest in manifests
+            }
             name = min(names)
             if len(names) > 1:
-                problem = f"its parts are of different runs, {' and '.join(sorted(one.run for one in names))}"
+                problem = f"its parts are of different runs, {' and '.join(sorted(name.run for name in names))}"
             elif self.missing:
                 of = ", ".join(map(str, self.missing))
                 problem = f"the part of shard {of} of {self.num_shards} is not in {self.place}"
@@ -140,11 +142,11 @@ class Available:
     def load(self, name: SnapshotName) -> Loaded:
         """This shard's share of a moment that is whole here. Tensors share memory with the files until the last of
         them is gone: let go of it once the store has been restored."""
-        moment = next((one for one in self._moments if one.entry.is_whole and one.entry.name == name), None)
+        moment = next((moment for moment in self._moments if moment.entry.is_whole and moment.entry.name == name), None)
         if moment is None:
             raise CheckpointError(f"there is no whole snapshot of version {name.version} in {self._place}")
-        newer = [one for one in self._moments if one.age > moment.age]
-        self.skipped = [one.path for one in newer if not one.entry.is_whole]
+        newer = [item for item in self._moments if item.age > moment.age]
+        self.skipped = [moment.path for moment in newer if not moment.entry.is_whole]
         if moment.num_shards == self._num_shards:
             return load(moment.path, is_verified=True)
         log.warning("resharded", path=str(moment.path.parent), shards=moment.num_shards, now=self._num_shards)

@@ -85,16 +85,18 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
     try:
         check_finite(layout_of(manifest.tensors, None), files)
     except CheckpointError as error:
-        told = (
+        message = (
             f"snapshot of version {manifest.version} not written, because no run could resume from it: {error.message}"
         )
-        raise CheckpointError(told, fix="lower the learning rate; older snapshots are unchanged") from None
+        raise CheckpointError(message, fix="lower the learning rate; older snapshots are unchanged") from None
     final = directory / f"snapshot-{manifest.version:012d}-{manifest.server_incarnation}"
     with writing_to(directory):
         try:
             with new_snapshot(final) as folder:
                 entries = {name: _write_file(folder / name, tensors) for name, tensors in files.items()}
-                kept = {rank: _write_state(folder / state_file(rank), body) for rank, body in (states or {}).items()}
+                kept = {
+                    rank: _write_state(folder / state_file(rank), payload) for rank, payload in (states or {}).items()
+                }
                 _write_manifest(folder, manifest.model_copy(update={"files": entries, "states": kept}))
         except (OSError, SafetensorError) as error:  # the library says only in words that the disk is full
             num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
@@ -111,8 +113,8 @@ def _write_file(path: Path, tensors: Tensors) -> FileEntry:
     return _written(path)
 
 
-def _write_state(path: Path, body: bytes) -> FileEntry:
-    path.write_bytes(body)
+def _write_state(path: Path, payload: bytes) -> FileEntry:
+    path.write_bytes(payload)
     return _written(path)
 
 

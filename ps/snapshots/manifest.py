@@ -247,7 +247,10 @@ def _try_out(
     try:
         tried = JointOptimizer(
             optimizer.classes,
-            [{"params": [one], **group.hyperparameters} for one, group in zip(numbers, optimizer.groups, strict=True)],
+            [
+                {"params": [number], **group.hyperparameters}
+                for number, group in zip(numbers, optimizer.groups, strict=True)
+            ],
         )
         for number, torch_group, now, members in zip(numbers, tried.param_groups, hyperparameters, groups, strict=True):
             apply_hyperparameters(torch_group, now)

@@ -20,15 +20,15 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
     share = divide(whole, num_shards)[shard]
     files: dict[FileName, Tensors] = {}
     for file in (WEIGHTS, AVERAGED):
-        if all(file in one.files for one in parts):
-            found = put_together([one.files[file] for one in parts], before, share)
+        if all(file in part.files for part in parts):
+            found = put_together([part.files[file] for part in parts], before, share)
             aliases = {alias: found[part.name].clone() for part in share.parts for alias in part.as_spec().aliases}
             files[file] = found | aliases
-    if any(one.state for one in parts):
+    if any(part.state for part in parts):
         files[OPTIMIZER] = _state_together(parts, before, share)
     mine = share.optimizer(optimizer) if optimizer is not None else None
     if mine is not None and mine.tables:
-        files[TABLES] = _tables_together([one.files[TABLES] for one in parts], mine.tables)
+        files[TABLES] = _tables_together([part.files[TABLES] for part in parts], mine.tables)
     if (outer := manifest.outer) is not None:
         outer = outer_spec(outer.name, outer.groups[0].hyperparameters, share.layout)
     manifest = manifest.model_copy(update={"tensors": share.layout.specs, "optimizer": mine, "outer": outer})
@@ -39,7 +39,7 @@ def put_together(files: Sequence[Tensors], before: list[Share], share: Share) ->
     """The tensors of `share` that there are, cut and joined from those that the shards there were have in `files`."""
     held = {name: tensor for file in files for name, tensor in file.items()}
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}  # of each tensor: first row, and rows
-    for part in (part for one in before for part in one.parts):
+    for part in (part for share in before for part in share.parts):
         if part.name in held:
             pieces.setdefault(part.spec.name, []).append((part.first, held[part.name]))
     found: dict[str, torch.Tensor] = {}
@@ -71,13 +71,13 @@ def _tables_together(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> d
 def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
     """Optimizer state, key by key: elementwise as the weights are, or one value for all parts of a parameter."""
     by_key: dict[str, dict[str, torch.Tensor]] = {}
-    for full, tensor in (item for one in parts for item in one.state.items()):
+    for full, tensor in (item for part in parts for item in part.state.items()):
         key, _, name = full.partition("/")
         by_key.setdefault(key, {})[name] = tensor
     found: dict[str, torch.Tensor] = {}
     for key, held in by_key.items():
         if key in parts[0].manifest.scalars:
-            values = {part.spec.name: held[part.name] for one in before for part in one.parts if part.name in held}
+            values = {part.spec.name: held[part.name] for share in before for part in share.parts if part.name in held}
             here = {part.name: values[part.spec.name].clone() for part in share.parts if part.spec.name in values}
         else:
             here = put_together([held], before, share)

@@ -38,10 +38,10 @@ from .manifest import (
 
 @dataclass
 class Captured:
-    """A store between two commits. `bodies` are those of weights and average, uint8 [layout.total_bytes]."""
+    """A store between two commits. `payloads` are those of weights and average, uint8 [layout.total_bytes]."""
 
     version: int
-    bodies: dict[FileName, torch.Tensor]
+    payloads: dict[FileName, torch.Tensor]
     optimizer: OptimizerState | None
     tables: Tensors = field(default_factory=dict)
 
@@ -52,16 +52,16 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
     `into` is an earlier one of the same store that nobody needs any more: its memory is used again,
     since touching new memory takes several times longer than the copy.
     """
-    bodies: dict[FileName, torch.Tensor] = {WEIGHTS: store.weights}
+    payloads: dict[FileName, torch.Tensor] = {WEIGHTS: store.weights}
     if store.averaged is not None:
-        bodies[AVERAGED] = store.averaged
+        payloads[AVERAGED] = store.averaged
     if into is None:
-        copies = {file: body.clone() for file, body in bodies.items()}
+        copies = {file: payload.clone() for file, payload in payloads.items()}
     else:
-        copies = into.bodies
+        copies = into.payloads
         changing = slice(0, store.layout.exchange_bytes)  # frozen tensors are there since the first time
-        for file, body in bodies.items():
-            copies[file][changing].copy_(body[changing])
+        for file, payload in payloads.items():
+            copies[file][changing].copy_(payload[changing])
     optimizer = store.optimizer.state(into.optimizer if into else None) if store.optimizer is not None else None
     tables = store.tables.state(into.tables if into else None) if store.tables is not None else {}
     return Captured(store.version, copies, optimizer, tables)
@@ -70,10 +70,10 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
 def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None) -> Files:
     """The tensors of each file of a snapshot, by name; they share `captured`'s memory, but for aliases."""
     files: dict[FileName, Tensors] = {}
-    for file, body in captured.bodies.items():
+    for file, payload in captured.payloads.items():
         files[file] = {
             name: tensor if name == spec.name else tensor.clone()  # safetensors has no two names for one tensor
-            for spec, tensor in layout.views(body)
+            for spec, tensor in layout.views(payload)
             for name in (spec.name, *spec.aliases)
         }
     if captured.optimizer is not None and optimizer is not None:
@@ -104,7 +104,7 @@ def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerSta
     for members, group in zip(members_of(layout, optimizer), state.groups, strict=True):
         for entry in members:
             keys, scalars = group.tensors[entry.spec.name]
-            found |= {f"{key}/{entry.spec.name}": entry.view(state.bodies[key]) for key in keys}
+            found |= {f"{key}/{entry.spec.name}": entry.view(state.payloads[key]) for key in keys}
             found |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
     return found
 
@@ -117,14 +117,14 @@ def optimizer_tensors(model: Model) -> tuple[int, dict[str, torch.Tensor]]:
     return store.version, _state_tensors(layout, optimizer, store.optimizer.state())
 
 
-def read_optimizer(model: Model, body: bytes) -> OptimizerState | None:
+def read_optimizer(model: Model, payload: bytes) -> OptimizerState | None:
     """What a worker's optimizer remembers, from such tensors in a safetensors file; None where it cannot be kept
     here. CheckpointError for what is no state of it."""
     layout, optimizer = model.layout, model.running
     if layout is None or optimizer is None:
         return None
     try:
-        tensors = load(body)
+        tensors = load(payload)
     except SafetensorError as error:
         raise CheckpointError(f"no safetensors file: {error}") from None
     hyperparameters = tuple(group.hyperparameters for group in optimizer.groups)
@@ -173,8 +173,8 @@ def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
     store.version = loaded.manifest.version
 
 
-def _fill(layout: Layout, body: torch.Tensor, tensors: Tensors) -> None:
-    for spec, view in layout.views(body):
+def _fill(layout: Layout, payload: torch.Tensor, tensors: Tensors) -> None:
+    for spec, view in layout.views(payload):
         view.copy_(tensors[spec.name])
 
 
@@ -190,7 +190,7 @@ def _state_from(
     spec: OptimizerSpec,
     hyperparameters_now: Sequence[Hyperparameters],
 ) -> OptimizerState:
-    """The optimizer's state as bodies again; `of_one`: keys with one value for a parameter."""
+    """The optimizer's state as payloads again; `of_one`: keys with one value for a parameter."""
     scalars, state = set(of_one), OptimizerState()
     groups = zip(members_of(layout, spec), hyperparameters_now, strict=True)
     keys = keys_by_name(tensors)
@@ -202,5 +202,5 @@ def _state_from(
             values = {key: tensors[f"{key}/{name}"] for key in found & scalars}
             group.tensors[name] = TensorState(found - scalars, values)
             for key in found - scalars:
-                entry.view(state.body(key, layout)).copy_(tensors[f"{key}/{name}"])
+                entry.view(state.payload(key, layout)).copy_(tensors[f"{key}/{name}"])
     return state

@@ -55,17 +55,17 @@ class GroupState(NamedTuple):
 
 @dataclass
 class OptimizerState:
-    """What an optimizer remembers, independent of windows. Elementwise state lies in `bodies` by key, uint8
+    """What an optimizer remembers, independent of windows. Elementwise state lies in `payloads` by key, uint8
     [layout.parameter_bytes], where the weights have their element."""
 
     groups: list[GroupState] = field(default_factory=list)
-    bodies: dict[str, torch.Tensor] = field(default_factory=dict)
+    payloads: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def body(self, key: str, layout: Layout) -> torch.Tensor:
-        """The body of `key`; a new one holds anything."""
-        if key not in self.bodies:
-            self.bodies[key] = torch.empty(layout.parameter_bytes, dtype=torch.uint8)
-        return self.bodies[key]
+    def payload(self, key: str, layout: Layout) -> torch.Tensor:
+        """The payload of `key`; a new one holds anything."""
+        if key not in self.payloads:
+            self.payloads[key] = torch.empty(layout.parameter_bytes, dtype=torch.uint8)
+        return self.payloads[key]
 
 
 class _Flat:
@@ -78,23 +78,23 @@ class _Flat:
         self.parameter = torch.nn.Parameter(run.view(weights), requires_grad=False)  # nobody asks for its gradient
 
     def move(self, weights: torch.Tensor) -> None:
-        """The weights lie in this body from now on."""
+        """The weights lie in this payload from now on."""
         self.parameter.data = self._run.view(weights)
 
     def prepare(self, gradient: torch.Tensor, view: View) -> torch.Tensor:
-        """What to step along, [n] of the body `gradient`; the parameter has its weights then."""
+        """What to step along, [n] of the payload `gradient`; the parameter has its weights then."""
         return view(self._run, gradient)
 
     def finish(self) -> None:
         """The parameter was stepped: so are the weights."""
 
-    def read(self, body: torch.Tensor) -> torch.Tensor:
-        """What a body holds for each element of the parameter; shares memory where it can."""
-        return self._run.view(body)
+    def read(self, payload: torch.Tensor) -> torch.Tensor:
+        """What a payload holds for each element of the parameter; shares memory where it can."""
+        return self._run.view(payload)
 
-    def write(self, values: torch.Tensor, body: torch.Tensor) -> None:
+    def write(self, values: torch.Tensor, payload: torch.Tensor) -> None:
         """Back."""
-        self._run.view(body).copy_(values)
+        self._run.view(payload).copy_(values)
 
 
 class _Lines(_Flat):
@@ -121,16 +121,16 @@ class _Lines(_Flat):
     def finish(self) -> None:
         self.write(self.parameter.data, self._weights)
 
-    def read(self, body: torch.Tensor) -> torch.Tensor:
+    def read(self, payload: torch.Tensor) -> torch.Tensor:
         out = self._zeros()
-        self._gather(body, out)
+        self._gather(payload, out)
         return out
 
-    def write(self, values: torch.Tensor, body: torch.Tensor) -> None:
-        body[: self._end].view(self._dtype).index_copy_(0, self._places, values[: len(self._places)])
+    def write(self, values: torch.Tensor, payload: torch.Tensor) -> None:
+        payload[: self._end].view(self._dtype).index_copy_(0, self._places, values[: len(self._places)])
 
-    def _gather(self, body: torch.Tensor, out: torch.Tensor) -> None:
-        torch.index_select(body[: self._end].view(self._dtype), 0, self._places, out=out[: len(self._places)])
+    def _gather(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(payload[: self._end].view(self._dtype), 0, self._places, out=out[: len(self._places)])
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self._num_elements, dtype=self._dtype)
@@ -146,7 +146,7 @@ class FlatOptimizer:
     def __init__(self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[Window]) -> None:
         self._layout = layout
         self._ranges = [(window.start, window.end) for window in windows]
-        self._weights = [weights] * len(windows)  # the body in which each window is stepped
+        self._weights = [weights] * len(windows)  # the payload in which each window is stepped
         self._has_lines = [
             _has_lines(cls, group.hyperparameters) for cls, group in zip(spec.classes, spec.groups, strict=True)
         ]
@@ -166,13 +166,13 @@ class FlatOptimizer:
         ]
         self.name, self.torch = spec.name, JointOptimizer(spec.classes, groups)
         self._kernels = [
-            kernel_of(cls) if group.get("fused") and len({one.dtype for one in group["params"]}) == 1 else None
+            kernel_of(cls) if group.get("fused") and len({param.dtype for param in group["params"]}) == 1 else None
             for cls, group in zip(spec.classes, self.torch.param_groups, strict=True)
         ]
         self._is_parted = False  # some flats have missed steps that others took
 
     def _build(self, index: int, group: int, entries: list[Entry], history: int = 0) -> Iterator[_Flat]:
-        """The flats of what lies in a window of these tensors of a group, in the order of a body."""
+        """The flats of what lies in a window of these tensors of a group, in the order of a payload."""
         start, end = self._ranges[index]
         weights = self._weights[index]
         ends: defaultdict[torch.dtype, list[FlatRun]] = defaultdict(list)
@@ -198,7 +198,9 @@ class FlatOptimizer:
     def late(self, lr_scale: float, momentum_among: int) -> AbstractContextManager[None]:
         """Steps taken inside are with every group's learning rate times `lr_scale`, 0 or more, and what is left of its
         momentum, where it has one, among so many workers that step one by one."""
-        if lr_scale == 1.0 and (momentum_among == 1 or not any(one.get("momentum") for one in self.torch.param_groups)):
+        if lr_scale == 1.0 and (
+            momentum_among == 1 or not any(param_group.get("momentum") for param_group in self.torch.param_groups)
+        ):
             return nullcontext()
         return self._late(lr_scale, momentum_among)
 
@@ -298,7 +300,7 @@ class FlatOptimizer:
 
     def state(self, into: OptimizerState | None = None) -> OptimizerState:
         """A copy of what is remembered, in the memory of an earlier copy when one is given."""
-        state = OptimizerState(bodies=into.bodies if into is not None else {})
+        state = OptimizerState(payloads=into.payloads if into is not None else {})
         for index, torch_group in enumerate(self.torch.param_groups):
             group = GroupState(current_hyperparameters(torch_group), {})
             state.groups.append(group)
@@ -307,7 +309,7 @@ class FlatOptimizer:
         return state
 
     def _copy(self, flat: _Flat, state: OptimizerState) -> None:
-        """What is remembered of a flat, to the last group of `state`, its elementwise part to the bodies."""
+        """What is remembered of a flat, to the last group of `state`, its elementwise part to the payloads."""
         keys, scalars = [], {}
         for key, value in self.torch.state.get(flat.parameter, {}).items():
             if value is None:
@@ -318,7 +320,7 @@ class FlatOptimizer:
             if (value.dtype, value.shape) != (flat.parameter.dtype, flat.parameter.shape):
                 raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
             keys.append(key)
-            flat.write(value, state.body(key, self._layout))
+            flat.write(value, state.payload(key, self._layout))
         of_all = TensorState(frozenset(keys), scalars)
         state.groups[-1].tensors.update((entry.spec.name, of_all) for entry in flat.tensors)
 
@@ -341,7 +343,7 @@ class FlatOptimizer:
         keys, scalars = group.tensors.get(flat.tensors[0].spec.name, TensorState())
         if not keys and not scalars:  # before the first step what the constructor made is right
             return
-        elementwise = {key: flat.read(state.bodies[key]) for key in keys}
+        elementwise = {key: flat.read(state.payloads[key]) for key in keys}
         if is_copied:
             elementwise = {key: value.clone() for key, value in elementwise.items()}
         self.torch.state[flat.parameter] = elementwise | {key: value.clone() for key, value in scalars.items()}
@@ -356,10 +358,10 @@ class FlatOptimizer:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _has_lines(cls: str, told: Hyperparameters) -> bool:
+def _has_lines(cls: str, hyperparameters: Hyperparameters) -> bool:
     """Whether the two ways of a class round differently. Those of SGD without momentum are equal: such a run is spared
     two copies a step, and a momentum that somebody sets later is not looked for."""
-    return has_fused(cls) and (cls.lower() != "sgd" or bool(told.get("momentum")))
+    return has_fused(cls) and (cls.lower() != "sgd" or bool(hyperparameters.get("momentum")))
 
 
 def _offset(entry: Entry) -> int:
@@ -367,6 +369,6 @@ def _offset(entry: Entry) -> int:
 
 
 def _lying_in(start: int, end: int, entries: list[Entry]) -> list[Entry]:
-    """Of tensors in the order of a body, those that have something in bytes [start, end)."""
+    """Of tensors in the order of a payload, those that have something in bytes [start, end)."""
     first = bisect_right(entries, start, key=lambda entry: entry.end)
     return entries[first : bisect_left(entries, end, key=_offset)]

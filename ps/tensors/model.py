@@ -27,9 +27,9 @@ from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..core.judgement import Limits
 from ..policies.base import Policy
-from .answers.delivered import Delivered
-from .answers.publication import Changes, Publisher
-from .answers.reference import References
+from .replies.delivered import Delivered
+from .replies.publication import Changes, Publisher
+from .replies.reference import References
 from .staging import StagingPool
 from .store import Store, StoreOptions
 from .tables import Tables
@@ -71,7 +71,7 @@ class Model:
         self.source = ""  # the snapshot it comes from
         self.may_change = False  # numbers of the optimizer: a run that goes on is given them anew by its first worker
         self._tables: Tables | None = None
-        self._small_body: tuple[int, bytes] = (-1, b"")  # of which version
+        self._small_payload: tuple[int, bytes] = (-1, b"")  # of which version
         self._small_weights: tuple[torch.Tensor | None, memoryview] = (None, memoryview(b""))  # where they lie
 
     def clips_parts(self, clip_norm: float) -> bool:
@@ -80,7 +80,7 @@ class Model:
 
     @property
     def layout(self) -> Layout | None:
-        """Of the bodies here."""
+        """Of the payloads here."""
         return self.share.layout if self.share is not None else None
 
     @property
@@ -159,9 +159,11 @@ class Model:
                 fix="start ps-server without these; in sync store.clip_norm counts rows",
             )
         if optimizer.reduction == "sum" and aggregation != "mean":
-            told = f"session.optimizer(..., reduction='sum') with policy.aggregation {aggregation}, which makes no sum"
+            message = (
+                f"session.optimizer(..., reduction='sum') with policy.aggregation {aggregation}, which makes no sum"
+            )
             fix = "leave policy.aggregation out; or a loss that is a mean over its batch"
-            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, told, fix=fix)
+            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, message, fix=fix)
         for table in optimizer.tables:
             whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)
             make_spec(*whole, table.optimizer, table.hyperparameters)
@@ -225,12 +227,12 @@ class Model:
     def check_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
         """Refuse what the optimizer that runs here would fail on, or would not have begun with."""
         assert self.optimizer is not None
-        for name, known, told in zip(self.optimizer.classes, self.optimizer.groups, groups, strict=False):
-            if told and not self.kind.worker_steps:
-                check_hyperparameters(name, told, known.hyperparameters)
-        for table, told in zip(self.optimizer.tables, groups[len(self.optimizer.groups) :], strict=False):
-            if told and not (told.keys() == {"lr"} and isinstance(told["lr"], float) and 0 <= told["lr"] <= 1e9):
-                raise refusal(Reason.BAD_REQUEST, f"table '{table.name}': {str(told)[:80]} is no learning rate")
+        for name, known, group in zip(self.optimizer.classes, self.optimizer.groups, groups, strict=False):
+            if group and not self.kind.worker_steps:
+                check_hyperparameters(name, group, known.hyperparameters)
+        for table, group in zip(self.optimizer.tables, groups[len(self.optimizer.groups) :], strict=False):
+            if group and not (group.keys() == {"lr"} and isinstance(group["lr"], float) and 0 <= group["lr"] <= 1e9):
+                raise refusal(Reason.BAD_REQUEST, f"table '{table.name}': {str(group)[:80]} is no learning rate")
 
     def names_here(self, positions: Sequence[int]) -> frozenset[str]:
         """Of these tensors of the workers' model, by position in its specs, the parts on this server. Refuses
@@ -274,13 +276,13 @@ class Model:
                 log.warning("not_shared", reason=str(error))
         memory = memory or private_segment(num_bytes)
         if self.has_weights:
-            memory.body[frozen].copy_(self.store.weights[frozen])
+            memory.payload[frozen].copy_(self.store.weights[frozen])
         return memory
 
     def check_finite(self, rank: int, weights: Segment) -> None:
         """Refuse initial weights with NaN or Inf, in buffers too: they could not be averaged."""
         assert self.layout is not None
-        for spec, tensor in self.layout.views(weights.body):
+        for spec, tensor in self.layout.views(weights.payload):
             is_float = spec.kind is not Kind.FROZEN and tensor.is_floating_point()
             if is_float and not bool(torch.isfinite(tensor).all()):
                 raise refusal(
@@ -296,7 +298,7 @@ class Model:
         self.prepare_tables(None)
         self.store = Store(
             self.layout,
-            weights.body,
+            weights.payload,
             self.running,
             StoreOptions(
                 buffers=store.buffers,
@@ -320,30 +322,30 @@ class Model:
         self.changes = Changes(self.layout, version)
         self.references = References(self.store, self._tensors, self._has_rounds, self._has_fragments)
         if self._compensation is not None:
-            num_kept = 2 if policy.pipelined else 1
+            num_kept = 2 if policy.delayed_update else 1
             self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)
         self.has_weights = True
 
-    def small_body(self) -> bytes:
+    def small_payload(self) -> bytes:
         """The bytes of weights so small that all tensor work runs inline: of the newest version."""
-        version, body = self._small_body
+        version, payload = self._small_payload
         if version != self.store.version:
             weights, memory = self._small_weights
             if weights is not self.store.weights:
                 weights = self.store.weights
                 memory = as_bytes(weights)[: self.store.layout.exchange_bytes]
                 self._small_weights = weights, memory
-            body = bytes(memory)
-            self._small_body = (self.store.version, body)
-        return body
+            payload = bytes(memory)
+            self._small_payload = (self.store.version, payload)
+        return payload
 
     def frozen_bytes(self) -> memoryview:
-        """The part of a body of weights that never changes."""
+        """The part of a payload of weights that never changes."""
         return as_bytes(self.store.weights)[self.store.layout.exchange_bytes :]
 
     def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
         """Version and a copy of the weights, uint8 [total_bytes], or of their Polyak average. On the tensor thread."""
-        return self.store.version, self.store.body(averaged).clone()
+        return self.store.version, self.store.payload(averaged).clone()
 
 
 def outer_spec(name: str, arguments: Mapping[str, Any], layout: Layout) -> OptimizerSpec:
@@ -354,7 +356,10 @@ def outer_spec(name: str, arguments: Mapping[str, Any], layout: Layout) -> Optim
 
 def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:
     """Names of a model and of its optimizer, the same for the same; hexadecimal."""
-    spec: list[Any] = [optimizer.name, [[list(one.tensors), dict(one.hyperparameters)] for one in optimizer.groups]]
+    spec: list[Any] = [
+        optimizer.name,
+        [[list(group.tensors), dict(group.hyperparameters)] for group in optimizer.groups],
+    ]
     if optimizer.tables:
         spec.append([vars(table) for table in optimizer.tables])
     if optimizer.reduction != "mean":

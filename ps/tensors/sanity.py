@@ -1,4 +1,4 @@
-"""Bodies measured as they arrive, window by window, and mended where the settings say so.
+"""Payloads measured as they arrive, window by window, and mended where the settings say so.
 
 `Findings` come of one pass that sees NaN, Inf and the norm; what is made of them is decided in
 `ps/core/judgement.py`. Norms are of parameters alone: buffers are no gradient. What a step leaves in the weights is
@@ -24,7 +24,7 @@ _LEAST_FACTOR = 1e-30
 
 @dataclass
 class Findings:
-    """Of one attempt at a body. `norms` of the gradient, by window, so that the order of arrival changes no bit."""
+    """Of one attempt at a payload. `norms` of the gradient, by window, so that the order of arrival changes no bit."""
 
     is_finite: bool = True
     norms: dict[int, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Unsound(Exception):
 
 
 class Sanity:
-    """Measures and mends bodies, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights.
+    """Measures and mends payloads, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights.
     `is_part`: of a gradient whose norm no shard sees, about which `judge_whole` decides."""
 
     def __init__(
@@ -54,17 +54,17 @@ class Sanity:
         self._view = view
         self._is_gradient = is_gradient
 
-    def look(self, body: torch.Tensor, windows: slice, findings: Findings) -> None:
-        """Add what some windows of a body hold. After the first NaN or Inf nothing else is looked at."""
+    def look(self, payload: torch.Tensor, windows: slice, findings: Findings) -> None:
+        """Add what some windows of a payload hold. After the first NaN or Inf nothing else is looked at."""
         is_measured = self.limits.max_norm is not None
         for index in range(*windows.indices(len(self._windows))):
-            norm = self.norm(body, self._windows[index], is_measured) if findings.is_finite else None
+            norm = self.norm(payload, self._windows[index], is_measured) if findings.is_finite else None
             if norm is None:
                 findings.is_finite = False
                 return
             findings.norms[index] = norm
 
-    def norm(self, body: torch.Tensor, window: Window, is_measured: bool = True) -> float | None:
+    def norm(self, payload: torch.Tensor, window: Window, is_measured: bool = True) -> float | None:
         """Of the window's parameters, 0 unless it `is_measured`; None when one of its floats is NaN or Inf. One pass.
 
         A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that overflows by itself
@@ -74,7 +74,7 @@ class Sanity:
         for piece in window.pieces:
             if not piece.is_float:
                 continue
-            values = self._view(piece, body)
+            values = self._view(piece, payload)
             is_one = is_measured and piece.kind is Kind.PARAMETER
             norm = _norm(values) if is_one else values.sum().item()
             if not math.isfinite(norm):
@@ -85,32 +85,33 @@ class Sanity:
                 norms.append(norm)
         return math.hypot(*norms)
 
-    def first_unsound(self, body: torch.Tensor, window: Window) -> FlatRun | None:
-        """The first piece of a window in `body` that holds NaN or Inf, its first one by itself. One pass of sums, as
+    def first_unsound(self, payload: torch.Tensor, window: Window) -> FlatRun | None:
+        """The first piece of a window in `payload` that holds NaN or Inf, its first one by itself. One pass of sums, as
         in `norm`, for one that was just written and is in the cache."""
         for piece in window.pieces:
-            if not piece.is_float or math.isfinite(_sum(self._view(piece, body))):
+            if not piece.is_float or math.isfinite(_sum(self._view(piece, payload))):
                 continue
-            wrong = torch.nonzero(~torch.isfinite(self._view(piece, body)))
+            wrong = torch.nonzero(~torch.isfinite(self._view(piece, payload)))
             if len(wrong):
                 size = piece.dtype.itemsize
                 return replace(piece, offset=piece.offset + int(wrong[0]) * size, num_elements=1)
         return None
 
-    def examine(self, body: torch.Tensor, weights: torch.Tensor) -> Judgement:
-        """`look` at the whole of a body, and `judge` it."""
-        if self.limits.max_norm is None and self._is_sound(body):
+    def examine(self, payload: torch.Tensor, weights: torch.Tensor) -> Judgement:
+        """`look` at the whole of a payload, and `judge` it."""
+        if self.limits.max_norm is None and self._is_sound(payload):
             return SOUND
         findings = Findings()
-        self.look(body, slice(None), findings)
-        return self.judge(body, findings, weights)
+        self.look(payload, slice(None), findings)
+        return self.judge(payload, findings, weights)
 
-    def _is_sound(self, body: torch.Tensor) -> bool:
+    def _is_sound(self, payload: torch.Tensor) -> bool:
         """Whether no sum of it says otherwise: nearly always all there is to be known."""
-        return all(math.isfinite(self._view(piece, body).sum().item()) for piece in self._floats)
+        return all(math.isfinite(self._view(piece, payload).sum().item()) for piece in self._floats)
 
-    def judge(self, body: torch.Tensor, findings: Findings, weights: torch.Tensor) -> Judgement:
-        """What becomes of a body that has been looked at whole; one that is clipped is changed here. `weights`, uint8
+    def judge(self, payload: torch.Tensor, findings: Findings, weights: torch.Tensor) -> Judgement:
+        """What becomes of a payload that has been looked at whole; one that is clipped is changed here. `weights`,
+        uint8
         [>= exchange_bytes], are the server's: they stand in for statistics and weights that are not finite.
         """
         if findings.is_finite and self.limits.max_norm is None:
@@ -118,16 +119,16 @@ class Sanity:
         limits = replace(self.limits, max_norm=None) if self._is_part else self.limits
         action, what, limit = decide(limits, findings.is_finite, findings.norm)
         if not findings.is_finite:
-            what += self._in_which(body)
+            what += self._in_which(payload)
         wrong, is_clipped = what, False
         if action == "clip" and not findings.is_finite:
-            self._mend(body, weights)
+            self._mend(payload, weights)
             is_clipped, findings = True, Findings()
-            self.look(body, slice(None), findings)
+            self.look(payload, slice(None), findings)
             action, what, limit = decide(limits, findings.is_finite, findings.norm)
             wrong = f"{wrong}, and without them {what}" if what else wrong
         if action == "clip" and self.limits.max_norm is not None:
-            self.scale(body, self.limits.factor(findings.norm))
+            self.scale(payload, self.limits.factor(findings.norm))
             action, is_clipped = "take", True
         if action == "take":
             norm = findings.norm if self._is_part else 0.0
@@ -135,48 +136,48 @@ class Sanity:
         assert action != "clip"
         return Judgement(action, wrong, limit)
 
-    def _in_which(self, body: torch.Tensor) -> str:
-        found = (self.first_unsound(body, window) for window in self._windows)
-        first = next((one for one in found if one is not None), None)
+    def _in_which(self, payload: torch.Tensor) -> str:
+        found = (self.first_unsound(payload, window) for window in self._windows)
+        first = next((item for item in found if item is not None), None)
         return f" in '{self._name_of(first)}'" if first is not None and self._name_of is not None else ""
 
     def with_rows(self, judgement: Judgement, rows: Sequence[torch.Tensor]) -> Judgement:
         """What becomes of a contribution with these gradients of rows; where it is clipped they are changed here."""
-        if not judgement.is_taken or all(bool(torch.isfinite(one).all()) for one in rows):
+        if not judgement.is_taken or all(bool(torch.isfinite(row).all()) for row in rows):
             return judgement
         action, what, limit = decide(self.limits, False, 0.0)
         if action == "clip":
-            for one in rows:
-                torch.nan_to_num_(one, nan=0.0, posinf=0.0, neginf=0.0)
+            for item in rows:
+                torch.nan_to_num_(item, nan=0.0, posinf=0.0, neginf=0.0)
             return judgement._replace(what=what, limit=limit, is_clipped=True)
         assert action != "take"
         return Judgement(action, what, limit)
 
-    def _mend(self, body: torch.Tensor, weights: torch.Tensor) -> None:
+    def _mend(self, payload: torch.Tensor, weights: torch.Tensor) -> None:
         """Every NaN and Inf of a gradient becomes 0; of statistics and weights, where 0 is a value like any other, what
         the server has there."""
         for window in self._windows:
             for piece in window.pieces:
                 if not piece.is_float:
                     continue
-                values = self._view(piece, body)
+                values = self._view(piece, payload)
                 if piece.kind is Kind.PARAMETER and self._is_gradient:
                     torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
                 else:
                     values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
 
-    def scale(self, body: torch.Tensor, factor: float) -> None:
+    def scale(self, payload: torch.Tensor, factor: float) -> None:
         """Parameters times `factor`, 0 to 1."""
         for window in self._windows:
-            self.scale_window(body, window, factor)
+            self.scale_window(payload, window, factor)
 
-    def scale_window(self, body: torch.Tensor, window: Window, factor: float) -> None:
+    def scale_window(self, payload: torch.Tensor, window: Window, factor: float) -> None:
         """Those of one window."""
         factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
         for piece in window.pieces:
             if piece.kind is Kind.PARAMETER:
-                for one in factors:
-                    self._view(piece, body).mul_(one)
+                for item in factors:
+                    self._view(piece, payload).mul_(item)
 
 
 def _sum(values: torch.Tensor) -> float:

@@ -4,10 +4,10 @@ Everything works on flat runs (`common/tensors/layout.py`), cut into windows of 
 folds what is left to fold, steps the optimizer and moves on, window by window. The store knows neither modes nor
 workers' names; it is called from one thread, in order:
 
-    fold(body, weight) ... fold(body, weight); commit()
+    fold(payload, weight) ... fold(payload, weight); commit()
 
-Bodies are uint8 tensors of `layout.exchange_bytes`; how those of a round become one is said in `aggregation/`. Memory
-is: weights, optimizer state, one mean (or, where all are kept, every body of the round), one Polyak average.
+Payloads are uint8 tensors of `layout.exchange_bytes`; how those of a round become one is said in `aggregation/`. Memory
+is: weights, optimizer state, one mean (or, where all are kept, every payload of the round), one Polyak average.
 """
 
 from __future__ import annotations
@@ -91,23 +91,24 @@ class Store:
 
     def fold(
         self,
-        body: torch.Tensor,
+        payload: torch.Tensor,
         weight: float,
         rank: int,
         may_keep: bool = False,
         without: frozenset[str] = frozenset(),
         rows: Sequence[Rows] = (),
     ) -> list[torch.Tensor]:
-        """Add a contribution to the round's; returns bodies that may be reused at once.
+        """Add a contribution to the round's; returns payloads that may be reused at once.
 
-        A body that may be kept may be read as late as at the commit. Parameters `without` a gradient are zeros in it;
+        A payload that may be kept may be read as late as at the commit. Parameters `without` a gradient are zeros in
+        it;
         the optimizer leaves those alone that no contribution of the round has one of. `rows` are gradients for the
         tables.
         """
         if self.tables is not None:
             self.tables.fold(rows, weight)
         self._without = without & self._without if self.aggregator.num_folded else without
-        return self.aggregator.fold(body, weight, rank, may_keep)
+        return self.aggregator.fold(payload, weight, rank, may_keep)
 
     def bring(self, state: OptimizerState | None) -> None:
         """What the workers' optimizer remembers with the weights that are folded next; None: nobody says it."""
@@ -128,7 +129,7 @@ class Store:
         momentum_among: int = 1,
         clip_norm: float = 0.0,
     ) -> list[torch.Tensor]:
-        """Make what was folded the next version; returns bodies that may be reused, the result's first.
+        """Make what was folded the next version; returns payloads that may be reused, the result's first.
 
         `hyperparameters`, one per group and table, are those the contribution was computed under. Statistics move by
         the share of the `num_live` workers that was folded; other buffers are those of a contribution of the
@@ -221,20 +222,20 @@ class Store:
                 else:
                     average.lerp_(view(piece, weights), 1 - polyak)
 
-    def _where(self, element: FlatRun, body: torch.Tensor) -> str:
-        return f"{element.view(body).item()} in '{self._name_of(element)}'"
+    def _where(self, element: FlatRun, payload: torch.Tensor) -> str:
+        return f"{element.view(payload).item()} in '{self._name_of(element)}'"
 
     def _name_of(self, element: FlatRun) -> str:
         """Of the tensor that the first element of a run is in."""
-        return next(one.spec.name for one in self.layout.entries if one.offset <= element.offset < one.end)
+        return next(entry.spec.name for entry in self.layout.entries if entry.offset <= element.offset < entry.end)
 
-    def body(self, averaged: bool = False) -> torch.Tensor:
+    def payload(self, averaged: bool = False) -> torch.Tensor:
         """The weights, or their Polyak average if one is kept; uint8 [layout.total_bytes]."""
         return self.averaged if averaged and self.averaged is not None else self.weights
 
     def tensors(self, averaged: bool = False) -> dict[str, torch.Tensor]:
         """The same by name, aliases included, as `model.load_state_dict` takes them; copies."""
-        views = self.layout.views(self.body(averaged))
+        views = self.layout.views(self.payload(averaged))
         return {name: tensor.clone() for spec, tensor in views for name in (spec.name, *spec.aliases)}
 
     @property
@@ -242,7 +243,7 @@ class Store:
         """Bytes held: weights, mean, optimizer state, Polyak average, tables of rows with their optimizer state."""
         return {
             "weights": self.weights.numel(),
-            "mean": sum(body.numel() for body in self.aggregator.bodies),
+            "mean": sum(payload.numel() for payload in self.aggregator.payloads),
             "optimizer": self.optimizer.num_state_bytes if self.optimizer is not None else 0,
             "averaged": self.averaged.numel() if self.averaged is not None else 0,
             **({"tables": self.tables.num_bytes} if self.tables is not None else {}),

@@ -52,7 +52,7 @@ class Tables:
         held = bytearray(data)
         ids = torch.frombuffer(held, dtype=torch.int64, count=count)
         values = torch.frombuffer(held, dtype=dtype, offset=count * _ID_BYTES).view(count, spec.dim)
-        last = next((int(one.ids[-1]) for one in reversed(before) if one.table == table), -1)
+        last = next((int(rows.ids[-1]) for rows in reversed(before) if rows.table == table), -1)
         if int(ids[0]) <= last or bool((ids[1:] <= ids[:-1]).any()):
             raise refusal(Reason.BAD_REQUEST, f"rows of table '{spec.name}' that are not ascending")
         _check_range(spec, ids)
@@ -109,10 +109,10 @@ class Tables:
         total, found = sum(weight for _, weight in self._round), {}
         for number in range(len(self._tables)):
             parts = [
-                (one.ids, one.values, 1.0 if self.sums else weight / total)
+                (row.ids, row.values, 1.0 if self.sums else weight / total)
                 for rows, weight in self._round
-                for one in rows
-                if one.table == number
+                for row in rows
+                if row.table == number
             ]
             if parts:
                 found[number] = summed(parts)
@@ -156,7 +156,7 @@ class Tables:
 
 
 def _check_range(spec: TableSpec, ids: torch.Tensor) -> None:
-    least, most = (int(one) for one in ids.aminmax())
+    least, most = (int(item) for item in ids.aminmax())
     if least < spec.first or most >= spec.end:
         wrong = least if least < spec.first else most
         raise refusal(

@@ -30,10 +30,10 @@ class TensorsBroken(ParamServerError):
 class TensorThread:
     """`submit` work and `then` callbacks run in the order they were given.
 
-    Work is of two kinds. What changes the weights has nobody to answer to: when it fails, `is_broken`, nothing that
+    Work is of two kinds. What changes the weights has nobody to reply to: when it fails, `is_broken`, nothing that
     was or is submitted runs any more, and `on_error` is called on the loop, once, with the exception: a bug, since
     all contributions were checked before, or DivergedError, where weights are no longer finite. What only
-    reads, or changes a body that is not taken yet, has somebody
+    reads, or changes a payload that is not taken yet, has somebody
     who is told when it fails (`failed`, or the awaiter of `run`), and all else goes on.
     """
 

@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
-from ...common.codecs.base import Codec, SelfContained, body_bytes
+from ...common.codecs.base import Codec, SelfContained, payload_bytes
 from ...common.errors import ParamServerError
 from ...common.tensors.layout import as_bytes
-from ...common.wire.frames import BodyReader, Frame
+from ...common.wire.frames import Frame, PayloadReader
 from ..core.judgement import Judgement
 from .codec_memory import CodecMemory
 from .sanity import Findings
@@ -29,9 +29,10 @@ _PART_BYTES = _WINDOWS_AT_ONCE * WINDOW_BYTES
 
 
 class Upload:
-    """One body of a contribution, encoded with `codec`, into `body`, uint8 [layout.exchange_bytes].
+    """One payload of a contribution, encoded with `codec`, into `payload`, uint8 [layout.exchange_bytes].
 
-    With `in_segment` the body is memory shared with the worker, who writes there himself. `memory` is what the worker's
+    With `in_segment` the payload is memory shared with the worker, who writes there himself. `memory` is what the
+    worker's
     codec remembers.
     """
 
@@ -40,7 +41,7 @@ class Upload:
         store: Store,
         tensors: TensorThread,
         codec: Codec,
-        body: torch.Tensor,
+        payload: torch.Tensor,
         give_back: Callable[[torch.Tensor], None],
         memory: CodecMemory,
         in_segment: bool = False,
@@ -49,20 +50,20 @@ class Upload:
         self.in_segment = in_segment
         self._store = store
         self._tensors = tensors
-        self.body = body
+        self.payload = payload
         self._give_back = give_back
         self._memory = memory
         self._is_open = True
-        self._num_bytes = body_bytes(codec, store.layout)
-        self._encoded = None if codec.is_identity else memory.spares.lend(self._num_bytes)
-        self.target = as_bytes(body if self._encoded is None else self._encoded)
+        self._num_bytes = payload_bytes(codec, store.layout)
+        self._encoded = None if codec.is_identity else memory.free_buffers.lend(self._num_bytes)
+        self.target = as_bytes(payload if self._encoded is None else self._encoded)
         self.restart()
 
     def restart(self) -> None:
         """Forget what has come."""
         self._findings = Findings()  # what is still being looked through adds to the old ones
         self._errors: list[Exception] = []  # of looking through parts
-        self._reader = BodyReader(self._num_bytes, self._write, self._arrived if self.in_segment else None)
+        self._reader = PayloadReader(self._num_bytes, self._write, self._arrived if self.in_segment else None)
         # Of each part, how many bytes have not come.
         num_bytes = self._store.layout.exchange_bytes
         self._left = [min(_PART_BYTES, num_bytes - start) for start in range(0, num_bytes, _PART_BYTES)]
@@ -78,12 +79,12 @@ class Upload:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Of the body as it travels: bytes [start, end) that are here."""
+        """Of the payload as it travels: bytes [start, end) that are here."""
         return self._reader.ranges
 
     @property
     def num_bytes(self) -> int:
-        """Of the body as it travels."""
+        """Of the payload as it travels."""
         return self._num_bytes
 
     @property
@@ -111,7 +112,7 @@ class Upload:
             self._arrived(offset, len(data))
 
     def _arrived(self, offset: int, num_bytes: int) -> None:
-        """Bytes lie in the body: look through the parts that have become whole."""
+        """Bytes lie in the payload: look through the parts that have become whole."""
         end = offset + num_bytes
         whole: list[int] = []
         for part in range(offset // _PART_BYTES, -(-end // _PART_BYTES)):
@@ -121,11 +122,11 @@ class Upload:
                 whole.append(part)
         if whole:  # all between the first and the last, which one piece made whole
             windows = slice(whole[0] * _WINDOWS_AT_ONCE, (whole[-1] + 1) * _WINDOWS_AT_ONCE)
-            look = partial(self._store.sanity.look, self.body, windows, self._findings)
+            look = partial(self._store.sanity.look, self.payload, windows, self._findings)
             self._tensors.submit(look, failed=self._errors.append)
 
     async def judge(self) -> Judgement:
-        """What becomes of the whole body; one that is clipped is changed. Decodes it first."""
+        """What becomes of the whole payload; one that is clipped is changed. Decodes it first."""
         judgement = await self._tensors.run(self._judge)
         if self._errors:
             raise self._errors[0]
@@ -135,27 +136,27 @@ class Upload:
         store = self._store
         if self._encoded is not None:
             try:
-                return decode(store, self._memory, self.codec, self._encoded, self.body)
+                return decode(store, self._memory, self.codec, self._encoded, self.payload)
             finally:
                 self._give_back_encoded()
-        return store.sanity.judge(self.body, self._findings, store.weights)
+        return store.sanity.judge(self.payload, self._findings, store.weights)
 
     def take(self) -> torch.Tensor:
-        """The body; whoever takes it gives it back."""
+        """The payload; whoever takes it gives it back."""
         self._is_open = False
         self._reader.forget()
-        return self.body
+        return self.payload
 
     def close(self) -> None:
-        """Give the body back unless it was taken. What is still being looked through is not yet lent again."""
+        """Give the payload back unless it was taken. What is still being looked through is not yet lent again."""
         if self._is_open:
-            body = self.take()
-            self._tensors.then(partial(self._give_back, body))
+            payload = self.take()
+            self._tensors.then(partial(self._give_back, payload))
             self._tensors.then(self._give_back_encoded)
 
     def _give_back_encoded(self) -> None:
         if self._encoded is not None:
-            self._memory.spares.give_back(self._encoded)
+            self._memory.free_buffers.give_back(self._encoded)
             self._encoded = None
 
 
@@ -191,13 +192,13 @@ class Halves:
             self.drop(rank)
 
 
-def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tensor, body: torch.Tensor) -> Judgement:
-    """`encoded`, uint8 [body_bytes], into `body`; what becomes of it. What cannot be decoded is rejected, that
+def decode(store: Store, memory: CodecMemory, codec: Codec, encoded: torch.Tensor, payload: torch.Tensor) -> Judgement:
+    """`encoded`, uint8 [payload_bytes], into `payload`; what becomes of it. What cannot be decoded is rejected, that
     contribution alone; refuses BAD_REQUEST where the codec has a memory, which may be another there."""
     try:
-        memory.take(codec, encoded, body)
+        memory.take(codec, encoded, payload)
     except ParamServerError as error:
         if not isinstance(codec, SelfContained):
             raise
         return Judgement("reject", f"bytes that {error.message}", "in every mode")
-    return store.sanity.examine(body, store.weights)
+    return store.sanity.examine(payload, store.weights)

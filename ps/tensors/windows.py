@@ -1,4 +1,4 @@
-"""Bodies cut into windows that stay in the cache: everything that passes over a model goes window by window."""
+"""Payloads cut into windows that stay in the cache: everything that passes over a model goes window by window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WINDOW_BYTES = 4 << 20
 
 
 class Window(NamedTuple):
-    """Bytes [start, end) of every body, and the flat pieces in them, of parameters first."""
+    """Bytes [start, end) of every payload, and the flat pieces in them, of parameters first."""
 
     start: int
     end: int

@@ -17,10 +17,10 @@ from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Peer
 from .intake import Intake
 from .joining import Joining
-from .lanes.delivery import Delivery
-from .lanes.grpc import Lane
 from .small import SmallExchanges
 from .stream import Stream
+from .transports.delivery import Delivery
+from .transports.grpc import Transport
 
 
 class Conversation:
@@ -31,48 +31,48 @@ class Conversation:
         self._join_timeout_s = config.server.join_timeout_s
         self._stream = stream
         self._peer: Peer | None = None
-        self._lane: Lane | None = None
+        self._transport: Transport | None = None
 
     async def hold(self, joining: Joining, context: grpc.aio.ServicerContext) -> None:
         peer = self._peer = await joining.seat(self._stream, context)
         if peer is None:
             return
         delivery = Delivery(self._engine, self._stream, peer)
-        lane = await joining.meet(self._stream, peer, delivery.lane, context)
-        if lane is None:
+        transport = await joining.meet(self._stream, peer, delivery.transport, context)
+        if transport is None:
             return
-        self._lane = delivery.lane = lane
+        self._transport = delivery.transport = transport
         if not peer.is_resumed and not await self._hear_out(peer, delivery):
             return
-        goodbye = await self._exchange(peer, delivery, Intake(self._engine, self._stream, peer, lane))
+        goodbye = await self._exchange(peer, delivery, Intake(self._engine, self._stream, peer, transport))
         if goodbye is not None:
             self._leave(peer, goodbye.of(pb.Leave))
 
-    def _leave(self, peer: Peer, said: pb.Leave) -> None:
-        if said.finished:
+    def _leave(self, peer: Peer, leave: pb.Leave) -> None:
+        if leave.finished:
             self._engine.offer(events.Finished(*peer.seat))
-        how, why = ("failed", said.failure) if said.failure else ("goodbye", "said goodbye")
-        exit_code = min(max(1, said.exit_code), 255)
-        self._engine.offer(events.Left(*peer.seat, how, why, dict(said.metrics), exit_code))
+        how, why = ("failed", leave.failure) if leave.failure else ("goodbye", "said goodbye")
+        exit_code = min(max(1, leave.exit_code), 255)
+        self._engine.offer(events.Left(*peer.seat, how, why, dict(leave.metrics), exit_code))
 
     def over(self, refused: str) -> None:
         """The stream has ended, with a refusal unless `refused` is empty."""
         peer = self._peer
         if peer is None:
             return
-        if self._lane is not None:
-            self._lane.taken()
+        if self._transport is not None:
+            self._transport.taken()
         self._engine.detach(peer)
         if refused:
             self._engine.offer(events.Left(*peer.seat, "closed", refused))
         else:
             self._engine.offer(events.Disconnected(*peer.seat))
         # The call's traceback and these hold each other: let go of what is large at once.
-        self._peer = self._lane = peer.weights = None
+        self._peer = self._transport = peer.weights = None
         peer.hang_up = lambda error: None
 
     async def _exchange(self, peer: Peer, delivery: Delivery, intake: Intake) -> Frame | None:
-        """Contributions and answers until the worker goes; its goodbye, or None when its stream ended instead."""
+        """Contributions and replies until the worker goes; its goodbye, or None when its stream ended instead."""
         model, connection = self._engine.model, self._stream.direct
         small: SmallExchanges | None = None
         if connection is not None and model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES:
@@ -93,7 +93,7 @@ class Conversation:
                 if not await self._hear_out(peer, delivery):
                     return None
                 while (goodbye := await self._stream.read("leave", "taken")) is not None and goodbye.kind == "taken":
-                    delivery.lane.taken()
+                    delivery.transport.taken()
                 return goodbye
             if not await self._hear_out(peer, delivery):
                 return None
@@ -108,7 +108,7 @@ class Conversation:
                     if not await self._take_initial_weights(peer):
                         return False
                 case Go() as go:
-                    await delivery.answer(go)
+                    await delivery.reply(go)
                     return True
                 case Done() as done:
                     await delivery.final(done)
@@ -122,7 +122,7 @@ class Conversation:
         model = self._engine.model
         layout = model.layout
         assert layout is not None
-        num_bytes = first.of(pb.InitialWeights).body_bytes
+        num_bytes = first.of(pb.InitialWeights).payload_bytes
         if num_bytes != layout.total_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,
@@ -137,7 +137,7 @@ class Conversation:
                 f"no memory for a model of {layout.total_bytes:,} bytes and its tables of rows",
                 fix="give the server more memory; limits.model_bytes is what it promises to take",
             ) from None
-        if not await self._stream.read_body(first, weights.bytes):
+        if not await self._stream.read_payload(first, weights.bytes):
             return False
         model.check_finite(peer.rank, weights)
         peer.weights, peer.state = weights, "waiting"

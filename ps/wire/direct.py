@@ -1,7 +1,8 @@
 """One direct connection: see `common/wire/direct.py`, and `port.py` for where they are made.
 
 Sockets are read and written on the event loop, without a task or a copy of their own: what has not come yet is waited
-for, and a body is received in the memory that it belongs to. A large one is taken and sent by threads, so that those of
+for, and a payload is received in the memory that it belongs to. A large one is taken and sent by threads, so that
+those of
 several workers pass side by side; a thread waits for nobody, so a few do for any number of workers.
 """
 
@@ -28,13 +29,13 @@ _BUFFER_BYTES = 64 << 10
 _NUM_THREADS = 4
 _LEAST_HANDED_OVER = 256 << 10  # less is sent and received on the loop: a hop costs as much
 _MOMENT_MS = 1
-# Of a body so many bytes are waited for at once: whoever is woken costs the sender as much as copying 64 KiB.
+# Of a payload so many bytes are waited for at once: whoever is woken costs the sender as much as copying 64 KiB.
 _WAKE_BYTES = 512 << 10
 _RECORDS_BYTES = 32 << 10
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="direct")
-# Of TLS one takes 0.2 ms, or 1 ms where the worker has a certificate: not the loop's, nor the bodies' threads'.
+# Of TLS one takes 0.2 ms, or 1 ms where the worker has a certificate: not the loop's, nor the payloads' threads'.
 _handshakes = ThreadPoolExecutor(1, thread_name_prefix="handshake")
 
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict
 from functools import partial
 
-from ...common.codecs.base import Codec, body_bytes, check_codecs
+from ...common.codecs.base import Codec, check_codecs, payload_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.errors import CheckpointError, ParamServerError, Reason, UsageError, refusal
 from ...common.registry import CODECS
@@ -29,12 +29,12 @@ from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..snapshots.store_state import read_optimizer
 from ..tensors.flat_optimizer import OptimizerState
-from ..tensors.staging import Body
+from ..tensors.staging import Payload
 from ..tensors.store import Store
 from ..tensors.tables import Rows
 from ..tensors.upload import Upload, decode
-from .lanes.grpc import Lane
 from .stream import Stream, StreamLost
+from .transports.grpc import Transport
 
 log = get_logger()
 
@@ -63,18 +63,20 @@ _PIECE = ("taken", "")
 class Intake:
     """Takes one worker's contributions into the run."""
 
-    def __init__(self, engine: Engine, stream: Stream, peer: Peer, lane: Lane) -> None:
+    def __init__(self, engine: Engine, stream: Stream, peer: Peer, transport: Transport) -> None:
         self._engine = engine
         self._stream = stream
         self._peer = peer
-        self._lane = lane
+        self._transport = transport
         self._without: frozenset[str] = frozenset()  # a gradient, in it
         self._barred = ""  # why it cannot be in the codec that it is in
         self._state: tuple[int, bytearray] = (0, bytearray())  # of its script: size, and what has come of it
         self._rows: list[Rows] = []  # of it
         self._optimizer: tuple[int, bytearray] = (0, bytearray())  # as `_state`
         self._brought: OptimizerState | None = None
-        self._slot: Body | None = None  # of the staging pool: rows or an optimizer's state have come ahead of the body
+        self._slot: Payload | None = (
+            None  # of the staging pool: rows or an optimizer's state have come ahead of the payload
+        )
         self._halves = engine.folding.halves
         self._position = partial(engine.run.policy.upload_position, peer.rank)
 
@@ -91,7 +93,7 @@ class Intake:
                 if received is None or received.kind in ("finish", "leave"):
                     return received
                 if received.kind == "taken":
-                    self._lane.taken()
+                    self._transport.taken()
                     continue
                 if received.kind == "stop":
                     self._engine.offer(events.StopAsked(*self._peer.seat, received.of(pb.Stop).reason))
@@ -127,9 +129,9 @@ class Intake:
                     upload = await self._announced(received.of(pb.Begin), upload)
                     upload.restart()
                 if upload is None:
-                    raise refusal(Reason.BAD_REQUEST, "a piece of a body that no Begin or Contribution announced")
+                    raise refusal(Reason.BAD_REQUEST, "a piece of a payload that no Begin or Contribution announced")
                 if received.placed and upload.in_segment:
-                    await self._lane.fetch(upload.target[received.offset :][: received.placed])
+                    await self._transport.fetch(upload.target[received.offset :][: received.placed])
                 upload.feed(received)
             whole_at = self._engine.now()
             judgement = await upload.judge()
@@ -146,24 +148,24 @@ class Intake:
             if (slot := self._taken_slot()) is not None:
                 self._engine.model.staging.give_back(slot)
 
-    def _take_question(self, asked: pb.AskAgain) -> None:
+    def _take_question(self, ask_again: pb.AskAgain) -> None:
         self._peer.state, self._peer.base = "waiting", None
-        self._peer.reference = asked.reference
-        self._engine.offer(events.AskedAgain(*self._peer.seat, asked.seq))
+        self._peer.reference = ask_again.reference
+        self._engine.offer(events.AskedAgain(*self._peer.seat, ask_again.seq))
 
     def _keep_half(self, contribution: Contribution, upload: Upload) -> bool:
-        """Whether what has come of a body is kept for the next stream of this process."""
+        """Whether what has come of a payload is kept for the next stream of this process."""
         rank, staging = self._peer.rank, self._engine.model.staging
         is_here = self._engine.may_return(self._peer)
         is_worth_it = upload.num_bytes > _LEAST_KEPT and upload.ranges and not upload.is_complete
         # Memory of a segment is the worker's; what others wait for is theirs.
-        if not (is_here and is_worth_it and staging.is_own(upload.body)) or staging.num_waiting:
+        if not (is_here and is_worth_it and staging.is_own(upload.payload)) or staging.num_waiting:
             return False
         self._halves.keep(rank, contribution.id.seq, upload)
         return True
 
     def _continued(self, contribution: Contribution, begun: Upload | None) -> Upload:
-        """What is here of the body of this contribution; the rest comes."""
+        """What is here of the payload of this contribution; the rest comes."""
         payload, seq = contribution.payload, contribution.id.seq
         _, codec = self._check(payload)
         if begun is not None:
@@ -172,7 +174,7 @@ class Intake:
         if upload is None:  # no refusal: with that it would cease to be a member
             log.info("not_continued", rank=self._peer.rank, step=seq, meaning="the memory is used: it joins again")
             raise StreamLost
-        if upload.codec != codec or (payload.in_shared_memory and self._lane.memory(0) is not None):
+        if upload.codec != codec or (payload.in_shared_memory and self._transport.memory(0) is not None):
             raise refusal(Reason.BAD_REQUEST, "a Contribution continues one in another codec, or in another memory")
         upload = self._halves.take(self._peer.rank)
         upload.go_on(payload.in_shared_memory)
@@ -224,39 +226,39 @@ class Intake:
         self._rows.append(model.store.tables.read(header.table, header.count, received.data, self._rows))
 
     async def _reserve(self, upload: Upload | None) -> None:
-        """Memory for the body of the contribution to come, before anything of it is kept: whatever is staged for a
-        contribution counts as one upload of `server.max_staged`. What is here of a body has that memory already."""
+        """Memory for the payload of the contribution to come, before anything of it is kept: whatever is staged for a
+        contribution counts as one upload of `server.max_staged`. What is here of a payload has that memory already."""
         if upload is None and self._slot is None and not self._halves.has(self._peer.rank):
             self._slot = await self._borrow()
 
-    def _taken_slot(self) -> Body | None:
+    def _taken_slot(self) -> Payload | None:
         slot, self._slot = self._slot, None
         return slot
 
     async def _take_whole(self, contribution: Contribution, received: Frame) -> None:
-        """A small contribution, whose body came with it."""
+        """A small contribution, whose payload came with it."""
         store, codec = self._check(contribution.payload)
-        body = await self._borrow()
+        payload = await self._borrow()
         if codec.is_identity:
-            self._take_raw(contribution, received, store, body)
+            self._take_raw(contribution, received, store, payload)
             return
         try:
             memory, encoded = self._engine.folding.codec_memories.of(self._peer.rank), copy_of(received.data)
-            judgement = await self._engine.tensors.run(partial(decode, store, memory, codec, encoded, body))
+            judgement = await self._engine.tensors.run(partial(decode, store, memory, codec, encoded, payload))
         except BaseException:
-            self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
+            self._engine.tensors.then(partial(self._engine.model.staging.give_back, payload))
             raise
-        self._hand_over(contribution, body, judgement)
+        self._hand_over(contribution, payload, judgement)
 
-    def _take_raw(self, contribution: Contribution, received: Frame, store: Store, body: Body) -> None:
+    def _take_raw(self, contribution: Contribution, received: Frame, store: Store, payload: Payload) -> None:
         staging = self._engine.model.staging
         try:
-            staging.bytes_of(body)[:] = received.data
-            judgement = store.sanity.examine(body, store.weights)
+            staging.bytes_of(payload)[:] = received.data
+            judgement = store.sanity.examine(payload, store.weights)
         except BaseException:
-            self._engine.tensors.then(partial(staging.give_back, body))
+            self._engine.tensors.then(partial(staging.give_back, payload))
             raise
-        self._hand_over(contribution, body, judgement)
+        self._hand_over(contribution, payload, judgement)
 
     def take_small(self, raw: bytes) -> bool:
         """The same between two calls of `next`, at once; False for what is no raw contribution in one message, or has
@@ -272,24 +274,24 @@ class Intake:
             self._hand_over(contribution, None, SOUND)
             return True
         store, codec = self._check(contribution.payload)
-        body = self._engine.model.staging.try_borrow(self._position) if codec.is_identity else None
-        if body is None:
+        payload = self._engine.model.staging.try_borrow(self._position) if codec.is_identity else None
+        if payload is None:
             return False
         self._stream.num_received += len(raw)
-        self._take_raw(contribution, received, store, body)
+        self._take_raw(contribution, received, store, payload)
         return True
 
     def _facts(self, header: pb.Contribution) -> Contribution:
         """The contribution that this message announces; refuses what it cannot be."""
         model, policy = self._engine.model, self._engine.run.policy
-        if self._lane.reading is not None:
-            raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last answer's segment is still lent")
+        if self._transport.reading is not None:
+            raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last reply's segment is still lent")
         if not model.has_weights:
             raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
         kind = policy.kind
         if not (kind.has_payload or header.completion.generation):
-            told = f"rank {self._peer.rank} sends a completion, and does not say of which generation"
-            raise refusal(Reason.BAD_REQUEST, told)
+            message = f"rank {self._peer.rank} sends a completion, and does not say of which generation"
+            raise refusal(Reason.BAD_REQUEST, message)
         contribution = read_contribution(header, self._peer.seat, kind.received(header.payload.num_bytes > 0))
         if contribution.base.version > (version := policy.version):
             what = f"a contribution of rank {self._peer.rank} on version {contribution.base.version}"
@@ -306,17 +308,17 @@ class Intake:
             if (upload.codec, upload.in_segment) != (codec, header.in_shared_memory):
                 raise refusal(Reason.BAD_REQUEST, "Begin and its Contribution differ in codec or in_shared_memory")
             return upload
-        body = self._lane.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
-        if body is None:
-            body = await self._borrow()
+        payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
+        if payload is None:
+            payload = await self._borrow()
         memory, give_back = (
             self._engine.folding.codec_memories.of(self._peer.rank),
             self._engine.model.staging.give_back,
         )
-        return Upload(store, self._engine.tensors, codec, body, give_back, memory, header.in_shared_memory)
+        return Upload(store, self._engine.tensors, codec, payload, give_back, memory, header.in_shared_memory)
 
     def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
-        """The store and the codec of a body that is announced well."""
+        """The store and the codec of a payload that is announced well."""
         if not self._engine.model.has_weights:
             raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
         store = self._engine.model.store
@@ -327,48 +329,48 @@ class Intake:
         self._barred = why
         if self._engine.run.policy.fragments > 1 and isinstance(codec, ByTensor):
             codec = only_rest(codec, self._without)
-        num_bytes = body_bytes(codec, store.layout)
+        num_bytes = payload_bytes(codec, store.layout)
         if header.num_bytes != num_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,
                 f"a contribution of {header.num_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
             )
-        if header.in_shared_memory and not self._lane.carries(codec):
+        if header.in_shared_memory and not self._transport.carries(codec):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         self._peer.traffic.codec = codec.name
         return store, codec
 
     def _hand_over(
-        self, contribution: Contribution, body: Body | None, judgement: Judgement, looked_s: float = 0.0
+        self, contribution: Contribution, payload: Payload | None, judgement: Judgement, looked_s: float = 0.0
     ) -> None:
         """A whole contribution: let the run have it."""
         if self._barred:
-            what = f"a body in a codec that was not agreed on ({self._barred})"
+            what = f"a payload in a codec that was not agreed on ({self._barred})"
             judgement = Judgement("reject", what, "in every mode")
         traffic, stream = self._peer.traffic, self._stream
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
-        traffic.num_among += contribution.completion.peer_bytes
+        traffic.num_peers += contribution.completion.peer_bytes
         rows, self._rows = self._rows, []
         brought, self._brought = self._brought, None
         try:
             event = self._event(contribution, judgement, rows, looked_s)
         except BaseException:
-            if body is not None:
-                self._engine.tensors.then(partial(self._engine.model.staging.give_back, body))
+            if payload is not None:
+                self._engine.tensors.then(partial(self._engine.model.staging.give_back, payload))
             raise
         base = contribution.base
         self._peer.base = base.version if base.has_all else None
         self._peer.reference = base.reference
-        slot = self._taken_slot() if body is not None else None  # the body lies in the worker's own memory
-        self._peer.state = "waiting"  # before the run has it: it may answer at once
-        self._engine.contributed(event, body, self._without, rows, brought, slot)
+        slot = self._taken_slot() if payload is not None else None  # the payload lies in the worker's own memory
+        self._peer.state = "waiting"  # before the run has it: it may reply at once
+        self._engine.contributed(event, payload, self._without, rows, brought, slot)
 
     def _event(
         self, contribution: Contribution, judgement: Judgement, rows: list[Rows], looked_s: float
     ) -> events.Contributed:
         """What the run is told of it; what its script remembers is staged."""
         if rows:
-            judgement = self._engine.model.store.sanity.with_rows(judgement, [one.values for one in rows])
+            judgement = self._engine.model.store.sanity.with_rows(judgement, [row.values for row in rows])
         traffic = self._peer.traffic
         if (position := contribution.position) is not None:
             said = {name: value for name, value in asdict(position).items() if value is not None}
@@ -376,15 +378,15 @@ class Intake:
         bytes_so_far = traffic.num_sent, traffic.num_received - traffic.num_in_waiting
         return events.Contributed(contribution, judgement, looked_s, bytes_so_far)
 
-    async def _borrow(self) -> Body:
+    async def _borrow(self) -> Payload:
         """Memory for the upload; while there is none its bytes wait at the sender, who is told why."""
         staging, position = self._engine.model.staging, self._position
         if (slot := self._taken_slot()) is not None:
             return slot
         self._halves.drop(self._peer.rank)
-        body = staging.try_borrow(position)
-        if body is not None:
-            return body
+        payload = staging.try_borrow(position)
+        if payload is not None:
+            return payload
         self._halves.drop_all()
         borrowing = asyncio.ensure_future(staging.borrow(position))
         try:
@@ -419,7 +421,7 @@ def barred(engine: Engine, peer: Peer, up: Codec) -> UsageError | None:
     assert peer.offer is not None
     policy, optimizer = engine.run.policy, peer.offer[1]
     groups = zip(optimizer.classes, (group.hyperparameters for group in optimizer.groups), strict=True)
-    down = peer.answer_codec or codec_named("")
+    down = peer.reply_codec or codec_named("")
     try:
         check_codecs(engine.run.mode, policy.kind, up, down, list(groups), fragments=policy.fragments)
     except UsageError as error:

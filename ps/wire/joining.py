@@ -24,13 +24,13 @@ from ..engine.peers import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
 from .intake import barred, codec_named
-from .lanes.direct import DirectLane
-from .lanes.grpc import Lane
-from .lanes.shared import Probe
 from .limits import Joins
 from .port import Port
 from .security import certificate_name, check_rank
 from .stream import Stream
+from .transports.direct import DirectTransport
+from .transports.grpc import Transport
+from .transports.shared import Probe
 
 log = get_logger()
 
@@ -67,7 +67,7 @@ class Joining:
         peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
         stream.rank, peer.hang_up = peer.rank, stream.end
         if peer.is_resumed:
-            engine.tensors.submit(partial(engine.folding.codec_memories.of(peer.rank).resumed, join.answers_taken))
+            engine.tensors.submit(partial(engine.folding.codec_memories.of(peer.rank).resumed, join.replies_taken))
         return peer
 
     def _join(self, join: pb.Join, rank: int | None) -> Peer:
@@ -126,12 +126,15 @@ class Joining:
         ranges, crc = half.ranges, await engine.tensors.run(half.check_sum)
         if halves.of(peer.rank, number) is not half:
             return None
-        held = pb.Held(step=number, body_bytes=half.num_bytes, codec=half.codec.name, crc=crc)
+        held = pb.Held(step=number, payload_bytes=half.num_bytes, codec=half.codec.name, crc=crc)
         held.ranges.extend(border for found in ranges for border in found)
         return held
 
-    async def meet(self, stream: Stream, peer: Peer, lane: Lane, context: grpc.aio.ServicerContext) -> Lane | None:
-        """Say who it is, and hear what it trains. The lane of its bodies, which is another than `lane` where it has
+    async def meet(
+        self, stream: Stream, peer: Peer, transport: Transport, context: grpc.aio.ServicerContext
+    ) -> Transport | None:
+        """Say who it is, and hear what it trains. The transport of its payloads, which is another than `transport`
+        where it has
         offered one; None when it has gone instead."""
         engine, run = self._engine, self._engine.run
         ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
@@ -158,7 +161,7 @@ class Joining:
                 if ticket is None or not ticket.arrived.done():
                     raise refusal(Reason.BAD_REQUEST, "Model.direct without a direct connection")
                 stream.go_direct(ticket.arrived.result())
-                ticket, lane = None, DirectLane(lane.engine, stream)
+                ticket, transport = None, DirectTransport(transport.engine, stream)
         finally:
             if ticket is not None:
                 ticket.drop()
@@ -174,35 +177,33 @@ class Joining:
             sends = f"deltas (RunSettings.{told}), which this worker does not say that it sends"
             fix = "install the same version of paramserver on both"
             raise refusal(Reason.BAD_REQUEST, f"workers of mode {self._config.run.mode} send {sends}", fix=fix)
-        if engine.run.policy.kind.has_peers and not offered.meeting:
-            told = (
-                f"workers of mode {self._config.run.mode} average among themselves, and this one says no Model.meeting"
-            )
+        if engine.run.policy.kind.has_peers and not offered.rendezvous:
+            told = f"workers of mode {self._config.run.mode} average among themselves, and this one says no Model.rendezvous"
             raise refusal(Reason.BAD_REQUEST, told, fix="install the same version of paramserver on both")
         layout, optimizer = await _read_model(offered)
-        why_no_better = shown(offered.lane_reason, _MAX_REASON)
+        why_no_better = shown(offered.transport_reason, _MAX_REASON)
         if offered.HasField("segment"):
             share = engine.model.share_of(layout)
-            lane, refused = await self._probe.open(lane, share.layout, offered.segment)
+            transport, refused = await self._probe.open(transport, share.layout, offered.segment)
             why_no_better = refused or why_no_better
         engine.model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
         self._agree(peer, offered)
-        peer.takes_frames = lane.as_frames
-        peer.traffic.lane, peer.traffic.lane_reason = lane.name, why_no_better
+        peer.takes_frames = transport.as_frames
+        peer.traffic.transport, peer.traffic.transport_reason = transport.name, why_no_better
         peer.state = "computing" if peer.is_resumed else "waiting"
-        engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer), offered.meeting[:_MAX_REASON]))
-        return lane
+        engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer), offered.rendezvous[:_MAX_REASON]))
+        return transport
 
     def _agree(self, peer: Peer, offered: pb.Model) -> None:
-        """On the codecs of its contributions and answers; refuses such as the run cannot have."""
-        engine, down = self._engine, codec_named(offered.answer_codec)
-        peer.answer_codec = None if down.is_identity else down
-        if peer.answer_codec is not None and engine.run.policy.compensation is not None:
+        """On the codecs of its contributions and replies; refuses such as the run cannot have."""
+        engine, down = self._engine, codec_named(offered.reply_codec)
+        peer.reply_codec = None if down.is_identity else down
+        if peer.reply_codec is not None and engine.run.policy.compensation is not None:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"worker.answer_codec is {down.name}, and policy.late_compensation needs weights as workers have them",
-                fix="--set worker.answer_codec=raw, or --set policy.late_compensation=none",
+                f"worker.reply_codec is {down.name}, and policy.late_compensation needs weights as workers have them",
+                fix="--set worker.reply_codec=raw, or --set policy.late_compensation=none",
             )
         if len(offered.codecs) > _MAX_CODECS:
             raise refusal(Reason.BAD_REQUEST, f"Model.codecs has {len(offered.codecs)} names; at most {_MAX_CODECS}")
@@ -229,7 +230,7 @@ _OF_DELTAS = (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSett
 
 
 def _kind_of(policy: Policy) -> pb.RunSettings.ContributionKind:
-    if policy.kind.holds_differences and policy.common.pipelined:
+    if policy.kind.holds_differences and policy.common.delayed_update:
         return pb.RunSettings.DELTA_OVERLAPPED
     if policy.fragments > 1:
         return pb.RunSettings.DELTA_OF_FRAGMENT
@@ -264,7 +265,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
             groups=[pb.ParameterGroup(hyperparameters=struct(config.optimizer.arguments()))],
         ),
         polyak=config.store.polyak or 0.0,
-        pipelined=config.policy.pipelined,
+        delayed_update=config.policy.delayed_update,
         train=struct(config.train.model_dump(exclude_defaults=True)),
     )
 

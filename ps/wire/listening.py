@@ -39,10 +39,10 @@ _OPTIONS = (
 )
 
 
-# After a lease each. A peer that is frozen or cut off is noticed by its lease; pings nobody answers close what is left
+# After a lease each. A peer that is frozen or cut off is noticed by its lease; pings nobody replies close what is left
 # of its connections, not before: a closed connection is a worker that has ended. The second is the kernel's limit
 # for unacknowledged bytes, and gRPC's for hearing nothing at all. But a ping stands in line behind the weights that
-# were said before it: 8 MB at 10 Mbit/s are 6.7 s, so for its answer a server waits longer.
+# were said before it: 8 MB at 10 Mbit/s are 6.7 s, so for its reply a server waits longer.
 _PINGS_MS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms")
 _LEAST_PING_S = 60.0
 _END_S = 1.0
@@ -75,7 +75,7 @@ class Listening:
         self.direct.bind()
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:
-        """Answer calls from now on; healthy."""
+        """Reply calls from now on; healthy."""
         self._grpc.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)

@@ -19,7 +19,7 @@ from ...common.reporting.log import get_logger
 from ...common.reporting.status import Measured
 from ...common.tensors.layout import as_bytes
 from ...common.wire.checks import check_header
-from ...common.wire.frames import MAX_DATA_BYTES, body_frames
+from ...common.wire.frames import MAX_DATA_BYTES, payload_frames
 from ...common.wire.protocol import SERVICE, layout_to_proto, refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
@@ -37,14 +37,14 @@ log = get_logger()
 
 _MAX_LOGGED = 2_000
 _MAX_SHOWN = 200
-_MORE_BEATS = 16  # heartbeats, of evaluators
+_MORE_HEARTBEATS = 16  # heartbeats, of evaluators
 _KEPT_S = 5.0  # within which a version is here that the coordinator has
-# How another shard is answered.
+# How another shard gets its reply.
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
 
 
 class ParameterServerService:
-    """Implements it; `attend` answers other shards, on the coordinator of several."""
+    """Implements it; `attend` replies other shards, on the coordinator of several."""
 
     def __init__(
         self, engine: Engine, config: Config, attend: Attend | None = None, direct: Port | None = None
@@ -54,16 +54,22 @@ class ParameterServerService:
         self._attend = attend or self._not_the_coordinator
         self._watch = Watch()
         self._joining = Joining(engine, config, direct)
-        num_beats = 2 * (config.run.workers or config.limits.workers)  # of workers, and of those that come back
-        self._first_beats = FirstMessages("Beat", config.server.join_timeout_s, num_beats + _MORE_BEATS)
+        num_heartbeats = 2 * (config.run.workers or config.limits.workers)  # of workers, and of those that come back
+        self._first_heartbeats = FirstMessages(
+            "HeartbeatRequest", config.server.join_timeout_s, num_heartbeats + _MORE_HEARTBEATS
+        )
         self._pulls = asyncio.Semaphore(config.server.max_replies)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Exchange and Pull in bytes, as `common/wire/frames.py` frames them."""
-        streams, beat, report = grpc.stream_stream_rpc_method_handler, pb.Beat.FromString, pb.ShardReport.FromString
+        streams, heartbeat, report = (
+            grpc.stream_stream_rpc_method_handler,
+            pb.HeartbeatRequest.FromString,
+            pb.ShardReport.FromString,
+        )
         handlers = {
             "Exchange": streams(self.exchange),
-            "Heartbeat": streams(self.heartbeat, beat, pb.Pulse.SerializeToString),
+            "Heartbeat": streams(self.heartbeat, heartbeat, pb.HeartbeatReply.SerializeToString),
             "Attend": streams(self._attend, report, pb.ShardOrder.SerializeToString),
             "Pull": grpc.unary_stream_rpc_method_handler(self.pull, pb.PullRequest.FromString),
             "PullRows": grpc.unary_unary_rpc_method_handler(
@@ -94,39 +100,41 @@ class ParameterServerService:
             conversation.over(_loggable(stream.refused.message) if stream.refused is not None else "")
 
     async def heartbeat(
-        self, beats: AsyncIterator[pb.Beat], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.Pulse]:
+        self, heartbeats: AsyncIterator[pb.HeartbeatRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.HeartbeatReply]:
         """A worker's signs of life, as long as its process keeps the connection open."""
         process, engine = "", self._engine
         try:
-            beat = await self._first_beats.of(beats)
-            while beat is not None:
-                check_header(beat)
-                if not process and beat.process:
-                    process = beat.process
-                    engine.offer(events.HeartBegan(process, beat.evaluates))
-                if beat.HasField("figures") and process in engine.run.roster.spares:
-                    engine.offer(figures_told(None, beat.figures))
-                elif beat.HasField("figures"):
+            heartbeat = await self._first_heartbeats.of(heartbeats)
+            while heartbeat is not None:
+                check_header(heartbeat)
+                if not process and heartbeat.process:
+                    process = heartbeat.process
+                    engine.offer(events.HeartbeatBegan(process, heartbeat.evaluates))
+                if heartbeat.HasField("figures") and process in engine.run.roster.evaluators:
+                    engine.offer(figures_told(None, heartbeat.figures))
+                elif heartbeat.HasField("figures"):
                     log.warning(
-                        "figures_ignored", process=process, reason="its first beat did not say that it evaluates"
+                        "figures_ignored", process=process, reason="its first heartbeat did not say that it evaluates"
                     )
-                is_member = beat.run == engine.run.name and engine.run.roster.is_member(beat.rank, beat.process)
+                is_member = heartbeat.run == engine.run.name and engine.run.roster.is_member(
+                    heartbeat.rank, heartbeat.process
+                )
                 if is_member:
-                    engine.offer(events.Heard(beat.rank, beat.process))
-                yield pb.Pulse(
-                    is_gone=engine.run.is_done or engine.run.is_closed if beat.evaluates else not is_member,
+                    engine.offer(events.Heard(heartbeat.rank, heartbeat.process))
+                yield pb.HeartbeatReply(
+                    is_gone=engine.run.is_done or engine.run.is_closed if heartbeat.evaluates else not is_member,
                     lease_s=self._config.server.lease_s,
                     durable_version=engine.durable_version,
-                    over_epoch=engine.run.policy.over_epoch,
+                    over_generation=engine.run.policy.over_generation,
                     server_incarnation=engine.run.incarnation,
                 )
-                beat = await anext(beats, None)
+                heartbeat = await anext(heartbeats, None)
         except ParamServerError as error:
             await refuse(context, error, rank=None)
         finally:
             if process:
-                engine.offer(events.HeartStopped(process))
+                engine.offer(events.HeartbeatStopped(process))
 
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:
         """The weights of one version, or their Polyak average, or what the optimizer remembers, whole. A few at once:
@@ -146,19 +154,19 @@ class ParameterServerService:
                     "no averaged weights are kept",
                     fix="start ps-server with --set store.polyak=0.999",
                 )
-            body: memoryview
+            payload: memoryview
             if request.optimizer:
                 version, state = await self._engine.tensors.run(partial(optimizer_tensors, model))
-                tensors, body = [], memoryview(await asyncio.to_thread(save, state))
+                tensors, payload = [], memoryview(await asyncio.to_thread(save, state))
             else:
                 if request.keep or request.HasField("version"):
                     version, weights = await self._kept(request)
                 else:
                     version, weights = await self._engine.tensors.run(lambda: model.copy(averaged))
-                tensors, body = layout_to_proto(model.store.layout), as_bytes(weights)
-            snapshot = pb.Snapshot(run=run.name, version=version, body_bytes=len(body), tensors=tensors)
+                tensors, payload = layout_to_proto(model.store.layout), as_bytes(weights)
+            snapshot = pb.Snapshot(run=run.name, version=version, payload_bytes=len(payload), tensors=tensors)
             await stream.say(pb.ServerMessage(snapshot=snapshot))
-            for raw in body_frames([body]):
+            for raw in payload_frames([payload]):
                 await stream.write(raw)
             await stream.flush()
 
@@ -242,7 +250,7 @@ class ParameterServerService:
             waiting=status.waiting, left_out=status.left_out, values=_known(status),
             workers=[
                 pb.WorkerStatus(
-                    rank=worker.rank, state=worker.state, waiting_for=worker.waiting_for, lane=worker.lane,
+                    rank=worker.rank, state=worker.state, waiting_for=worker.waiting_for, transport=worker.transport,
                     codec=worker.codec, values=_known(worker),
                 )
                 for worker in status.workers

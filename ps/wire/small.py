@@ -1,6 +1,6 @@
-"""Small contributions and their answers on a direct connection: each is taken, and said, at once where it comes.
+"""Small contributions and their replies on a direct connection: each is taken, and said, at once where it comes.
 
-A task that is woken for a message, and a future for each answer, cost more than a small exchange itself. So between two
+A task that is woken for a message, and a future for each reply, cost more than a small exchange itself. So between two
 messages of a worker's conversation this reads them in the event loop's own callback. What is anything else is left to
 the conversation, as if it had just come.
 """
@@ -32,7 +32,7 @@ class SmallExchanges:
         self._peer = peer
         self._intake = intake
         self._message = message
-        self._is_due = False  # an answer
+        self._is_due = False  # an reply
         self._is_paused = False  # something has come before it
 
     async def until_other(self) -> bool:

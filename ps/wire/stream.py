@@ -20,7 +20,7 @@ from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.wire.checks import check_header
 from ...common.wire.direct import Placed, on_the_wire
-from ...common.wire.frames import CHUNK_BYTES, BodyReader, Frame, parse, placed_frame
+from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, parse, placed_frame
 from ...proto import parameter_server_pb2 as pb
 from .direct import Connection, is_large
 from .limits import Allowance, Pace, Watch
@@ -85,7 +85,7 @@ class Stream:
     # ---- in -------------------------------------------------------------------------------
 
     async def read(self, *kinds: str) -> Frame | None:
-        """The next frame, which must be one of `kinds` ("" is a bare piece of a body); None at the end."""
+        """The next frame, which must be one of `kinds` ("" is a bare piece of a payload); None at the end."""
         if self._pace is not None and (wait_s := self._pace.wait_s()):
             await asyncio.sleep(wait_s)
         if self._owed:
@@ -104,8 +104,8 @@ class Stream:
             self._pace.came(len(raw))
         self.num_received += len(raw) + received.placed
         if (received.kind or "") not in kinds:
-            expected = " or ".join(kind or "a piece of a body" for kind in kinds)
-            raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a body'}, expected {expected}")
+            expected = " or ".join(kind or "a piece of a payload" for kind in kinds)
+            raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a payload'}, expected {expected}")
         if received.header is not None:
             self._take_header(received.header)
         if self._owed and received.kind != "rows":
@@ -172,7 +172,7 @@ class Stream:
                     self.owe(header.payload.num_bytes)
                 self._num_begins = 0
             case pb.InitialWeights():
-                self.owe(header.body_bytes)
+                self.owe(header.payload_bytes)
             case pb.Taken():
                 self._lent_since = None
             case pb.Finish() | pb.Leave():  # what was begun is not completed any more
@@ -191,16 +191,17 @@ class Stream:
             self._allowance.came(num_bytes, waited_s)
 
     def _is_pressing(self) -> bool:
-        """Before its facts a body comes at the pace of a computation, which may be slow while it is in nobody's way."""
+        """Before its facts a payload comes at the pace of a computation, which may be slow while it is in nobody's
+        way."""
         return not self._num_begins or self._is_memory_wanted()
 
-    async def read_body(self, first: Frame, target: memoryview) -> bool:
-        """The body announced by `first`, into `target`; False when the stream ended before it was whole."""
+    async def read_payload(self, first: Frame, target: memoryview) -> bool:
+        """The payload announced by `first`, into `target`; False when the stream ended before it was whole."""
 
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
 
-        reader = BodyReader(len(target), write)
+        reader = PayloadReader(len(target), write)
         reader.feed(first)
         while not reader.is_complete:
             piece = await self.read("")
@@ -222,7 +223,7 @@ class Stream:
         else:
             self._write_direct(self._direct, on_the_wire(raw))
 
-    async def write_body(self, message: Placed) -> None:
+    async def write_payload(self, message: Placed) -> None:
         """Over a direct connection: a message, and the bytes that it places. They are read until `flush` returns."""
         assert self._direct is not None
         self.num_sent += sum(map(len, message.pieces))
@@ -248,7 +249,7 @@ class Stream:
         return True
 
     async def say(self, message: pb.ServerMessage) -> None:
-        """Send a message without a body."""
+        """Send a message without a payload."""
         await self.write(message.SerializeToString())
 
     async def say_waiting(self, reason: str) -> None:
@@ -264,7 +265,7 @@ class Stream:
         return found
 
     async def write_placed(self, start: int, end: int) -> None:
-        """Say that these bytes of a body lie in shared memory; they count as sent."""
+        """Say that these bytes of a payload lie in shared memory; they count as sent."""
         self.num_sent += end - start
         await self.write(placed_frame(start, end - start))
 
@@ -279,7 +280,7 @@ class Stream:
             waiting.cancel()
 
     def lend(self) -> None:
-        """All of an answer lies in shared memory: the worker owes a Taken."""
+        """All of an reply lies in shared memory: the worker owes a Taken."""
         self._lent_since = self._time()
 
     async def flush(self) -> None:
@@ -346,9 +347,9 @@ class Stream:
                 return f"{self._owed} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing and now - self._writing_since > limit_s:
-            return "an answer was sent, and nothing of it was read"
+            return "an reply was sent, and nothing of it was read"
         if self._lent_since is not None and now - self._lent_since > limit_s:
-            return "an answer was placed in shared memory, and no Taken came"
+            return "an reply was placed in shared memory, and no Taken came"
         return None
 
     def stood_still(self, seconds: float) -> None:

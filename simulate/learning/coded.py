@@ -1,38 +1,39 @@
-"""Bodies in a codec, both ways, as they would come out of a lane: error feedback and the shared reference included.
+"""Payloads in a codec, both ways, as they would come out of a transport: error feedback and the shared reference
+included.
 
 Up it is the worker's own `Encoding`, with what became of each contribution; down the server's own `References`: who is
-answered holds the newest one, whatever differences have led it there.
+replied holds the newest one, whatever differences have led it there.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...common.codecs.base import Codec, begin_body, check_codecs, take_body
+from ...common.codecs.base import Codec, begin_payload, check_codecs, take_payload
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
 from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
-from ...common.tensors.layout import Layout, new_body
+from ...common.tensors.layout import Layout, new_payload
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...ps.core import effects
-from ...ps.tensors.answers.reference import Whole
 from ...ps.tensors.model import Model
-from ...worker.lanes.encoding import Encoding
+from ...ps.tensors.replies.reference import Whole
 from ...worker.tensors.transfer import Stretch
+from ...worker.transports.encoding import Encoding
 
 
 def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> None:
     """UsageError for codecs that the optimizer cannot have in front of it, as a worker finds when it joins."""
     worker = config.worker
     groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
-    up, down = CODECS.load(worker.codec)(), CODECS.load(worker.answer_codec)()
+    up, down = CODECS.load(worker.codec)(), CODECS.load(worker.reply_codec)()
     check_codecs(config.run.mode, kind, up, down, groups)
 
 
 class Up:
-    """Of one process. Bodies are uint8 [exchange_bytes]."""
+    """Of one process. Payloads are uint8 [exchange_bytes]."""
 
     def __init__(self, config: Config, layout: Layout, optimizer: OptimizerSpec) -> None:
         self._layout = layout
@@ -45,27 +46,27 @@ class Up:
         self._encoding.ready(version)
         self._stretch = stretch
         encoded = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
-        body, codec = new_body(self._layout.exchange_bytes), self._encoding.codec
-        take_body(codec, codec.decoder(self._layout), self._layout, encoded, body)
-        return body
+        payload, codec = new_payload(self._layout.exchange_bytes), self._encoding.codec
+        take_payload(codec, codec.decoder(self._layout), self._layout, encoded, payload)
+        return payload
 
     def told(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
         """As they are said with it."""
         return self._encoding.told(tuple(groups))
 
-    def answered(self, answer: effects.Answer, is_work: bool) -> None:
+    def replied(self, reply: effects.Reply, is_work: bool) -> None:
         """What became of the newest; `is_work`: it is to be sent with the next one if it was dropped."""
-        if answer.outcome in ("APPLIED", "REPEATED"):
+        if reply.outcome in ("APPLIED", "REPEATED"):
             self._encoding.commit()
         else:
-            self._encoding.rollback(self._stretch if is_work and answer.outcome == "DROPPED" else None)
+            self._encoding.rollback(self._stretch if is_work and reply.outcome == "DROPPED" else None)
 
 
 class Down:
-    """Of one run: what a worker has when it has an answer."""
+    """Of one run: what a worker has when it has an reply."""
 
     def __init__(self, config: Config, model: Model) -> None:
-        self._model, self._codec = model, CODECS.load(config.worker.answer_codec)()
+        self._model, self._codec = model, CODECS.load(config.worker.reply_codec)()
         self._newest: tuple[int, torch.Tensor | None] = -1, None
 
     def weights(self, version: int, is_start: bool) -> torch.Tensor:
@@ -73,25 +74,25 @@ class Down:
         codec, model = self._codec, self._model
         is_start &= not codec.is_identity
         if isinstance(codec, ByTensor) and moves_reference(codec):
-            model.references.answers(version, is_start)
+            model.references.replies(version, is_start)
             reference = model.references.of(codec, version)
             (whole,) = reference.news(0).made
             assert isinstance(whole, Whole)
-            return self._kept(reference.number, whole.body)
+            return self._kept(reference.number, whole.payload)
         if self._newest[0] == 2 * version + is_start:
             return self._kept(*self._newest)
         layout = model.store.layout
         exact = model.store.weights[: layout.exchange_bytes].clone()
         if not is_start and not codec.is_identity:  # a START is as it is
-            take_body(
-                codec, codec.decoder(layout), layout, begin_body(codec, codec.encoder(layout), layout, exact), exact
+            take_payload(
+                codec, codec.decoder(layout), layout, begin_payload(codec, codec.encoder(layout), layout, exact), exact
             )
         return self._kept(2 * version + is_start, exact)
 
-    def _kept(self, number: int, body: torch.Tensor | None) -> torch.Tensor:
-        assert body is not None
+    def _kept(self, number: int, payload: torch.Tensor | None) -> torch.Tensor:
+        assert payload is not None
         if self._newest[0] != number:
-            self._newest = number, body
+            self._newest = number, payload
         kept = self._newest[1]
         assert kept is not None
         return kept

@@ -85,10 +85,10 @@ class _Rank:
 
     machine: _Machine
     weights: torch.Tensor  # received last
-    on_its_way: torch.Tensor  # in an answer
+    on_its_way: torch.Tensor  # in an reply
     batches: Iterator[tuple[Any, int]]
     division: tuple[int, int] = (1, 0)
-    body: torch.Tensor | None = None  # computed
+    payload: torch.Tensor | None = None  # computed
     without: frozenset[str] = frozenset()  # a gradient
     sent: tuple[torch.Tensor, frozenset[str]] | None = None  # of these two what is on its way
     num_samples: int = 0
@@ -98,7 +98,7 @@ class _Rank:
 
 
 class Learner:
-    """Of one run. Bodies are uint8 [exchange_bytes], times virtual seconds."""
+    """Of one run. Payloads are uint8 [exchange_bytes], times virtual seconds."""
 
     def __init__(self, config: Config, num_workers: int) -> None:
         """UsageError for what a simulation cannot learn with."""
@@ -123,9 +123,9 @@ class Learner:
         check(config, self.kind, self._described)
         self.model.adopt(layout, self._described)
         begin = private_segment(layout.total_bytes)
-        begin.body.copy_(copy_of(*first.transfer.gather_all()))
+        begin.payload.copy_(copy_of(*first.transfer.gather_all()))
         self.model.begin(begin)
-        self._folding = Folding(self.model, self._thread, policy.answers_before_commit)
+        self._folding = Folding(self.model, self._thread, policy.replies_before_commit)
         self._down = Down(config, self.model)
         self._first = first  # all compute on it where nothing of theirs stays in a model, and it is measured
         self._ranks = [self._rank(rank) for rank in range(num_workers)]
@@ -138,7 +138,7 @@ class Learner:
         return _Rank(self._first, weights, weights, iter(()), (self._num_workers, rank))
 
     def _check_size(self, num_bytes: int) -> None:
-        each = num_bytes * (6 if self.kind.worker_steps else 2)  # weights, gradient, optimizer, anchor, body
+        each = num_bytes * (6 if self.kind.worker_steps else 2)  # weights, gradient, optimizer, anchor, payload
         each += num_bytes * 3 * (self._config.worker.codec != "raw")  # gathered, encoded, what was left out
         if each * self._num_workers > _MOST_BYTES:
             raise UsageError(
@@ -151,13 +151,13 @@ class Learner:
 
     def compute(self, rank: int, num_steps: int, step: int) -> None:
         """So many training steps, from number `step` of the run on; what comes of them is to be sent."""
-        one, machine, config = self._ranks[rank], self._ranks[rank].machine, self._config
+        item, machine, config = self._ranks[rank], self._ranks[rank].machine, self._config
         if not self.kind.worker_steps:
-            machine.put(one.weights)
-        one.num_samples = 0
+            machine.put(item.weights)
+        item.num_samples = 0
         for at in range(step, step + num_steps):
-            batch, weight = next(one.batches)
-            one.num_samples += weight
+            batch, weight = next(item.batches)
+            item.num_samples += weight
             seed_everything(step_seed(config.run.seed, rank, at))
             for group in machine.optimizer.param_groups:
                 group["lr"] = rate_at(at, config.run.steps or 1, config.optimizer.lr, config.train)
@@ -168,63 +168,63 @@ class Learner:
                 machine.step(machine.optimizer)
         if not self.kind.worker_steps:
             groups = [current_hyperparameters(group) for group in machine.optimizer.param_groups]
-            one.hyperparameters = tuple(groups) if one.up is None else one.up.told(groups)
+            item.hyperparameters = tuple(groups) if item.up is None else item.up.told(groups)
             names = [entry.spec.name for entry in machine.tensors.layout.entries]
-            one.without = frozenset(names[index] for index in machine.tensors.without_gradient())
+            item.without = frozenset(names[index] for index in machine.tensors.without_gradient())
         if machine.anchor is not None:
             machine.anchor.measure()
         (stretch,) = machine.transfer.gather(self.kind)
-        one.body = copy_of(*stretch.pieces) if one.up is None else one.up.sent(stretch, one.version)
-        if not bool(torch.isfinite(self._parameters(one.body)).all()):
+        item.payload = copy_of(*stretch.pieces) if item.up is None else item.up.sent(stretch, item.version)
+        if not bool(torch.isfinite(self._parameters(item.payload)).all()):
             raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
 
-    def _parameters(self, body: torch.Tensor) -> torch.Tensor:
-        views = self._first.tensors.layout.views(body)
+    def _parameters(self, payload: torch.Tensor) -> torch.Tensor:
+        views = self._first.tensors.layout.views(payload)
         floats = [view.flatten().float() for _, view in views if view.is_floating_point()]
         return torch.stack([view.sum() for view in floats])
 
     def send(self, rank: int) -> tuple[int, TrainingInfo]:
         """What a rank has computed leaves, and is at the server when its contribution is; samples and what else it
         says."""
-        one = self._ranks[rank]
-        assert one.body is not None
-        one.sent = one.body, one.without
-        return one.num_samples, TrainingInfo(one.hyperparameters or ())
+        item = self._ranks[rank]
+        assert item.payload is not None
+        item.sent = item.payload, item.without
+        return item.num_samples, TrainingInfo(item.hyperparameters or ())
 
     def arrived(self, event: events.Contributed) -> None:
-        """The body is the server's."""
+        """The payload is the server's."""
         sent = self._ranks[event.rank].sent
         assert sent is not None
         self._folding.stage(event.contribution.id, *sent)
 
-    def answered(self, answer: effects.Answer) -> None:
-        """The server has decided on an answer: its weights are those of now."""
-        if answer.has_weights:
-            self._ranks[answer.rank].on_its_way = self._down.weights(answer.version, answer.outcome == "START")
+    def replied(self, reply: effects.Reply) -> None:
+        """The server has decided on an reply: its weights are those of now."""
+        if reply.has_weights:
+            self._ranks[reply.rank].on_its_way = self._down.weights(reply.version, reply.outcome == "START")
 
-    def received(self, answer: effects.Answer) -> None:
-        """The answer is with its worker."""
-        one = self._ranks[answer.rank]
-        is_start = answer.outcome == "START"
-        if is_start or one.division != (answer.num_workers, answer.worker_index):
-            one.division = answer.num_workers, answer.worker_index
+    def received(self, reply: effects.Reply) -> None:
+        """The reply is with its worker."""
+        rank = self._ranks[reply.rank]
+        is_start = reply.outcome == "START"
+        if is_start or rank.division != (reply.num_workers, reply.worker_index):
+            rank.division = reply.num_workers, reply.worker_index
         if is_start:
-            first = answer.training_steps if answer.num_batches is None else answer.num_batches
-            one.batches = sharded_batches(self._shares, lambda: one.division, first)
+            first = reply.training_steps if reply.num_batches is None else reply.num_batches
+            rank.batches = sharded_batches(self._shares, lambda: rank.division, first)
         if is_start and self.kind.worker_steps:  # another process: its optimizer begins anew
-            one.machine = _Machine(self._config, self.task)
-            one.machine.anchor = Anchor(one.machine.tensors) if self.kind.holds_differences else None
+            rank.machine = _Machine(self._config, self.task)
+            rank.machine.anchor = Anchor(rank.machine.tensors) if self.kind.holds_differences else None
         if is_start and (self._config.worker.codec != "raw" or self.kind.holds_differences):
-            one.up = Up(self._config, self._first.tensors.layout, self._described)
-        elif one.up is not None:
-            one.up.answered(answer, is_work=self.kind.holds_differences)
-        if answer.has_weights:
-            one.weights, one.version = one.on_its_way, answer.version
+            rank.up = Up(self._config, self._first.tensors.layout, self._described)
+        elif rank.up is not None:
+            rank.up.replied(reply, is_work=self.kind.holds_differences)
+        if reply.has_weights:
+            rank.weights, rank.version = rank.on_its_way, reply.version
             if self.kind.worker_steps:
-                one.machine.holds = None
-                one.machine.put(one.weights)
-                if one.machine.anchor is not None:
-                    one.machine.anchor.note()
+                rank.machine.holds = None
+                rank.machine.put(rank.weights)
+                if rank.machine.anchor is not None:
+                    rank.machine.anchor.note()
 
     # ---- the server --------------------------------------------------------------------------
 
@@ -245,8 +245,8 @@ class Learner:
             if num_steps * _NUM_POINTS // total > self._num_steps * _NUM_POINTS // total:
                 self._num_steps = num_steps
                 self.measure(now, num_steps)
-        elif isinstance(effect, effects.Answer):
-            self.answered(effect)
+        elif isinstance(effect, effects.Reply):
+            self.replied(effect)
 
     def measure(self, now: float, num_steps: int) -> None:
         """One more point of the curve: the newest weights, evaluated; `step` is of a worker, on average."""
@@ -281,14 +281,16 @@ def _check_possible(config: Config, policy: Any) -> None:
         if value != plain:
             raise UsageError(f"flag --learn: {key} is {value}, and {why}", fix=f"--set {key}={plain}")
     if policy.compensation is not None:
-        told = "policy.late_compensation needs what each worker was sent, which is not kept"
-        raise UsageError(f"flag --learn: {told}", fix="--set policy.late_compensation=none")
-    if config.policy.pipelined and worker.codec != "raw":
-        told = f"policy.pipelined with worker.codec {worker.codec}: what it leaves out is added to the next one in time"
-        raise UsageError(f"flag --learn: {told} only where a worker waits", fix="--set policy.pipelined=false")
-    if config.policy.pipelined and policy.kind.worker_steps:
-        told = f"policy.pipelined in mode {config.run.mode} puts local steps onto late weights, which is not modelled"
-        raise UsageError(f"flag --learn: {told}", fix="--set policy.pipelined=false")
+        message = "policy.late_compensation needs what each worker was sent, which is not kept"
+        raise UsageError(f"flag --learn: {message}", fix="--set policy.late_compensation=none")
+    if config.policy.delayed_update and worker.codec != "raw":
+        message = f"policy.delayed_update with worker.codec {worker.codec}: what it leaves out is added to the next one in time"
+        raise UsageError(f"flag --learn: {message} only where a worker waits", fix="--set policy.delayed_update=false")
+    if config.policy.delayed_update and policy.kind.worker_steps:
+        message = (
+            f"policy.delayed_update in mode {config.run.mode} puts local steps onto late weights, which is not modelled"
+        )
+        raise UsageError(f"flag --learn: {message}", fix="--set policy.delayed_update=false")
 
 
 def _fail(error: BaseException) -> None:

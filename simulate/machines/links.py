@@ -72,7 +72,7 @@ class Link(Generic[Key]):
         if first is not None:  # all that has been given on the way is what it ends with
             self._at = self.next_end
         else:
-            first = min((one for one in self._classes.values() if one.heap), key=self._end_of)
+            first = min((class_ for class_ in self._classes.values() if class_.heap), key=self._end_of)
             self._advance(self.next_end)
         first.given, _, key = heapq.heappop(first.heap)
         self._num -= 1
@@ -85,13 +85,13 @@ class Link(Generic[Key]):
             if only.heap:
                 only.given += only.rate * elapsed_s
         elif elapsed_s:
-            for one in self._classes.values():
-                if one.heap:
-                    one.given += one.rate * elapsed_s
+            for class_ in self._classes.values():
+                if class_.heap:
+                    class_.given += class_.rate * elapsed_s
 
-    def _end_of(self, one: _Class[Key]) -> float:
-        left = one.heap[0][0] - one.given
-        return self._at + left / one.rate if left > 0 else self._at
+    def _end_of(self, item: _Class[Key]) -> float:
+        left = item.heap[0][0] - item.given
+        return self._at + left / item.rate if left > 0 else self._at
 
     def _share(self) -> None:
         """Who cannot use an equal part leaves the rest to the others."""
@@ -103,14 +103,14 @@ class Link(Generic[Key]):
             only.rate = rate = only.limit if only.limit < part else part
             self.next_end = self._at + left / rate if left > 0 else self._at
             return
-        busy = [one for one in self._classes.values() if one.heap]
+        busy = [class_ for class_ in self._classes.values() if class_.heap]
         if len(busy) > 1:
-            busy.sort(key=lambda one: one.limit)
+            busy.sort(key=lambda class_: class_.limit)
         left, num = self.capacity, self._num
         self.next_end = math.inf
-        for one in busy:
-            part, size = left / num, len(one.heap)
-            one.rate = rate = one.limit if one.limit < part else part
+        for item in busy:
+            part, size = left / num, len(item.heap)
+            item.rate = rate = item.limit if item.limit < part else part
             left, num = left - rate * size, num - size
-            if (end := self._end_of(one)) < self.next_end:
+            if (end := self._end_of(item)) < self.next_end:
                 self.next_end = end

@@ -20,8 +20,8 @@ def seconds(flag: str, text: str) -> float:
 
 def bandwidth(flag: str, text: str) -> tuple[float, float]:
     """`100mbit` or `500mbit/110mbit`, down and up: (down, up) in bytes per second. Raises UsageError."""
-    one, is_two, other = text.partition("/") if not text.lower().endswith("b/s") else (text, "", "")
-    down = _bytes_per_s(flag, one)
+    item, is_two, other = text.partition("/") if not text.lower().endswith("b/s") else (text, "", "")
+    down = _bytes_per_s(flag, item)
     return down, _bytes_per_s(flag, other) if is_two else down
 
 

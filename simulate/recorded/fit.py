@@ -1,7 +1,7 @@
 """Fits computing and exchange of each rank on the first half of a recorded run, and foresees the second. Pure.
 
-From an answer to the rank's next contribution the time is the worker's, its links' and the server's; from a
-contribution to its answer it is the mode's, which is not fitted: the mode itself decides. So what is kept of a rank is
+From an reply to the rank's next contribution the time is the worker's, its links' and the server's; from a
+contribution to its reply it is the mode's, which is not fitted: the mode itself decides. So what is kept of a rank is
 a list of pairs, seconds of computing and of the rest, in their order, and they are taken in that order again: what
 drifts drifts, and what slows all workers at one time does so again. The first tenth is left out: processes warm up.
 With links that the user names only the computing is kept.
@@ -30,18 +30,19 @@ _COUNTING = ("accepted", "skipped")
 
 
 class Cycle(NamedTuple):
-    """One contribution that counts. Seconds; `held_s` by the mode, `exchange_s` what is neither this nor computing."""
+    """One contribution that counts. Seconds; `gate_wait_s` by the mode, `exchange_s` what is neither this nor
+    computing."""
 
     rank: int
     at: float
     compute_s: float
     exchange_s: float
-    held_s: float
+    gate_wait_s: float
     staleness: int
     num_steps: int = 0  # training steps in it; 0: the history does not say so, they are as many in all
     number: int = 0  # of the rank's
     num_sent: int = -1  # bytes, of the contribution; -1: the history does not say so
-    num_received: int = -1  # of the answer to the one before
+    num_received: int = -1  # of the reply to the one before
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,10 @@ class Calibration:
     @property
     def staleness_distance(self) -> float:
         """Kolmogorov and Smirnov's: the largest difference of the distributions, 0..1."""
-        one, other = self.recorded.staleness, self.foreseen.staleness
-        return max(abs(bisect_right(one, x) / len(one) - bisect_right(other, x) / len(other)) for x in {*one, *other})
+        item, other = self.recorded.staleness, self.foreseen.staleness
+        return max(
+            abs(bisect_right(item, x) / len(item) - bisect_right(other, x) / len(other)) for x in {*item, *other}
+        )
 
     def outside(self, world: World) -> list[str]:
         """What of a world is more than ten times away from the recorded one, as phrases. Computing never is, nor its
@@ -106,10 +109,10 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     half = len(found) // 2
     if not any(cycle.compute_s for cycle in found):
         raise UsageError("the history does not say how long was computed: an unfinished run wrote it")
-    if config.policy.pipelined:
+    if config.policy.delayed_update:
         raise UsageError(
-            "policy.pipelined: what is computed during an exchange cannot be told from it in a history",
-            fix="record a run without, and simulate with --set policy.pipelined=true",
+            "policy.delayed_update: what is computed during an exchange cannot be told from it in a history",
+            fix="record a run without, and simulate with --set policy.delayed_update=true",
         )
     ranks = sorted({cycle.rank for cycle in found})
     pairs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
@@ -129,8 +132,8 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     again = _simulated(config, world)
     extra = _extra(found[:half], again) if framing is not None else NOTHING
     again = [_with(extra, cycle) for cycle in again]
-    exchange_s = sum(exchange for one in recorded for _, exchange in one) / sum(map(len, recorded))
-    jitter = sum(_jitter([compute for compute, _ in one]) for one in recorded) / len(recorded)
+    exchange_s = sum(exchange for cycle in recorded for _, exchange in cycle) / sum(map(len, recorded))
+    jitter = sum(_jitter([compute for compute, _ in cycle]) for cycle in recorded) / len(recorded)
     return Calibration(
         len(ranks),
         measured(found[:half], found[0].at),
@@ -144,14 +147,14 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
 
 
 def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> Extra:
-    """What a contribution, and the answer to one, had beyond what is counted: of most of those that both have."""
-    counted = {(one.rank, one.number): one for one in again}
-    said = [one for one in recorded if one.num_sent >= 0 and (one.rank, one.number) in counted]
-    pairs = [(one, counted[one.rank, one.number]) for one in said]
+    """What a contribution, and the reply to one, had beyond what is counted: of most of those that both have."""
+    counted = {(cycle.rank, cycle.number): cycle for cycle in again}
+    said = [cycle for cycle in recorded if cycle.num_sent >= 0 and (cycle.rank, cycle.number) in counted]
+    pairs = [(cycle, counted[cycle.rank, cycle.number]) for cycle in said]
     if not pairs:
         return NOTHING
-    up = median(one.num_sent - other.num_sent for one, other in pairs)
-    return Extra(up, median(one.num_received - other.num_received for one, other in pairs))
+    up = median(item.num_sent - other.num_sent for item, other in pairs)
+    return Extra(up, median(item.num_received - other.num_received for item, other in pairs))
 
 
 def _with(extra: Extra, cycle: Cycle) -> Cycle:
@@ -180,17 +183,17 @@ def fitted(calibration: Calibration, world: World, is_told: bool) -> World:
     if framing is not None:
         world = replace(world, framing=replace(framing, extra=calibration.extra))
     if is_told:
-        return replace(world, recorded=tuple(tuple((compute_s, 0.0) for compute_s, _ in one) for one in pairs))
+        return replace(world, recorded=tuple(tuple((compute_s, 0.0) for compute_s, _ in pair) for pair in pairs))
     bare = World(num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs)
     sizes = {name: getattr(world, name) for name in ("up_bytes", "down_bytes", "start_bytes", "framing")}
     return replace(bare, **sizes)
 
 
 def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
-    """Of (operation, time, fields) of a history, in the order in which contributions were answered, ranks from their
-    first answer on."""
+    """Of (operation, time, fields) of a history, in the order in which contributions were replied, ranks from their
+    first reply on."""
     free_at: dict[int, float] = {}  # by rank: when it could go on
-    open_: dict[int, tuple[float, Cycle]] = {}  # came, and is not answered
+    open_: dict[int, tuple[float, Cycle]] = {}  # came, and is not replied
     found: list[Cycle] = []
     counted: dict[int, Sequence[int]] = {}  # bytes by rank, with its newest contribution
     for op, at, fields in lines:
@@ -205,12 +208,12 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
                 *_since(counted.get(rank), fields.get("bytes")),
             )  # fmt: skip
             counted[rank] = fields.get("bytes", ())
-        elif op == "answer":
+        elif op == "reply":
             rank = fields["rank"]
             free_at[rank] = at
             if rank in open_:
                 came_at, cycle = open_.pop(rank)
-                found.append(cycle._replace(held_s=at - came_at))
+                found.append(cycle._replace(gate_wait_s=at - came_at))
         elif op in ("leave", "join"):
             free_at.pop(fields["rank"], None)
             open_.pop(fields["rank"], None)
@@ -224,12 +227,12 @@ def _since(before: Sequence[int] | None, now: Sequence[int] | None) -> tuple[int
 def measured(found: Sequence[Cycle], since: float) -> Half:
     """Of contributions after the moment `since`."""
     elapsed_s = found[-1].at - since if found else 0.0
-    held_s = sum(cycle.held_s for cycle in found)
-    total_s = held_s + sum(cycle.compute_s + cycle.exchange_s for cycle in found)
+    gate_wait_s = sum(cycle.gate_wait_s for cycle in found)
+    total_s = gate_wait_s + sum(cycle.compute_s + cycle.exchange_s for cycle in found)
     return Half(
         len(found),
         len(found) / elapsed_s if elapsed_s else 0.0,
-        held_s / total_s if total_s else 0.0,
+        gate_wait_s / total_s if total_s else 0.0,
         tuple(sorted(cycle.staleness for cycle in found)),
         sum(max(0, cycle.num_sent) for cycle in found),
         sum(max(0, cycle.num_received) for cycle in found),
@@ -241,5 +244,5 @@ def _jitter(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)) / mean if mean else 0.0
 
 
-def _is_far(one: float, other: float) -> bool:
-    return not 0.1 <= one / other <= 10
+def _is_far(value: float, other: float) -> bool:
+    return not 0.1 <= value / other <= 10

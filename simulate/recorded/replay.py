@@ -4,7 +4,7 @@ they did then. Pure.
 Of each line of the history one of two things is true: it is what the run says next, or it is what came to the run from
 outside, and is made an event again. What a history does not tell is put in where it makes no difference:
 
-- a worker is a member from when it said what it trains, of which its first answer is a sign, or a commit that names it;
+- a worker is a member from when it said what it trains, of which its first reply is a sign, or a commit that names it;
 - a lost connection is known by the worker's return, or its leaving: it was lost right after its last line;
 - time is looked at where the next line says that something was decided, and nothing else came.
 
@@ -38,7 +38,7 @@ _DECIDED = {
     "leave": ("rank", "incarnation", "how"),
     "accept": ("rank", "incarnation", "step", "base_version", "version", "outcome"),
     "commit": ("version", "contributions", "members"),
-    "answer": ("rank", "incarnation", "step", "version", "outcome"),
+    "reply": ("rank", "incarnation", "step", "version", "outcome"),
     "control": ("do", "rank", "name", "value"),
 }
 _JUDGED = {"rejected": Judgement("reject", "recorded"), "skipped": Judgement("skip", "recorded")}
@@ -49,7 +49,7 @@ _GOES_SILENT = ("closed", "lease", "replaced")
 class Verdict:
     """Of a replay. `problem` is the first decision that was another one; later ones say nothing then."""
 
-    num_decisions: int = 0  # compared: outcomes of contributions, commits and answers
+    num_decisions: int = 0  # compared: outcomes of contributions, commits and replies
     problem: Problem | None = None
     decided: str = ""  # what is decided now in its place
     notes: list[str] = field(default_factory=list)  # what the history lacks
@@ -64,7 +64,7 @@ def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
     enters = _named_first(told)
     while True:
         found = _Replay(told, modes, enters)
-        wrong = found.answered_late
+        wrong = found.replied_late
         if wrong is None or wrong[1] in enters.get(wrong[0], ()):
             return found.verdict
         enters.setdefault(wrong[0], []).append(wrong[1])  # it was a member before, and had to wait: once more
@@ -73,7 +73,7 @@ def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
 class _Replay:
     def __init__(self, lines: Sequence[Line], modes: Iterable[str], enters: Mapping[int, list[int]]) -> None:
         self.verdict = Verdict()
-        self.answered_late: tuple[int, int] | None = None  # the first problem is of a START: position before, rank
+        self.replied_late: tuple[int, int] | None = None  # the first problem is of a START: position before, rank
         self._lines = lines
         self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
         self._goes_silent, self._came = _last_lines(lines), 0
@@ -113,10 +113,10 @@ class _Replay:
             self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
             told = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
             self.verdict.decided = f"{op} {told}" if op else "nothing"
-            if line.op == "answer" and line["outcome"] == "START":
-                self.answered_late = (self._came - 1, line["rank"])
+            if line.op == "reply" and line["outcome"] == "START":
+                self.replied_late = (self._came - 1, line["rank"])
             return False
-        self.verdict.num_decisions += line.op in ("accept", "commit", "answer")
+        self.verdict.num_decisions += line.op in ("accept", "commit", "reply")
         return True
 
     # ---- a run -------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class _Replay:
             case "join":
                 self._joins(line)
             case "leave" if line["how"] == "replaced":
-                joins = (one for one in self._lines[at:] if one.op == "join" and one["rank"] == line["rank"])
+                joins = (item for item in self._lines[at:] if item.op == "join" and item["rank"] == line["rank"])
                 if (join := next(joins, None)) is not None:
                     self._joins(join)
             case "leave" if line["how"] == "finished":
@@ -171,21 +171,21 @@ class _Replay:
                 self._apply(events.Left(line["rank"], line["incarnation"], line["how"]), line)
             case "control":
                 said = line.fields
-                asked = events.Controlled(line["do"], said.get("rank"), said.get("name", ""), said.get("value"))
+                controlled = events.Controlled(line["do"], said.get("rank"), said.get("name", ""), said.get("value"))
                 if "mode" in said:
                     told = {**said["options"], **asdict(self._of_run.policy.common)}
                     self._of_run.options = replace(self._of_run.options, policy_of=partial(policy_of, settings=told))
-                self._apply(asked, line)
+                self._apply(controlled, line)
             case "accept":
                 self._contributes(line)
-            case "answer" if line["outcome"] == "START":
+            case "reply" if line["outcome"] == "START":
                 self._offer_all(at)
             case "commit":
                 for rank in line["members"]:
                     known = self._of_run.roster.workers.get(rank)
                     if not self._due and known is not None and not known.has_offered:
                         self._offers(rank, line)
-        if not self._due and line.op in ("commit", "answer"):
+        if not self._due and line.op in ("commit", "reply"):
             self._apply(events.Ticked(), line)
 
     def _joins(self, line: Line) -> None:
@@ -196,7 +196,7 @@ class _Replay:
         else:
             is_next = roster.num_joins.get(rank, 0) + 1 == incarnation
             before, process = 0 if is_next else incarnation - 1, f"{rank}.{incarnation}"
-            self._apply(events.HeartBegan(process), line)
+            self._apply(events.HeartbeatBegan(process), line)
         this = self._of_run.incarnation
         self._apply(events.Joined(line.number, rank, "", before, this, process), line)
 
@@ -209,7 +209,7 @@ class _Replay:
     def _offer_all(self, at: int) -> None:
         """Those who are let in with this line: where they waited for one another, all of them."""
         for line in self._lines[at:]:
-            if self._due or line.op != "answer" or line["outcome"] != "START":
+            if self._due or line.op != "reply" or line["outcome"] != "START":
                 return
             self._offers(line["rank"], line)
 
@@ -237,7 +237,7 @@ def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
     for at, line in enumerate(lines):
         if line.op == "start":
             last = {}
-        elif line.op in ("join", "leave", "accept", "answer"):
+        elif line.op in ("join", "leave", "accept", "reply"):
             rank = line["rank"]
             is_back = line.op == "join" and line.fields.get("resumed")
             is_gone = line.op == "leave" and line["how"] in _GOES_SILENT
@@ -250,7 +250,7 @@ def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
 
 def _named_first(lines: Sequence[Line]) -> dict[int, list[int]]:
     """By position, ranks that are members from the event after that line on: a commit of that event names them before
-    they have an answer, because the mode lets them wait."""
+    they have an reply, because the mode lets them wait."""
     joined: set[int] = set()
     found: dict[int, list[int]] = {}
     came = 0  # the line that came from outside last
@@ -262,7 +262,7 @@ def _named_first(lines: Sequence[Line]) -> dict[int, list[int]]:
         elif line.op == "start":
             joined.clear()
         elif line.op != "commit" and line.op in _DECIDED:
-            came = came if line.op == "answer" else at
+            came = came if line.op == "reply" else at
             joined.discard(line["rank"])
             if line.op == "join" and not line.fields.get("resumed"):
                 joined.add(line["rank"])

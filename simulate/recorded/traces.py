@@ -24,8 +24,8 @@ def read_trace(path: str) -> list[Line]:
         raise UsageError(f"flag --trace: {problems[0]}", fix="ps-launch check says more of what is wrong with it")
     found = [line for line in lines if line.role == "server"]
     if not found or found[0].op != "start":
-        told = "the server's lines do not begin with a start"
-        raise UsageError(f"flag --trace: {path}: {told}", fix="the file that ps-server wrote with --history")
+        message = "the server's lines do not begin with a start"
+        raise UsageError(f"flag --trace: {path}: {message}", fix="the file that ps-server wrote with --history")
     return found
 
 
@@ -34,7 +34,7 @@ def config_of(lines: Sequence[Line], config: Config) -> Config:
     at = max(at for at, line in enumerate(lines) if line.op == "start")
     start = lines[at].fields
     common = start["common"]
-    told = {name: common[name] for name in ("min_workers", "weighting", "pipelined") if name in common}
+    told = {name: common[name] for name in ("min_workers", "weighting", "delayed_update") if name in common}
     policy = PolicyConfig.model_validate({**config.policy.model_dump(), **told, **start["options"]})
     mode = next((name for name in config.run.modes if mode_anywhere(name) == start["mode"]), start["mode"])
     counted = [line for line in lines[at:] if line.op == "accept"]

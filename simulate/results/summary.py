@@ -55,12 +55,12 @@ def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = No
     versions, and the hash of the events."""
     found = {
         name: {
-            "summary": summary(one, baseline).model_dump(),
-            "seconds": one.tally.seconds,
-            "staleness": dict(sorted(one.tally.staleness.items())),
-            "events": one.tally.digest,
+            "summary": summary(item, baseline).model_dump(),
+            "seconds": item.tally.seconds,
+            "staleness": dict(sorted(item.tally.staleness.items())),
+            "events": item.tally.digest,
         }
-        for name, one in runs
+        for name, item in runs
     }
     return to_json(found, indent=2)
 
@@ -71,16 +71,16 @@ def figures(simulation: Simulation) -> dict[str, float]:
     stats, staleness = simulation.run.roster.stats.values(), simulation.tally.staleness
     elapsed_s = simulation.run.contributions.elapsed_s(simulation.now, True)
     rate = simulation.tally.num_steps / elapsed_s if elapsed_s else 0.0
-    spent, skews = simulation.tally.decision_s, Counter(one.skew for one in simulation.tally.samples)
+    spent, skews = simulation.tally.decision_s, Counter(sample.skew for sample in simulation.tally.samples)
     return {
         "steps/s": rate,
         "of ideal": rate / ideal if (ideal := ideal_rate(simulation)) else 0.0,
         "stale p50": percentile(staleness, 0.5),
         "stale p99": percentile(staleness, 0.99),
-        "lead max": max((one.lead_max for one in stats), default=0),
+        "lead max": max((stats_entry.lead_max for stats_entry in stats), default=0),
         "skew p50": percentile(skews, 0.5),
         "skew max": max(skews, default=0),
-        "dropped": sum(one.dropped for one in stats),
+        "dropped": sum(stats_entry.dropped for stats_entry in stats),
         "policy us": 1e6 * sum(spent) / len(spent) if spent else 0.0,
     }
 
@@ -88,8 +88,11 @@ def figures(simulation: Simulation) -> dict[str, float]:
 def for_people(runs: list[tuple[str, Summary]]) -> list[tuple[str, Summary]]:
     """With the figures that need no knowledge of the simulator."""
     return [
-        (name, one.model_copy(update={"final": {key: of for key, of in one.final.items() if key not in _OWN_FIGURES}}))
-        for name, one in runs
+        (
+            name,
+            item.model_copy(update={"final": {key: of for key, of in item.final.items() if key not in _OWN_FIGURES}}),
+        )
+        for name, item in runs
     ]
 
 
@@ -101,14 +104,14 @@ def sentence(runs: list[tuple[str, Summary]]) -> str:
     told += f", who compute {share(float(first.final['of ideal']))} of the time"
     if not others or not rate:
         return f"{told}."
-    rest = ", ".join(f"{other} {share(float(one.final['steps/s']) / rate)}" for other, one in others)
+    rest = ", ".join(f"{other} {share(float(item.final['steps/s']) / rate)}" for other, item in others)
     return f"{told}. Of that rate the others make: {rest}."
 
 
 def ideal_rate(simulation: Simulation) -> float:
     """Training steps a second if workers computed all the time, each at its own mean pace."""
     stats = simulation.run.roster.stats.values()
-    return sum(one.training_steps / one.compute_s for one in stats if one.compute_s)
+    return sum(stats_entry.training_steps / stats_entry.compute_s for stats_entry in stats if stats_entry.compute_s)
 
 
 def percentile(counts: Counter[int], part: float) -> int:
@@ -154,7 +157,7 @@ def time_cells(runs: list[tuple[str, Simulation]]) -> tuple[list[str], list[list
     rows = []
     for mode, run in runs:
         total = sum(run.tally.seconds.values()) or 1.0
-        sent, received = (sum(getattr(one, name) for one in run.workers) for name in ("num_sent", "num_received"))
+        sent, received = (sum(getattr(worker, name) for worker in run.workers) for name in ("num_sent", "num_received"))
         parts = (share(run.tally.seconds[cause] / total) for cause in CAUSES)
         rows.append([mode, *parts, size(round(sent)), size(round(received))])
     return ["mode", *_NAMES, "up", "down"], rows
@@ -175,8 +178,8 @@ class _Source(NamedTuple):
 def _workers(simulation: Simulation) -> list[WorkerStatus]:
     """Without those that would have joined when the run was over."""
     found = []
-    for worker in (one for one in simulation.workers if one.incarnation):
+    for worker in (worker for worker in simulation.workers if worker.incarnation):
         stats = simulation.run.roster.stats[worker.rank]
         source = _Source(worker.rank, stats, simulation.policy, round(worker.num_sent), round(worker.num_received))
-        found.append(WorkerStatus(rank=worker.rank, lane="simulated", **values_of(OF_WORKER.values(), source)))
+        found.append(WorkerStatus(rank=worker.rank, transport="simulated", **values_of(OF_WORKER.values(), source)))
     return found

@@ -33,9 +33,9 @@ class Agenda:
 
     def go_on(self, until: float) -> None:
         """Things happen, up to that moment, or until it is stopped."""
-        heap, (one, other) = self._heap, self._links
+        heap, (item, other) = self._heap, self._links
         while not self.is_stopped:
-            link = one if one.next_end < other.next_end else other
+            link = item if item.next_end < other.next_end else other
             link_at = link.next_end
             if heap and heap[0][0] < link_at:
                 if heap[0][0] >= until:
@@ -52,5 +52,5 @@ class Agenda:
     @property
     def is_empty(self) -> bool:
         """Nothing will happen."""
-        one, other = self._links
-        return not self._heap and one.next_end == other.next_end == math.inf
+        item, other = self._links
+        return not self._heap and item.next_end == other.next_end == math.inf

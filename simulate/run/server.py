@@ -11,11 +11,11 @@ from ..machines.world import World
 from .agenda import Agenda, Handler, Transfers
 from .worker import Worker
 
-INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: a smaller body needs no place among those staged
+INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: a smaller payload needs no place among those staged
 
 
 class Server:
-    """Of one run. `arrived` is told of each contribution that is here, `delivered` of each answer at its worker."""
+    """Of one run. `arrived` is told of each contribution that is here, `delivered` of each reply at its worker."""
 
     def __init__(self, world: World, policy: Policy, arrived: Handler, delivered: Handler) -> None:
         self._world, self._policy = world, policy
@@ -114,26 +114,26 @@ class Server:
 
     # ---- down ----------------------------------------------------------------------------------
 
-    def answer(self, worker: Worker, answer: effects.Answer) -> None:
+    def reply(self, worker: Worker, reply: effects.Reply) -> None:
         """It leaves when what it waits for in the server is done."""
         agenda = self.agenda
         worker.decided_at = agenda.now
         if self._busy_until > agenda.now:
-            agenda.push(self._busy_until, self._leaves, worker, answer)
+            agenda.push(self._busy_until, self._leaves, worker, reply)
         else:
-            self._leaves(worker, answer)
+            self._leaves(worker, reply)
 
-    def _leaves(self, worker: Worker, answer: effects.Answer) -> None:
+    def _leaves(self, worker: Worker, reply: effects.Reply) -> None:
         world, link, agenda = self._world, self._down, self.agenda
         worker.left_at = now = agenda.now
         num_bytes = 0
-        if answer.has_weights:
-            num_bytes = world.start_bytes if answer.outcome == "START" else world.down_bytes
-        worker.num_received += num_bytes if world.framing is None else world.framing.down(answer)
+        if reply.has_weights:
+            num_bytes = world.start_bytes if reply.outcome == "START" else world.down_bytes
+        worker.num_received += num_bytes if world.framing is None else world.framing.down(reply)
         if link.is_unlimited or not num_bytes:
-            agenda.push(now + num_bytes / world.down + self._trip_s, self._delivered, worker, answer)
+            agenda.push(now + num_bytes / world.down + self._trip_s, self._delivered, worker, reply)
         else:
-            link.begin(now, (worker, worker.life, self._downloaded, answer), num_bytes, world.down)
+            link.begin(now, (worker, worker.life, self._downloaded, reply), num_bytes, world.down)
 
-    def _downloaded(self, worker: Worker, answer: effects.Answer) -> None:
-        self.agenda.push(self.agenda.now + self._trip_s, self._delivered, worker, answer)
+    def _downloaded(self, worker: Worker, reply: effects.Reply) -> None:
+        self.agenda.push(self.agenda.now + self._trip_s, self._delivered, worker, reply)

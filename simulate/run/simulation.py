@@ -53,8 +53,10 @@ class Simulation:
         self.config, self.world, self.learner = config, world, learner
         self.policy = policy = make_policy(config)
         if policy.kind.has_peers:
-            told = f"mode {config.run.mode}: its workers average among themselves, and links between them are not told"
-            raise UsageError(told, fix="take a mode whose workers exchange with the server")
+            message = (
+                f"mode {config.run.mode}: its workers average among themselves, and links between them are not told"
+            )
+            raise UsageError(message, fix="take a mode whose workers exchange with the server")
         plain = {"keeps_snapshots": False, "epochs": None, "stop_when": None, "patience": None}
         options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
         self.run = Run(options, policy, "simulated")
@@ -66,7 +68,7 @@ class Simulation:
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
-        self._batch_size, self._is_pipelined = config.run.batch_size, config.policy.pipelined
+        self._batch_size, self._is_delayed = config.run.batch_size, config.policy.delayed_update
         self._own_s = world.up_bytes / world.up + world.latency_s  # of an exchange, without weights
         self._own_down_s = world.down_bytes / world.down
         self._sampled_at = 1  # training steps of all
@@ -78,7 +80,7 @@ class Simulation:
             effects.Fold: self._fold,
             effects.Discard: self._discard,
             effects.Commit: self._commit,
-            effects.Answer: self._answer,
+            effects.Reply: self._reply,
             effects.ContributionTaken: self._taken,
             effects.TellDone: self._done,
             effects.End: self._end,
@@ -179,7 +181,7 @@ class Simulation:
             self._hand_over(worker)
 
     def _hand_over(self, worker: Worker) -> None:
-        """The contribution leaves; who is pipelined goes on with the next, unless it was the last."""
+        """The contribution leaves; who is delayed_update goes on with the next, unless it was the last."""
         number, pull_every = worker.counted + 1, self.policy.pull_every
         num_samples, training = self._batch_size * worker.steps, _SILENT
         if self.learner is not None:
@@ -199,38 +201,38 @@ class Simulation:
         worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self._agenda.now
         worker.done_steps += worker.steps
         self._server.take(worker)
-        if self._is_pipelined and (left := self._steps_left(worker)) > 0:
+        if self._is_delayed and (left := self._steps_left(worker)) > 0:
             self._compute(worker, min(worker.told_steps, left))
 
     def _steps_left(self, worker: Worker) -> int:
         total = self.policy.training_steps
         return worker.told_steps if total is None else total - worker.done_steps
 
-    def _delivered(self, worker: Worker, answer: effects.Answer) -> None:
-        """The worker has its answer, and the weights in it."""
-        worker.counted, worker.done_steps = answer.number, answer.training_steps
-        worker.told_steps = answer.next_local_steps
-        if answer.has_weights:
-            worker.version = answer.version
+    def _delivered(self, worker: Worker, reply: effects.Reply) -> None:
+        """The worker has its reply, and the weights in it."""
+        worker.counted, worker.done_steps = reply.number, reply.training_steps
+        worker.told_steps = reply.next_local_steps
+        if reply.has_weights:
+            worker.version = reply.version
         if self.learner is not None:
-            self.learner.received(answer)
+            self.learner.received(reply)
         if worker.is_in_flight:
             worker.is_in_flight = False
-            self._account(worker, answer)
-        if not answer.next_local_steps:
+            self._account(worker, reply)
+        if not reply.next_local_steps:
             worker.life += 1  # what it still computes is nobody's
             worker.is_finished = True
             self._happens(events.Finished(worker.rank, worker.incarnation, worker.transfer_s))
         elif worker.is_ready:
             self._hand_over(worker)
         elif not worker.is_computing:
-            self._compute(worker, answer.next_local_steps)
+            self._compute(worker, reply.next_local_steps)
 
-    def _account(self, worker: Worker, answer: effects.Answer) -> None:
+    def _account(self, worker: Worker, reply: effects.Reply) -> None:
         """Where the time of this exchange went."""
-        worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - answer.held_s)
-        own_s = self._own_s + self._own_down_s if answer.has_weights else self._own_s
-        self.tally.exchanged(worker, answer.held_s, own_s, self._rest_cause)
+        worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - reply.gate_wait_s)
+        own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
+        self.tally.exchanged(worker, reply.gate_wait_s, own_s, self._rest_cause)
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """Its contribution is here, whole: the run decides."""
@@ -279,12 +281,12 @@ class Simulation:
         self._server.commit()
         self.tally.note((self._agenda.now, commit.version))
 
-    def _answer(self, answer: effects.Answer) -> None:
-        tally, outcome = self.tally, answer.outcome
+    def _reply(self, reply: effects.Reply) -> None:
+        tally, outcome = self.tally, reply.outcome
         if outcome == "APPLIED":
-            tally.staleness[answer.staleness] += 1
-        tally.note((self._agenda.now, outcome, answer.rank, answer.number, answer.version))
-        self._server.answer(self.workers[answer.rank], answer)
+            tally.staleness[reply.staleness] += 1
+        tally.note((self._agenda.now, outcome, reply.rank, reply.number, reply.version))
+        self._server.reply(self.workers[reply.rank], reply)
 
     def _taken(self, taken: effects.ContributionTaken) -> None:
         rank, _, number = taken.contribution.id
@@ -296,7 +298,7 @@ class Simulation:
 
     def _sample(self) -> None:
         """How far apart the versions are that workers hold, and where their time went until now."""
-        held = [one.version for one in self.workers if one.told_steps]  # and goes on
+        held = [worker.version for worker in self.workers if worker.told_steps]  # and goes on
         self.tally.sample(self._agenda.now, max(held) - min(held) if held else 0)
         total = self.world.num_workers * (self.policy.training_steps or 1)
         self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)

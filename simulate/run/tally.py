@@ -53,11 +53,11 @@ class Tally:
             self._hash.update(repr(self._lines[:num]).encode())
             del self._lines[:num]
 
-    def exchanged(self, worker: Worker, held_s: float, own_s: float, rest_cause: str) -> None:
+    def exchanged(self, worker: Worker, gate_wait_s: float, own_s: float, rest_cause: str) -> None:
         """Where the time of this worker's exchange went: held by the mode, on its own link, and the rest."""
         seconds = self.seconds
         server_s, staged_s = worker.left_at - worker.decided_at, worker.begun_at - worker.sent_at
-        seconds["mode"] += held_s
+        seconds["mode"] += gate_wait_s
         seconds["own link"] += own_s
         seconds["server"] += server_s
         seconds["staging"] += staged_s

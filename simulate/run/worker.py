@@ -33,7 +33,7 @@ class Worker:
     sent_at: float = 0.0
     begun_at: float = 0.0  # the upload: it has a place
     decided_at: float = 0.0
-    left_at: float = 0.0  # the answer, from the server
+    left_at: float = 0.0  # the reply, from the server
     transfer_s: float = 0.0  # of the last exchange
     num_sent: float = 0  # bytes
     num_received: float = 0

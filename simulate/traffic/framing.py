@@ -1,4 +1,4 @@
-"""Bytes on the wire of a contribution and of its answer, as the server's own counters have them. Pure.
+"""Bytes on the wire of a contribution and of its reply, as the server's own counters have them. Pure.
 
 Protobuf writes a field as its tag (one byte up to field 15, then two) and its value; zeros and empty strings do not
 travel. Fields have the numbers of proto/parameter_server.proto; the messages that are counted are made in
@@ -16,16 +16,16 @@ from typing import NamedTuple
 from ...common.wire.records import Contribution
 from ...ps.core import effects
 
-INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: up to here a body is in the message that announces it
-CHUNK_BYTES = 1 << 20  # of a body in one message of a stream
-PLACED_BYTES = 8 << 20  # of a body behind one message of a direct connection
+INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: up to here a payload is in the message that announces it
+CHUNK_BYTES = 1 << 20  # of a payload in one message of a stream
+PLACED_BYTES = 8 << 20  # of a payload behind one message of a direct connection
 _DOUBLE = 8
 # A field's tag and number up to field 15, by the bits of the number; or a message of so many bytes, its kind and size.
 _FIELD = (0, *(1 + (bits + 6) // 7 for bits in range(1, 65)))
 
 
 class Extra(NamedTuple):
-    """Bytes of a contribution, and of an answer with weights, beyond what is counted."""
+    """Bytes of a contribution, and of an reply with weights, beyond what is counted."""
 
     up: float = 0.0
     down: float = 0.0
@@ -36,19 +36,19 @@ NOTHING = Extra()
 
 @dataclass(frozen=True)
 class Framing:
-    """Of one run. Sizes in bytes; `codec` as a contribution names it; the answers' only if it is not raw."""
+    """Of one run. Sizes in bytes; `codec` as a contribution names it; the replies' only if it is not raw."""
 
     up_bytes: int = 0
     down_bytes: int = 0
     start_bytes: int = 0
     codec: str = "raw"
-    answer_codec: str = ""
+    reply_codec: str = ""
     is_direct: bool = True  # else over the stream itself
     has_base: bool = True  # gradient modes: who contributes says that it still has its weights
     extra: Extra = NOTHING
 
     def up(self, contribution: Contribution, is_cut_short: bool = False) -> float:
-        """Of this contribution, its messages and its body."""
+        """Of this contribution, its messages and its payload."""
         seq, counts, timing = contribution.id.seq, contribution.counts, contribution.timing
         size = self._up_size + _FIELD[seq.bit_length()]
         num_steps = counts.num_training_steps if is_cut_short else None
@@ -58,24 +58,24 @@ class Framing:
         size += _topic(1 + _DOUBLE + (2 if contribution.training.wants_weights else 0))  # loss
         if self.codec != "raw" and seq > 1:
             size += _topic(1 + _DOUBLE)  # residual
-        return size + _FIELD[size.bit_length()] + self._up_body
+        return size + _FIELD[size.bit_length()] + self._up_payload
 
-    def down(self, answer: effects.Answer) -> float:
-        """Of this answer, its messages and its weights."""
-        fixed, body = self._down_sizes[answer.outcome == "START" if answer.has_weights else 2]
-        size = fixed + _FIELD[answer.number.bit_length()] + _FIELD[answer.version.bit_length()]
-        size += _FIELD[answer.next_local_steps.bit_length()] + _FIELD[answer.staleness.bit_length()]
-        size += _FIELD[answer.num_workers.bit_length()] + _FIELD[answer.worker_index.bit_length()]
-        size += _FIELD[answer.training_steps.bit_length()] + _text(answer.reason)
-        if answer.steps:
-            size += _FIELD[answer.steps.bit_length()]
-        if answer.has_spare:
+    def down(self, reply: effects.Reply) -> float:
+        """Of this reply, its messages and its weights."""
+        fixed, payload = self._down_sizes[reply.outcome == "START" if reply.has_weights else 2]
+        size = fixed + _FIELD[reply.number.bit_length()] + _FIELD[reply.version.bit_length()]
+        size += _FIELD[reply.next_local_steps.bit_length()] + _FIELD[reply.staleness.bit_length()]
+        size += _FIELD[reply.num_workers.bit_length()] + _FIELD[reply.worker_index.bit_length()]
+        size += _FIELD[reply.training_steps.bit_length()] + _text(reply.reason)
+        if reply.steps:
+            size += _FIELD[reply.steps.bit_length()]
+        if reply.has_evaluator:
             size += 3
-        if answer.in_step:
-            size += _number(21, answer.in_step)
-        if answer.num_batches is not None:
-            size += 1 + _varint(answer.num_batches)
-        return size + _FIELD[size.bit_length()] + body
+        if reply.in_step:
+            size += _number(21, reply.in_step)
+        if reply.num_batches is not None:
+            size += 1 + _varint(reply.num_batches)
+        return size + _FIELD[size.bit_length()] + payload
 
     @cached_property
     def _up_size(self) -> int:
@@ -85,24 +85,25 @@ class Framing:
         return _topic(_number(2, num) + _text(self.codec) + (2 if is_placed else 0))  # payload
 
     @cached_property
-    def _up_body(self) -> float:
-        return self._body(self.up_bytes, self.is_direct and self.codec == "raw") + self.extra.up
+    def _up_payload(self) -> float:
+        return self._payload(self.up_bytes, self.is_direct and self.codec == "raw") + self.extra.up
 
     @cached_property
     def _down_sizes(self) -> tuple[tuple[int, float], ...]:
-        """Of the message what is always the same, and of the body; of an answer, a START, and of none with weights."""
+        """Of the message what is always the same, and of the payload; of an reply, a START, and of none with
+        weights."""
         found: list[tuple[int, float]] = []
         for num, codec, extra in (
-            (self.down_bytes, self.answer_codec, self.extra.down), (self.start_bytes, "", 0.0), (0, "", 0.0)
+            (self.down_bytes, self.reply_codec, self.extra.down), (self.start_bytes, "", 0.0), (0, "", 0.0)
         ):  # fmt: skip
             is_start = len(found) == 1
-            body = self._body(num, self.is_direct and not self.answer_codec and not is_start)
-            size = 2 + 1 + _DOUBLE + _number(5, num) + (_text(codec) if num else 0)  # outcome, held_s
-            found.append((size, body + (extra if num else 0.0)))
+            payload = self._payload(num, self.is_direct and not self.reply_codec and not is_start)
+            size = 2 + 1 + _DOUBLE + _number(5, num) + (_text(codec) if num else 0)  # outcome, gate_wait_s
+            found.append((size, payload + (extra if num else 0.0)))
         return tuple(found)
 
-    def _body(self, num: int, is_direct: bool) -> int:
-        """A body and its frames: tag and size, and where it begins."""
+    def _payload(self, num: int, is_direct: bool) -> int:
+        """A payload and its frames: tag and size, and where it begins."""
         if num <= INLINE_BYTES:
             return num and 1 + _varint(num) + num
         size = num

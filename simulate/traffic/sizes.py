@@ -14,25 +14,25 @@ from ...common.registry import AUTO
 _ROW = 1024  # float32 of a row
 
 
-def body_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
-    """(up, down, start): bytes of a contribution, of an answer's weights, and of the weights a worker starts from."""
+def payload_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
+    """(up, down, start): bytes of a contribution, of an reply's weights, and of the weights a worker starts from."""
     worker = config.worker
     if worker.codec == AUTO:
-        told = "worker.codec is auto, which measures a link, and none is there in a simulation"
-        raise UsageError(told, fix="--set worker.codec=raw, and another time int8 or q4")
-    if megabytes is not None and worker.codec == worker.answer_codec == "raw":
+        message = "worker.codec is auto, which measures a link, and none is there in a simulation"
+        raise UsageError(message, fix="--set worker.codec=raw, and another time int8 or q4")
+    if megabytes is not None and worker.codec == worker.reply_codec == "raw":
         whole = round(megabytes * 1e6)
         return whole, whole, whole
     layout = _layout(config, megabytes)
     whole = layout.exchange_bytes
-    return _encoded(worker.codec, layout), _encoded(worker.answer_codec, layout), whole
+    return _encoded(worker.codec, layout), _encoded(worker.reply_codec, layout), whole
 
 
 def _encoded(name: str, layout: Any) -> int:
-    from ...common.codecs.base import body_bytes
+    from ...common.codecs.base import payload_bytes
     from ...common.registry import CODECS
 
-    return body_bytes(CODECS.load(name)(), layout)
+    return payload_bytes(CODECS.load(name)(), layout)
 
 
 def _layout(config: Config, megabytes: float | None) -> Any:
@@ -50,6 +50,6 @@ def _layout(config: Config, megabytes: float | None) -> Any:
     try:
         task = load_task(config.task.name, config.task.args, seed=config.run.seed, device=torch.device("cpu"))
     except UsageError as error:
-        told = f"how large the model of task {config.task.name} is cannot be found out: {error.message}"
-        raise UsageError(told, fix="say it: --mb 10") from None
+        message = f"how large the model of task {config.task.name} is cannot be found out: {error.message}"
+        raise UsageError(message, fix="say it: --mb 10") from None
     return ModelTensors(task.model()).layout

@@ -42,8 +42,8 @@ def check_numbers(value: Any) -> None:
         ("exchange --mode snyc", "did you mean 'sync'?"),
         ("exchange --codec zip", "unknown codec 'zip'"),
         ("exchange --device tpu", "no such device"),
-        ("exchange --lane shard", "did you mean 'shared'?"),
-        ("round --peers gloo,rey", "did you mean 'ray'?"),
+        ("exchange --transport shard", "did you mean 'shared'?"),
+        ("round --baselines gloo,rey", "did you mean 'ray'?"),
         ("exchange --plot x.png", "add --sweep"),
         ("exchange --sweep --min-kb 2000 --max-mb 1", "--min-kb 2000 is above"),
         ("scale --workers 1,x", "'x' is no whole number"),
@@ -74,7 +74,7 @@ def test_help_loads_no_torch(bench: Any) -> None:
 
 @pytest.mark.slow
 def test_sigterm_stops_every_process_too(bench: Any) -> None:
-    process = bench.start("memory", "--mb", "1000", "--lane", "grpc")
+    process = bench.start("memory", "--mb", "1000", "--transport", "grpc")
     deadline = time.monotonic() + bench.deadline_s
     while len(bench.left()) < 2:
         assert time.monotonic() < deadline, "nothing was started"
@@ -89,14 +89,14 @@ def test_sigterm_stops_every_process_too(bench: Any) -> None:
 @pytest.mark.slow
 def test_exchange_beside_peers(bench: Any) -> None:
     report, table = bench.measure(
-        "exchange --mb 2 --runs 2 --mode bsp --codec bf16 --lane grpc --peers unary,iperf,ddp"
+        "exchange --mb 2 --runs 2 --mode bsp --codec bf16 --transport grpc --baselines unary,iperf,ddp"
     )
     check_origin(report, "exchange")
     config = report["config"]
-    assert (config["mode"], config["codec"], config["lane"], config["workers"]) == ("sync", "bf16", "grpc", 1)
+    assert (config["mode"], config["codec"], config["transport"], config["workers"]) == ("sync", "bf16", "grpc", 1)
     check_numbers(report["results"])
     found = report["results"]["ours"]["grpc"]
-    assert (report["results"]["size_mb"], found["sent_mb"], found["lane"]) == (2.0, 1.0, "grpc")
+    assert (report["results"]["size_mb"], found["sent_mb"], found["transport"]) == (2.0, 1.0, "grpc")
     for part in ("exchange", "up", "down"):
         assert 0 < found[f"{part}_best_ms"] <= found[f"{part}_ms"]
     assert found["held_ms"] >= 0  # one worker: nobody is waited for
@@ -116,7 +116,7 @@ def test_exchange_beside_peers(bench: Any) -> None:
 def test_a_sweep_and_its_picture(bench: Any) -> None:
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     plot = "--plot sweep.png" if has_matplotlib else ""
-    report, table = bench.measure(f"exchange --sweep --min-kb 400 --max-mb 1 --runs 1 --lane shared {plot}")
+    report, table = bench.measure(f"exchange --sweep --min-kb 400 --max-mb 1 --runs 1 --transport shared {plot}")
     check_origin(report, "exchange")
     (size,) = report["results"]["sizes"]
     assert size["size_mb"] == 0.4
@@ -129,7 +129,7 @@ def test_a_sweep_and_its_picture(bench: Any) -> None:
 
 @pytest.mark.slow
 def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
-    report, table = bench.measure("round --mb 1 --runs 2 --lane grpc --workers 2 --peers gloo,ddp")
+    report, table = bench.measure("round --mb 1 --runs 2 --transport grpc --workers 2 --baselines gloo,ddp")
     check_origin(report, "round")
     found = report["results"]
     assert set(found["peers"]) == {"gloo", "ddp"}
@@ -146,19 +146,21 @@ def test_an_all_reduce_by_size_and_in_a_step(bench: Any) -> None:
     check_origin(report, "allreduce")
     found = report["results"]
     check_numbers(found)
-    assert [one["size_kb"] for one in found["sizes"]] == [100, 1000]
+    assert [size["size_kb"] for size in found["sizes"]] == [100, 1000]
     for size in found["sizes"]:
         assert set(size["of"]) == {"ours", "gloo", "ddp"}
         # Two workers: each link of a ring carries as much as is reduced.
         assert size["ring_ms"] == pytest.approx(size["size_kb"] * 1e3 / (found["stream_gb_s"] * 1e6), rel=0.01)
-        for one in size["of"].values():
+        for item in size["of"].values():
             assert (
-                one["algorithm_gb_s"] == one["bus_gb_s"] == pytest.approx(size["size_kb"] / one["ms"] / 1e3, rel=0.01)
+                item["algorithm_gb_s"]
+                == item["bus_gb_s"]
+                == pytest.approx(size["size_kb"] / item["ms"] / 1e3, rel=0.01)
             )
         assert size["ratios"]["ddp"] == pytest.approx(size["of"]["ours"]["ms"] / size["of"]["ddp"]["ms"], rel=0.01)
     assert set(found["step"]) == {"computing alone", "ours", "sync, by the server", "ddp"}
-    for one in found["step"].values():
-        assert 0 < one["best_ms"] <= one["whole_ms"]
+    for item in found["step"].values():
+        assert 0 < item["best_ms"] <= item["whole_ms"]
     assert "gloo: has no part in profile" in table
 
 
@@ -172,9 +174,9 @@ def test_a_sweep_of_all_reduces_refuses_sizes_that_mean_nothing(bench: Any) -> N
 def test_what_each_worker_holds_by_stage(bench: Any) -> None:
     report, _ = bench.measure("zero --mb 1 --workers 1,2")
     check_origin(report, "zero")
-    *alone, whole, first, third = sorted(report["results"]["runs"], key=lambda one: (one["workers"], one["stage"]))
-    assert [one["stage"] for one in alone] == [0, 1, 3]  # of one worker, which divides nothing
-    assert len({one["held_mb"] for one in (*alone, whole)}) == 1
+    *alone, whole, first, third = sorted(report["results"]["runs"], key=lambda run: (run["workers"], run["stage"]))
+    assert [item["stage"] for item in alone] == [0, 1, 3]  # of one worker, which divides nothing
+    assert len({item["held_mb"] for item in (*alone, whole)}) == 1
     for part in ("parameters", "gradients", "optimizer"):
         assert third[f"{part}_mb"] == pytest.approx(whole[f"{part}_mb"] / 2, rel=0.01)
     assert first["optimizer_mb"] == pytest.approx(whole["optimizer_mb"] / 2, rel=0.01)
@@ -183,7 +185,7 @@ def test_what_each_worker_holds_by_stage(bench: Any) -> None:
 
 @pytest.mark.slow
 def test_latency_beside_torch_rpc(bench: Any) -> None:
-    report, table = bench.measure("latency --exchanges 50 --optimizer adam --peers torch-rpc")
+    report, table = bench.measure("latency --exchanges 50 --optimizer adam --baselines torch-rpc")
     check_origin(report, "latency")
     assert report["config"]["payload_bytes"] == 203 * 4
     found = report["results"]
@@ -199,11 +201,11 @@ def test_latency_beside_torch_rpc(bench: Any) -> None:
 
 @pytest.mark.slow
 def test_scale(bench: Any) -> None:
-    report, table = bench.measure("scale --workers 3 --seconds 0.5 --generators 2 --lane all")
+    report, table = bench.measure("scale --workers 3 --seconds 0.5 --generators 2 --transport all")
     check_origin(report, "scale")
-    assert report["results"]["lanes"].keys() == {"grpc", "direct"}
-    for lane in report["results"]["lanes"].values():
-        found = lane["3"]
+    assert report["results"]["transports"].keys() == {"grpc", "direct"}
+    for transport in report["results"]["transports"].values():
+        found = transport["3"]
         assert found["exchanges_per_s"] > 0
         assert found["per_worker_ms"] == pytest.approx(3e3 / found["exchanges_per_s"], rel=0.01)
         # Each is a few threads on all cores.
@@ -217,23 +219,23 @@ def test_step(bench: Any) -> None:
     report, table = bench.measure("step --task digits --steps 5 --workers 2 --batch-size 4")
     check_origin(report, "step")
     found = report["results"]
-    workers = found["lanes"]["direct"]
+    workers = found["transports"]["direct"]
     assert len(workers) == 2
     assert all(0 <= worker["overhead"] < 1 and worker["compute_ms"] > 0 for worker in workers)
     assert workers[0]["apply_ms"] == workers[1]["apply_ms"]
-    one = found["body_mb"] / found["stream_gb_s"]
+    item = found["payload_mb"] / found["stream_gb_s"]
     assert found["predicted_ms"] == pytest.approx(
-        {"parameter_server": 2 * one, "parameter_server_shared_link": 4 * one, "ring_all_reduce": one}, rel=0.01
+        {"parameter_server": 2 * item, "parameter_server_shared_link": 4 * item, "ring_all_reduce": item}, rel=0.01
     )
     assert "a ring all-reduce" in table
 
 
 @pytest.mark.slow
 def test_memory(bench: Any) -> None:
-    report, table = bench.measure("memory --mb 8 --workers 1 --mode async --lane grpc")
+    report, table = bench.measure("memory --mb 8 --workers 1 --mode async --transport grpc")
     check_origin(report, "memory")
     (found,) = report["results"]["runs"]
-    assert (found["mode"], found["lane"], found["workers"]) == ("async", "grpc", 1)
+    assert (found["mode"], found["transport"], found["workers"]) == ("async", "grpc", 1)
     # Parameters, twice that for Adam, a mean, one upload (there is one worker), a reply.
     assert found["expected_mb"] == 8 * (1 + 2 + 1 + 1 + 1)
     assert found["model_mb"] == pytest.approx(found["peak_mb"] - found["before_mb"], abs=0.2)
@@ -258,9 +260,9 @@ def test_xor(bench: Any) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "exchange --mb 1 --runs 1 --lane grpc --peers ray",
-        "latency --exchanges 20 --peers ray",
-        "xor --workers 2 --steps 5 --runs 1 --peers ray",
+        "exchange --mb 1 --runs 1 --transport grpc --baselines ray",
+        "latency --exchanges 20 --baselines ray",
+        "xor --workers 2 --steps 5 --runs 1 --baselines ray",
     ],
 )
 def test_ray(bench: Any, line: str) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from paramserver.benchmarks.baselines import BASELINES
+from paramserver.benchmarks.baselines.base import Peer, choose, split_names
 from paramserver.benchmarks.measures.alone.codecs import CodecOptions, measure_codecs
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
-from paramserver.benchmarks.measures.held.memory import expected_parts, state_bodies
+from paramserver.benchmarks.measures.held.memory import expected_parts, state_payloads
 from paramserver.benchmarks.measures.step import summed_up, traffic
 from paramserver.benchmarks.options import numbers
 from paramserver.benchmarks.output.machine import memory_of, name
 from paramserver.benchmarks.output.plot import curves, plot_sweep
 from paramserver.benchmarks.output.report import Report, kept_path, percentile
-from paramserver.benchmarks.peers import PEERS
-from paramserver.benchmarks.peers.base import Peer, choose, split_names
 from paramserver.benchmarks.rig.bandwidth import sender_life, stream_bytes_per_s
 from paramserver.benchmarks.rig.model import synthetic_model
 from paramserver.benchmarks.rig.ours import variants_of
@@ -100,8 +100,8 @@ def test_a_round_takes_what_its_slowest_member_takes() -> None:
 
 
 def test_every_peer_says_what_it_is() -> None:
-    for stem in PEERS.names():
-        peer: Peer = PEERS.load(stem)()
+    for stem in BASELINES.names():
+        peer: Peer = BASELINES.load(stem)()
         assert peer.name.replace("-", "_") == stem
         assert peer.install
         assert isinstance(peer.is_installed, bool)
@@ -111,15 +111,15 @@ def test_every_peer_says_what_it_is() -> None:
 def test_names_of_peers() -> None:
     assert split_names(None) == split_names("") == []
     assert split_names("torch-rpc, GLOO,gloo") == ["torch_rpc", "gloo"]
-    assert split_names("all") == PEERS.names()
+    assert split_names("all") == BASELINES.names()
     with pytest.raises(UsageError) as wrong:
         split_names("glo")
     assert wrong.value.fix == "did you mean 'gloo'?"
 
 
 def test_a_peer_that_is_not_installed_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PEERS.load("ray"), "modules", ("no_such_module",))
-    monkeypatch.setattr(PEERS.load("iperf"), "programs", ("no-such-program",))
+    monkeypatch.setattr(BASELINES.load("ray"), "modules", ("no_such_module",))
+    monkeypatch.setattr(BASELINES.load("iperf"), "programs", ("no-such-program",))
     peers, lines = choose(["ray", "iperf", "unary", "ddp"], "exchange")
     assert [peer.name for peer in peers] == ["unary"]
     assert lines == [
@@ -130,7 +130,7 @@ def test_a_peer_that_is_not_installed_is_said_and_left_out(monkeypatch: pytest.M
 
 
 def test_gloo_sends_there_and_back() -> None:
-    with PEERS.load("gloo")().exchange(1000) as measured:
+    with BASELINES.load("gloo")().exchange(1000) as measured:
         found = measured(2)
     assert {part: len(times) for part, times in found.items()} == {"up": 2, "down": 2, "exchange": 2, "whole": 2}
 
@@ -156,14 +156,18 @@ def test_a_ratio_above_one_means_that_ours_is_faster() -> None:
     assert ratios(ours, theirs) == {"up": 2.0, "down": 0.5, "whole": 2.0}
 
 
-def test_lanes() -> None:
-    assert [one.name for one in variants_of("all")] == ["grpc", "direct", "shared", "shared, in place"]
-    assert [one.lane for one in variants_of("direct")] == ["direct"]
-    assert [one.name for one in variants_of("grpc", watched=("store", "page"))] == ["grpc", "grpc, store", "grpc, page"]
+def test_transports() -> None:
+    assert [variant.name for variant in variants_of("all")] == ["grpc", "direct", "shared", "shared, in place"]
+    assert [variant.transport for variant in variants_of("direct")] == ["direct"]
+    assert [variant.name for variant in variants_of("grpc", watched=("store", "page"))] == [
+        "grpc",
+        "grpc, store",
+        "grpc, page",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("mode", "optimizer", "workers", "lane", "expected"),
+    ("mode", "optimizer", "workers", "transport", "expected"),
     [
         ("sync", "adam", 16, "direct", (1, 2, 1, 4, 1)),
         ("sync", "sgd", 2, "direct", (1, 0, 1, 2, 1)),
@@ -173,12 +177,12 @@ def test_lanes() -> None:
         ("sync", "adam", 16, "shared", (1, 2, 1, 16, 1)),
     ],
 )
-def test_what_a_server_has_to_hold(mode: str, optimizer: str, workers: int, lane: str, expected: Any) -> None:
-    assert tuple(expected_parts(mode, optimizer, workers, lane).values()) == expected
+def test_what_a_server_has_to_hold(mode: str, optimizer: str, workers: int, transport: str, expected: Any) -> None:
+    assert tuple(expected_parts(mode, optimizer, workers, transport).values()) == expected
 
 
 def test_state_of_optimizers() -> None:
-    assert (state_bodies("sgd"), state_bodies("adamw"), state_bodies("adagrad")) == (0, 2, 1)
+    assert (state_payloads("sgd"), state_payloads("adamw"), state_payloads("adagrad")) == (0, 2, 1)
 
 
 def test_traffic_of_a_step() -> None:
@@ -251,5 +255,5 @@ def test_memory_of_this_process() -> None:
 
 def test_codecs_are_measured_as_workers_use_them() -> None:
     report = measure_codecs(CodecOptions(["raw", "int8", "powersgd"], mb=4, runs=1))
-    assert [round(one["ratio"], 2) for one in report.results.values()] == [1.0, 3.94, 500.0]
-    assert all(min(one.values()) > 0 for one in report.results.values())
+    assert [round(result["ratio"], 2) for result in report.results.values()] == [1.0, 3.94, 500.0]
+    assert all(min(result.values()) > 0 for result in report.results.values())

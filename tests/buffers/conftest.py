@@ -1,3 +1,3 @@
-from paramserver.tests.inner.conftest import forks, run
+from paramserver.tests.replica_group.conftest import forks, run
 
 __all__ = ["forks", "run"]

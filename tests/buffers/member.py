@@ -63,7 +63,7 @@ def main() -> None:
     with paramserver.connect() as session:
         torch.manual_seed(0)
         model = Queue()
-        chance = torch.Generator().manual_seed(100 * session.rank + session.inner_rank + 1)
+        chance = torch.Generator().manual_seed(100 * session.rank + session.group_rank + 1)
         declared = {"averaged_buffers": ["scale.mean"]} if "declared" in words else {}
         if "misspelt" in words:
             declared = {"averaged_buffers": ["scale.maen"]}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from paramserver.tests.buffers.member import KEYS
 from paramserver.tests.buffers.member import digest as digest_of
-from paramserver.tests.inner.conftest import Run
+from paramserver.tests.replica_group.conftest import Run
 from paramserver.tests.trainers.conftest import Forked
 
 MEMBER, SERVER = "paramserver.tests.buffers.member", "paramserver.ps.main"
@@ -24,8 +24,8 @@ MODES = {
     "async_diloco": ("--local-steps", "3"),
     "allreduce": (),
     "allreduce staleness": ("--staleness", "1"),
-    "localsgd pipelined": ("--local-steps", "3", "--pipelined"),
-    "async pipelined": ("--pipelined",),
+    "localsgd delayed_update": ("--local-steps", "3", "--delayed-update"),
+    "async delayed_update": ("--delayed-update",),
 }
 IN_ROUNDS = ("sync", "localsgd", "diloco", "allreduce")
 
@@ -41,19 +41,19 @@ def serve(run: Run, mode: str, *more: str, life: int = 0) -> Forked:
 
 def worker(run: Run, rank: int, *words: str, life: int = 0) -> Forked:
     place = {"RANK": str(rank), "PS_SERVER": run.address}
-    one = run._forks[MEMBER].fork(f"w{rank}-{life}", run.folder, *words, **place)
-    run.processes.append(one)
-    return one
+    item = run._forks[MEMBER].fork(f"w{rank}-{life}", run.folder, *words, **place)
+    run.processes.append(item)
+    return item
 
 
 def ended(*processes: Forked) -> None:
-    codes = [one.wait() for one in processes]
-    assert set(codes) == {0}, "\n".join(f"== {one.name}\n{one.output}" for one in processes)
+    codes = [process.wait() for process in processes]
+    assert set(codes) == {0}, "\n".join(f"== {process.name}\n{process.output}" for process in processes)
 
 
-def seen(one: Forked) -> list[str]:
+def seen(forked: Forked) -> list[str]:
     """What its queue was with each of its contributions."""
-    return [line.split()[2] for line in one.output.splitlines() if line.startswith("seen ")]
+    return [line.split()[2] for line in forked.output.splitlines() if line.startswith("seen ")]
 
 
 def saved(run: Run) -> dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ def test_a_queue_is_one_rank_s_to_the_bit(run: Run, mode: str) -> None:
     workers = [worker(run, rank) for rank in range(2)]
     ended(server, *workers)
     found = saved(run)
-    mine = [seen(one) for one in workers]
+    mine = [seen(worker) for worker in workers]
     if mode in IN_ROUNDS:
         assert digest_of(found) == mine[0][-1], "rank 0 is the lowest of every round"
         assert found["pointer"].item() == STEPS
@@ -75,7 +75,7 @@ def test_a_queue_is_one_rank_s_to_the_bit(run: Run, mode: str) -> None:
     assert found["pointer"].dtype == torch.int64
     assert 0 <= found["pointer"].item() < KEYS
     assert found["age"].dtype == torch.uint8
-    assert all(one.output.splitlines()[-1].split() == ["end", digest_of(found)] for one in workers)
+    assert all(worker.output.splitlines()[-1].split() == ["end", digest_of(found)] for worker in workers)
 
 
 def test_the_lowest_live_rank_s_after_a_death(run: Run) -> None:
@@ -109,11 +109,11 @@ def test_a_norm_of_ones_own_is_averaged_where_its_statistics_are_named(run: Run)
 
 def test_a_name_that_no_buffer_has_is_refused_with_the_nearest(run: Run) -> None:
     serve(run, "sync")
-    one = worker(run, 0, "misspelt")
-    assert one.wait() == 2
-    assert "no buffer 'scale.maen'" in one.output
-    assert "did you mean 'scale.mean'?" in one.output
-    assert "Traceback" not in one.output
+    process = worker(run, 0, "misspelt")
+    assert process.wait() == 2
+    assert "no buffer 'scale.maen'" in process.output
+    assert "did you mean 'scale.mean'?" in process.output
+    assert "Traceback" not in process.output
 
 
 def test_workers_whose_rules_differ_are_refused_with_the_difference(run: Run) -> None:
@@ -154,13 +154,13 @@ def test_several_shards_take_each_part_of_the_lowest(run: Run, mode: str) -> Non
     ended(server, other, *workers)
     found = saved(run)
     assert digest_of(found) in {*seen(workers[0]), *seen(workers[1])}
-    assert all(one.output.splitlines()[-1].split() == ["end", digest_of(found)] for one in workers)
+    assert all(worker.output.splitlines()[-1].split() == ["end", digest_of(found)] for worker in workers)
 
 
 @pytest.mark.parametrize("mode", ["sync", "localsgd", "allreduce"])
 def test_within_a_worker_of_several_processes_it_is_inner_rank_0_s(run: Run, mode: str) -> None:
     server = serve(run, mode)
     found = [run.group(rank, 2, of=MEMBER) for rank in range(2)]
-    ended(server, *(one for group in found for one in group))
+    ended(server, *(number for group in found for number in group))
     assert digest_of(saved(run)) == seen(found[0][0])[-1]
-    assert {one.output.splitlines()[-1] for group in found for one in group} == {f"end {digest_of(saved(run))}"}
+    assert {number.output.splitlines()[-1] for group in found for number in group} == {f"end {digest_of(saved(run))}"}

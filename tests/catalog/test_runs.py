@@ -39,7 +39,7 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
           **config: Any) -> None:  # fmt: skip
     """A run of three statuses and two evaluations."""
     told = {"run": {"mode": mode, "seed": seed, "steps": 100}, "optimizer": {"lr": 0.1, **config}}
-    writer = RunWriter(path, Beginning(run=run, mode=mode, work=work, project="paramserver", version=0, beat_s=1.0,
+    writer = RunWriter(path, Beginning(run=run, mode=mode, work=work, project="paramserver", version=0, heartbeat_s=1.0,
                                        config=told, code={}, machine={"host": "here"}))  # fmt: skip
     curve = [
         EvaluatedPoint(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": step / 200},
@@ -213,13 +213,13 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
     assert store.runs() == []
     write(file, "a" * 12)
     first = store.runs()
-    assert [one.id for one in first] == ["a" * 12] and store.runs() is first
+    assert [stored_run.id for stored_run in first] == ["a" * 12] and store.runs() is first
     write(file, "b" * 12)
-    assert {one.id for one in store.runs()} == {"a" * 12, "b" * 12}
+    assert {stored_run.id for stored_run in store.runs()} == {"a" * 12, "b" * 12}
     changing.rename(file, 1, "lively")
-    assert "lively" in [one.name for one in store.runs()]
+    assert "lively" in [stored_run.name for stored_run in store.runs()]
     changing.remove(file, [1])
-    assert [one.id for one in store.runs()] == ["b" * 12]
+    assert [stored_run.id for stored_run in store.runs()] == ["b" * 12]
     write(file, "c" * 12, ends=False)
     assert store.runs()[0].state == "running" and store.runs() is not store.runs()  # it may be lost without a word
     file.unlink()
@@ -228,7 +228,7 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
 
 def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="sync", work="w", project="p", version=0, beat_s=1.0, config={},
+    writer = RunWriter(file, Beginning(run="a", mode="sync", work="w", project="p", version=0, heartbeat_s=1.0, config={},
                                        code={}, machine={}))  # fmt: skip
     for step in range(1, 5001):
         status = Status(step=step, version=step, workers=[WorkerStatus(rank=0)])
@@ -246,7 +246,7 @@ def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
 
 def test_a_finished_run_has_its_staleness_by_versions_and_its_waits(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="async", work="w", project="p", version=0, beat_s=1.0, config={},
+    writer = RunWriter(file, Beginning(run="a", mode="async", work="w", project="p", version=0, heartbeat_s=1.0, config={},
                                        code={}, machine={}))  # fmt: skip
     for step in (1, 2):
         ranks = [WorkerStatus(rank=rank, compute_s=3.0 * step, wait_s=1.0 * step * rank, contributions=rank + 1,

@@ -5,12 +5,12 @@ durable was lost and nothing applied twice.
     python tests/chaos/kill_points.py --points 300 --shards 3
 
 Half of the moments are random, the others follow a line of the history at once: a contribution was sent,
-accepted, committed or answered, a snapshot was written, a worker has joined. Snapshots are taken several times
+accepted, committed or replied, a snapshot was written, a worker has joined. Snapshots are taken several times
 a second, so many points fall into one. Before each kill the job must have gone on after the one before.
 With shards any of them is killed, stands still, loses its connection to the coordinator for less or for more than
 the lease, or cannot write for a while.
 
-Jobs are short, their modes and lanes take turns, and each begins with a seed of its own: what failed is
+Jobs are short, their modes and transports take turns, and each begins with a seed of its own: what failed is
 run again with `--seed SEED --jobs 1`.
 """
 
@@ -32,12 +32,12 @@ from paramserver.drills.chaos.faults import Injector
 from paramserver.drills.chaos.job import Chaos, Setup
 from paramserver.drills.chaos.plan import OF_SHARDS as PLAN_OF_SHARDS
 from paramserver.drills.chaos.plan import Fault
-from paramserver.drills.chaos.trial import LANES, judge, make_trial
+from paramserver.drills.chaos.trial import TRANSPORTS, judge, make_trial
 
 NUM_WORKERS = 3
 STEPS, STEPS_WITH_SHARDS = 700, 400  # shards go back together, which takes longer
 LAST_STEPS = 200  # without a kill
-MOMENTS = ("send", "accept", "commit", "answer", "answered", "snapshot", "join", "leave")
+MOMENTS = ("send", "accept", "commit", "reply", "replied", "snapshot", "join", "leave")
 # How often each happens. A third of the kills are the server's: everybody waits for it.
 OF_ONE = {"kill_worker": 65, "kill_server": 35}
 OF_SHARDS = {
@@ -126,12 +126,12 @@ def make_fault(kind: str, chance: random.Random, num_shards: int) -> Fault:
 def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], list[str]]:
     """One job; the points it gave by kind, and what is wrong."""
     modes = MODES.names()
-    mode, lane = modes[seed % len(modes)], list(LANES)[seed // len(modes) % 3]
+    mode, transport = modes[seed % len(modes)], list(TRANSPORTS)[seed // len(modes) % 3]
     steps = STEPS_WITH_SHARDS if num_shards > 1 else STEPS
     folder = Path(tempfile.mkdtemp(prefix="ps-kill-points-"))
     chosen = {
         "run.workers": NUM_WORKERS, "run.mode": mode, "run.steps": steps, "policy.local_steps": 2,
-        "worker.lanes": LANES[lane], "task.args": "{padding_bytes: 1000000}",
+        "worker.transports": TRANSPORTS[transport], "task.args": "{padding_bytes: 1000000}",
         "slowdown.base_s": 0.01, "slowdown.jitter_s": 0.01, "checkpoint.every_s": 0.2, "launch.max_restarts": 10_000,
         "server.shards": num_shards, "server.lease_s": LEASE_S,
     }  # fmt: skip
@@ -164,7 +164,7 @@ def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], l
     took_s = time.monotonic() - began
     of = f", {num_shards} shards" if num_shards > 1 else ""
     ending_word = "FAILED" if failures else "ok"
-    print(f"seed {seed}: {mode}, {lane}{of}: {points} points in {took_s:.0f} s: {ending_word}", flush=True)
+    print(f"seed {seed}: {mode}, {transport}{of}: {points} points in {took_s:.0f} s: {ending_word}", flush=True)
     for failure in failures:
         print(f"  {failure}\n  kept in {folder}")
     if not failures:

@@ -176,7 +176,7 @@ def test_why_the_fastest_was_is_what_it_did_less_of() -> None:
     assert f"async was faster than sync with {why}." in told
     assert "Cost, USD: least in async, 2.00; most in sync, 4.00, 2.0 times as much." in told
     told = findings([("a", of("a", 2.0, 0.0, 9000)), ("b", of("b", 2.0, 0.0, 100))])
-    assert not [one for one in told if "faster" in one], "neither was"
+    assert not [text for text in told if "faster" in text], "neither was"
 
 
 def test_seeds_have_a_mean_a_range_and_a_band(tmp_path: Path) -> None:

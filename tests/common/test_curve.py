@@ -60,9 +60,9 @@ def test_enough() -> None:
 
 
 def test_it_survives_a_snapshot_and_an_older_one_has_none() -> None:
-    one, other = curve(3.0, 1.0, 2.0), Curve()
-    other.restore(one.saved())
-    assert (other.points, other.best, other.saved()) == (one.points, one.best, one.saved())
+    item, other = curve(3.0, 1.0, 2.0), Curve()
+    other.restore(item.saved())
+    assert (other.points, other.best, other.saved()) == (item.points, item.best, item.saved())
     other.restore(None)
     assert other.points == []
 

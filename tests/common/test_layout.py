@@ -1,4 +1,4 @@
-"""Where tensors lie in a body: the same on every machine, aligned, and compared in sentences."""
+"""Where tensors lie in a payload: the same on every machine, aligned, and compared in sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.wire.protocol import layout_from_proto, layout_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.tensors.transfer import ModelTensors
@@ -45,7 +45,7 @@ def many_specs(draw: st.DrawFn) -> list[TensorSpec]:
 def test_every_byte_belongs_to_one_tensor_or_to_a_gap(specs: list[TensorSpec]) -> None:
     layout = Layout(specs)
     assert [entry.spec for entry in layout.entries] == sorted(
-        specs, key=lambda one: (one.kind, one.dtype, specs.index(one))
+        specs, key=lambda spec: (spec.kind, spec.dtype, specs.index(spec))
     )
     at = 0
     for entry in layout.entries:
@@ -66,23 +66,23 @@ def test_every_byte_belongs_to_one_tensor_or_to_a_gap(specs: list[TensorSpec]) -
 @settings(max_examples=200, deadline=None)
 def test_runs_are_the_same_memory_as_the_tensors(specs: list[TensorSpec]) -> None:
     layout = Layout(specs)
-    body = torch.randint(0, 2, (layout.total_bytes,), dtype=torch.uint8)
+    payload = torch.randint(0, 2, (layout.total_bytes,), dtype=torch.uint8)
     assert len({(run.kind, run.dtype) for run in layout.runs}) == len(layout.runs)
     for run in layout.runs:
         members = [
             view.reshape(-1)
-            for one, view in layout.views(body)
-            if (one.kind, DTYPES[one.dtype]) == (run.kind, run.dtype)
+            for tensor, view in layout.views(payload)
+            if (tensor.kind, DTYPES[tensor.dtype]) == (run.kind, run.dtype)
         ]
-        flat = run.view(body)
+        flat = run.view(payload)
         assert flat.dtype == run.dtype
         joined = torch.cat(members)
         assert torch.equal(flat.view(torch.uint8), joined.view(torch.uint8))
         if flat.numel():
             first = next(member for member in members if member.numel())
             assert flat.data_ptr() == first.data_ptr(), "the run is a copy"
-    for one, view in layout.views(body):
-        assert tuple(view.shape) == one.shape
+    for item, view in layout.views(payload):
+        assert tuple(view.shape) == item.shape
 
 
 @given(specs=many_specs())
@@ -138,10 +138,10 @@ def test_the_layout_does_not_depend_on_the_process() -> None:
     assert outputs[0] == outputs[1] != ""
 
 
-def test_bodies_are_zero_and_runs_are_aligned_in_memory() -> None:
-    body = new_body(1 << 20)
-    assert not body.any()
-    assert body.data_ptr() % 16 == 0
+def test_payloads_are_zero_and_runs_are_aligned_in_memory() -> None:
+    payload = new_payload(1 << 20)
+    assert not payload.any()
+    assert payload.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -281,9 +281,9 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_one_tensor_with_aliases() -> None:
     layout = ModelTensors(Tied()).layout
-    (tied,) = [one for one in layout.specs if one.aliases]
+    (tied,) = [spec for spec in layout.specs if spec.aliases]
     assert (tied.name, tied.aliases) == ("embedding.weight", ("head.weight", "third.weight"))
-    kinds = {one.name: one.kind for one in layout.specs}
+    kinds = {spec.name: spec.kind for spec in layout.specs}
     assert kinds == {
         "frozen": F,
         "embedding.weight": P,

@@ -50,7 +50,7 @@ def test_what_comes_from_elsewhere_begins_no_line_and_moves_no_cursor(form: str)
     first, *rest = done.stderr.splitlines()
     shown = json.loads(first)["reason"] if form == "json" else first
     assert "gone\\\\n12:00:00" in shown or "gone\\n12:00:00" in shown
-    assert all(one.isprintable() for one in (first, shown))
+    assert all(item.isprintable() for item in (first, shown))
     assert not first.isascii() or "\\x1b" in first
     traceback = json.loads(rest[0])["exception"] if form == "json" else "\n".join(rest)
     assert "two\nlines" in traceback, "a traceback has lines"
@@ -61,7 +61,7 @@ import sys
 from paramserver.common.config.schema import LogConfig
 from paramserver.common.reporting.log import get_logger, setup_logging
 setup_logging(LogConfig(format=sys.argv[1], level=sys.argv[2]), "ps-worker")
-get_logger().routine("tensors", lane="direct")
+get_logger().routine("tensors", transport="direct")
 get_logger().info("model", parameters=8)
 """
 

@@ -35,7 +35,7 @@ from starlette.testclient import TestClient
 from paramserver.web.app import Runs, make_app
 from paramserver.web.feed import Feed
 
-BEGINNING = Beginning(run="a" * 12, mode="async", work="digits", project="p", version=0, beat_s=1.0, config={},
+BEGINNING = Beginning(run="a" * 12, mode="async", work="digits", project="p", version=0, heartbeat_s=1.0, config={},
                       code={}, machine={})  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from paramserver.common.codecs.base import check_codecs
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 
 
 def blocks(values: np.ndarray, size: int = 256) -> list[np.ndarray]:
@@ -163,16 +163,16 @@ def test_places_that_are_none_are_refused(name: str) -> None:
     codec, n = CODECS.load(name)(), 4096 + 700
     spoiled = [through(name, torch.randn(n))[0] for _ in range(3)]
     if name == "topk":
-        places = [one[48 * 4 :].view(torch.int16) for one in spoiled]
+        places = [item[48 * 4 :].view(torch.int16) for item in spoiled]
         places[0][1], places[1][-1], places[2][0] = places[0][0], 700, -1
     else:
         first = 16
         spoiled[0][first : first + 3] = 0  # twice the place 0
         spoiled[1][first + 3 * 37 + 1 :][:2] = 255  # of the last two in the shorter chunk
         spoiled[2][first : first + 3] = 255
-    for one in spoiled:
+    for entry in spoiled:
         with pytest.raises(ValueError, match="places that do not ascend"):
-            codec.decode_piece(one, torch.zeros(n))
+            codec.decode_piece(entry, torch.zeros(n))
 
 
 DECODERS: dict[str, Callable[[bytes, int], list[float]]] = {
@@ -197,7 +197,7 @@ def test_a_piece_is_what_its_file_says(name: str, n: int, seed: int, power: int)
     codec.decode_piece(encoded, decoded)
     raw = encoded.numpy().tobytes()
     assert decoded.tolist() == DECODERS[name](raw, n)
-    near = [one for block in blocks(values.numpy()) for one in NEAREST[name](block)]
+    near = [item for block in blocks(values.numpy()) for item in NEAREST[name](block)]
     off = [index for index in range(n) if not math.isclose(decoded[index], near[index], rel_tol=1e-5)]
     assert len(off) <= 0.01 * n, "halves may round either way, in float32"
 
@@ -213,11 +213,11 @@ def test_bytes_and_error_of_normal_values(name: str, ratio: float, error: float)
     codec = CODECS.load(name)()
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (256, 1024))])
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
-    encoded, body = new_body(codec.encoded_bytes(layout)), new_body(layout.total_bytes)
+    encoded, payload = new_payload(codec.encoded_bytes(layout)), new_payload(layout.total_bytes)
     codec.encode(layout, values.view(torch.uint8), encoded)
-    codec.decode(layout, encoded, body)
+    codec.decode(layout, encoded, payload)
     assert layout.parameter_bytes / len(encoded) == pytest.approx(ratio, rel=0.01)
-    assert float((body.view(torch.float32) - values).norm() / values.norm()) == pytest.approx(error, rel=0.05)
+    assert float((payload.view(torch.float32) - values).norm() / values.norm()) == pytest.approx(error, rel=0.05)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -274,19 +274,19 @@ def test_weights_themselves_survive_rounding_alone() -> None:
     with pytest.raises(UsageError, match="in mode sync send weights") as error:
         check(ContributionKind.WEIGHTS, "q4")
     assert "--set worker.codec=q4 for ps-server too" in error.value.fix
-    with pytest.raises(UsageError, match=r"worker.answer_codec is int8, and .* in mode sync send weights") as error:
+    with pytest.raises(UsageError, match=r"worker.reply_codec is int8, and .* in mode sync send weights") as error:
         check(ContributionKind.WEIGHTS, "raw", down="int8")
-    assert "--set worker.answer_codec=int8 for ps-server too" in error.value.fix and "diloco" in error.value.fix
+    assert "--set worker.reply_codec=int8 for ps-server too" in error.value.fix and "diloco" in error.value.fix
 
 
 @pytest.mark.parametrize("codec", ["int8", "q4", "q2", "topk", "sparse"])
-def test_answers_may_be_differences_in_what_leaves_out_less_than_there_was(codec: str) -> None:
+def test_replies_may_be_differences_in_what_leaves_out_less_than_there_was(codec: str) -> None:
     check(ContributionKind.GRADIENT, "raw", ADAM, down=codec)
     check(ContributionKind.DELTA, codec, down=codec)
 
 
-def test_answers_in_what_may_make_more_than_there_was_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"worker.answer_codec is onebit_adam") as error:
+def test_replies_in_what_may_make_more_than_there_was_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"worker.reply_codec is onebit_adam") as error:
         check(ContributionKind.GRADIENT, "raw", down="onebit_adam")
     assert "q4" in error.value.fix
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramserver.common.codecs.base import body_bytes
+from paramserver.common.codecs.base import payload_bytes
 from paramserver.common.codecs.shared.reference import approach, check_sum, distance, follow, moves_reference
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 
 DIFFERENT = Layout([
     TensorSpec("w", Kind.PARAMETER, "float32", (70, 301)), TensorSpec("b", Kind.PARAMETER, "float32", (301,)),
@@ -21,11 +21,11 @@ PLAIN = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (256, 512))])
 NAMES = [name for name in CODECS.names() if moves_reference(CODECS.load(name)())]
 
 
-def random_body(layout: Layout, chance: torch.Generator, scale: float = 1.0) -> torch.Tensor:
-    body = new_body(layout.exchange_bytes)
-    for _, view in layout.views(body):
+def random_payload(layout: Layout, chance: torch.Generator, scale: float = 1.0) -> torch.Tensor:
+    payload = new_payload(layout.exchange_bytes)
+    for _, view in layout.views(payload):
         view.copy_(scale * torch.randn(view.shape, generator=chance, dtype=torch.float64))
-    return body
+    return payload
 
 
 def test_which_codecs_move_a_reference() -> None:
@@ -36,12 +36,12 @@ def test_which_codecs_move_a_reference() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_both_sides_have_the_same_bits_of_every_dtype(name: str) -> None:
     codec, chance = CODECS.load(name)(), torch.Generator().manual_seed(0)
-    weights = random_body(DIFFERENT, chance)
+    weights = random_payload(DIFFERENT, chance)
     encoder = codec.encoder(DIFFERENT)
-    mine, theirs, out = weights.clone(), weights.clone(), new_body(body_bytes(codec, DIFFERENT))
+    mine, theirs, out = weights.clone(), weights.clone(), new_payload(payload_bytes(codec, DIFFERENT))
     for _ in range(5):
         for (_, view), (_, step) in zip(
-            DIFFERENT.views(weights), DIFFERENT.views(random_body(DIFFERENT, chance, 0.01)), strict=True
+            DIFFERENT.views(weights), DIFFERENT.views(random_payload(DIFFERENT, chance, 0.01)), strict=True
         ):
             view.add_(step)
         before = weights.clone()
@@ -59,8 +59,12 @@ def test_both_sides_have_the_same_bits_of_every_dtype(name: str) -> None:
 )
 def test_with_no_new_versions_every_difference_comes_nearer(name: str, most: float) -> None:
     """To what is left of values from N(0, 1) after one: N2, section 3.3."""
-    codec, weights = CODECS.load(name)(), random_body(PLAIN, torch.Generator().manual_seed(1))
-    encoder, reference, out = codec.encoder(PLAIN), new_body(PLAIN.exchange_bytes), new_body(body_bytes(codec, PLAIN))
+    codec, weights = CODECS.load(name)(), random_payload(PLAIN, torch.Generator().manual_seed(1))
+    encoder, reference, out = (
+        codec.encoder(PLAIN),
+        new_payload(PLAIN.exchange_bytes),
+        new_payload(payload_bytes(codec, PLAIN)),
+    )
     left = [float(weights.view(torch.float32).norm())]
     for _ in range(3):
         approach(codec, encoder, PLAIN, weights, reference, out)
@@ -71,8 +75,8 @@ def test_with_no_new_versions_every_difference_comes_nearer(name: str, most: flo
 
 
 def test_weights_that_are_not_finite_reach_the_workers() -> None:
-    codec, weights = CODECS.load("q4")(), random_body(PLAIN, torch.Generator().manual_seed(1))
-    encoder, reference, out = codec.encoder(PLAIN), weights.clone(), new_body(body_bytes(codec, PLAIN))
+    codec, weights = CODECS.load("q4")(), random_payload(PLAIN, torch.Generator().manual_seed(1))
+    encoder, reference, out = codec.encoder(PLAIN), weights.clone(), new_payload(payload_bytes(codec, PLAIN))
     weights.view(torch.float32)[3] = float("nan")
     approach(codec, encoder, PLAIN, weights, reference, out)
     assert not torch.isfinite(reference.view(torch.float32)[:256]).all()

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.sharding import divide
 
@@ -65,12 +65,12 @@ def test_shares_differ_by_less_than_two_rows(layout, num_shards):
 @settings(max_examples=100)
 def test_parts_put_together_are_the_tensors(layout, num_shards):
     shares = _divided(layout, num_shards)
-    body = new_body(layout.total_bytes)
-    body.copy_(torch.randint(0, 100, body.shape, dtype=torch.uint8))
-    whole = {spec.name: tensor for spec, tensor in layout.views(body)}
+    payload = new_payload(layout.total_bytes)
+    payload.copy_(torch.randint(0, 100, payload.shape, dtype=torch.uint8))
+    whole = {spec.name: tensor for spec, tensor in layout.views(payload)}
     again = {name: torch.full_like(tensor, 1) for name, tensor in whole.items()}
     for share in shares:
-        held = new_body(share.layout.total_bytes)
+        held = new_payload(share.layout.total_bytes)
         views = {spec.name: view for spec, view in share.layout.views(held)}
         for part in share.parts:
             views[part.name].copy_(part.of(whole[part.spec.name]))

@@ -27,7 +27,7 @@ def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Ids with repeats, and what their rows are multiplied with."""
     generator = torch.Generator().manual_seed(7)
     ids = [torch.randint(0, NUM_ROWS // 2, (6, 2), generator=generator) for _ in range(number)]
-    return [(one, torch.randn(*one.shape, DIM, generator=generator)) for one in ids]
+    return [(number, torch.randn(*number.shape, DIM, generator=generator)) for number in ids]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -69,10 +69,10 @@ def test_rowwise_adagrad_by_hand() -> None:
     for ids, factor in batches(5):
         gradient = torch.zeros(NUM_ROWS, DIM).index_add_(0, ids.flatten(), factor.view(-1, DIM))
         for row in ids.unique().tolist():
-            one = gradient[row].tolist()
-            sums[row] += sum(value**2 for value in one) / DIM
+            item = gradient[row].tolist()
+            sums[row] += sum(value**2 for value in item) / DIM
             weight[row] = [
-                old - 0.2 * value / (math.sqrt(sums[row]) + 1e-10) for old, value in zip(weight[row], one, strict=True)
+                old - 0.2 * value / (math.sqrt(sums[row]) + 1e-10) for old, value in zip(weight[row], item, strict=True)
             ]
         ours.step(ids.unique(), gradient[ids.unique()])
     assert torch.allclose(ours.state()["weight"], torch.tensor(weight), rtol=1e-5, atol=1e-6)
@@ -86,8 +86,8 @@ def test_a_table_goes_on_from_its_state(name: str) -> None:
         ours.step(*summed([(ids.unique(), factor.view(-1, DIM)[: len(ids.unique())], 1.0)]))
     other.set_state({key: value.clone() for key, value in ours.state().items()})
     ids = torch.tensor([0, 5, 39])
-    for one in (ours, other):
-        one.step(ids, torch.ones(3, DIM), 0.5)
+    for item in (ours, other):
+        item.step(ids, torch.ones(3, DIM), 0.5)
     assert torch.equal(ours.state()["weight"], other.state()["weight"])
 
 

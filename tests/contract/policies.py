@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paramserver.common.registry import MODES
 from paramserver.common.wire.records import Contribution
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Common, Discard, Fold, Outcome, Policy, Refuse
+from paramserver.ps.policies.base import Commit, Common, Discard, Fold, Outcome, Policy, Refuse, Reply
 from paramserver.ps.policies.shared.decisions import Accept, Wait
 
 from ..records import contribution_of
@@ -38,15 +38,15 @@ class Worker:
     rank: int
     step: int
     base_version: int = 0  # of its next contribution
-    held_version: int = 0  # of the weights in its model; pipelined, that contribution is computed already
+    held_version: int = 0  # of the weights in its model; delayed_update, that contribution is computed already
     is_fresh: bool = True  # nothing contributed since it joined
     state: str = "waiting"  # waiting, computing, finished
     unanswered: Contribution | None = None
     is_repeat: bool = False
-    is_away: bool = False  # its connection is lost, and its answer with it
+    is_away: bool = False  # its connection is lost, and its reply with it
     counts_for_nothing: bool = False  # the unanswered contribution was dropped or rejected: it may be sent again
     epoch: int = 0  # that it was told last
-    was_admitted_before_return: bool = False  # since its last answer somebody slower came back
+    was_admitted_before_return: bool = False  # since its last reply somebody slower came back
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ModelStore:
     committed: set[tuple[int, int]] = field(default_factory=set)
     version: int = 0
     has_started: bool = False
-    max_lead_answered: int = 0
+    max_lead_replied: int = 0
 
     # ---- what the hold and the lead mean, computed without the policy ----
 
@@ -83,7 +83,7 @@ class ModelStore:
 
     def carry_out(self, decisions: list[Any], event_rank: int | None) -> None:
         discarded = False
-        answered: set[int] = set()
+        replied: set[int] = set()
         accepted_now: set[int] = set()
         for decision in decisions:
             match decision:
@@ -125,12 +125,12 @@ class ModelStore:
                     self.committed.update(self.in_mean)
                     self.in_mean = []
                     self.version += 1
-                case Answer(rank, outcome, reason):
-                    assert reason, "an answer without a reason"
-                    assert rank in self.live, f"answer to rank {rank}, which is not live"
-                    assert rank not in answered, f"rank {rank} answered twice in one event"
-                    answered.add(rank)
-                    self._answer(self.live[rank], outcome)
+                case Reply(rank, outcome, reason):
+                    assert reason, "an reply without a reason"
+                    assert rank in self.live, f"reply to rank {rank}, which is not live"
+                    assert rank not in replied, f"rank {rank} replied twice in one event"
+                    replied.add(rank)
+                    self._reply(self.live[rank], outcome)
                 case Refuse(rank, kind, reason):
                     assert rank == event_rank
                     assert reason
@@ -145,20 +145,20 @@ class ModelStore:
             self.undecided.remove(rank)
             del self.staged[rank]
 
-    def _answer(self, worker: Worker, outcome: Outcome) -> None:
-        assert worker.state == "waiting", f"answer to rank {worker.rank}, which is {worker.state}"
-        assert not worker.is_away, f"answer to rank {worker.rank}, whom it does not reach"
+    def _reply(self, worker: Worker, outcome: Outcome) -> None:
+        assert worker.state == "waiting", f"reply to rank {worker.rank}, which is {worker.state}"
+        assert not worker.is_away, f"reply to rank {worker.rank}, whom it does not reach"
         assert not self.is_held, f"rank {worker.rank} goes on while training holds ({outcome.name})"
         key = (worker.rank, worker.unanswered.id.seq) if worker.unanswered else None
         if outcome is Outcome.START:
             assert worker.unanswered is None
         elif outcome is Outcome.APPLIED:
-            assert key in self.committed or self._may_be_answered(key), f"{key} answered before it was committed"
+            assert key in self.committed or self._may_be_replied(key), f"{key} replied before it was committed"
         elif outcome is Outcome.REPEATED:
             assert worker.is_repeat
-            # Where the original is still in an open round, so must be the answer to its repeat.
+            # Where the original is still in an open round, so must be the reply to its repeat.
             assert key not in self.staged.values()
-            assert key not in self.in_mean or self._may_be_answered(key)
+            assert key not in self.in_mean or self._may_be_replied(key)
         elif outcome in (Outcome.DROPPED, Outcome.REJECTED):
             assert worker.counts_for_nothing
             assert self.accepted[key] == 0
@@ -167,20 +167,20 @@ class ModelStore:
             raise AssertionError(f"unknown outcome {outcome}")
         bound = lead_bound(self.policy)
         if bound is not None:
-            # Pipelined, it hands over the step that it computed meanwhile, and starts the one after.
-            ahead = self.lead(worker.rank) + self.common.pipelined
+            # DelayedUpdate, it hands over the step that it computed meanwhile, and starts the one after.
+            ahead = self.lead(worker.rank) + self.common.delayed_update
             assert ahead <= bound, f"rank {worker.rank} starts a step {ahead} ahead"
         worker.state = "finished" if self.policy.next_local_steps(worker.rank) == 0 else "computing"
-        is_computed = self.common.pipelined and not self.policy.kind.worker_steps and outcome != Outcome.START
+        is_computed = self.common.delayed_update and not self.policy.kind.worker_steps and outcome != Outcome.START
         worker.base_version = worker.held_version if is_computed else self.version
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
-        worker.counts_for_nothing, worker.epoch = False, self.policy.epoch
+        worker.counts_for_nothing, worker.epoch = False, self.policy.generation
         assert self.policy.num_counted[worker.rank] == worker.step
 
-    def _may_be_answered(self, key: tuple[int, int] | None) -> bool:
+    def _may_be_replied(self, key: tuple[int, int] | None) -> bool:
         """It is folded, and no version holds it yet."""
-        return self.policy.answers_before_commit and key in self.in_mean
+        return self.policy.replies_before_commit and key in self.in_mean
 
 
 class World:
@@ -202,7 +202,7 @@ class World:
     def event(
         self, name: str, *arguments: Any, rank: int | None = None, held_back: tuple[int, int] | None = None
     ) -> list[Any]:
-        """`held_back`: staged by the same rank, which the event's own body stands in front of."""
+        """`held_back`: staged by the same rank, which the event's own payload stands in front of."""
         self.is_sound = False
         decisions = getattr(self.policy, name)(*arguments, self.now)
         self.events.append((name, (*arguments, self.now)))
@@ -249,9 +249,9 @@ class World:
         before, self.is_sound = self.policy.num_counted[rank], False
         staleness = self.policy.staleness(rank, contribution)
         assert staleness >= 0
-        # Weights contain the average they were last built on, but pipelined they were computed before it came.
+        # Weights contain the average they were last built on, but delayed_update they were computed before it came.
         if self.policy.kind.worker_steps and base == self.policy.version:
-            assert staleness == (1 if self.common.pipelined and not worker.is_fresh else 0)
+            assert staleness == (1 if self.common.delayed_update and not worker.is_fresh else 0)
         worker.is_fresh = False
         # Whether it is accepted shows in the policy's own table; the model notes it before it sees folds.
         decisions = getattr(self.policy, "contributed")(rank, contribution, self.now)  # noqa: B009
@@ -268,12 +268,12 @@ class World:
             self.last_steps[rank] = worker.step
             bound = lead_bound(self.policy)
             if bound is not None and not worker.was_admitted_before_return:
-                assert self.store.lead(rank) <= bound + 1 - self.common.pipelined
+                assert self.store.lead(rank) <= bound + 1 - self.common.delayed_update
         else:
             assert Discard(rank) in decisions or Wait(rank) in decisions, "neither accepted nor discarded"
         worker.counts_for_nothing = not grown
         self.store.carry_out(decisions, rank)
-        self.last_steps.update({one.rank: one.step for one in self.store.live.values()})
+        self.last_steps.update({item.rank: item.step for item in self.store.live.values()})
         self.check()
 
     def repeat(self, rank: int) -> None:
@@ -286,7 +286,7 @@ class World:
         accepted = self.store.accepted.copy()
         if held_back is None:
             decisions = self.event("contributed", rank, worker.unanswered, rank=rank)
-        else:  # the repeat's own body is discarded, the original stays where it is
+        else:  # the repeat's own payload is discarded, the original stays where it is
             self.is_sound = False
             decisions = self.policy.contributed(rank, worker.unanswered, self.now)
             self.events.append(("contributed", (rank, worker.unanswered, self.now)))
@@ -356,7 +356,7 @@ class World:
             assert policy.upload_position(rank) >= 0
         live = policy.members or policy.num_counted
         assert policy.min_steps_done == min(map(policy.steps_done, live), default=0)
-        staged = [one for rank, one in store.staged.items() if rank not in store.undecided]
+        staged = [tensor for rank, tensor in store.staged.items() if rank not in store.undecided]
         uncommitted = Counter(rank for rank, _ in [*staged, *store.in_mean])
         assert policy.num_committed() == {rank: n - uncommitted[rank] for rank, n in policy.num_counted.items()}
         for state in (policy.saved_state(), policy.full_state()):

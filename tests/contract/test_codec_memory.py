@@ -1,7 +1,7 @@
 """A codec with memory between a worker and the real service and run, over streams in memory, through every fault.
 
 The worker's process is played with the codec's own objects; when an exchange is over both sides must hold the same
-values, bit by bit, or the next body would say so.
+values, bit by bit, or the next payload would say so.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.common.codecs.base import begin_body, body_bytes, take_body
+from paramserver.common.codecs.base import begin_payload, payload_bytes, take_payload
 from paramserver.common.config.schema import Config
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent / "added"))
 from delta import DeltaCodec
 
 SMALL = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,)), TensorSpec("b", Kind.BUFFER, "float32", (2,))])
-# Too large for inline work: bodies come in pieces, and the tensor thread decodes them.
+# Too large for inline work: payloads come in pieces, and the tensor thread decodes them.
 LARGE = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (100_000,))])
 CODEC = DeltaCodec()
 CAP = {SMALL.fingerprint: 12.0, LARGE.fingerprint: 1000.0}
@@ -81,7 +81,7 @@ class Process:
         self.encoder, self.decoder = CODEC.encoder(layout), CODEC.decoder(layout)
         self.num_taken = self.number = self.incarnation = self.server_incarnation = 0
         self.run = ""
-        self.sent: torch.Tensor | None = None  # not answered yet
+        self.sent: torch.Tensor | None = None  # not replied yet
         self.calls: list[asyncio.Task[None]] = []
 
     async def join(self) -> bool:
@@ -90,12 +90,12 @@ class Process:
         self.calls.append(asyncio.ensure_future(self.service.exchange(None, self.stream)))
         join = pb.Join(
             run=self.run, rank=0, incarnation=self.incarnation, server_incarnation=self.server_incarnation,
-            process=self.name, answers_taken=self.num_taken,
+            process=self.name, replies_taken=self.num_taken,
         )  # fmt: skip
         spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
         model = pb.Model(
             tensors=layout_to_proto(self.layout), fingerprint=self.layout.fingerprint,
-            optimizer=optimizer_to_proto(spec), answer_codec="delta",
+            optimizer=optimizer_to_proto(spec), reply_codec="delta",
         )  # fmt: skip
         self._say(join=join)
         self._say(model=model)
@@ -114,19 +114,19 @@ class Process:
             0,
             None,
         )
-        received = await self._next("answer", "send_weights")
+        received = await self._next("reply", "send_weights")
         if received.kind == "send_weights":
-            weights = new_body(self.layout.total_bytes)
-            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=weights.numel()))
+            weights = new_payload(self.layout.total_bytes)
+            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=weights.numel()))
             self._send(message_frames(header, [as_bytes(weights)]))
-            received = await self._next("answer")
-        await self._body(received)
+            received = await self._next("reply")
+        await self._payload(received)
         assert received.header.codec == ""
         self.number = received.header.step
         return False
 
     async def lose(self) -> None:
-        """The stream breaks off, and is made again; what was not answered is sent again, or asked for."""
+        """The stream breaks off, and is made again; what was not replied is sent again, or asked for."""
         self.stream.to_server.put_nowait(None)
         await asyncio.wait(self.calls)
         if not await self.join() or self.sent is None:
@@ -138,9 +138,9 @@ class Process:
         await self.take()
 
     def begin(self, gradient: torch.Tensor) -> None:
-        body = new_body(self.layout.exchange_bytes)
-        self.layout.runs_of(Kind.PARAMETER)[0].view(body).copy_(gradient)
-        self.sent = begin_body(CODEC, self.encoder, self.layout, body)
+        payload = new_payload(self.layout.exchange_bytes)
+        self.layout.runs_of(Kind.PARAMETER)[0].view(payload).copy_(gradient)
+        self.sent = begin_payload(CODEC, self.encoder, self.layout, payload)
 
     def send(self, num_frames: int | None = None) -> None:
         assert self.sent is not None
@@ -151,28 +151,28 @@ class Process:
         self._send(frames[:num_frames])
 
     async def take(self, break_off: bool = False) -> str:
-        received = await self._next("answer")
-        outcome = pb.Answer.Outcome.Name(received.header.outcome)
-        body = await self._body(received)
+        received = await self._next("reply")
+        outcome = pb.Reply.Outcome.Name(received.header.outcome)
+        payload = await self._payload(received)
         if break_off:
             return outcome
-        assert received.header.codec == "delta" and len(body) == body_bytes(CODEC, self.layout)
+        assert received.header.codec == "delta" and len(payload) == payload_bytes(CODEC, self.layout)
         self.encoder.commit() if outcome in ("APPLIED", "REPEATED") else self.encoder.rollback()
         self.sent, self.number = None, received.header.step
-        self.weights = new_body(self.layout.exchange_bytes)
-        take_body(CODEC, self.decoder, self.layout, body, self.weights)
+        self.weights = new_payload(self.layout.exchange_bytes)
+        take_payload(CODEC, self.decoder, self.layout, payload, self.weights)
         self.decoder.commit()
         self.num_taken += 1
         return outcome
 
-    async def _body(self, received: Any) -> torch.Tensor:
-        body = new_body(received.header.body_bytes)
-        left = len(body)
+    async def _payload(self, received: Any) -> torch.Tensor:
+        payload = new_payload(received.header.payload_bytes)
+        left = len(payload)
         while True:
-            as_bytes(body)[received.offset : received.offset + len(received.data)] = received.data
+            as_bytes(payload)[received.offset : received.offset + len(received.data)] = received.data
             left -= len(received.data)
             if not left:
-                return body
+                return payload
             received = await self._next(None)
 
     async def _next(self, *kinds: str | None) -> Any:
@@ -198,7 +198,7 @@ def played(layout: Layout, test: Callable[[Engine, Process], Coroutine[Any, Any,
             "store": {"max_norm": CAP[layout.fingerprint], "on_large": "reject"},
         })  # fmt: skip
         engine = Engine(config, make_policy(config), name="run")
-        engine.offer(events.HeartBegan("p"))
+        engine.offer(events.HeartbeatBegan("p"))
         process = Process(ParameterServerService(engine, config), layout, "p")
         try:
             await process.join()
@@ -223,13 +223,13 @@ def check_agreement(engine: Engine, process: Process) -> None:
     mine: Any = process.encoder
     assert torch.equal(mine.values[0], memory._decoders["delta"].values[0])
     theirs: Any = process.decoder
-    # Of the answer just taken the server does not know yet.
+    # Of the reply just taken the server does not know yet.
     sent = memory._encoder._next if memory._encoder._next is not None else memory._encoder.values
     assert torch.equal(theirs.values[0], sent[0])
     assert engine.model.staging.num_lent == 0
 
 
-FAULTS = ["none", "none", "cut on its way", "answer lost", "too large", "resend", "idle reset", "new process"]
+FAULTS = ["none", "none", "cut on its way", "reply lost", "too large", "resend", "idle reset", "new process"]
 
 
 @pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
@@ -253,7 +253,7 @@ def test_both_sides_remember_the_same_whatever_happens(layout: Layout, seed: int
             if fault == "cut on its way" and layout is LARGE:
                 process.send(1)
                 await process.lose()
-            elif fault == "answer lost":
+            elif fault == "reply lost":
                 process.send()
                 await process.take(break_off=True)
                 await process.lose()
@@ -278,7 +278,7 @@ def test_what_cannot_be_decoded_is_the_workers_mistake_and_leaks_nothing(layout:
     async def test(engine: Engine, process: Process) -> None:
         process.begin(gradient_of(layout, 0))
         assert process.sent is not None
-        process.sent[0] = 77  # as many bodies were never counted
+        process.sent[0] = 77  # as many payloads were never counted
         process.send()
         while not isinstance(said := await asyncio.wait_for(process.stream.received.get(), 20), str):
             pass
@@ -302,7 +302,7 @@ def test_a_codec_that_the_server_does_not_know_is_refused() -> None:
         engine = Engine(config, make_policy(config), name="run")
         stream = Stream()
         model = pb.Model(
-            tensors=layout_to_proto(SMALL), fingerprint=SMALL.fingerprint, answer_codec="zip",
+            tensors=layout_to_proto(SMALL), fingerprint=SMALL.fingerprint, reply_codec="zip",
             optimizer=optimizer_to_proto(OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))),
         )  # fmt: skip
         stream.to_server.put_nowait(frame(pb.WorkerMessage(join=pb.Join(rank=0))))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.codecs.shared.by_tensor import ByTensor, pieces_of
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_body
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_payload
 
 ALL_CODECS = CODECS.names()
 LEAVES_OUT = [name for name in ALL_CODECS if CODECS.load(name).has_feedback]
@@ -21,23 +21,23 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 GUARD = 0xA5
 
 
-def body_of(layout: Layout, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    body = new_body(layout.total_bytes)
-    for spec, view in layout.views(body):
+def payload_of(layout: Layout, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    payload = new_payload(layout.total_bytes)
+    for spec, view in layout.views(payload):
         if spec.name in values:
             view.copy_(values[spec.name])
-    return body
+    return payload
 
 
-def round_trip(codec: Any, layout: Layout, body: torch.Tensor) -> torch.Tensor:
+def round_trip(codec: Any, layout: Layout, payload: torch.Tensor) -> torch.Tensor:
     """encode and decode with memory of exactly the announced size, guarded on both sides."""
     size = codec.encoded_bytes(layout)
     assert size >= 0
     guarded = torch.full((64 + size + 64,), GUARD, dtype=torch.uint8)
-    before = body.clone()
+    before = payload.clone()
     encoder, decoder = codec.encoder(layout), codec.decoder(layout)
-    encoder.begin(body, guarded[64 : 64 + size])
-    assert torch.equal(body, before), "encode changed the body"
+    encoder.begin(payload, guarded[64 : 64 + size])
+    assert torch.equal(payload, before), "encode changed the payload"
     assert (guarded[:64] == GUARD).all() and (guarded[64 + size :] == GUARD).all(), "encode wrote past its memory"
     encoded = guarded[64 : 64 + size].clone()
     result = torch.full((layout.total_bytes + 64,), GUARD, dtype=torch.uint8)
@@ -47,13 +47,13 @@ def round_trip(codec: Any, layout: Layout, body: torch.Tensor) -> torch.Tensor:
     again = torch.zeros(size, dtype=torch.uint8)
     encoder.rollback()
     decoder.rollback()
-    encoder.begin(body, again)
+    encoder.begin(payload, again)
     # Gaps between runs may hold anything; what matters decodes to the same.
     second = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     decoder.begin(again, second)
-    for (spec, one), (_, two) in zip(layout.views(result), layout.views(second), strict=True):
+    for (spec, item), (_, two) in zip(layout.views(result), layout.views(second), strict=True):
         if spec.kind is Kind.PARAMETER:
-            assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)), (
+            assert torch.equal(item.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)), (
                 "a rollback remembers"
             )
     return result
@@ -93,7 +93,7 @@ def test_decoding_gives_back_what_was_encoded(name: str, layout: Layout, seed: i
         for spec in layout.specs
         if spec.kind is Kind.PARAMETER
     }
-    result = round_trip(codec, layout, body_of(layout, values))
+    result = round_trip(codec, layout, payload_of(layout, values))
     for spec, view in layout.views(result[: layout.total_bytes]):
         if spec.kind is Kind.PARAMETER:
             if isinstance(codec, ByTensor) and codec.encodes(spec):
@@ -114,17 +114,17 @@ def test_what_goes_in_parts_is_the_same_part_by_part(name: str, layout: Layout, 
     codec = CODECS.load(name)()
     if not isinstance(codec, ByTensor):
         return
-    body = torch.randn(layout.total_bytes // 2 + 8).view(torch.uint8)[: layout.total_bytes].nan_to_num_()
+    payload = torch.randn(layout.total_bytes // 2 + 8).view(torch.uint8)[: layout.total_bytes].nan_to_num_()
     whole, parts = (torch.zeros(codec.encoded_bytes(layout), dtype=torch.uint8) for _ in range(2))
     for run in layout.runs_of(Kind.PARAMETER):
-        run.view(body).copy_(torch.randn(run.num_elements))
-    codec.encoder(layout).begin(body, whole)
+        run.view(payload).copy_(torch.randn(run.num_elements))
+    codec.encoder(layout).begin(payload, whole)
     coder: Any = codec.encoder(layout)
     tensors = pieces_of(codec, layout)
     assert len(tensors) == sum(spec.kind is Kind.PARAMETER for spec in layout.specs)
     for index in data.draw(st.permutations(range(len(tensors)))):
         for piece in tensors[index]:
-            coder.write(piece, piece.of_body(body), parts)
+            coder.write(piece, piece.of_payload(payload), parts)
     assert torch.equal(whole, parts)
     at = 0
     for piece in (piece for pieces in tensors for piece in pieces):
@@ -142,7 +142,7 @@ def test_values_at_the_edges(name: str, dtype: str) -> None:
     edges = [0.0, -0.0, info.tiny, -info.tiny, info.max, info.min, 1 + info.eps, math.pi, math.nan, math.inf, -math.inf]
     values = torch.tensor(edges, dtype=torch.float64).to(DTYPES[dtype])
     layout = Layout([TensorSpec("x", Kind.PARAMETER, dtype, (len(edges),))])
-    result = round_trip(codec, layout, body_of(layout, {"x": values}))
+    result = round_trip(codec, layout, payload_of(layout, {"x": values}))
     ((_, view),) = layout.views(result[: layout.total_bytes])
     wanted = expected(codec, values)
     assert torch.equal(torch.nan_to_num(view, nan=7.0), torch.nan_to_num(wanted, nan=7.0))
@@ -163,7 +163,7 @@ def test_one_bad_value_anywhere_is_still_bad_after_decoding(
     for at in {0, num_elements // 2, num_elements - 1}:
         spoiled = values.clone()
         spoiled[at] = bad
-        result = round_trip(codec, layout, body_of(layout, {"x": spoiled}))
+        result = round_trip(codec, layout, payload_of(layout, {"x": spoiled}))
         ((_, view),) = layout.views(result[: layout.total_bytes])
         assert torch.equal(~view.isfinite(), ~spoiled.isfinite())
 
@@ -190,6 +190,6 @@ def test_bf16_rounds_to_nearest_even() -> None:
     eps = 2.0**-8
     values = torch.tensor([1 + eps, 1 + 3 * eps, 1 + eps * 1.001, -(1 + eps)])
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (4,))])
-    result = round_trip(codec, layout, body_of(layout, {"w": values}))
+    result = round_trip(codec, layout, payload_of(layout, {"w": values}))
     ((_, view),) = layout.views(result[: layout.total_bytes])
     assert view.tolist() == [1.0, 1 + 4 * eps, 1 + 2 * eps, -1.0]

@@ -25,11 +25,11 @@ class PolicyMachine(RuleBasedStateMachine):
 
     mode: str
 
-    @initialize(settings=mode_settings(), pipelined=st.booleans())
-    def start(self, settings: dict[str, Any], pipelined: bool) -> None:
+    @initialize(settings=mode_settings(), delayed_update=st.booleans())
+    def start(self, settings: dict[str, Any], delayed_update: bool) -> None:
         kind = MODES.load(self.mode)
-        may = kind.may_pipeline and settings["staleness"] >= kind.least_pipelined_staleness
-        self.world = World(self.mode, {**settings, "pipelined": pipelined and may})
+        may = kind.may_delay_update and settings["staleness"] >= kind.least_delayed_staleness
+        self.world = World(self.mode, {**settings, "delayed_update": delayed_update and may})
         self.last_rank = (settings["num_workers"] or MAX_RANK) - 1
 
     def ranks(self, *states: str) -> list[int]:
@@ -104,7 +104,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.world.disconnect(live[pick % len(live)])
 
     def owed(self) -> list[int]:
-        """Ranks that lost their connection before they were answered."""
+        """Ranks that lost their connection before they were replied."""
         return [rank for rank in self.ranks("waiting") if self.world.store.live[rank].is_away]
 
     @precondition(lambda self: self.owed())

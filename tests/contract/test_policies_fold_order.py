@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.policies.base import Answer, Commit, Fold
+from paramserver.ps.policies.base import Commit, Fold, Reply
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 
 from ..records import contribution_of
@@ -118,7 +118,7 @@ def test_every_version_is_folded_in_rank_order_whoever_leaves_and_returns(mode: 
         for decision in decisions:
             if isinstance(decision, Fold):
                 folded.append(decision.rank)
-            elif isinstance(decision, Answer):
+            elif isinstance(decision, Reply):
                 ready.add(decision.rank)
             elif isinstance(decision, Commit):
                 assert folded == sorted(folded) == list(decision.ranks)
@@ -153,7 +153,7 @@ def test_who_returns_before_the_round_closes_is_folded_in_its_place(mode: str) -
         policy.joined(rank, 0.0)
     assert policy.left(0, 0.0) == []
     assert policy.contributed(1, contribution_of(1, 0), 0.0) == []
-    assert [type(decision) for decision in policy.joined(0, 0.0)] == [Answer]
+    assert [type(decision) for decision in policy.joined(0, 0.0)] == [Reply]
     assert policy.contributed(0, contribution_of(1, 0), 0.0) == [Fold(0, 1.0), Fold(1, 1.0)]
     assert policy.contributed(2, contribution_of(1, 0), 0.0)[0] == Fold(2, 1.0)
 
@@ -170,9 +170,9 @@ def test_who_returns_when_higher_ranks_are_folded_starts_with_the_next_round(mod
     assert policy.version == 1
     assert policy.contributed(1, contribution_of(2, 1), 0.0) == [Fold(1, 1.0)]
     assert policy.joined(0, 0.0) == []
-    fold, commit, *answers = policy.contributed(2, contribution_of(2, 1), 0.0)
+    fold, commit, *replies = policy.contributed(2, contribution_of(2, 1), 0.0)
     assert (fold, commit.ranks) == (Fold(2, 1.0), (1, 2))
-    assert [answer.rank for answer in answers] == [0, 1, 2]
+    assert [reply.rank for reply in replies] == [0, 1, 2]
     assert policy.committed_by == (1, 2)
 
 
@@ -210,7 +210,7 @@ def test_a_process_that_replaces_a_live_one_starts_at_once_however_little_memory
     policy = make_policy(mode, num_workers=2, max_staged=1)
     for rank in range(2):
         policy.joined(rank, 0.0)
-    assert [type(decision) for decision in policy.joined(0, 0.0)] == [Answer]
+    assert [type(decision) for decision in policy.joined(0, 0.0)] == [Reply]
     assert [policy.upload_position(rank) for rank in range(2)] == [0, 0]
     assert policy.contributed(1, contribution_of(1, 0), 0.0) == [Fold(1, 1.0)]
     assert policy.contributed(0, contribution_of(1, 0), 0.0)[0] == Fold(0, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.registry import MODES
-from paramserver.ps.policies.base import Answer, Commit, Outcome
+from paramserver.ps.policies.base import Commit, Outcome, Reply
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 from paramserver.worker.session import Progress
 
@@ -20,13 +20,13 @@ def test_training_starts_when_all_workers_have_joined(mode: str) -> None:
     assert policy.joined(2, 0.0) == []
     assert policy.joined(0, 0.0) == []
     assert policy.waiting_reason(0.0) == "2 of 3 workers have joined; missing rank 1"
-    answers = policy.joined(1, 0.0)
-    assert [(answer.rank, answer.outcome) for answer in answers] == [(rank, Outcome.START) for rank in range(3)]
+    replies = policy.joined(1, 0.0)
+    assert [(reply.rank, reply.outcome) for reply in replies] == [(rank, Outcome.START) for rank in range(3)]
     assert policy.waiting(0.0) == {}
     # Once started, fewer than num_workers go on.
-    assert all(not isinstance(d, Answer) for d in policy.left(2, 0.0))
+    assert all(not isinstance(d, Reply) for d in policy.left(2, 0.0))
     assert policy.waiting(0.0) == {}
-    # Among equals it is in the group when the others have taken their step.
+    # among all-reduce peers it is in the group when the others have taken their step.
     assert [a.outcome for a in policy.joined(2, 0.0)] == ([] if policy.group else [Outcome.START])
 
 
@@ -37,11 +37,11 @@ def test_training_holds_below_min_workers(mode: str) -> None:
     assert len(policy.joined(1, 0.0)) == 2
     policy.left(1, 0.0)
     decisions = policy.contributed(0, contribution_of(1, 0), 0.0)
-    assert not any(isinstance(decision, Answer) for decision in decisions)
+    assert not any(isinstance(decision, Reply) for decision in decisions)
     assert policy.waiting(0.0) == {0: "1 of at least 2 workers (policy.min_workers) are live"}
     assert policy.tick(1e9) == [], "no time-out lifts a hold"
     back = policy.joined(1, 0.0)
-    assert 1 in {decision.rank for decision in back if isinstance(decision, Answer)}
+    assert 1 in {decision.rank for decision in back if isinstance(decision, Reply)}
 
 
 # ---- steps ----------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_training_holds_below_min_workers(mode: str) -> None:
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (1, 4), (7, 3), (8, 4), (10, 1)])
 def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: int) -> None:
-    """The steps between answers add up to `steps`, also where a contribution covers several that do not divide it."""
+    """The steps between replies add up to `steps`, also where a contribution covers several that do not divide it."""
     policy = make_policy(mode, training_steps=steps, local_steps=local_steps, num_workers=2)
     for rank in (0, 1):
         policy.joined(rank, 0.0)
@@ -86,16 +86,16 @@ def test_finished_workers_hold_nobody_back(mode: str) -> None:
     assert policy.next_local_steps(0) == policy.next_local_steps(1) == 0
 
 
-@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if MODES.load(mode).may_pipeline])
+@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if MODES.load(mode).may_delay_update])
 @pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (7, 3), (8, 4), (10, 1)])
-def test_pipelined_workers_guess_their_steps_right(mode: str, steps: int, local_steps: int) -> None:
-    """Before its answer has come a worker knows how many local steps follow, and which contribution is the last."""
+def test_delayed_update_workers_guess_their_steps_right(mode: str, steps: int, local_steps: int) -> None:
+    """Before its reply has come a worker knows how many local steps follow, and which contribution is the last."""
     policy = make_policy(
-        mode, training_steps=steps, local_steps=local_steps, num_workers=1, staleness=3, pipelined=True
+        mode, training_steps=steps, local_steps=local_steps, num_workers=1, staleness=3, delayed_update=True
     )
     policy.joined(0, 0.0)
     progress = Progress(total_steps=steps)
-    progress.answered(0, 0, policy.next_local_steps(0), True)
+    progress.replied(0, 0, policy.next_local_steps(0), True)
     is_last = False
     while not is_last:
         is_last = progress.assume_counted()

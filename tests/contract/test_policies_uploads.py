@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.policies.base import Answer, Commit, Discard, Fold
+from paramserver.ps.policies.base import Commit, Discard, Fold, Reply
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 
@@ -30,11 +30,11 @@ class Uploads:
         self.pool = StagingPool(limit, 8)
         self.steps: dict[int, int] = {}
         self.wants: dict[int, asyncio.Task[Any]] = {}  # ask for memory
-        self.bodies: dict[int, Any] = {}  # upload
+        self.payloads: dict[int, Any] = {}  # upload
         self.staged: dict[int, Any] = {}  # accepted, not folded
         self.mean: Any = None
         self.computing: set[int] = set()
-        self.all_bodies: set[int] = set()
+        self.all_payloads: set[int] = set()
 
     def join(self, rank: int) -> None:
         self.perform(self.policy.joined(rank, 0.0))
@@ -47,13 +47,13 @@ class Uploads:
         for rank, task in list(self.wants.items()):
             if task.done():
                 del self.wants[rank]
-                self.bodies[rank] = task.result()
-                self.all_bodies.add(id(task.result()))
-        assert len({id(body) for body in [*self.bodies.values(), *self.staged.values()]}) == self.pool.num_lent
+                self.payloads[rank] = task.result()
+                self.all_payloads.add(id(task.result()))
+        assert len({id(payload) for payload in [*self.payloads.values(), *self.staged.values()]}) == self.pool.num_lent
         assert self.pool.num_lent <= self.pool.limit
 
     def complete(self, rank: int) -> None:
-        self.staged[rank] = self.bodies.pop(rank)
+        self.staged[rank] = self.payloads.pop(rank)
         contribution = contribution_of(self.policy.num_counted[rank] + 1, self.policy.version)
         self.perform(self.policy.contributed(rank, contribution, 0.0))
 
@@ -62,8 +62,8 @@ class Uploads:
             task = self.wants.pop(rank)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        elif rank in self.bodies:
-            self.pool.give_back(self.bodies.pop(rank))
+        elif rank in self.payloads:
+            self.pool.give_back(self.payloads.pop(rank))
         self.computing.discard(rank)
         self.perform(self.policy.left(rank, 0.0))
 
@@ -71,16 +71,16 @@ class Uploads:
         for decision in decisions:
             match decision:
                 case Fold(rank):
-                    body = self.staged.pop(rank)
+                    payload = self.staged.pop(rank)
                     if self.mean is None:
-                        self.mean = body
-                        self.pool.donate(body)
+                        self.mean = payload
+                        self.pool.donate(payload)
                     else:
-                        self.pool.give_back(body)
+                        self.pool.give_back(payload)
                 case Commit():
                     self.pool.reclaim([self.mean])
                     self.mean = None
-                case Answer(rank):
+                case Reply(rank):
                     self.computing.add(rank)
                 case Discard(rank):
                     self.pool.give_back(self.staged.pop(rank))
@@ -91,7 +91,7 @@ class Uploads:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObject) -> None:
-    """With any number of bodies and any order of arrival, somebody who asked for memory has it."""
+    """With any number of payloads and any order of arrival, somebody who asked for memory has it."""
 
     async def play() -> None:
         num_workers = data.draw(st.integers(1, 8))
@@ -103,7 +103,7 @@ def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObje
         next_rank = num_workers
         for _ in range(data.draw(st.integers(5, 60))):
             actions: list[tuple[str, int]] = [("ask", rank) for rank in sorted(uploads.computing)]
-            actions += [("complete", rank) for rank in sorted(uploads.bodies)]
+            actions += [("complete", rank) for rank in sorted(uploads.payloads)]
             if next_rank < num_workers + 2:
                 actions.append(("join", next_rank))
             if len(uploads.policy.members) > 1:
@@ -123,8 +123,8 @@ def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObje
             await let_coroutines_run()
             uploads.collect()
             if uploads.wants and not uploads.computing:
-                assert uploads.bodies, f"ranks {sorted(uploads.wants)} wait for memory that nobody gives back"
+                assert uploads.payloads, f"ranks {sorted(uploads.wants)} wait for memory that nobody gives back"
         # At most what may be lent, the mean, and one more while the mean is exchanged.
-        assert len(uploads.all_bodies) <= uploads.pool.limit + 2
+        assert len(uploads.all_payloads) <= uploads.pool.limit + 2
 
     asyncio.run(play())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer
+from paramserver.ps.policies.base import Reply
 
 from ..records import contribution_of
 
@@ -23,7 +23,7 @@ class Naive:
     bound: int
     num_workers: int
     numbers: dict[int, int] = field(default_factory=dict)  # by rank, kept when it leaves
-    live: dict[int, bool] = field(default_factory=dict)  # by rank: an answer is due
+    live: dict[int, bool] = field(default_factory=dict)  # by rank: an reply is due
     in_round: set[int] = field(default_factory=set)  # ranks, of those that have left too
     vacant: set[int] = field(default_factory=set)  # that have left the round without a contribution
     late: set[int] = field(default_factory=set)  # live ones that are in the next round only
@@ -48,8 +48,8 @@ class Naive:
         self.in_round.add(rank)
         self.live[rank] = True
 
-    def answered(self) -> set[int]:
-        """Who is answered after the event: everybody is looked at."""
+    def replied(self) -> set[int]:
+        """Who gets its reply after the event: everybody is looked at."""
         self.has_started = self.has_started or len(self.live) >= self.num_workers
         if not self.has_started or not self.live:
             return set()
@@ -88,8 +88,8 @@ def test_those_wait_who_must(mode: str, data: st.DataObject) -> None:
             contribution = contribution_of(naive.numbers[rank] + 1, based_on[rank])
             decisions = policy.contributed(rank, contribution, 0.0)
             naive.contribute(rank)
-        found = [decision.rank for decision in decisions if isinstance(decision, Answer)]
-        assert found == sorted(naive.answered())
+        found = [decision.rank for decision in decisions if isinstance(decision, Reply)]
+        assert found == sorted(naive.replied())
         based_on |= dict.fromkeys(found, policy.version)
         waiting = {rank for rank, is_due in naive.live.items() if is_due}
         assert policy.waiting(0.0).keys() == waiting

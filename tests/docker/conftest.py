@@ -42,11 +42,11 @@ def compose_command() -> list[str] | None:
 
 @pytest.fixture(scope="session")
 def engine() -> None:
-    """Skips where no engine answers."""
+    """Skips where no engine replies."""
     if shutil.which("docker") is None:
         pytest.skip("no docker on this machine: install docker.io and docker-compose")
     if subprocess.run(["docker", "version"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("no Docker engine answers (docker version fails): start one")
+        pytest.skip("no Docker engine replies (docker version fails): start one")
     if compose_command() is None:
         pytest.skip("neither `docker compose` nor docker-compose on this machine: install docker-compose")
 
@@ -98,7 +98,7 @@ class Project:
     def states(self, service: str) -> list[dict[str, Any]]:
         """The engine's State of each container, with RestartCount."""
         found = json.loads(docker("inspect", *self.ids(service)))
-        return [{**one["State"], "RestartCount": one["RestartCount"]} for one in found]
+        return [{**load["State"], "RestartCount": load["RestartCount"]} for load in found]
 
     def until(self, condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
         deadline = time.monotonic() + deadline_s

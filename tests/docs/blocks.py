@@ -47,7 +47,9 @@ class Block:
 def _regions(document: Document) -> Iterable[Region]:
     """Every block of a page, for sybil, with what stands before it as its mark."""
     fences = list(_FENCES(document))
-    found = [(one.start, one.end, one.lexemes["language"].strip(), str(one.lexemes["source"])) for one in fences]
+    found = [
+        (fence.start, fence.end, fence.lexemes["language"].strip(), str(fence.lexemes["source"])) for fence in fences
+    ]
     for match in _INDENTED.finditer(document.text):
         start, end = match.span(1)
         if not any(fence.start <= start < fence.end for fence in fences) and "<!---" not in match[1]:

@@ -53,13 +53,13 @@ def _simple(words: list[str]) -> Simple:
     return Simple(environ, tuple(words[:cut]))
 
 
-def check(one: Simple) -> str | None:
+def check(simple: Simple) -> str | None:
     """Try it without doing it. None: it is what a program takes; else why nobody can say. UsageError where not."""
-    argv = _behind_launchers(one.argv)
+    argv = _behind_launchers(simple.argv)
     if not argv or argv[0] in _WORDS:
         return None
     if argv[0].startswith("ps-"):
-        with mock.patch.dict(os.environ, one.environ):
+        with mock.patch.dict(os.environ, simple.environ):
             _check_ours(argv)
         return None
     if argv[0] == "make":

@@ -46,8 +46,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
     def look(entry: object) -> None:
         if isinstance(entry, dict | list):
-            for one in entry.values() if isinstance(entry, dict) else entry:
-                look(one)
+            for item in entry.values() if isinstance(entry, dict) else entry:
+                look(item)
         else:
             named.add(str(entry))
 

@@ -35,14 +35,14 @@ def op(name: str, rank: int | None = None, incarnation: int = 1, **fields: Any) 
 
 
 def applied(rank: int, step: int, version: int, *members: int) -> list[Line]:
-    """A contribution of an async or ssp run, from acceptance to answer."""
+    """A contribution of an async or ssp run, from acceptance to reply."""
     return [
         op("accept", rank, step=step, base_version=version - 1, version=version - 1, outcome="accepted"),
         op("commit", version=version, contributions=[[rank, 1, step]], members=list(members)),
-        op("answer", rank, step=step, version=version, outcome="APPLIED"),
+        op("reply", rank, step=step, version=version, outcome="APPLIED"),
     ]
 
 
 def joined(*ranks: int) -> list[Line]:
     lines = [op("join", rank, step=0, resumed=False) for rank in ranks]
-    return lines + [op("answer", rank, step=0, version=0, outcome="START") for rank in ranks]
+    return lines + [op("reply", rank, step=0, version=0, outcome="START") for rank in ranks]

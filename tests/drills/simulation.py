@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Discard, Refuse
+from paramserver.ps.policies.base import Commit, Discard, Refuse, Reply
 from paramserver.ps.policies.shared.decisions import Accept, Wait
 from paramserver.tests.drills.histories import Line
 
@@ -84,7 +84,7 @@ class Simulation:
         self.perform(self.policy.left(rank, 0.0))
 
     def resume(self, rank: int) -> None:
-        """The same process again after a lost connection; it asks for the answer it did not get."""
+        """The same process again after a lost connection; it asks for the reply it did not get."""
         self.incarnations[rank] += 1
         self.write("join", **self.place(rank), resumed=True)
         self.policy.disconnected(rank)
@@ -138,22 +138,22 @@ class Simulation:
                     members = sorted(self.policy.committed_by or self.policy.members)
                     taken = [self.taken(rank) for rank in ranks]
                     self.write("commit", version=self.policy.version, members=members, contributions=taken)
-                case Answer(rank, outcome):
+                case Reply(rank, outcome):
                     place = {"rank": rank, "incarnation": self.incarnations[rank]}
                     told: Line = {
                         "step": self.policy.num_counted[rank],
                         "version": self.policy.version,
                         "outcome": outcome.name,
                     }
-                    self.write("answer", **place, **told)
+                    self.write("reply", **place, **told)
                     if outcome.name != "START":
-                        self.write("answered", "worker", **place, **told)
+                        self.write("replied", "worker", **place, **told)
                     self.unanswered.discard(rank)
                     self.held[rank] = self.policy.version
 
     def taken(self, rank: int) -> list[int]:
         """The rank's first contribution that is in no version yet; it is now."""
-        found = next(one for one in self.open if one[0] == rank)
+        found = next(transport for transport in self.open if transport[0] == rank)
         self.open.remove(found)
         return found
 

@@ -256,10 +256,10 @@ def test_a_job_survives_a_kill_of_each_and_more(marked) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("mode", "lane"), [("ssp", "direct"), ("sync", "direct"), ("async", "shared"), ("localsgd", "grpc")]
+    ("mode", "transport"), [("ssp", "direct"), ("sync", "direct"), ("async", "shared"), ("localsgd", "grpc")]
 )
-def test_a_minute_of_everything(marked, mode: str, lane: str) -> None:
-    run = chaos(marked, "--seconds", "60", "--mode", mode, "--lane", lane, deadline_s=800)
+def test_a_minute_of_everything(marked, mode: str, transport: str) -> None:
+    run = chaos(marked, "--seconds", "60", "--mode", mode, "--transport", transport, deadline_s=800)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("passed")
 

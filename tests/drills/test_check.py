@@ -48,7 +48,7 @@ def test_a_skipped_contribution_counts_and_is_in_no_version(mode: str) -> None:
 def test_what_a_restart_takes_back_is_made_again() -> None:
     before = [start("async"), *joined(0), *applied(0, 1, 1, 0), op("snapshot", version=1, steps={"0": 1}, path="s")]
     again = start("async", incarnation=2, version=1, steps={"0": 1})
-    rejoined = [op("join", 0, 2, step=1, resumed=False), op("answer", 0, 2, step=1, version=1, outcome="START")]
+    rejoined = [op("join", 0, 2, step=1, resumed=False), op("reply", 0, 2, step=1, version=1, outcome="START")]
     lines = [*before, *applied(0, 2, 2, 0), again, *rejoined]
     tally = verdict_of(lines).tally
     assert messages(lines) == ""
@@ -121,7 +121,7 @@ def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> N
         {"op": "start", **told, "run": "r", "server_incarnation": 1, "step": 0, "version": 0},
         *applied(0, 1, 1, 0),
         {"op": "send", **told, "step": 2, "base_version": 1},
-        {"op": "answered", **told, "step": 2, "version": 2, "outcome": "APPLIED"},
+        {"op": "replied", **told, "step": 2, "version": 2, "outcome": "APPLIED"},
     ]
     assert messages(lines) == ""
     lines.append(op("end", version=1, steps={"0": 1}))
@@ -135,12 +135,12 @@ def test_a_new_run_in_the_same_file_begins_anew() -> None:
 
 
 class _NeverSoFarAhead(Rule):
-    def answered(self, rank: int, lead: int) -> str | None:
+    def replied(self, rank: int, lead: int) -> str | None:
         return f"rank {rank} is as far ahead as it must not be" if lead == self.start["options_of_ours"] else None
 
 
 def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type("OwnPolicy", (), {"rules": (_NeverSoFarAhead,), "answers_before_commit": False})
+    kind = type("OwnPolicy", (), {"rules": (_NeverSoFarAhead,), "replies_before_commit": False})
     monkeypatch.setattr(type(MODES), "names", lambda self: ["own"])
     monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
     lines: list[Line] = [
@@ -148,7 +148,7 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
          "staleness": None, "version": 0, "steps": {}, "source": None, "options": {}, "common": {},
          "options_of_ours": 0},
         {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},
-        {"op": "answer", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "step": 0, "version": 0,
+        {"op": "reply", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "step": 0, "version": 0,
          "outcome": "START"},
     ]  # fmt: skip
     assert "rank 0 is as far ahead as it must not be" in messages(lines)

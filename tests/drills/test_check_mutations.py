@@ -95,7 +95,7 @@ def join_at_another_number(lines: list[Line], chance: random.Random) -> None:
     def is_known(i: int) -> bool:
         segment = next(segment for segment in server_segments(lines) if i in segment)
         rank = lines[i].get("rank")
-        return is_op(lines, i, "join") and any(is_op(lines, j, "answer", rank=rank) for j in range(segment.start, i))
+        return is_op(lines, i, "join") and any(is_op(lines, j, "reply", rank=rank) for j in range(segment.start, i))
 
     lines[pick(lines, chance, is_known)]["step"] += 1
 
@@ -131,19 +131,19 @@ def forget_a_departure(lines: list[Line], chance: random.Random) -> None:
             if line["op"] == "join" and line["rank"] == place["rank"]:
                 return False
             if line["op"] == "commit":
-                return any(is_op(lines, j, "answer", **place) for j in range(i))
+                return any(is_op(lines, j, "reply", **place) for j in range(i))
         return False
 
     del lines[pick(lines, chance, matters)]
 
 
-def answer_with_older_weights(lines: list[Line], chance: random.Random) -> None:
-    """Older than what this worker has been given: `buffered` answers version 0 until its first group is full."""
+def reply_with_older_weights(lines: list[Line], chance: random.Random) -> None:
+    """Older than what this worker has been given: `buffered` replies version 0 until its first group is full."""
 
     def is_later(i: int) -> bool:
         segment = next(segment for segment in server_segments(lines) if i in segment)
-        return is_op(lines, i, "answer", outcome="APPLIED") and any(
-            is_op(lines, j, "answer", rank=lines[i]["rank"], incarnation=lines[i]["incarnation"])
+        return is_op(lines, i, "reply", outcome="APPLIED") and any(
+            is_op(lines, j, "reply", rank=lines[i]["rank"], incarnation=lines[i]["incarnation"])
             and lines[j]["version"] > 0
             for j in range(segment.start, i)
         )
@@ -151,17 +151,17 @@ def answer_with_older_weights(lines: list[Line], chance: random.Random) -> None:
     lines[pick(lines, chance, is_later)]["version"] = 0
 
 
-def answer_from_the_future(lines: list[Line], chance: random.Random) -> None:
-    lines[pick(lines, chance, lambda i: is_op(lines, i, "answer"))]["version"] += 1
+def reply_from_the_future(lines: list[Line], chance: random.Random) -> None:
+    lines[pick(lines, chance, lambda i: is_op(lines, i, "reply"))]["version"] += 1
 
 
 def tell_a_worker_what_is_not_true(lines: list[Line], chance: random.Random) -> None:
-    at = pick(lines, chance, lambda i: lines[i]["op"] == "answered" and lines[i]["outcome"] == "APPLIED")
+    at = pick(lines, chance, lambda i: lines[i]["op"] == "replied" and lines[i]["outcome"] == "APPLIED")
     lines[at]["step"] += 100
 
 
 def show_a_worker_older_weights(lines: list[Line], chance: random.Random) -> None:
-    at = pick(lines, chance, lambda i: lines[i]["op"] == "answered" and lines[i]["version"] > 0)
+    at = pick(lines, chance, lambda i: lines[i]["op"] == "replied" and lines[i]["version"] > 0)
     lines.insert(at + 1, {**lines[at], "version": lines[at]["version"] - 1})
 
 
@@ -169,7 +169,7 @@ MUTATIONS = [
     repeat_a_commit, apply_twice, drop_a_commit, skip_a_number, change_a_version, forget_an_acceptance,
     accept_of_an_older_incarnation, join_with_an_old_incarnation, join_at_another_number, snapshot_of_other_numbers,
     lose_what_was_durable, same_server_incarnation, negative_staleness, forget_a_departure,
-    answer_with_older_weights, answer_from_the_future, tell_a_worker_what_is_not_true, show_a_worker_older_weights,
+    reply_with_older_weights, reply_from_the_future, tell_a_worker_what_is_not_true, show_a_worker_older_weights,
 ]  # fmt: skip
 
 

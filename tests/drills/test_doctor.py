@@ -48,19 +48,19 @@ def test_local_steps_keep_exchanges_at_a_fifth_of_the_time(exchange_s: float, co
 def test_what_is_wrong_with_machines() -> None:
     measured = Measured(1000.0, {0: HEALTHY, 1: {**HEALTHY, "program": "2", "free_memory": 1 << 30, "fsync_s": 0.5}})
     measured.clocks = {1: 60.0}
-    found = [(one.level, one.text) for one in advice.checks(measured)]
+    found = [(finding.level, finding.text) for finding in advice.checks(measured)]
     assert found == [
         ("fail", "versions of program differ: worker 0 1, worker 1 2"),
         ("fail", "worker 1 (a): 1.1 GB of memory are free, 4.0 are needed"),
         ("warn", "worker 1 (a): a MiB takes 0.50 s to be on the disk"),
         ("warn", "worker 1 (a): its clock differs by +60.0 s"),
     ]
-    assert [one.level for one in advice.checks(Measured(1.0, {0: HEALTHY}))] == ["ok"]
+    assert [finding.level for finding in advice.checks(Measured(1.0, {0: HEALTHY}))] == ["ok"]
 
 
 def test_the_machine_of_the_server_is_looked_at_where_no_worker_is(tmp_path: Path) -> None:
     slow = {**HEALTHY, "host": "b", "fsync_s": 0.5, "free_memory": 1 << 30, "arrived": 5.0, "time": 5.0}
-    found = [(one.level, one.text) for one in advice.checks(Measured(1000.0, {0: HEALTHY}, server=slow))]
+    found = [(finding.level, finding.text) for finding in advice.checks(Measured(1000.0, {0: HEALTHY}, server=slow))]
     assert found[:2] == [
         ("fail", "server (b): 1.1 GB of memory are free, 4.0 are needed"),
         ("warn", "server (b): a MiB takes 0.50 s to be on the disk"),
@@ -80,13 +80,13 @@ def test_what_is_as_it_should_be_is_shown_too() -> None:
 
 def test_how_machines_are_joined_is_said() -> None:
     apart = Measured(1.0, {0: HEALTHY, 1: {**HEALTHY, "host": "b"}}, refused=[(1, "shared", "another host")])
-    found = [(one.level, one.text) for one in advice.checks(apart)]
+    found = [(finding.level, finding.text) for finding in advice.checks(apart)]
     assert found == [
         ("warn", "what machines exchange can be read and changed on the way: no TLS"),
-        ("ok", "worker 1 (b) has no lane shared: another host"),
+        ("ok", "worker 1 (b) has no transport shared: another host"),
     ]
     apart.security, apart.refused = "mutual TLS, token", []
-    assert [one.level for one in advice.checks(apart)] == ["ok"]
+    assert [finding.level for finding in advice.checks(apart)] == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_advice_by_link(megabit: float, says: str, first: str) -> None:
     20 Mbit/s q4 one second."""
     link, trip_s = Link(-1, "direct", megabit * 1e6 / 8, megabit * 1e6 / 8, 0.0), 0.001
     foreseen = advice.foresee(None, 2, 10.0, 0.1, link, trip_s)
-    sync = {one.codec: one for one in foreseen if one.mode == "sync"}
+    sync = {item.codec: item for item in foreseen if item.mode == "sync"}
     exact = 2 / (0.1 + trip_s + 2 * 10e6 / link.up)
     assert sync["raw"].steps_per_s == pytest.approx(exact, rel=0.02)
     assert sync["raw"].steps_per_s <= sync["int8"].steps_per_s <= sync["q4"].steps_per_s
-    diloco = {one.codec: one for one in foreseen if one.mode == "diloco"}
-    assert all(one.of_ideal >= 0.77 for one in diloco.values())
+    diloco = {item.codec: item for item in foreseen if item.mode == "diloco"}
+    assert all(text.of_ideal >= 0.77 for text in diloco.values())
     told = "\n".join(advice.sentences(foreseen, link, trip_s, 0.1, 10.0))
     assert says in told and first in told.partition("First try")[2]
 
@@ -118,7 +118,7 @@ def test_workers_that_share_a_link() -> None:
     shared = [Link(rank, "direct", 10e6, 20e6, 0.3, together=2.0) for rank in range(2)]
     assert advice.typical(shared) == Link(-1, "direct", 5e6, 10e6, 0.6)
     rates = [
-        next(one.steps_per_s for one in advice.foresee(None, 2, 10.0, 0.01, advice.typical(links), 0.0))
+        next(foreseen.steps_per_s for foreseen in advice.foresee(None, 2, 10.0, 0.01, advice.typical(links), 0.0))
         for links in (alone, shared)
     ]
     assert rates[0] == pytest.approx(2 * rates[1], rel=0.05)
@@ -177,9 +177,9 @@ def test_it_stops_when_medians_agree_although_rounds_do_not() -> None:
     assert stopped == [False, False, False, False, True, True, True]
 
 
-def said_of(rank: int, number: int, both_s: float, lane: str = "direct", given: str = "direct") -> dict:
+def said_of(rank: int, number: int, both_s: float, transport: str = "direct", given: str = "direct") -> dict:
     return {
-        "rank": rank, "kind": "lane", "round": number, "lane": lane, "given": given, "reason": "why not",
+        "rank": rank, "kind": "transport", "round": number, "transport": transport, "given": given, "reason": "why not",
         "up_s": both_s / 2, "both_s": both_s, "trip_s": 0.001, "trip_p99_s": 0.002,
     }  # fmt: skip
 
@@ -195,14 +195,14 @@ def test_figures_are_medians_of_what_was_said_so_far() -> None:
     for number, both_s in enumerate((0.2, 0.4, 0.3)):
         found.add(said_of(0, number, both_s))
         found.add(said_of(0, number, 0.1, "shared", "direct"))
-        found.add({"rank": 0, "kind": "together", "lane": "direct", "both_s": 2 * both_s})
+        found.add({"rank": 0, "kind": "together", "transport": "direct", "both_s": 2 * both_s})
     assert found.num_rounds == 0, "one worker has said nothing"
     (link,) = found.measured.links
-    assert (link.rank, link.lane, link.exchange_s, link.together) == (0, "direct", 0.3, 2.0)
+    assert (link.rank, link.transport, link.exchange_s, link.together) == (0, "direct", 0.3, 2.0)
     assert link.up == pytest.approx(4000 / (0.15 - 0.001)) and link.down == pytest.approx(4000 / 0.15)
     assert found.measured.refused == [(0, "shared", "why not")] and found.measured.clocks == {0: 0.5, 1: 0.5}
     found.add(said_of(1, 0, 1.0))
-    found.add({"rank": 1, "kind": "together", "lane": "direct", "both_s": 1.0})
+    found.add({"rank": 1, "kind": "together", "transport": "direct", "both_s": 1.0})
     assert found.num_rounds == 1 and found.of_round(0) == {(0, "direct"): 0.2, (1, "direct"): 1.0}
 
 
@@ -231,7 +231,7 @@ class Made:
                 yield said_of(0, number, value)
                 if number == self._after:
                     raise KeyboardInterrupt
-                yield {"rank": 0, "kind": "together", "lane": "direct", "both_s": value}
+                yield {"rank": 0, "kind": "together", "transport": "direct", "both_s": value}
         finally:
             self.is_ended = True
 
@@ -255,7 +255,20 @@ def test_the_run_is_ended_when_enough_is_known(values: list[float], after: int |
 
 @pytest.mark.parametrize("told", ["measuring", "starting"])
 def test_ctrl_c_shows_what_is_measured_so_far(cluster: Cluster, told: str) -> None:
-    flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.1", "-n", "1", "--lanes", "direct", "--budget", "600")
+    flags = (
+        "--mb",
+        "0.5",
+        "--compute",
+        "20ms",
+        "--seconds",
+        "0.1",
+        "-n",
+        "1",
+        "--transports",
+        "direct",
+        "--budget",
+        "600",
+    )
     doctor = cluster.start("doctor", "-m", "paramserver.launch", "doctor", *flags, "--set=log.level=debug")
     wanted = "round 2" if told == "measuring" else "starting"
     doctor.until(lambda: wanted in doctor.output, wanted)
@@ -269,50 +282,50 @@ def test_ctrl_c_shows_what_is_measured_so_far(cluster: Cluster, told: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", ["shared", "direct", "grpc"])
-def test_it_measures_a_lane(cluster: Cluster, lane: str) -> None:
-    flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "--lanes", lane, "--json", "--set",
+@pytest.mark.parametrize("transport", ["shared", "direct", "grpc"])
+def test_it_measures_a_transport(cluster: Cluster, transport: str) -> None:
+    flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "--transports", transport, "--json", "--set",
              "policy.local_steps=4")  # fmt: skip
     told = cluster.command("launch", "doctor", *flags)
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
-    assert {(link["rank"], link["lane"]) for link in found["links"]} == {(0, lane), (1, lane)}
+    assert {(link["rank"], link["transport"]) for link in found["links"]} == {(0, transport), (1, transport)}
     assert all(link["up"] > 1e6 and link["down"] > 1e6 and link["together"] >= 1 for link in found["links"])
     assert found["security"] == "none"
     assert set(found["round_trips"]) == set(found["machines"]) == {"0", "1"}
-    assert {one["mode"] for one in found["foreseen"]} == set(advice.MODES)
+    assert {item["mode"] for item in found["foreseen"]} == set(advice.MODES)
     assert "First try" in found["advice"][-1]
     assert not (cluster.folder / "runs").exists()
 
 
 @pytest.mark.slow
-def test_why_a_lane_is_not_there_is_said(cluster: Cluster) -> None:
+def test_why_a_transport_is_not_there_is_said(cluster: Cluster) -> None:
     flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "-n", "1", "--set", "server.shared_memory=false")
-    told = cluster.command("launch", "doctor", *flags, "--lanes", "shared,direct", "--json")
+    told = cluster.command("launch", "doctor", *flags, "--transports", "shared,direct", "--json")
     assert told.returncode == 0, told.stderr
-    said = [one["text"] for one in json.loads(told.stdout)["checks"]]
-    assert any("has no lane shared: " in one and "server" in one for one in said), said
-    told = cluster.command("launch", "doctor", *flags, "--lanes", "shared")
-    assert (told.returncode, "no worker was given a lane of shared: " in told.stderr) == (2, True), told.stderr
+    said = [check["text"] for check in json.loads(told.stdout)["checks"]]
+    assert any("has no transport shared: " in text and "server" in text for text in said), said
+    told = cluster.command("launch", "doctor", *flags, "--transports", "shared")
+    assert (told.returncode, "no worker was given a transport of shared: " in told.stderr) == (2, True), told.stderr
 
 
-def test_a_lane_that_is_none(cluster: Cluster) -> None:
-    told = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--lanes", "tin")
-    assert (told.returncode, "there is no lane 'tin'" in told.stderr) == (2, True)
+def test_a_transport_that_is_none(cluster: Cluster) -> None:
+    told = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--transports", "tin")
+    assert (told.returncode, "there is no transport 'tin'" in told.stderr) == (2, True)
 
 
 @pytest.mark.slow
 def test_what_was_foreseen_stands_beside_real_runs(cluster: Cluster) -> None:
-    """Each mode with the local steps that were foreseen, over the lane that was measured."""
+    """Each mode with the local steps that were foreseen, over the transport that was measured."""
     config = str(ROOT / "configs/digits.yaml")
-    flags = ("-n", "1", "--seconds", "0.3", "--lanes", "direct", "--verify", "--json")
+    flags = ("-n", "1", "--seconds", "0.3", "--transports", "direct", "--verify", "--json")
     told = cluster.command("launch", "doctor", config, *flags)
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
-    ran = [(one["mode"], one["codec"]) for one in found["verified"]]
+    ran = [(item["mode"], item["codec"]) for item in found["verified"]]
     assert ran == [*(("sync", codec) for codec in advice.CODECS), *((mode, "raw") for mode in advice.MODES[1:])]
-    for one in found["verified"]:
-        assert 0.1 < one["foreseen"] / one["measured"] < 10, found["verified"]
+    for entry in found["verified"]:
+        assert 0.1 < entry["foreseen"] / entry["measured"] < 10, found["verified"]
 
 
 @pytest.mark.slow
@@ -334,7 +347,7 @@ def test_what_is_foreseen_is_what_comes_of_it_on_a_link_of_100_megabit(cluster: 
             if made.returncode:
                 pytest.skip(f"{' '.join(command)}: {made.stderr.strip()}")
         doctor = (sys.executable, "-m", "paramserver.launch", "doctor", str(ROOT / "configs/digits.yaml"))
-        flags = ("--lanes", "direct", "--seconds", "2", "--verify", "--json")
+        flags = ("--transports", "direct", "--seconds", "2", "--verify", "--json")
         told = subprocess.run(
             [*inside, *doctor, *flags], cwd=cluster.folder, capture_output=True, text=True, check=False
         )
@@ -342,8 +355,8 @@ def test_what_is_foreseen_is_what_comes_of_it_on_a_link_of_100_megabit(cluster: 
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
     assert told.returncode == 0, told.stderr
     verified = json.loads(told.stdout)["verified"]
-    errors = {(one["mode"], one["codec"]): one["foreseen"] / one["measured"] - 1 for one in verified}
+    errors = {(item["mode"], item["codec"]): item["foreseen"] / item["measured"] - 1 for item in verified}
     print("\n".join(f"{mode:>12} {codec:>5} {error:+.0%}" for (mode, codec), error in errors.items()))
     wanted = {*errors} - {("diloco", "raw")}
     assert {("sync", "q4"), ("localsgd", "raw"), ("async_diloco", "raw")} <= wanted
-    assert {one: errors[one] for one in wanted if abs(errors[one]) > 0.25} == {}
+    assert {error: errors[error] for error in wanted if abs(errors[error]) > 0.25} == {}

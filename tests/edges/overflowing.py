@@ -21,8 +21,8 @@ def main() -> None:
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, optimizer)
         while not session.is_done:
-            for one in model.parameters():
-                one.grad = torch.full_like(one, 1e-5)
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1e-5)
             if session.step == step_at:
                 model[1].weight.grad.fill_(3e38 if name == "sgd" else 0.0)
             session.record(num_samples=1, loss=float("nan") if session.step == step_at else 1.0)

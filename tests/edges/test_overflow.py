@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
-from paramserver.tests.inner.conftest import Run
+from paramserver.tests.replica_group.conftest import Run
 from paramserver.tests.trainers.conftest import Forked
 
 MEMBER, SERVER = "paramserver.tests.edges.overflowing", "paramserver.ps.main"
@@ -29,9 +29,9 @@ def serve(run: Run, *flags: str) -> Forked:
 
 def worker(run: Run, rank: int, *words: str) -> Forked:
     place = {"RANK": str(rank), "PS_SERVER": run.address}
-    one = run._forks[MEMBER].fork(f"w{rank}", run.folder, *words, **place)
-    run.processes.append(one)
-    return one
+    item = run._forks[MEMBER].fork(f"w{rank}", run.folder, *words, **place)
+    run.processes.append(item)
+    return item
 
 
 def strictly(text: str) -> object:
@@ -40,15 +40,15 @@ def strictly(text: str) -> object:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    return sorted(one for one in folder.rglob("weights.safetensors"))
+    return sorted(path for path in folder.rglob("weights.safetensors"))
 
 
 def check_files(run: Run, *processes: Forked) -> Summary:
     """Everything that was written is JSON, and every snapshot is finite."""
     for line in (run.folder / "h.jsonl").read_text().splitlines():
         strictly(line)
-    for one in processes:
-        for line in one.output.splitlines():
+    for process in processes:
+        for line in process.output.splitlines():
             if line.startswith("{"):
                 strictly(line)
     kept = snapshots(run.folder / "kept")
@@ -62,16 +62,16 @@ def check_files(run: Run, *processes: Forked) -> Summary:
 def test_the_run_ends_as_diverged_and_says_where(run: Run, mode: str, optimizer: str) -> None:
     server = serve(run, "--mode", mode)
     workers = [worker(run, rank, optimizer, str(STEP_AT if optimizer == "sgd" else 0)) for rank in range(2)]
-    assert [one.wait() for one in (server, *workers)] == [16] * 3, server.output
+    assert [worker.wait() for worker in (server, *workers)] == [16] * 3, server.output
     (said,) = server.events("diverged")
     value = "-inf" if optimizer == "sgd" else "nan"
     assert f"has {value} in '1.weight'" in said["error"]
     assert "the weights overflowed: version" in said["error"]
     assert "of rank " in said["error"]
     assert ("(lr 1000)" if optimizer == "sgd" else "(lr 0.1, eps 0)") in said["error"]
-    for one in (server, *workers):
-        assert "Traceback" not in one.output
-        assert "the weights overflowed" in one.output
+    for item in (server, *workers):
+        assert "Traceback" not in item.output
+        assert "the weights overflowed" in item.output
     if optimizer == "adam":  # before there was a snapshot of anything but version 0
         return
     summary = check_files(run, server, *workers)
@@ -91,10 +91,10 @@ def test_of_several_shards_any_ends_all(run: Run) -> None:
     )  # fmt: skip
     run.processes.append(other)
     workers = [worker(run, rank, "sgd", str(STEP_AT)) for rank in range(2)]
-    assert [one.wait() for one in (server, other, *workers)] == [16] * 4, server.output + other.output
-    for one in (server, other, *workers):
-        assert "the weights overflowed: version 5 has -inf in '1.weight" in one.output
-        assert "Traceback" not in one.output
+    assert [worker.wait() for worker in (server, other, *workers)] == [16] * 4, server.output + other.output
+    for item in (server, other, *workers):
+        assert "the weights overflowed: version 5 has -inf in '1.weight" in item.output
+        assert "Traceback" not in item.output
     check_files(run, server, other, *workers)
 
 
@@ -103,10 +103,10 @@ def test_weights_that_workers_step_themselves(run: Run, mode: str) -> None:
     local = () if mode == "allreduce" else ("--local-steps", "2")
     server = serve(run, "--mode", mode, *local, "--set", "store.max_nonfinite=3")
     workers = [worker(run, rank, "sgd", str(STEP_AT)) for rank in range(2)]
-    codes = [one.wait() for one in workers]
+    codes = [worker.wait() for worker in workers]
     assert 16 in codes
     assert set(codes) <= {16, 15}, workers[0].output + workers[1].output
-    said = "\n".join(one.output for one in (server, *workers))
+    said = "\n".join(worker.output for worker in (server, *workers))
     assert "Traceback" not in said
     assert "1.weight" in said
     told = "the weights overflowed" if mode == "allreduce" else "contributions with NaN or Inf in '1.weight' in a row"
@@ -121,5 +121,5 @@ def test_a_large_step_that_is_finite_goes_on(run: Run) -> None:
     """Sums of weights overflow where no weight does."""
     server = serve(run, "--mode", "sync")
     workers = [worker(run, rank, "sgd", "-1") for rank in range(2)]
-    assert [one.wait() for one in (server, *workers)] == [0] * 3, server.output
+    assert [worker.wait() for worker in (server, *workers)] == [0] * 3, server.output
     assert torch.isfinite(load_file(run.folder / "w.safetensors")["1.weight"]).all()

@@ -35,7 +35,7 @@ def missing() -> str | None:
 
 
 def running(folder: Path) -> Iterator[SlurmCluster]:
-    """The body of a fixture: a cluster in `folder`, or a loud skip."""
+    """The payload of a fixture: a cluster in `folder`, or a loud skip."""
     why = missing()
     if why is not None:
         pytest.skip(why)

@@ -27,13 +27,16 @@ ONE_HOT = Path(__file__).parents[1] / "loopback" / "scripts" / "onehot.py"
 
 
 class Job(Cluster):
-    """One run with a history: a server and workers whose contributions are one-hot vectors, over `lane` alone."""
+    """One run with a history: a server and workers whose contributions are one-hot vectors, over `transport` alone."""
 
-    def __init__(self, folder: Path, lane: str) -> None:
+    def __init__(self, folder: Path, transport: str) -> None:
         super().__init__(folder)
-        self.lane = lane
+        self.transport = transport
         # Shared memory would go round the network, and the end of a run waits for a worker that may come back.
-        self._env |= {"PS_WORKER__LANES": {"direct": "direct,grpc"}.get(lane, lane), "PS_SERVER__ABSENT_S": "30"}
+        self._env |= {
+            "PS_WORKER__TRANSPORTS": {"direct": "direct,grpc"}.get(transport, transport),
+            "PS_SERVER__ABSENT_S": "30",
+        }
         self._env |= {"PS_SERVER__DIRECT": "true"}
         self._env |= {"PS_SERVER__STATUS_INTERVAL_S": "0.2"}
         self.history = History(folder / "history.jsonl")
@@ -56,7 +59,7 @@ class Job(Cluster):
     def proxy(self, plan: Callable[[int], Plan] = lambda _: Plan()) -> Proxy:
         """Before the server that was started last."""
         listening = [process for process in self.processes if process.name.startswith("server")][-1].event("listening")
-        return Proxy(self.address, plan, listening["direct_port"] if self.lane == "direct" else 0)
+        return Proxy(self.address, plan, listening["direct_port"] if self.transport == "direct" else 0)
 
     def until(self, condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
         """Wait for something in the history or the logs; every process must be there or have ended well."""
@@ -71,10 +74,10 @@ class Job(Cluster):
         come_late()
 
     def end(self, *processes: Process) -> None:
-        """All of these end by themselves, and well; workers that were not cut off there have kept to the lane."""
+        """All of these end by themselves, and well; workers that were not cut off there have kept to the transport."""
         assert [process.wait() for process in processes] == [0] * len(processes)
-        lanes = [event["lane"] for process in processes for event in process.events("tensors")[:1]]
-        assert set(lanes) <= {self.lane}
+        transports = [event["transport"] for process in processes for event in process.events("tensors")[:1]]
+        assert set(transports) <= {self.transport}
 
     def check(self) -> None:
         """Once all have ended: what was applied is what the history says, each contribution at most once."""
@@ -89,8 +92,8 @@ class Job(Cluster):
 class Rig(Job):
     """A job whose server and workers are hosts of a network of their own."""
 
-    def __init__(self, folder: Path, lane: str, net: Network) -> None:
-        super().__init__(folder, lane)
+    def __init__(self, folder: Path, transport: str, net: Network) -> None:
+        super().__init__(folder, transport)
         self.net = net
         self._prefix: tuple[str, ...] = ()
 
@@ -110,25 +113,25 @@ class Rig(Job):
 
 
 @pytest.fixture
-def lane(request: pytest.FixtureRequest) -> str:
-    return str(request.config.getoption("--lane"))
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.config.getoption("--transport"))
 
 
 @pytest.fixture
-def job(tmp_path: Path, lane: str) -> Iterator[Job]:
-    job = Job(tmp_path, lane)
+def job(tmp_path: Path, transport: str) -> Iterator[Job]:
+    job = Job(tmp_path, transport)
     yield job
     job.stop()
 
 
 @pytest.fixture
-def rig(request: pytest.FixtureRequest, tmp_path: Path, lane: str) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, tmp_path: Path, transport: str) -> Iterator[Rig]:
     """Two workers, or as many as the test's parameter says; skipped, with the reason, where there can be no
     namespaces."""
     if reason := network.why_not():
         pytest.skip(reason)
     net = Network(num_workers=getattr(request, "param", 2))
-    rig = Rig(tmp_path, lane, net)
+    rig = Rig(tmp_path, transport, net)
     try:
         net.set_up()
         yield rig

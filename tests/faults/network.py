@@ -74,12 +74,12 @@ class Network:
         self._drop(SERVER, "-s", address_of(rank), "-p", "tcp", "--dport", str(port))
         self._drop(rank, "-p", "tcp", "--sport", str(port))
 
-    def partition_pair(self, one: int, other: int) -> None:
+    def partition_pair(self, number: int, other: int) -> None:
         """Nothing passes between these two workers; both reach the server."""
-        self._drop(one, "-s", address_of(other))
-        self._drop(other, "-s", address_of(one))
+        self._drop(number, "-s", address_of(other))
+        self._drop(other, "-s", address_of(number))
 
-    def drop_answers(self, rank: int) -> None:
+    def drop_replies(self, rank: int) -> None:
         """What the server sends does not arrive at this worker; the other direction is whole."""
         self._drop(rank)
 

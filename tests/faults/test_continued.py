@@ -1,4 +1,4 @@
-"""A connection that breaks in the middle of a large body: what has come does not travel again (needs no root)."""
+"""A connection that breaks in the middle of a large payload: what has come does not travel again (needs no root)."""
 
 from __future__ import annotations
 
@@ -9,55 +9,59 @@ import torch
 
 from paramserver.tests.faults.proxy import Plan, Proxy
 
-PADDING = 8_000_000  # floats: 32 MB a body
-BODY = 4 * PADDING
+PADDING = 8_000_000  # floats: 32 MB a payload
+PAYLOAD = 4 * PADDING
 CAME = 24 << 20  # of the first contribution, behind the initial weights, when its connection is reset
 LOST = 20 << 20  # of that, at most: a piece that is not whole, and what the kernels of a busy machine still had
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", ["grpc", "direct"])
-def test_the_rest_of_a_body_goes_over_the_next_connection(job, figure, lane):
+@pytest.mark.parametrize("transport", ["grpc", "direct"])
+def test_the_rest_of_a_payload_goes_over_the_next_connection(job, figure, transport):
     server = job.serve("async", 1, 2, "--set", "server.lease_s=30")
-    proxy = job.proxy(lambda _: Plan(reset_after_up=None if proxy.num_resets else BODY + CAME))
+    proxy = job.proxy(lambda _: Plan(reset_after_up=None if proxy.num_resets else PAYLOAD + CAME))
     with proxy:
         worker = job.work(0, padding=PADDING, PS_SERVER=proxy.address)
         job.end(worker, server)
     (continued,) = worker.events("continued")
-    sent = sum(one.up for one in proxy.connections)
-    figure("MB sent again", (sent - 3 * BODY) / 1e6)
-    assert (continued["step"], continued["of"] // BODY) == (1, 1)
-    assert continued["num_bytes"] <= BODY - CAME + LOST
-    assert 3 * BODY <= sent <= 3 * BODY + LOST
+    sent = sum(connection.up for connection in proxy.connections)
+    figure("MB sent again", (sent - 3 * PAYLOAD) / 1e6)
+    assert (continued["step"], continued["of"] // PAYLOAD) == (1, 1)
+    assert continued["num_bytes"] <= PAYLOAD - CAME + LOST
+    assert 3 * PAYLOAD <= sent <= 3 * PAYLOAD + LOST
     assert torch.equal(job.applied(), torch.ones(1, 2))
     job.check()
 
 
-REPLY = {"raw": BODY, "bf16": BODY // 2, "int8": BODY // 4}  # bytes, about
+REPLY = {"raw": PAYLOAD, "bf16": PAYLOAD // 2, "int8": PAYLOAD // 4}  # bytes, about
 
 
 @pytest.mark.parametrize("codec", REPLY)
 @pytest.mark.parametrize(
-    "lane", [pytest.param("grpc", marks=pytest.mark.campaign), pytest.param("direct", marks=pytest.mark.slow)]
+    "transport", [pytest.param("grpc", marks=pytest.mark.campaign), pytest.param("direct", marks=pytest.mark.slow)]
 )
-def test_a_reply_that_breaks_off_comes_whole_over_the_next_connection(job, lane, codec):
+def test_a_reply_that_breaks_off_comes_whole_over_the_next_connection(job, transport, codec):
     """The connection is reset in the middle of the first reply, behind the weights to start from."""
     server = job.serve("async", 1, 3, "--set", "server.lease_s=30")
-    cut_at = BODY + REPLY[codec] * 3 // 4
+    cut_at = PAYLOAD + REPLY[codec] * 3 // 4
     proxy = job.proxy(lambda _: Plan(reset_after_down=None if proxy.num_resets else cut_at))
     with proxy:
-        worker = job.work(0, padding=PADDING, PS_SERVER=proxy.address, PS_WORKER__ANSWER_CODEC=codec)
+        worker = job.work(0, padding=PADDING, PS_SERVER=proxy.address, PS_WORKER__REPLY_CODEC=codec)
         job.end(worker, server)
     # START and final ones are raw; of differences one reply is the whole reference: so it is without a reset.
-    without_reset = 3 * BODY + 2 * REPLY[codec] if codec == "int8" else 2 * BODY + 3 * REPLY[codec]
+    without_reset = 3 * PAYLOAD + 2 * REPLY[codec] if codec == "int8" else 2 * PAYLOAD + 3 * REPLY[codec]
     assert proxy.num_resets == 1
-    assert without_reset < sum(one.down for one in proxy.connections) <= without_reset + cut_at - BODY + (2 << 20)
+    assert (
+        without_reset
+        < sum(connection.down for connection in proxy.connections)
+        <= without_reset + cut_at - PAYLOAD + (2 << 20)
+    )
     assert torch.equal(job.applied(), torch.ones(1, 3))
     job.check()
 
 
 @pytest.mark.parametrize(
-    ("lane", "mode"),
+    ("transport", "mode"),
     [
         pytest.param("direct", "sync", marks=pytest.mark.slow),
         pytest.param("grpc", "async", marks=pytest.mark.campaign),
@@ -65,15 +69,15 @@ def test_a_reply_that_breaks_off_comes_whole_over_the_next_connection(job, lane,
         pytest.param("direct", "async", marks=pytest.mark.campaign),
     ],
 )
-def test_of_two_shards_both_send_the_reply_again_where_one_broke_off(job, lane, mode):
+def test_of_two_shards_both_send_the_reply_again_where_one_broke_off(job, transport, mode):
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as also:
         port, direct_port = taken.getsockname()[1], also.getsockname()[1]
-    half = BODY // 2
+    half = PAYLOAD // 2
     server = job.serve(mode, 1, 3, "--shards", "2", "--set", "server.lease_s=30")
     way = Proxy(
         f"127.0.0.1:{port}",
         lambda _: Plan(reset_after_down=None if way.num_resets else half + half * 3 // 4),
-        direct_port if lane == "direct" else 0,
+        direct_port if transport == "direct" else 0,
     )
     with way:
         where = ("--listen", f"127.0.0.1:{port}", "--set", f"server.advertise={way.address}")

@@ -95,13 +95,13 @@ def test_a_short_cut_and_a_long_one(rig, figure):
     rig.check()
 
 
-# One that averages with others waits for them, who cannot answer either: it is as with a cut in both directions.
+# One that averages with others waits for them, who cannot reply either: it is as with a cut in both directions.
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "allreduce"])
 @pytest.mark.campaign
-def test_answers_that_do_not_arrive_are_asked_for_again(rig, figure, mode):
+def test_replies_that_do_not_arrive_are_asked_for_again(rig, figure, mode):
     """One way only: what the worker sends arrives, and counts, and nobody tells it so."""
     server, workers = begin(rig, mode, 120, 8.0)
-    rig.net.drop_answers(1)
+    rig.net.drop_replies(1)
     workers[1].event("connection_lost")
     rig.net.heal(1)
     figure("in a commit again after healing, s", back_after(rig))
@@ -114,16 +114,16 @@ def test_answers_that_do_not_arrive_are_asked_for_again(rig, figure, mode):
 
 @pytest.mark.slow
 def test_a_direct_connection_that_alone_is_cut(rig) -> None:
-    """Its stream and its heart go on. Both ends notice, and the worker goes on over gRPC, exactly once."""
-    if rig.lane != "direct":
+    """Its stream and its heartbeat go on. Both ends notice, and the worker goes on over gRPC, exactly once."""
+    if rig.transport != "direct":
         pytest.skip("there is none")
     server = rig.serve("async", 2, 200, "--set", "server.direct_port=47123")
     workers = [rig.work(rank, PAUSE_S) for rank in range(2)]
     rig.until(lambda: all(rig.history.last_step(rank) >= 5 for rank in range(2)), "first steps")
     rig.net.partition_port(1, 47123)
     rig.end(*workers, server)
-    assert [event["lane"] for event in workers[1].events("tensors")] == ["direct", "grpc"]
-    assert "port 47123 (server.direct_port): no answer" in workers[1].events("tensors")[1]["reason"]
+    assert [event["transport"] for event in workers[1].events("tensors")] == ["direct", "grpc"]
+    assert "port 47123 (server.direct_port): no reply" in workers[1].events("tensors")[1]["reason"]
     check_whole(rig, "async")
 
 
@@ -148,11 +148,11 @@ def test_who_reaches_the_server_and_not_others_goes_and_these_go_on(rig, figure,
     began = time.monotonic()
     for pair in pairs:
         rig.net.partition_pair(*pair)
-    left = [one for rank, one in enumerate(workers) if rank != goes]
+    left = [worker for rank, worker in enumerate(workers) if rank != goes]
     assert workers[goes].wait() == 15, workers[goes].output
     figure("until it has gone, s", time.monotonic() - began)
     assert "to average with" in workers[goes].output and "Traceback" not in workers[goes].output
-    assert [one.wait() for one in (*left, server)] == [0] * num, "".join(one.output for one in left)
+    assert [worker.wait() for worker in (*left, server)] == [0] * num, "".join(worker.output for worker in left)
     rig.check()
 
 

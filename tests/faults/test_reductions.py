@@ -26,14 +26,14 @@ def steps_of(folder, rank: int) -> list[tuple[float, float]]:
 
 def stalls(folder, dead_at: float, victim: int) -> list[float]:
     """Of the others: from the death to the end of the step that they were in, s."""
-    steps = [one for rank in RANKS if rank != victim for one in steps_of(folder, rank)]
+    steps = [item for rank in RANKS if rank != victim for item in steps_of(folder, rank)]
     return [ended - dead_at for began, ended in steps if began <= dead_at <= ended]
 
 
 def have_gone_on(folder, dead_at: float, victim: int) -> bool:
     """All others have taken a step since."""
     last = [steps_of(folder, rank)[-1:] for rank in RANKS if rank != victim]
-    return all(one and one[0][0] > dead_at for one in last)
+    return all(value and value[0][0] > dead_at for value in last)
 
 
 @pytest.mark.timeout(1800)
@@ -50,7 +50,7 @@ def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing
     began, found = time.monotonic(), []
     for number in range(num_kills):
         # All are in one group: then whoever is killed has others that wait for it.
-        workers[0].until(lambda: all(_members(one) == 3 for one in workers), "a group of all")
+        workers[0].until(lambda: all(_members(worker) == 3 for worker in workers), "a group of all")
         victim = chance.choice(RANKS)
         dead = folder / f"dead.{number}"
         draft = folder / "draft"
@@ -62,9 +62,11 @@ def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing
         server.until(lambda victim=victim, at=dead_at: have_gone_on(folder, at, victim), "next step of the others")
         found += stalls(folder, dead_at, victim)
         workers[victim] = cluster.script(victim, script, str(folder))
-    workers[0].until(lambda: all(_members(one) == 3 for one in workers), "a group of all")
+    workers[0].until(lambda: all(_members(worker) == 3 for worker in workers), "a group of all")
     (folder / "enough").touch()
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0, 0], "\n".join(one.output for one in workers)
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0, 0], "\n".join(
+        worker.output for worker in workers
+    )
     check = cluster.command("launch", "check", "h.jsonl")
     assert check.returncode == 0, check.stdout + check.stderr
     lines = [json.loads(line) for line in (folder / "h.jsonl").read_text().splitlines()]
@@ -72,14 +74,17 @@ def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing
     versions = [line["contributions"] for line in lines if line["op"] == "commit"]
     for contributions in versions:
         told = [slope(rank, number) for rank, _, number in contributions]
-        mean = sum(one * weight for one, weight in told) / sum(weight for _, weight in told)
+        mean = sum(item * weight for item, weight in told) / sum(weight for _, weight in told)
         speed = MOMENTUM * speed + mean
         at -= LR * speed
     (weights,) = load_file(folder / "w.safetensors").values()
     assert float((weights - at * direction()).abs().max()) <= 1e-9, f"seed {SEED}"
     figure("kills in a reduction", num_kills)
     figure("steps", len(versions))
-    figure("steps of two, of one", (sum(len(one) == 2 for one in versions), sum(len(one) == 1 for one in versions)))
+    figure(
+        "steps of two, of one",
+        (sum(len(version) == 2 for version in versions), sum(len(version) == 1 for version in versions)),
+    )
     figure("others that were in it", len(found))
     figure("their stall, s: median, worst", (round(median(found or [0]), 3), round(max(found, default=0), 3)))
     figure("seconds", round(time.monotonic() - began, 1))

@@ -1,4 +1,4 @@
-"""Connections are reset in the middle of uploads and of answers, and answers are lost (proxy.py; needs no root)."""
+"""Connections are reset in the middle of uploads and of replies, and replies are lost (proxy.py; needs no root)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADDING = 30_000  # floats: an exchange is about 120 kB each way
 
 def begin(job, proxy_plan, mode: str, num_workers: int, steps: int, *flags: str):
     """A run whose workers reach the server through a proxy. The lease is long: on a machine that is busy enough for a
-    beat to come too late, a round would close without its worker, and that is another test's."""
+    heartbeat to come too late, a round would close without its worker, and that is another test's."""
     lease = ("--set", "server.lease_s=30")
     server = job.serve(mode, num_workers, steps, "--set", "policy.staleness=2", *lease, *flags)
     proxy = job.proxy(proxy_plan)
@@ -38,14 +38,14 @@ def resets(seed: int, exchanges: float):
 def show(job, proxy: Proxy, figure, seconds: float) -> None:
     contributions, outcomes = len(job.history.lines("commit")), job.history.outcomes()
     figure("commits", contributions)
-    figure("resets in uploads, in answers", (proxy.num_resets_up, proxy.num_resets_down))
+    figure("resets in uploads, in replies", (proxy.num_resets_up, proxy.num_resets_down))
     figure("resumed", sum(job.history.resumes(rank) for rank in range(job.num_workers)))
-    figure("answered from the table", outcomes["repeated"])
+    figure("replied from the table", outcomes["repeated"])
     figure("seconds", seconds)
 
 
 @pytest.mark.slow
-def test_resets_in_uploads_and_answers(job, figure):
+def test_resets_in_uploads_and_replies(job, figure):
     """Every other exchange or so; the first connection ends in the middle of the initial weights."""
     seed = 4
     random_plan = resets(seed, exchanges=2.0)

@@ -54,7 +54,7 @@ class Killer:
         self.back.append(self._let_in(start["t"])[0]["t"] - start["t"])
 
     def _let_in(self, since: float) -> list[dict]:
-        return [line for line in self.job.history.lines("answer", outcome="START") if line["t"] > since]
+        return [line for line in self.job.history.lines("reply", outcome="START") if line["t"] > since]
 
     def _check_files(self, path: Path, newest: dict) -> None:
         """What was loaded has the hash that its manifest, and where it got that far the history, says."""
@@ -147,8 +147,8 @@ def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
     assert client.pull(False, write) == start["version"]
     client.close()
     saved = load_file(job.folder / start["source"] / "weights.safetensors")
-    body = b"".join(saved[name].numpy().tobytes() for name in ("seen", "padding"))
-    assert bytes(pulled[: len(body)]) == body
+    payload = b"".join(saved[name].numpy().tobytes() for name in ("seen", "padding"))
+    assert bytes(pulled[: len(payload)]) == payload
     worker.signal(signal.SIGCONT)
     job.end(worker, server)
     job.check()

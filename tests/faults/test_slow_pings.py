@@ -1,4 +1,4 @@
-"""Behind a long queue a ping is answered later than a worker waits for it at first: it learns to wait longer."""
+"""Behind a long queue a ping gets its reply later than a worker waits for it at first: it learns to wait longer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STALL_S = 5.0  # longer than a connection waits at first (2 s) and then (4 s), s
 def test_a_connection_lost_to_an_unanswered_ping_is_followed_by_more_patient_ones(job):
     server = job.serve("async", 1, 400, "--set", "server.lease_s=30")
     proxy = job.proxy(lambda _: Plan())
-    worker = job.work(0, pause_s=0.02, PS_SERVER=proxy.address, PS_WORKER__LANES="grpc")
+    worker = job.work(0, pause_s=0.02, PS_SERVER=proxy.address, PS_WORKER__TRANSPORTS="grpc")
     with proxy:
         for stalls in range(1, 4):
             wanted = job.history.last_step(0) + 5

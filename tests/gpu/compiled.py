@@ -20,7 +20,7 @@ with paramserver.connect() as session:
         loss = F.mse_loss(model(x.to(device)), y.to(device))
         optimizer.zero_grad()
         loss.backward()
-        assert {one.grad.device.type for one in plain.parameters()} == {device}
+        assert {parameter.grad.device.type for parameter in plain.parameters()} == {device}
         optimizer.step()
         losses.append(loss.item())
 print(f"LOSSES {losses[0]} {losses[-1]} {session.rank}")

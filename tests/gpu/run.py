@@ -44,15 +44,15 @@ def needed() -> list[str]:
 def lacking(requirements: list[str]) -> list[str]:
     """Those that this interpreter does not meet, with what it has."""
     found = []
-    for one in requirements:
-        name, _, least = one.partition(">=")
+    for requirement in requirements:
+        name, _, least = requirement.partition(">=")
         try:
             has = metadata.version(name)
         except metadata.PackageNotFoundError:
             found.append(f"{name} (none)")
             continue
         if _numbers(has) < _numbers(least):
-            found.append(f"{one} (has {has})")
+            found.append(f"{requirement} (has {has})")
     return found
 
 
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--requirements", action="store_true", help="print all but torch and numpy, and end")
     told, more = parser.parse_known_args()
     if told.requirements:
-        print(*(one for one in needed() if one.partition(">=")[0] not in _OWN))
+        print(*(text for text in needed() if text.partition(">=")[0] not in _OWN))
         return 0
     began, out = time.monotonic(), told.out.resolve()
     who = f"{sys.executable} (Python {sys.version.split()[0]})"
@@ -120,7 +120,7 @@ def main() -> int:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "GPU_TEST_DEVICE": told.device}
     env |= {"PYTHONDONTWRITEBYTECODE": ""}
     flags = ["-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={out / 'tests.xml'}"]
-    if find_spec("xdist") and not any(one.startswith("-n") for one in more):
+    if find_spec("xdist") and not any(text.startswith("-n") for text in more):
         flags += ["-n", "4" if told.device == "cuda" else "2"]
     code = within([sys.executable, "-m", "pytest", *flags, *(more or ["tests/gpu"])], env, began + BUDGET_S)
     if code is None:

@@ -36,13 +36,13 @@ class Checked:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         points, labels = batch
         output = model(points)
-        found = {one.device.type for one in (points, labels, output, *model.parameters())}
+        found = {parameter.device.type for parameter in (points, labels, output, *model.parameters())}
         assert found <= set(self._devices) and len(found) == 1, f"computed on {found}, not on {self._devices}"
         assert output.dtype == self._precision, f"computed in {output.dtype}, not in {self._precision}"
         return F.cross_entropy(output.float(), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
-        points, labels = (one.to(device) for one in self._data.tensors)
+        points, labels = (tensor.to(device) for tensor in self._data.tensors)
         with torch.no_grad():
             return {"loss": F.cross_entropy(model(points).float(), labels).item()}

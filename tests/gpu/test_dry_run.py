@@ -73,5 +73,5 @@ def test_the_benchmarks_have_these_flags() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, *arguments in runner._BENCHMARKS.values():
         known = {flag for option in commands[name].params for flag in option.opts}
-        given = {one for one in [*arguments, "--json"] if one.startswith("--")}
+        given = {argument for argument in [*arguments, "--json"] if argument.startswith("--")}
         assert given | ({"--device"} if name == "exchange" else set()) <= known

@@ -40,7 +40,7 @@ def test_a_replica_group_of_one_process_over_nccl(cluster: Cluster, device: str)
         "--mode", "sync", "--workers", "1", "--steps", STEPS, "--lr", "0.05", "--set=output.store=false"
     )
     worker = cluster.start(
-        "member", "-m", "paramserver.worker.inner", "1", "-m", "paramserver.worker", "--rank", "0", "--server",
+        "member", "-m", "paramserver.worker.replica_group", "1", "-m", "paramserver.worker", "--rank", "0", "--server",
         cluster.address, *task(device), "--device", device, PS_WORKER__GROUP="true", PS_LOG__LEVEL="debug",
     )  # fmt: skip
     assert worker.wait() == 0, worker.output

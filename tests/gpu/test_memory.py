@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.worker.tensors.pinned import PinnedMemory
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
@@ -48,12 +48,12 @@ def test_a_codec_encodes_gradients_of_a_gpu_to_the_bits_of_a_cpu(device: str, na
     found = []
     for where in (device, "cpu"):
         layout = ModelTensors(model_on(where)).layout
-        body = new_body(layout.total_bytes)
+        payload = new_payload(layout.total_bytes)
         payload = gathered(where, "gradient")
-        body[: payload.numel()] = payload
+        payload[: payload.numel()] = payload
         codec = CODECS.load(name)()
         encoded = torch.zeros(codec.encoded_bytes(layout), dtype=torch.uint8)
-        codec.encoder(layout).begin(body, encoded)
+        codec.encoder(layout).begin(payload, encoded)
         found.append(encoded)
     assert torch.equal(*found)
 
@@ -64,7 +64,7 @@ def test_weights_that_arrive_are_on_the_device(device: str) -> None:
     tensors = ModelTensors(model)
     transfer = make_transfer(tensors)
     for value in (0.25, -3.0):
-        payload = new_body(tensors.layout.total_bytes)
+        payload = new_payload(tensors.layout.total_bytes)
         for _, view in tensors.layout.views(payload):
             view.fill_(value)
         transfer.write(0, memoryview(payload.numpy()))
@@ -82,7 +82,7 @@ def test_staging_buffers_are_pinned(cuda: None) -> None:
 
 def test_a_segment_is_pinned_while_it_is_used_and_released_after(cuda: None) -> None:
     tensors = ModelTensors(model_on("cuda"))
-    transfer, segment = make_transfer(tensors), new_body(tensors.layout.total_bytes)
+    transfer, segment = make_transfer(tensors), new_payload(tensors.layout.total_bytes)
     assert isinstance(transfer, StagedTransfer) and not segment.is_pinned()
     list(transfer.place("gradient", segment))
     assert transfer._pinned is not None and transfer._pinned.is_pinned and segment.is_pinned()
@@ -96,7 +96,7 @@ def test_a_segment_is_pinned_while_it_is_used_and_released_after(cuda: None) -> 
 def test_memory_is_released_a_hundred_times(cuda: None) -> None:
     """What is not released adds up: here to 6.4 GB of locked memory."""
     for _ in range(100):
-        pinned = PinnedMemory(new_body(64 << 20), torch.cuda.cudart())
+        pinned = PinnedMemory(new_payload(64 << 20), torch.cuda.cudart())
         assert pinned.is_pinned
         pinned.release()
         assert not pinned.is_pinned
@@ -104,11 +104,11 @@ def test_memory_is_released_a_hundred_times(cuda: None) -> None:
 
 def test_gradients_that_leave_early_are_those_that_leave_at_once(cuda: None) -> None:
     tensors = ModelTensors(model_on("cuda"))
-    transfer, segment = make_transfer(tensors), new_body(tensors.layout.total_bytes)
+    transfer, segment = make_transfer(tensors), new_payload(tensors.layout.total_bytes)
     last = list(range(tensors.num_exchanged))[-2:]
     assert transfer.prepare(last, segment)
     list(transfer.place("gradient", segment, last))
-    whole = new_body(tensors.layout.total_bytes)
+    whole = new_payload(tensors.layout.total_bytes)
     list(make_transfer(tensors).place("gradient", whole))
     for index in last:
         entry = tensors.layout.entries[index]

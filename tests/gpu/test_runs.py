@@ -35,7 +35,7 @@ def test_workers_train_in_every_mode(cluster: Cluster, device: str, mode: str) -
     summary = run(cluster, device, "--mode", mode)
     assert summary["mode"] == mode
     if mode not in ("single", "allreduce"):
-        assert {worker["lane"] for worker in summary["workers"]} == {"shared memory"}
+        assert {worker["transport"] for worker in summary["workers"]} == {"shared memory"}
 
 
 @pytest.mark.parametrize("transport", ["direct", "grpc"])  # shared memory is the default, above
@@ -43,9 +43,9 @@ def test_workers_train_in_every_mode(cluster: Cluster, device: str, mode: str) -
 def test_every_transport_carries_every_kind_of_contribution(
     cluster: Cluster, device: str, mode: str, transport: str
 ) -> None:
-    lanes = f"worker.lanes={transport}" if transport == "grpc" else f"worker.lanes={transport},grpc"
-    summary = run(cluster, device, "--mode", mode, "--set", lanes)
-    assert {worker["lane"] for worker in summary["workers"]} == {TRANSPORTS[transport]}
+    transports = f"worker.transports={transport}" if transport == "grpc" else f"worker.transports={transport},grpc"
+    summary = run(cluster, device, "--mode", mode, "--set", transports)
+    assert {worker["transport"] for worker in summary["workers"]} == {TRANSPORTS[transport]}
 
 
 def test_a_run_on_a_gpu_ends_with_the_weights_of_a_run_on_a_cpu(cluster: Cluster, device: str) -> None:
@@ -101,7 +101,7 @@ def test_a_compiled_model_trains(cluster: Cluster, device: str) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     told = [line.partition("LOSSES ")[2].split() for line in (ran.stdout + ran.stderr).splitlines() if "LOSSES" in line]
-    assert {one[2] for one in told} == {"0", "1"}
+    assert {item[2] for item in told} == {"0", "1"}
     for first, last, _ in told:
         assert float(last) < 0.2 * float(first), told
 

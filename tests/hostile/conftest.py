@@ -30,7 +30,7 @@ from paramserver.proto import parameter_server_pb2 as pb
 from ..records import contribution_proto
 
 DEADLINE_S = 120.0
-# Too large for one message and for a connection's first window: its bodies wait in flow control when nobody reads.
+# Too large for one message and for a connection's first window: its payloads wait in flow control when nobody reads.
 NUM_FLOATS = 100_000
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (NUM_FLOATS,))])
 _OPTIONS = (
@@ -81,23 +81,23 @@ class Peer:
         self.send(join_bytes(self.rank))
         welcome = self.receive("welcome").header
         self.send(model_bytes())
-        received = self.receive("answer", "send_weights")
+        received = self.receive("reply", "send_weights")
         if received.kind == "send_weights":
             self.send(*initial_weights())
-            received = self.receive("answer")
+            received = self.receive("reply")
         self._take(received)
         return welcome
 
     def contribute(self) -> None:
         self.send(*contribution(self.step + 1, self.version))
 
-    def answer(self) -> str:
-        received = self.receive("answer")
+    def reply(self) -> str:
+        received = self.receive("reply")
         self._take(received)
-        return str(pb.Answer.Outcome.Name(received.header.outcome))
+        return str(pb.Reply.Outcome.Name(received.header.outcome))
 
     def _take(self, received: Any) -> None:
-        left = received.header.body_bytes - len(received.data)
+        left = received.header.payload_bytes - len(received.data)
         while left > 0:
             left -= len(self.receive(None).data)
         self.step, self.version = received.header.step, received.header.version
@@ -205,10 +205,10 @@ class DirectPeer(Peer):
 
     def join(self) -> Any:
         self.send(join_bytes(self.rank), model_bytes())
-        received = self.receive("answer", "send_weights")
+        received = self.receive("reply", "send_weights")
         if received.kind == "send_weights":
             self.send(*initial_weights())
-            received = self.receive("answer")
+            received = self.receive("reply")
         self._take(received)
         return self.welcome.header
 
@@ -231,7 +231,7 @@ class DirectPeer(Peer):
 
 
 class RawPeer:
-    """One HTTP/2 connection made by hand. Answers pings; without `room` it never lets the server send more than
+    """One HTTP/2 connection made by hand. Replies pings; without `room` it never lets the server send more than
     HTTP/2's first 64 KiB."""
 
     def __init__(self, address: str, room: bool = True) -> None:
@@ -308,7 +308,7 @@ def model_bytes(layout: Layout = LAYOUT) -> bytes:
 
 
 def initial_weights(layout: Layout = LAYOUT) -> Iterable[bytes]:
-    header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=layout.total_bytes))
+    header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=layout.total_bytes))
     return message_frames(header, [memoryview(bytes(layout.total_bytes))])
 
 
@@ -332,7 +332,7 @@ class Server:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self._path = folder / "server.log"
-        self.lane = "grpc"  # of its peers
+        self.transport = "grpc"  # of its peers
         self._peers: list[Any] = []
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PS_", "RANK", "WORLD_SIZE"))}
         env |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -366,8 +366,8 @@ class Server:
         return found()[0]
 
     def peer(self, rank: int | None = None) -> Peer:
-        """Over the lane of the test."""
-        kind = DirectPeer if self.lane == "direct" else Peer
+        """Over the transport of the test."""
+        kind = DirectPeer if self.transport == "direct" else Peer
         self._peers.append(kind(self.address, rank))
         return self._peers[-1]  # type: ignore[no-any-return]
 
@@ -382,12 +382,13 @@ class Server:
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
     def check_is_well(self, rank: int) -> None:
-        """It serves a well-behaved worker over the lane of the test, and nothing unexpected has happened inside it."""
+        """It serves a well-behaved worker over the transport of the test, and nothing unexpected has happened inside
+        it."""
         peer = self.peer(rank)
         peer.join()
-        assert peer.is_direct == (self.lane == "direct"), self.output
+        assert peer.is_direct == (self.transport == "direct"), self.output
         peer.contribute()
-        assert peer.answer() == "APPLIED"
+        assert peer.reply() == "APPLIED"
         peer.close()
         assert "Traceback" not in self.output, self.output
         assert not self.events("internal_error"), self.events("internal_error")
@@ -422,10 +423,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Whose peers go over the lane that is the parameter, if there is one."""
-    running.lane = getattr(request, "param", "grpc")
+    """Whose peers go over the transport that is the parameter, if there is one."""
+    running.transport = getattr(request, "param", "grpc")
     yield running
-    running.lane = "grpc"
+    running.transport = "grpc"
 
 
 class _Wire:

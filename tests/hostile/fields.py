@@ -40,23 +40,23 @@ KINDS = {
 _TABLE = """
 WorkerMessage     join model initial_weights contribution finish leave begin taken stop : part Stream.read
 WorkerMessage     state figures rows optimizer ask_again : part Stream.read
-WorkerMessage     placed offset left_out : whole BodyReader
-WorkerMessage     data : bytes BodyReader
+WorkerMessage     placed offset left_out : whole PayloadReader
+WorkerMessage     data : bytes PayloadReader
 Join              run host device program_version process : text header
 Join              rank : whole header
-Join              incarnation server_incarnation answers_taken : whole compared
+Join              incarnation server_incarnation replies_taken : whole compared
 Join              pid : whole shown
 Join              seated resumed : flag any
 Model             tensors : part layout_from_proto
 Model             fingerprint : text compared
 Model             optimizer : part optimizer_from_proto
 Model             segment : part open_segment
-Model             answer_codec : text header
+Model             reply_codec : text header
 Model             codecs : text codec_named
 Model             direct : flag Joining.meet
 Model             contribution : choice compared
-Model             lane_reason : text shown
-Model             meeting : address header
+Model             transport_reason : text shown
+Model             rendezvous : address header
 Segment           host : text compared
 Segment           label : text open_segment
 Segment           pid descriptor num_bytes : whole open_segment
@@ -74,10 +74,10 @@ Table             init_std : real make_spec
 Table             hyperparameters : values make_spec
 ParameterGroup    tensors : text optimizer_from_proto
 ParameterGroup    hyperparameters : values check_hyperparameters
-InitialWeights    body_bytes : whole compared
+InitialWeights    payload_bytes : whole compared
 Begin             num_bytes : whole compared
 Begin             codec : text header
-Begin             in_shared_memory : flag Lane.carries
+Begin             in_shared_memory : flag Transport.carries
 Rows              table count : whole Tables.read
 Contribution      seq : whole header
 Contribution      counts base timing payload training completion first position : part header
@@ -90,7 +90,7 @@ Base              reference : whole compared
 Timing            compute_s transfer_s : real header
 PayloadInfo       codec : text header
 PayloadInfo       num_bytes : whole compared
-PayloadInfo       in_shared_memory : flag Lane.carries
+PayloadInfo       in_shared_memory : flag Transport.carries
 PayloadInfo       without_gradient : whole Model.names_here
 PayloadInfo       continues : flag any
 TrainingInfo      hyperparameters : values check_hyperparameters
@@ -128,9 +128,9 @@ Leave             failure : text header
 Leave             exit_code : whole Conversation._leave
 MetricsEntry      key : text header
 MetricsEntry      value : real shown
-ServerMessage     welcome send_weights waiting answer final snapshot shared_memory state : part Shard._expect
-ServerMessage     placed offset left_out : whole BodyReader
-ServerMessage     data : bytes BodyReader
+ServerMessage     welcome send_weights waiting reply final snapshot shared_memory state : part Shard._expect
+ServerMessage     placed offset left_out : whole PayloadReader
+ServerMessage     data : bytes PayloadReader
 Welcome           run : text header
 Welcome           rank step : whole header
 Welcome           incarnation server_incarnation : whole compared
@@ -140,19 +140,19 @@ Welcome           resumed takes_left_out : flag any
 Welcome           lease_s : real header
 Welcome           shards : address header
 Welcome           direct held : part header
-Held              step body_bytes : whole header
+Held              step payload_bytes : whole header
 Held              codec : text header
 Held              ranges : whole header
 Held              crc : hash compared
 Direct            port : whole header
 Direct            ticket : bytes header
-Beat              run process : text header
-Beat              rank : whole Roster.is_member
-Beat              evaluates : flag any
-Beat              figures : part header
-Pulse             is_gone : flag any
-Pulse             lease_s : real unread
-Pulse             durable_version over_epoch server_incarnation : whole compared
+HeartbeatRequest              run process : text header
+HeartbeatRequest              rank : whole Roster.is_member
+HeartbeatRequest              evaluates : flag any
+HeartbeatRequest              figures : part header
+HeartbeatReply             is_gone : flag any
+HeartbeatReply             lease_s : real unread
+HeartbeatReply             durable_version over_generation server_incarnation : whole compared
 SharedMemory      accepted : flag any
 SharedMemory      reason : text shown
 RunSettings       mode task eval_every merge : text header
@@ -162,33 +162,34 @@ RunSettings       pull_every overlap_steps epochs : whole any
 RunSettings       task_args : values check_named_by_server
 RunSettings       optimizer : part check_arguments
 RunSettings       polyak merge_alpha : real header
-RunSettings       pipelined ends_by_figures union_batch : flag any
+RunSettings       delayed_update ends_by_figures union_batch : flag any
 RunSettings       train : values TrainConfig
 Waiting           reason : text shown
-Answer            outcome : choice header
-Answer            step version body_bytes training_steps batches steps reference num_workers worker_index : whole header
-Answer            next_local_steps in_step : whole any
-Answer            staleness : whole unread
-Answer            held_s : real header
-Answer            same_batches_as : whole header
-Answer            reason : text shown
-Answer            segment : part open_segment
-Answer            codec : text header
-Answer            began group rates : part header
-Answer            spare bring bring_optimizer : flag any
-Answer            checked_reference : whole compared
-Answer            reference_crc : hash compared
-Answer            left_out : part Reference._codecs
+Reply            outcome : choice header
+Reply            step version payload_bytes training_steps batches steps reference num_workers worker_index : whole
+header
+Reply            next_local_steps in_step : whole any
+Reply            staleness : whole unread
+Reply            gate_wait_s : real header
+Reply            same_batches_as : whole header
+Reply            reason : text shown
+Reply            segment : part open_segment
+Reply            codec : text header
+Reply            began group rates : part header
+Reply            evaluator bring upload_optimizer : flag any
+Reply            checked_reference : whole compared
+Reply            reference_crc : hash compared
+Reply            left_out : part Reference._codecs
 LeftOut           tensors : whole Reference._codecs
-Group             epoch members : whole header
-Group             meeting : address header
+Group             generation members : whole header
+Group             rendezvous : address header
 Group             secret : bytes header
 Group             held : flag any
-Final             version body_bytes : whole header
+Final             version payload_bytes : whole header
 Final             evaluate : flag any
 Final             segment : part open_segment
 Snapshot          run : text header
-Snapshot          version body_bytes : whole header
+Snapshot          version payload_bytes : whole header
 Snapshot          tensors : part layout_from_proto
 ShardReport       number heard : whole Tape
 ShardReport       said : json Lines.read
@@ -209,7 +210,7 @@ StatusReply       workers : part unread
 StatusReply       values : part unread
 StatusReply       settings : part read_settings
 WorkerStatus      rank : whole unread
-WorkerStatus      state waiting_for lane codec : text unread
+WorkerStatus      state waiting_for transport codec : text unread
 WorkerStatus      values : part unread
 ValuesEntry       key : text unread
 ValuesEntry       value : real unread
@@ -240,11 +241,11 @@ def all_fields(file: object = pb.DESCRIPTOR) -> dict[tuple[str, str], FieldDescr
 def wrong(file: object = pb.DESCRIPTOR) -> list[str]:
     """Fields without a rule, rules without a field, and rules for a field of another type, as sentences."""
     fields = all_fields(file)
-    missing = [f"{'.'.join(one)} has no rule in tests/hostile/fields.py" for one in fields.keys() - RULES.keys()]
-    stale = [f"there is no {'.'.join(one)} any more" for one in RULES.keys() - fields.keys()]
+    missing = [f"{'.'.join(field)} has no rule in tests/hostile/fields.py" for field in fields.keys() - RULES.keys()]
+    stale = [f"there is no {'.'.join(rule)} any more" for rule in RULES.keys() - fields.keys()]
     other = [
-        f"{'.'.join(one)} is no {RULES[one].kind}"
-        for one, field in fields.items()
-        if one in RULES and field.type not in KINDS[RULES[one].kind]
+        f"{'.'.join(item)} is no {RULES[item].kind}"
+        for item, field in fields.items()
+        if item in RULES and field.type not in KINDS[RULES[item].kind]
     ]
     return sorted(missing + stale + other)

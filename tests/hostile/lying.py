@@ -45,7 +45,7 @@ def welcoming(message: pb.Welcome, *more: pb.ServerMessage) -> Script:
         yield pb.ServerMessage(welcome=message).SerializeToString()
         if next(incoming, None) is None:
             return
-        yield from (one.SerializeToString() for one in more)
+        yield from (server_message.SerializeToString() for server_message in more)
         for _ in incoming:  # until the worker goes
             pass
 
@@ -53,13 +53,13 @@ def welcoming(message: pb.Welcome, *more: pb.ServerMessage) -> Script:
 
 
 @contextmanager
-def lying_server(script: Script, pulses: int = 1) -> Iterator[str]:
-    """Its address. It answers each beat with so many pulses."""
-    pulse = pb.Pulse(lease_s=5.0, server_incarnation=1).SerializeToString()
+def lying_server(script: Script, heartbeat_replies: int = 1) -> Iterator[str]:
+    """Its address. It replies each heartbeat with so many heartbeat_replies."""
+    heartbeat_reply = pb.HeartbeatReply(lease_s=5.0, server_incarnation=1).SerializeToString()
     handlers: dict[str, Any] = {
         "Exchange": grpc.stream_stream_rpc_method_handler(lambda incoming, _: script(incoming)),
         "Heartbeat": grpc.stream_stream_rpc_method_handler(
-            lambda beats, _: (pulse for _ in beats for _ in range(pulses))
+            lambda heartbeats, _: (heartbeat_reply for _ in heartbeats for _ in range(heartbeat_replies))
         ),
     }
     server = grpc.server(futures.ThreadPoolExecutor(8))

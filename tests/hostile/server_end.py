@@ -59,8 +59,8 @@ class ServerEnd:
         worker = Worker(server, hostile.random.choice([0, 0, 0, 1, 70_000]))
         polite = self._polite(server)
         keep = hostile.random.randint(0, len(polite) - 1)
-        for one in polite[:keep]:
-            worker.stream.send(*one)
+        for chunk in polite[:keep]:
+            worker.stream.send(*chunk)
             await turns(20)
         for at in range(hostile.random.randint(1, 3)):
             worker.stream.send(*self._impolite(hostile, polite[(keep + at) % len(polite)]))
@@ -84,19 +84,19 @@ class ServerEnd:
             1, num_samples=1, wants_weights=True, num_bytes=SMALL.exchange_bytes, generation=1, loss=1.0,
             hyperparameters=[struct({"lr": 0.5})], first=pb.FirstInfo(num_samples=9), position=pb.Position(step=0),
         ))  # fmt: skip
-        body = [memoryview(bytes(SMALL.exchange_bytes))]
-        model = pb.Model(contribution=kind, meeting="127.0.0.1:1", fingerprint=SMALL.fingerprint)
+        payload = [memoryview(bytes(SMALL.exchange_bytes))]
+        model = pb.Model(contribution=kind, rendezvous="127.0.0.1:1", fingerprint=SMALL.fingerprint)
         model.tensors.add(name="w", kind=pb.TensorSpec.PARAMETER, dtype="float32", shape=[8])
         model.optimizer.name = "SGD"
         model.optimizer.groups.add(tensors=["w"], hyperparameters=struct({"lr": 0.5}))
-        weights = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=SMALL.total_bytes))
+        weights = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=SMALL.total_bytes))
         return [
             [frame(pb.WorkerMessage(join=pb.Join(rank=0, host="here", process="p")))],
             [frame(pb.WorkerMessage(model=model))],
-            [] if server.engine.model.has_weights else list(message_frames(weights, body)),
+            [] if server.engine.model.has_weights else list(message_frames(weights, payload)),
             [frame(pb.WorkerMessage(state=pb.State(num_bytes=4, piece=b"abcd")))],
             [frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=SMALL.exchange_bytes)))],
-            list(message_frames(header, body)),
+            list(message_frames(header, payload)),
             [frame(pb.WorkerMessage(figures=pb.Figures(version=1, step=1, figures={"loss": 1.0})))],
             [frame(pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1)))],
             [frame(pb.WorkerMessage(leave=pb.Leave(metrics={"loss": 1.0})))],
@@ -119,25 +119,25 @@ class ServerEnd:
     async def _beside(self, hostile: Hostile, server: Server) -> None:
         """The calls that are no conversation."""
         service, call = server.service, Worker(server, 0).stream
-        message, answer = hostile.random.choice([
-            (pb.Beat(run="run", process="p", figures=pb.Figures(version=1, figures={"loss": 1.0})), self._beat),
+        message, reply = hostile.random.choice([
+            (pb.HeartbeatRequest(run="run", process="p", figures=pb.Figures(version=1, figures={"loss": 1.0})), self._heartbeat),
             (pb.PullRequest(), service.pull),
             (pb.RowsRequest(run="run", ids=bytes(8)), service.pull_rows),
         ])  # fmt: skip
         hostile.spoil(message)
         if isinstance(message, pb.PullRequest):  # it would wait for the version, which is no hang
             message.ClearField("version")
-        answered = answer(server, message, call) if answer == self._beat else answer(message, call)
-        (error,) = await asyncio.gather(answered, return_exceptions=True)
+        replied = reply(server, message, call) if reply == self._heartbeat else reply(message, call)
+        (error,) = await asyncio.gather(replied, return_exceptions=True)
         if isinstance(error, BaseException):
             assert isinstance(error, Aborted) and str(error) != "INTERNAL", repr(error)
             self.num_refused += 1
 
-    async def _beat(self, server: Server, beat: pb.Beat, context: Any) -> None:
-        async def beats() -> Any:
-            yield beat
+    async def _heartbeat(self, server: Server, heartbeat: pb.HeartbeatRequest, context: Any) -> None:
+        async def heartbeats() -> Any:
+            yield heartbeat
 
-        async for _ in server.service.heartbeat(beats(), context):
+        async for _ in server.service.heartbeat(heartbeats(), context):
             pass
 
 
@@ -148,7 +148,7 @@ class ShardEnd:
         self.num_refused = 0
         self._own = Config(server={"shard": 1, "shards": 2})
         self._config = shared_config(Config(run={"mode": "async"}, server={"shards": 2}))
-        self._said = [LINES.write(one) for one in (
+        self._said = [LINES.write(item) for item in (
             Register(1, 2, "127.0.0.1:9"), Ready(), ShardFailed("why"), Digest(256, "abc"), GoOn(1), End("why", 1),
             BeginRun("run", 1, None, self._config), events.Offered(0, 1, "m", "o"), contributed(0, 1, 1, 0),
             events.Stored(1, 1), events.Measured(1, 1.0), events.AskedAgain(0, 1, 1), events.Brought(0, 1),

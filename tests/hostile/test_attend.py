@@ -50,8 +50,8 @@ def test_reports_that_are_no_json_and_silent_calls(start_server: Callable[..., A
             await asyncio.wait_for(asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED), 30)
             await hears_a_shard(channel)
             found = await asyncio.wait_for(asyncio.gather(*silent), 30)
-            no_beat = f"no Beat within {JOIN_S:g} s (server.join_timeout_s)"
-            assert await asyncio.wait_for(beating, 30) == (grpc.StatusCode.INVALID_ARGUMENT, no_beat)
+            no_heartbeat = f"no HeartbeatRequest within {JOIN_S:g} s (server.join_timeout_s)"
+            assert await asyncio.wait_for(beating, 30) == (grpc.StatusCode.INVALID_ARGUMENT, no_heartbeat)
             assert {code for code, _ in found} == {grpc.StatusCode.INVALID_ARGUMENT}
             # The shard was the newest for a moment, and cost one more of them.
             assert Counter(words for _, words in found) == {

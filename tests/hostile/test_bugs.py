@@ -75,7 +75,7 @@ def test_a_model_that_no_memory_holds(start_server, wire):
     peer.send(wire.join_bytes(0), wire.model_bytes(wire.layout(size)))
     peer.receive("welcome")
     peer.receive("send_weights")
-    peer.send(pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=4 * size)).SerializeToString())
+    peer.send(pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=4 * size)).SerializeToString())
     assert peer.ended()[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
     assert server.popen.poll() is None
     assert "Traceback" not in server.output

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.common.wire.frames import body_frames, frame
+from paramserver.common.wire.frames import frame, payload_frames
 
-both_lanes = pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
+both_transports = pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
 
 
 def version(server) -> int:
@@ -17,25 +17,25 @@ def version(server) -> int:
     return peer.version
 
 
-@both_lanes
+@both_transports
 def test_a_contribution_replayed_on_another_connection_counts_once(server, wire):
     """Whoever recorded a worker's bytes and plays them again fences that worker, and changes nothing else."""
     victim = server.peer(20)
     victim.join()
     recorded = list(wire.contribution(victim.step + 1, victim.version))
     victim.send(*recorded)
-    assert victim.answer() == "APPLIED"
+    assert victim.reply() == "APPLIED"
     before = version(server)
     thief = server.peer(20)
     assert thief.join().step == victim.step
     for _ in range(2):
         thief.send(*recorded)
-        assert thief.answer() == "REPEATED"
+        assert thief.reply() == "REPEATED"
     assert victim.ended()[1] == "REPLACED"
     assert version(server) == before
 
 
-@both_lanes
+@both_transports
 def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire):
     """At most one of them is the rank; what the other one sends has no effect."""
     before = version(server)
@@ -44,12 +44,12 @@ def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire
         peer.join()
     for peer in peers:
         peer.send(*wire.contribution(peer.step + 1))
-    assert peers[1].answer() == "APPLIED"
+    assert peers[1].reply() == "APPLIED"
     assert peers[0].ended()[1] == "REPLACED"
     assert version(server) == before + 1
 
 
-@both_lanes
+@both_transports
 @pytest.mark.parametrize("ahead", [2, 3, 2**40, 2**63])
 def test_a_step_that_is_not_the_next_one(server, wire, ahead):
     peer = server.peer(22)
@@ -59,7 +59,7 @@ def test_a_step_that_is_not_the_next_one(server, wire, ahead):
     assert version(server) == peer.version
 
 
-@both_lanes
+@both_transports
 @pytest.mark.parametrize("ahead", [1, 2**40, 2**63])
 def test_a_version_that_nobody_was_given(server, wire, ahead):
     """It would make the contribution look computed in the future, in the staleness and in the history."""
@@ -70,24 +70,24 @@ def test_a_version_that_nobody_was_given(server, wire, ahead):
     assert version(server) == peer.version
 
 
-@both_lanes
+@both_transports
 def test_pieces_out_of_order_and_pieces_that_never_come(server, wire):
-    body = bytes(wire.LAYOUT.exchange_bytes)
-    pieces = list(body_frames([memoryview(body)], chunk_bytes=1 << 16))
+    payload = bytes(wire.LAYOUT.exchange_bytes)
+    pieces = list(payload_frames([memoryview(payload)], chunk_bytes=1 << 16))
     peer = server.peer(23)
     peer.join()
     before = peer.version
     peer.send(frame(wire.contribution_header(peer.step + 1)), *reversed(pieces))
-    assert peer.answer() == "APPLIED"
+    assert peer.reply() == "APPLIED"
     peer.send(frame(wire.contribution_header(peer.step + 1)), *pieces[1:], frame(wire.contribution_header(1)))
     status, reason, text = peer.ended()
     assert (status, reason) == ("INVALID_ARGUMENT", "BAD_REQUEST")
-    assert "got contribution, expected taken or a piece of a body" in text
+    assert "got contribution, expected taken or a piece of a payload" in text
     assert version(server) == before + 1
 
 
-@both_lanes
-def test_a_body_that_begins_again_and_again(server, wire):
+@both_transports
+def test_a_payload_that_begins_again_and_again(server, wire):
     peer = server.peer(24)
     peer.join()
     peer.send(*[wire.begin_bytes()] * 20)

@@ -41,7 +41,7 @@ def shows_it_works(server: Server) -> None:
     peer = server.peer()
     peer.join()
     peer.contribute()
-    assert peer.answer() == "APPLIED"
+    assert peer.reply() == "APPLIED"
 
 
 def message(raw: bytes) -> bytes:
@@ -65,14 +65,14 @@ def test_a_ticket_is_good_once(server: Server) -> None:
 
 def test_a_ticket_is_for_the_stream_that_was_given_it(server: Server) -> None:
     """Another one says that it has gone direct: it has shown no ticket of its own."""
-    one, offered = welcomed(server)
+    item, offered = welcomed(server)
     other, _ = welcomed(server)
     assert knock(offered.port, HELLO + offered.ticket).recv(1) == TAKEN
     model = pb.WorkerMessage.FromString(model_bytes())
     model.model.direct = True
     other.send(model.SerializeToString())
     assert other.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
-    one.close()
+    item.close()
     shows_it_works(server)
 
 
@@ -86,7 +86,7 @@ def test_a_ticket_ends_with_its_stream(server: Server) -> None:
 
 
 def direct_peer(server: Server) -> tuple[Any, socket.socket]:
-    """One that is through with joining: initial weights brought, answered, all over the socket."""
+    """One that is through with joining: initial weights brought, replied, all over the socket."""
     peer, offered = welcomed(server)
     connection = knock(offered.port, HELLO + offered.ticket)
     assert connection.recv(1) == TAKEN
@@ -112,7 +112,7 @@ def test_no_protobuf(server: Server) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 2**40])
-def test_bytes_placed_beyond_the_body(server: Server, offset: int) -> None:
+def test_bytes_placed_beyond_the_payload(server: Server, offset: int) -> None:
     shows_it_works(server)  # the run has weights
     peer, connection = direct_peer(server)
     header = contribution_header(1, 0)
@@ -122,7 +122,7 @@ def test_bytes_placed_beyond_the_body(server: Server, offset: int) -> None:
     shows_it_works(server)
 
 
-def test_one_that_stops_in_the_middle_of_a_body(server: Server) -> None:
+def test_one_that_stops_in_the_middle_of_a_payload(server: Server) -> None:
     """Its bytes are owed: after limits.progress_s without one it is let go."""
     shows_it_works(server)
     peer, connection = direct_peer(server)
@@ -147,7 +147,7 @@ def is_drained(connection: socket.socket) -> bool:
 @pytest.fixture
 def direct(server: Server) -> Server:
     """Peers of it speak over direct connections."""
-    server.lane = "direct"
+    server.transport = "direct"
     return server
 
 
@@ -167,7 +167,7 @@ def exchanges(server: Server, rank: int) -> Any:
     peer = server.peer(rank)
     peer.join()
     peer.contribute()
-    assert peer.answer() == "APPLIED"
+    assert peer.reply() == "APPLIED"
     return peer
 
 
@@ -179,7 +179,7 @@ def test_a_length_byte_by_byte(direct: Server) -> None:
         peer.raw(bytes([byte]))
     exchanges(direct, 49)
     peer.raw(said[-1:])
-    assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")  # the body that was announced, of which nothing comes
+    assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")  # the payload that was announced, of which nothing comes
 
 
 def test_one_that_closes_its_socket_and_not_its_stream(direct: Server) -> None:
@@ -195,7 +195,7 @@ def test_one_that_goes_on_over_the_stream(direct: Server) -> None:
     peer = exchanges(direct, 53)
     Peer.send(peer, *contribution(peer.step + 1, peer.version))  # over gRPC
     peer.contribute()
-    assert peer.answer() == "APPLIED"
+    assert peer.reply() == "APPLIED"
     assert exchanges(direct, 54).version == peer.version + 1
 
 

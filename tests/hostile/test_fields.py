@@ -45,7 +45,7 @@ def test_a_new_field_has_none():
     """The same file with one more field, and without another."""
     file = descriptor_pb2.FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(file)
-    join = next(one for one in file.message_type if one.name == "Join")
+    join = next(item for item in file.message_type if item.name == "Join")
     join.field.add(name="run_this", number=99, type=9, label=1)
     del join.field[0]
     pool = descriptor_pool.DescriptorPool()
@@ -61,9 +61,9 @@ def test_a_new_field_has_none():
     assert "there is no Join.run any more" in told
 
 
-BY_HEADER = [one for one, rule in RULES.items() if rule.checked_by == "header" and rule.kind != "part"]
+BY_HEADER = [item for item, rule in RULES.items() if rule.checked_by == "header" and rule.kind != "part"]
 SOUND = {
-    "Welcome": welcome(), "RunSettings": settings(), "Answer": pb.Answer(outcome=pb.Answer.APPLIED, num_workers=1),
+    "Welcome": welcome(), "RunSettings": settings(), "Reply": pb.Reply(outcome=pb.Reply.APPLIED, num_workers=1),
     "Direct": pb.Direct(port=1, ticket=bytes(32)),
 }  # fmt: skip
 _NARROW = {FieldDescriptor.TYPE_UINT32: 2**32 - 1, FieldDescriptor.TYPE_SINT32: 2**31 - 1}
@@ -105,7 +105,7 @@ def without_garbage_collection():
         gc.enable()
 
 
-def campaign(end, num_inputs, seed, one):
+def campaign(end, num_inputs, seed, item):
     """Each input has a seed of its own: what fails is done again by it alone. Returns how many there were. Garbage is
     collected between inputs: by then it takes a second, and no input's."""
     done = number = 0
@@ -117,7 +117,7 @@ def campaign(end, num_inputs, seed, one):
             noted.clear()
             started = time.process_time()
             try:
-                found = one(Hostile(seed + number))
+                found = item(Hostile(seed + number))
             except BaseException as error:
                 raise AssertionError(f"{type(end).__name__}, seed {seed + number}") from error
             assert not noted, f"{type(end).__name__}, seed {seed + number}: {noted[:3]}"
@@ -148,11 +148,11 @@ def test_no_value_of_any_field_does_any_harm(thousands):
     warm_up()
     server, shard, snapshot = ServerEnd(), ShardEnd(), SnapshotEnd()
     with WorkerEnd() as worker:
-        for one in range(200):  # what is read once, such as the id of this boot
+        for item in range(200):  # what is read once, such as the id of this boot
             for end in (worker, shard, snapshot):
-                end.one(Hostile(one))
-        for one in range(6):
-            server.talk(Hostile(one))
+                end.one(Hostile(item))
+        for item in range(6):
+            server.talk(Hostile(item))
         num = campaign(worker, 400 * thousands, seed, worker.one)
     num += campaign(server, 200 * thousands, seed, server.talk)
     num += campaign(shard, 200 * thousands, seed, shard.one)

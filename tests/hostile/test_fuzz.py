@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from paramserver.common.errors import ParamServerError
 from paramserver.common.wire.checks import check_header
-from paramserver.common.wire.frames import BodyReader, Frame, parse
+from paramserver.common.wire.frames import Frame, PayloadReader, parse
 from paramserver.common.wire.protocol import (
     SERVICE,
     hyperparameters_from_proto,
@@ -68,7 +68,7 @@ def _stops(raw: bytes) -> bool:
 
 
 def pieces_of(random: random.Random) -> list[Frame]:
-    """Pieces of a body of 4096 bytes: most of them fit, some lie."""
+    """Pieces of a payload of 4096 bytes: most of them fit, some lie."""
     found = []
     for _ in range(random.randint(1, 6)):
         offset, length = (
@@ -99,7 +99,7 @@ def take(raw: bytes) -> None:
 
 
 def assemble(pieces: list[Frame]) -> None:
-    reader = BodyReader(4096, lambda *_: None, lambda *_: None)
+    reader = PayloadReader(4096, lambda *_: None, lambda *_: None)
     for piece in pieces:
         reader.feed(piece)
 
@@ -126,14 +126,14 @@ def campaign(num_inputs: int, seed: int, wire: Any) -> tuple[int, float]:
 
 
 def conversation(wire: Any) -> list[bytes]:
-    """What a well-behaved worker says, one message of each kind; bodies are small."""
+    """What a well-behaved worker says, one message of each kind; payloads are small."""
     groups = [{"lr": 0.1, "betas": [0.9, 0.999], "nesterov": True, "name": "x"}]
     contribution = wire.contribution_header(1, num_bytes=32, codec="raw", loss=1.0, compute_s=0.1, transfer_s=0.1)
     for values in groups:
         contribution.contribution.training.hyperparameters.add().update(values)
     contribution.data = bytes(32)
     said = [
-        pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=32), data=bytes(32)),
+        pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=32), data=bytes(32)),
         contribution,
         pb.WorkerMessage(begin=pb.Begin(num_bytes=32)),
         pb.WorkerMessage(offset=16, data=bytes(16)),
@@ -249,12 +249,12 @@ def talk(server: Any, wire: Any, fuzzer: Fuzzer, chance: random.Random) -> None:
     peer.close()
 
 
-@pytest.mark.parametrize("lane", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
-def test_hostile_conversations_leave_a_server_as_it_was(start_server, wire, lane):
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
+def test_hostile_conversations_leave_a_server_as_it_was(start_server, wire, transport):
     """One of its own: who is let in may say that it has finished, and then the run is over when the last one leaves."""
     seed = 4711
     server = start_server(*wire.ENDLESS, "--set", "limits.progress_s=1.5", "--set", "server.join_timeout_s=3")
-    server.lane = lane
+    server.transport = transport
     server.check_is_well(7)
     server.peer(60).join()  # and stays; who does not read what it is sent is gone after a while
     chance, fuzzer = random.Random(seed), Fuzzer(seed, conversation(wire))
@@ -283,7 +283,7 @@ def test_a_server_takes_every_bomb(server, wire):
         before, most = server.rss_bytes, 0
         for bomb in bombs.values():
             peer = server.peer(8)
-            polite = [wire.join_bytes(8), *([wire.model_bytes()] if server.lane == "direct" else [])]
+            polite = [wire.join_bytes(8), *([wire.model_bytes()] if server.transport == "direct" else [])]
             peer.send(*polite, bomb())
             peer.hang_up()
             assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
@@ -297,7 +297,7 @@ def test_a_server_takes_every_bomb(server, wire):
 
 
 # ---- what gRPC refuses by itself ---------------------------------------------------------------------
-# Of one lane; `test_direct.py` has the lengths, and the bytes that are no ticket, of the other.
+# Of one transport; `test_direct.py` has the lengths, and the bytes that are no ticket, of the other.
 
 
 @pytest.mark.parametrize(

@@ -144,18 +144,18 @@ def test_time_in_which_the_server_itself_stood_still_is_nobodys_fault():
 
 class Joiner:
     """One connection and one join, played on an event loop with many others; with the direct connection that it is
-    offered where `lane` is direct."""
+    offered where `transport` is direct."""
 
-    def __init__(self, address: str, rank: int, wire: Any, lane: str) -> None:
+    def __init__(self, address: str, rank: int, wire: Any, transport: str) -> None:
         self._host = address.rpartition(":")[0]
         self._channel = grpc.aio.insecure_channel(address, options=wire.OPTIONS)
         self._call: Any = self._channel.stream_stream(f"/{SERVICE}/Exchange")()
-        self._rank, self._wire, self._is_direct = rank, wire, lane == "direct"
+        self._rank, self._wire, self._is_direct = rank, wire, transport == "direct"
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def join(self) -> float:
-        """Seconds from the first byte to the answer that says where to start."""
+        """Seconds from the first byte to the reply that says where to start."""
         started = time.perf_counter()
         await self._call.write(self._wire.join_bytes(self._rank))
         model = pb.WorkerMessage.FromString(self._wire.model_bytes())
@@ -163,7 +163,7 @@ class Joiner:
             await self._connect((await self._next("welcome")).header.direct)
             model.model.direct = True
         await self._call.write(model.SerializeToString())
-        await self._next("answer")
+        await self._next("reply")
         return time.perf_counter() - started
 
     async def _connect(self, offered: pb.Direct) -> None:
@@ -190,7 +190,7 @@ class Joiner:
 
 async def join_at_once(server: Any, wire: Any) -> tuple[list[float], tuple[str, str, str]]:
     """How long each join took; and how one more than the limit ended while all were there."""
-    joiners = [Joiner(server.address, rank, wire, server.lane) for rank in range(1, NUM_JOINS)]
+    joiners = [Joiner(server.address, rank, wire, server.transport) for rank in range(1, NUM_JOINS)]
     try:
         took = list(await asyncio.gather(*(joiner.join() for joiner in joiners)))
         late = server.peer(NUM_JOINS)
@@ -202,21 +202,21 @@ async def join_at_once(server: Any, wire: Any) -> tuple[list[float], tuple[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
-def test_two_hundred_workers_join_at_once(start_server, wire, lane):
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
+def test_two_hundred_workers_join_at_once(start_server, wire, transport):
     """And again when all connections are lost at once; one more than the limit is refused, and says why."""
     rate = 1_000_000
     limits = ("--set", f"limits.workers={NUM_JOINS}", "--set", f"limits.upload_bytes_per_s={rate}")
     server = start_server(*wire.ENDLESS, *limits)
-    server.lane = lane
+    server.transport = transport
     first = server.peer(0)
     first.join()
     for what in ("join", "join again"):
         took, late = asyncio.run(join_at_once(server, wire))
         p50, p99 = statistics.median(took), sorted(took)[int(len(took) * 0.99)]
-        print(f"{NUM_JOINS} workers {what} ({lane}): p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
+        print(f"{NUM_JOINS} workers {what} ({transport}): p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
         assert p99 < 10
-        assert {event["tensors"] for event in server.events("admitted")} == {lane}
+        assert {event["tensors"] for event in server.events("admitted")} == {transport}
         assert late[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
         assert f"{NUM_JOINS} workers are here" in late[2]
     assert {event["reason"] for event in server.events("refused")} == {"LIMIT_EXCEEDED"}
@@ -224,5 +224,5 @@ def test_two_hundred_workers_join_at_once(start_server, wire, lane):
     started, num_contributions = time.monotonic(), 6
     for _ in range(num_contributions):
         first.contribute()
-        assert first.answer() == "APPLIED"
+        assert first.reply() == "APPLIED"
     assert time.monotonic() - started > (num_contributions - 1) * 4 * wire.NUM_FLOATS / rate - 1.0

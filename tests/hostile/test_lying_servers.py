@@ -78,9 +78,9 @@ def test_settings_that_are_none(name):
 
 @pytest.mark.parametrize("name", ["a dotted name", pytest.param("*", marks=pytest.mark.slow)])
 def test_settings_that_are_none_end_a_worker_in_one_sentence(name, tmp_path):
-    for one in NAMES if name == "*" else [name]:
-        fields, says = NAMES[one]
-        assert says in refused(welcoming(welcome(settings=settings(**fields))), tmp_path), one
+    for item in NAMES if name == "*" else [name]:
+        fields, says = NAMES[item]
+        assert says in refused(welcoming(welcome(settings=settings(**fields))), tmp_path), item
 
 
 def test_a_folder_is_this_workers_to_name(tmp_path):
@@ -103,9 +103,9 @@ WELCOMES = {
 
 @pytest.mark.parametrize("name", ["a lease of nothing", pytest.param("*", marks=pytest.mark.slow)])
 def test_a_welcome_that_is_none(name, tmp_path):
-    for one in WELCOMES if name == "*" else [name]:
-        fields, says = WELCOMES[one]
-        assert says in refused(welcoming(welcome(**fields)), tmp_path), one
+    for item in WELCOMES if name == "*" else [name]:
+        fields, says = WELCOMES[item]
+        assert says in refused(welcoming(welcome(**fields)), tmp_path), item
 
 
 def test_a_server_sends_its_worker_nowhere_by_its_direct_port(tmp_path):
@@ -113,19 +113,19 @@ def test_a_server_sends_its_worker_nowhere_by_its_direct_port(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
         offered = pb.Direct(port=listener.getsockname()[1], ticket=bytes(32))
-        ended = welcoming(welcome(direct=offered), pb.ServerMessage(answer=pb.Answer(outcome=9)))
-        assert "Answer.outcome is 9" in refused(ended, tmp_path)
+        ended = welcoming(welcome(direct=offered), pb.ServerMessage(reply=pb.Reply(outcome=9)))
+        assert "Reply.outcome is 9" in refused(ended, tmp_path)
         connection, _ = listener.accept()
         connection.close()
 
 
-def test_more_pulses_than_beats_end_no_heartbeat():
+def test_more_pulses_than_heartbeats_end_no_heartbeat():
     """They end the call, which is made again."""
     memberships: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with lying_server(welcoming(welcome()), pulses=3) as address:
-        heart = Heartbeat(address, PLAINTEXT, lambda membership, _: memberships.put(membership))
-        heart.start(b"", 40.0)
+    with lying_server(welcoming(welcome()), heartbeat_replies=3) as address:
+        heartbeat = Heartbeat(address, PLAINTEXT, lambda membership, _: memberships.put(membership))
+        heartbeat.start(b"", 40.0)
         try:
             assert [memberships.get(timeout=60) for _ in range(3)] == [1, 1, 1]
         finally:
-            heart.stop()
+            heartbeat.stop()

@@ -16,7 +16,9 @@ import pytest
 from paramserver.common.wire.direct import HELLO
 from paramserver.common.wire.frames import placed_frame
 
-both_lanes = pytest.mark.parametrize("server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True)
+both_transports = pytest.mark.parametrize(
+    "server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True
+)
 NUM_SILENT = 1500
 NUM_STEPS = 60
 
@@ -44,7 +46,7 @@ class Pair:
             started = time.perf_counter()
             for peer in self.peers:
                 peer.contribute()
-            assert [peer.answer() for peer in self.peers] == ["APPLIED", "APPLIED"]
+            assert [peer.reply() for peer in self.peers] == ["APPLIED", "APPLIED"]
             took.append(time.perf_counter() - started)
         return took
 
@@ -68,23 +70,23 @@ def compare(what: str, before: list[float], during: list[float]) -> None:
     assert ms[1] < 3 * ms[0] + 20
 
 
-@both_lanes
+@both_transports
 def test_silent_sockets_disturb_nobody_and_are_closed(server, pair, many_descriptors):
     """Some say nothing at all, some begin (HTTP/2, or to show a ticket) and stop: deadlines end both, gRPC's own or the
     direct port's."""
     port, begun = int(server.address.rpartition(":")[2]), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    if server.lane == "direct":
+    if server.transport == "direct":
         port, begun = server.events("listening")[0]["direct_port"], HELLO[:3]
     before = pair.steps(NUM_STEPS)
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(NUM_SILENT)]
-        for one in sockets[::2]:
+        for item in sockets[::2]:
             with contextlib.suppress(ConnectionError):  # of so many the oldest have been closed already
-                one.sendall(begun)
+                item.sendall(begun)
         at_first = pair.steps(NUM_STEPS)
         server.check_is_well(7)  # who comes now is let in
         during = pair.steps(NUM_STEPS)
-        poll, left = select.poll(), {one.fileno(): one for one in sockets}
+        poll, left = select.poll(), {socket.fileno(): socket for socket in sockets}
         for descriptor in left:
             poll.register(descriptor, select.POLLIN)
         deadline = time.monotonic() + 40
@@ -104,7 +106,7 @@ def test_silent_sockets_disturb_nobody_and_are_closed(server, pair, many_descrip
 def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
     """Who has joined, and announced a contribution and what carries it: a message over gRPC, bytes that are placed
     over a direct connection. Its rank, and what sends some of these."""
-    if server.lane == "direct":
+    if server.transport == "direct":
         peer = server.peer(71)
         peer.join()
         header = wire.contribution_header(peer.step + 1, peer.version, in_shared_memory=True)
@@ -121,7 +123,7 @@ def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
     return 42, slow.more
 
 
-@both_lanes
+@both_transports
 def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
     """Slower than limits.progress_s allows, while others train."""
     before = pair.steps(NUM_STEPS)
@@ -139,9 +141,9 @@ def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
 
 
 def asks_and_never_reads(server: Any, wire: Any) -> int:
-    """Its rank. Over gRPC its first weights fill the window of its connection, over a direct one answers fill what the
+    """Its rank. Over gRPC its first weights fill the window of its connection, over a direct one replies fill what the
     system holds of them."""
-    if server.lane == "direct":
+    if server.transport == "direct":
         deaf = server.peer(70)
         deaf.join()
         for number in range(1, 40):
@@ -156,7 +158,7 @@ def asks_and_never_reads(server: Any, wire: Any) -> int:
     return 43
 
 
-@both_lanes
+@both_transports
 def test_a_reader_that_never_reads_is_let_go(server, pair, wire):
     """The server does not wait for ever with the rest."""
     before = pair.steps(NUM_STEPS)
@@ -172,24 +174,25 @@ def test_a_reader_that_never_reads_is_let_go(server, pair, wire):
 
 
 def test_who_pulls_and_never_reads_is_let_go(server, pair):
-    """Each pull holds a copy of the weights: a few do so at once, and none for ever. Of one lane: pulls go over gRPC
-    whatever the workers' lane is."""
+    """Each pull holds a copy of the weights: a few do so at once, and none for ever. Of one transport: pulls go over
+    gRPC
+    whatever the workers' transport is."""
 
     def ended() -> list[dict[str, Any]]:
         return [event for event in server.events("refused") if event["rank"] is None]  # that of no worker
 
     num_before = len(ended())
     deaf = [server.raw_peer(room=False) for _ in range(6)]
-    for one in deaf:
-        one.call("Pull")
-        one.message(b"")
+    for item in deaf:
+        item.call("Pull")
+        item.message(b"")
     pair.steps(5)
     server.until(lambda: len(ended()) >= num_before + len(deaf), "end of every pull")
     assert {event["reason"] for event in ended()[num_before:]} == {"TOO_SLOW"}
     pair.steps(5)
 
 
-@both_lanes
+@both_transports
 def test_who_does_not_send_what_it_announced(server, wire):
     """Without bytes of its own, through gRPC: the refusal arrives, with its reason."""
     peer = server.peer(44)
@@ -200,7 +203,7 @@ def test_who_does_not_send_what_it_announced(server, wire):
     assert f"{wire.NUM_FLOATS * 4} bytes of an upload are missing" in text
 
 
-@both_lanes
+@both_transports
 def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, wire):
     """Gradients leave during backward, which takes as long as it takes."""
     peer = server.peer(45)
@@ -208,4 +211,4 @@ def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, 
     peer.send(wire.begin_bytes())
     time.sleep(2.5)  # what is tested is that time passes and nothing happens
     peer.contribute()
-    assert peer.answer() == "APPLIED"
+    assert peer.reply() == "APPLIED"

@@ -11,7 +11,7 @@ from torch import nn
 
 from paramserver.common.config.schema import WorkerConfig
 from paramserver.common.errors import ParamServerError
-from paramserver.common.tensors.layout import as_bytes, new_body
+from paramserver.common.tensors.layout import as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, TableSpec, check_arguments
 from paramserver.common.wire.frames import message_frames
 from paramserver.common.wire.protocol import layout_to_proto
@@ -27,14 +27,14 @@ from ..records import contribution_of
 from .hostile import Hostile
 from .lying import settings, welcome
 
-CONFIG = WorkerConfig(server="127.0.0.1:1", rank=0, give_up_s=1e-9, lanes=("shared", "grpc"))
+CONFIG = WorkerConfig(server="127.0.0.1:1", rank=0, give_up_s=1e-9, transports=("shared", "grpc"))
 ROWS = TableSpec("rows", 100, 4, "float32", 0.1, "SGD", {"lr": 0.1}, 0, 100)
 WORK = Outgoing(contribution_of(1, loss=0.5, compute_s=0.1))
 REFUSED = (ParamServerError, Lost)
 
 
 class Channel:
-    """In gRPC's place: each call is answered with these bytes."""
+    """In gRPC's place: each call gets its reply with these bytes."""
 
     def __init__(self, script: list[bytes]) -> None:
         self._script = script
@@ -120,8 +120,8 @@ class WorkerEnd:
 
     # ---- what is said ---------------------------------------------------------------------------------
 
-    def _say(self, hostile: Hostile, message: pb.ServerMessage, body: int | None = None) -> None:
-        """Spoiled, or its bytes changed, or after some other message; then a body, spoiled or not."""
+    def _say(self, hostile: Hostile, message: pb.ServerMessage, payload: int | None = None) -> None:
+        """Spoiled, or its bytes changed, or after some other message; then a payload, spoiled or not."""
         way = hostile.random.random()
         if way < 0.15:
             other = pb.ServerMessage()
@@ -129,7 +129,7 @@ class WorkerEnd:
             self._script.append(other.SerializeToString())
         if way < 0.75:
             hostile.spoil(getattr(message, str(message.WhichOneof("kind"))))
-        frames = list(self._frames(message, body))
+        frames = list(self._frames(message, payload))
         if way > 0.6:
             at = hostile.random.randrange(len(frames))
             frames[at] = hostile.mutate(frames[at], frames)
@@ -138,15 +138,15 @@ class WorkerEnd:
     def _frames(self, message: pb.ServerMessage, num_bytes: int | None) -> Iterable[bytes]:
         if num_bytes is None:
             return [message.SerializeToString()]
-        return map(bytes, message_frames(message, [as_bytes(new_body(num_bytes))]))
+        return map(bytes, message_frames(message, [as_bytes(new_payload(num_bytes))]))
 
     @property
     def _bytes(self) -> int:
         return self._model.layout.exchange_bytes
 
-    def _answer(self, outcome: int, **fields: Any) -> pb.ServerMessage:
-        ordinary = {"next_local_steps": 1, "num_workers": 1, "body_bytes": self._bytes, "version": 1, "reason": "so"}
-        return pb.ServerMessage(answer=pb.Answer(outcome=outcome, **(ordinary | fields)))
+    def _reply(self, outcome: int, **fields: Any) -> pb.ServerMessage:
+        ordinary = {"next_local_steps": 1, "num_workers": 1, "payload_bytes": self._bytes, "version": 1, "reason": "so"}
+        return pb.ServerMessage(reply=pb.Reply(outcome=outcome, **(ordinary | fields)))
 
     def _joined(self, *then: bytes) -> Exchange:
         """With a welcome that is sound."""
@@ -154,7 +154,7 @@ class WorkerEnd:
         return Exchange(CONFIG, 0)
 
     def _begun(self) -> Exchange:
-        found = self._joined(*self._frames(self._answer(pb.Answer.START), self._bytes))
+        found = self._joined(*self._frames(self._reply(pb.Reply.START), self._bytes))
         found.start(self._model, self._optimizer)
         return found
 
@@ -163,7 +163,7 @@ class WorkerEnd:
     def _welcome(self, hostile: Hostile) -> None:
         self._script.clear()
         self._say(hostile, pb.ServerMessage(welcome=welcome()))
-        self._script += self._frames(self._answer(pb.Answer.START), self._bytes)
+        self._script += self._frames(self._reply(pb.Reply.START), self._bytes)
         found = Exchange(CONFIG, 0)
         try:
             found.start(self._model, self._optimizer)
@@ -183,7 +183,7 @@ class WorkerEnd:
         if hostile.random.random() < 0.3:
             state = pb.State(num_bytes=8, piece=bytes(8))
             self._say(hostile, pb.ServerMessage(state=state))
-        self._say(hostile, self._answer(pb.Answer.START, began=pb.Position(step=1)), self._bytes)
+        self._say(hostile, self._reply(pb.Reply.START, began=pb.Position(step=1)), self._bytes)
         try:
             found.start(self._model, self._optimizer)
         finally:
@@ -193,8 +193,8 @@ class WorkerEnd:
         found = self._begun()
         if hostile.random.random() < 0.2:
             self._script.append(pb.ServerMessage(waiting=pb.Waiting(reason="\x1b[31m" * 2000)).SerializeToString())
-        outcome = hostile.random.choice(list(pb.Answer.Outcome.values())[2:])
-        self._say(hostile, self._answer(outcome, step=1, version=2, batches=1), self._bytes)
+        outcome = hostile.random.choice(list(pb.Reply.Outcome.values())[2:])
+        self._say(hostile, self._reply(outcome, step=1, version=2, batches=1), self._bytes)
         try:
             found.contribute(WORK)
         finally:
@@ -202,14 +202,14 @@ class WorkerEnd:
 
     def _final(self, hostile: Hostile) -> None:
         found = self._begun()
-        self._say(hostile, pb.ServerMessage(final=pb.Final(version=1, body_bytes=self._bytes)), self._bytes)
+        self._say(hostile, pb.ServerMessage(final=pb.Final(version=1, payload_bytes=self._bytes)), self._bytes)
         try:
             found.finish(can_evaluate=True)
         finally:
             found.drop()
 
     def _snapshot(self, num_bytes: int) -> pb.ServerMessage:
-        told = pb.Snapshot(run="run", version=1, body_bytes=num_bytes, tensors=layout_to_proto(self._model.layout))
+        told = pb.Snapshot(run="run", version=1, payload_bytes=num_bytes, tensors=layout_to_proto(self._model.layout))
         return pb.ServerMessage(snapshot=told)
 
     def _pull(self, hostile: Hostile) -> None:
@@ -263,8 +263,8 @@ class WorkerEnd:
 
     def _heartbeat(self, hostile: Hostile) -> None:
         found = self._begun()
-        pulse = pb.Pulse(lease_s=1.0, server_incarnation=1)
-        hostile.spoil(pulse)
-        found._pulsed(found._heartbeat.membership, pulse)
+        heartbeat_reply = pb.HeartbeatReply(lease_s=1.0, server_incarnation=1)
+        hostile.spoil(heartbeat_reply)
+        found._heartbeat_replied(found._heartbeat.membership, heartbeat_reply)
         found.is_over(1)
         found.drop()

@@ -49,7 +49,7 @@ def status(elapsed_s: float, step: int) -> Status:
 def test_a_short_run_ends_when_its_pace_is_steady() -> None:
     enough = estimate.Enough(least=2)
     assert not enough(status(1.0, 1)), "its first step loads and allocates"
-    found = [enough(status(*one)) for one in ((2.0, 4), (3.0, 14), (4.0, 24), (5.0, 34), (6.0, 44))]
+    found = [enough(status(*item)) for item in ((2.0, 4), (3.0, 14), (4.0, 24), (5.0, 34), (6.0, 44))]
     assert found == [False, False, False, True, True]
     enough = estimate.Enough(least=2)
     uneven = [enough(status(float(at), at * at)) for at in range(2, 22)]

@@ -56,7 +56,7 @@ def calls(folder: Path) -> list[tuple[float, int]]:
         of_each.append([(float(at), int(count)) for at, count in lines])
         path.unlink()
     began = max(those[0][0] for those in of_each)
-    return sorted(one for one in chain(*of_each) if one[0] >= began)
+    return sorted(item for item in chain(*of_each) if item[0] >= began)
 
 
 @pytest.mark.slow
@@ -72,13 +72,13 @@ def test_rates_are_those_of_the_processes_whatever_the_first_step_takes(cluster:
         assert told.returncode == 0, told.stderr
         found[mode] = Summary.model_validate_json((cluster.folder / "s.json").read_text())
         done[mode] = calls(cluster.folder)
-    for mode, one in found.items():
-        assert [worker.training_steps for worker in one.workers] == [80] * len(one.workers)
+    for mode, item in found.items():
+        assert [worker.training_steps for worker in item.workers] == [80] * len(item.workers)
         seconds = done[mode][-1][0] - done[mode][0][0]
         samples = sum(count for _, count in done[mode][1:])
-        assert one.samples_per_s == pytest.approx(samples / seconds, rel=0.2), mode
-        assert one.union_steps_per_s == pytest.approx(one.samples_per_s / 16, rel=0.05), mode
-        assert one.wall_s > 3.0 + seconds / 2
+        assert item.samples_per_s == pytest.approx(samples / seconds, rel=0.2), mode
+        assert item.union_steps_per_s == pytest.approx(item.samples_per_s / 16, rel=0.05), mode
+        assert item.wall_s > 3.0 + seconds / 2
 
 
 @pytest.mark.slow
@@ -89,17 +89,17 @@ def test_the_configurations_that_are_offered(cluster: Cluster, config: str) -> N
         "--summary", "s.json", "--report", "out", "--set", "output.track_dir=runs",
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
-    runs = [Summary.model_validate(one) for one in json.loads((cluster.folder / "s.json").read_text())["runs"]]
-    assert [[worker.training_steps for worker in one.workers] for one in runs] == [[50], [50] * 4, [50] * 4]
-    assert [{worker.contributions for worker in one.workers} for one in runs] == [{50}, {50}, {7}]
+    runs = [Summary.model_validate(run) for run in json.loads((cluster.folder / "s.json").read_text())["runs"]]
+    assert [[worker.training_steps for worker in run.workers] for run in runs] == [[50], [50] * 4, [50] * 4]
+    assert [{worker.contributions for worker in run.workers} for run in runs] == [{50}, {50}, {7}]
     text = (cluster.folder / "out/report.md").read_text()
     head, rows = cells(text)
-    for row, one in zip(rows, runs, strict=True):
-        batch = one.samples / fmean(worker.training_steps for worker in one.workers)
+    for row, item in zip(rows, runs, strict=True):
+        batch = item.samples / fmean(worker.training_steps for worker in item.workers)
         assert batch == pytest.approx(128, rel=0.1)  # the digits of a worker end in a batch that is not full
-        assert one.samples_per_s == pytest.approx(one.union_steps_per_s * batch, rel=0.1)
+        assert item.samples_per_s == pytest.approx(item.union_steps_per_s * batch, rel=0.1)
         rate = float(row[head.index("samples/s")].replace(",", ""))
-        assert rate == pytest.approx(one.samples_per_s, abs=0.6)
+        assert rate == pytest.approx(item.samples_per_s, abs=0.6)
     # The compiler of torch is no training: all of a run but it is in its seconds, at about the pace of the later steps.
     assert runs[0].wall_s < 3 * 50 / runs[0].union_steps_per_s
     shown = cluster.command("catalog", "compare", *names(cluster), "--db", "runs/paramserver.db", "--json")

@@ -353,11 +353,11 @@ def test_the_headline_says_what_becomes_of_the_optimizer_where_gradients_are_lat
     assert plan_of(told, mode).headline().startswith(f"{mode}{alone}: a server")
 
 
-def test_the_headline_says_that_a_run_is_pipelined() -> None:
-    resolved = resolve(policy__pipelined=True, policy__late_momentum=False)
-    assert plan_of(resolved, "ssp").headline().startswith("ssp (staleness 3), pipelined: a server and 4 workers,")
-    assert "pipelined" not in plan_of(resolved, "single").headline()
-    assert "policy.pipelined=true" in " ".join(plan_of(resolved, "ssp").server.argv)
+def test_the_headline_says_that_a_run_is_delayed_update() -> None:
+    resolved = resolve(policy__delayed_update=True, policy__late_momentum=False)
+    assert plan_of(resolved, "ssp").headline().startswith("ssp (staleness 3), delayed_update: a server and 4 workers,")
+    assert "delayed_update" not in plan_of(resolved, "single").headline()
+    assert "policy.delayed_update=true" in " ".join(plan_of(resolved, "ssp").server.argv)
 
 
 def test_a_report_says_in_what_the_modes_differ_beside_their_names() -> None:

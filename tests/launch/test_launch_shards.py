@@ -129,10 +129,10 @@ def test_shards_on_this_machine_share_its_cores() -> None:
         assert (server.shard, server.shards, server.coordinator) == (index, 4, "127.0.0.1:7000")
         assert server.listen == "127.0.0.1:0"  # the port is the coordinator's
     assert plan.headline().startswith("sync: a server in 4 shards and 2 workers,")
-    one = plan_runs(
+    item = plan_runs(
         load_config(None, {"run.workers": 2}, [], {}), Request(modes=("sync",)), Machine(python="p", num_cores=8)
     )
-    assert one[0].server is not None and "OMP_NUM_THREADS" not in one[0].server.env
+    assert item[0].server is not None and "OMP_NUM_THREADS" not in item[0].server.env
 
 
 # ---- real processes ---------------------------------------------------------------------------------

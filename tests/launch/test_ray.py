@@ -52,7 +52,7 @@ class FakeCluster:
         self._nodes = nodes
 
     def nodes(self) -> list[dict[str, object]]:
-        return [{"Alive": True, "Resources": one} for one in self._nodes]
+        return [{"Alive": True, "Resources": node} for node in self._nodes]
 
 
 def test_resources_are_looked_for_on_one_node(capsys: pytest.CaptureFixture[str]) -> None:

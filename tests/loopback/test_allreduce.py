@@ -66,7 +66,7 @@ def alone(versions):
         found = [gradients(rank, number) for rank, number in contributions]
         total = sum(weight for _, weight in found)
         for index, p in enumerate(model.parameters()):
-            p.grad = sum(one[index] * weight for one, weight in found) / total
+            p.grad = sum(item[index] * weight for item, weight in found) / total
         optimizer.step()
     return model.state_dict()
 
@@ -92,7 +92,7 @@ def versions_of(cluster):
     checked = cluster.command("launch", "check", "h.jsonl")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    return [[(rank, number) for rank, _, number in one["contributions"]] for one in lines if one["op"] == "commit"]
+    return [[(rank, number) for rank, _, number in line["contributions"]] for line in lines if line["op"] == "commit"]
 
 
 def killed_and_back(cluster, server, worker):
@@ -101,28 +101,28 @@ def killed_and_back(cluster, server, worker):
     workers = [worker(rank) for rank in range(3)]
     workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which it is killed")
     workers[2].signal(signal.SIGKILL)
-    for one in workers[:2]:
-        one.until(lambda one=one: "at the gate two" in one.output, "ten steps without it")
+    for item in workers[:2]:
+        item.until(lambda process=item: "at the gate two" in process.output, "ten steps without it")
     (cluster.folder / "one").touch()
     again = worker(2)
     server.until(lambda: [e["rank"] for e in server.events("admitted")].count(2) == 2, "its return")
     (cluster.folder / "two").touch()
-    assert [one.wait() for one in (*workers[:2], again)] == [0, 0, 0], workers[0].output + again.output
+    assert [worker.wait() for worker in (*workers[:2], again)] == [0, 0, 0], workers[0].output + again.output
     assert server.wait() == 0
 
 
 def test_it_equals_one_process(cluster):
     server, worker = start(cluster, 3, 100, flags=("--summary", "s.json"))
     workers = [worker(rank) for rank in range(3)]
-    assert [one.wait() for one in workers] == [0, 0, 0], workers[0].output
+    assert [worker.wait() for worker in workers] == [0, 0, 0], workers[0].output
     assert server.wait() == 0
     versions = [[(rank, number) for rank in range(3)] for number in range(1, 101)]
     assert difference(cluster, versions) <= 1e-9
     model_bytes = 8 * sum(p.numel() for p in make()[0].parameters())
     summary = json.loads((cluster.folder / "s.json").read_text())
-    for one in summary["workers"]:  # by way of the lowest, and what members tell each other
-        num_others = 1 if one["rank"] else 2
-        assert 0 < one["peer_bytes"] / num_others - 100 * model_bytes < 100 * 250
+    for item in summary["workers"]:  # by way of the lowest, and what members tell each other
+        num_others = 1 if item["rank"] else 2
+        assert 0 < item["peer_bytes"] / num_others - 100 * model_bytes < 100 * 250
 
 
 def test_it_ends_where_sync_does(cluster):
@@ -132,17 +132,17 @@ def test_it_ends_where_sync_does(cluster):
         server = cluster.server("--mode", mode, "--workers", "3", "--steps", "100", "--save", f"{mode}.safetensors")
         script = cluster.folder / "script.py"
         workers = [cluster.script(rank, script, str(cluster.folder)) for rank in range(3)]
-        assert [one.wait() for one in (*workers, server)] == [0] * 4, workers[0].output
+        assert [worker.wait() for worker in (*workers, server)] == [0] * 4, workers[0].output
         found[mode] = load_file(cluster.folder / f"{mode}.safetensors")
-    for key, one in found["sync"].items():
-        assert float((one - found["allreduce"][key]).abs().max()) <= 1e-6
+    for key, process in found["sync"].items():
+        assert float((process - found["allreduce"][key]).abs().max()) <= 1e-6
 
 
 def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     server, worker = start(cluster, 3, 40, "leaves")
     killed_and_back(cluster, server, worker)
     versions = versions_of(cluster)
-    assert [len(one) for one in versions] == [3] * 10 + [2] * 11 + [3] * 19
+    assert [len(version) for version in versions] == [3] * 10 + [2] * 11 + [3] * 19
     assert difference(cluster, versions) <= 1e-9
 
 
@@ -153,19 +153,19 @@ def test_one_stands_still_in_the_middle_of_a_reduction_and_goes_on(cluster, vict
     workers = [worker(rank) for rank in range(3)]
     workers[2].until(lambda: "at the gate one" in workers[2].output, "the step in which one stands still")
     frozen = workers[2 if victim == "highest" else 0]
-    others = [one for one in workers if one is not frozen]
+    others = [worker for worker in workers if worker is not frozen]
     frozen.signal(signal.SIGSTOP)
     if victim == "lowest":
         (cluster.folder / "one").touch()
-    for one in others:
-        one.until(lambda one=one: one.events("group")[-1]["members"] == 2, "a group of those that are left")
+    for other in others:
+        other.until(lambda item=other: item.events("group")[-1]["members"] == 2, "a group of those that are left")
     frozen.signal(signal.SIGCONT)
     (cluster.folder / "one").touch()
     server.until(lambda: len(server.events("admitted")) == 4, "its return")
     (cluster.folder / "two").touch()
-    assert [one.wait() for one in (*workers, server)] == [0] * 4, "".join(one.output for one in workers)
+    assert [worker.wait() for worker in (*workers, server)] == [0] * 4, "".join(worker.output for worker in workers)
     versions = versions_of(cluster)
-    assert 2 in [len(one) for one in versions] and len(versions[-1]) == 3
+    assert 2 in [len(version) for version in versions] and len(versions[-1]) == 3
     assert difference(cluster, versions) <= 1e-9
 
 
@@ -173,10 +173,10 @@ def test_who_dies_with_the_mean_of_a_step_that_a_snapshot_is_of_is_in_no_weights
     """The lowest rank has stepped already, to bring weights: it goes back to its own gradient too."""
     server, worker = start(cluster, 3, 20, "dies", checkpoints=True)
     workers = [worker(rank) for rank in range(3)]
-    assert [one.wait() for one in workers] == [0, 0, -9], workers[0].output
+    assert [worker.wait() for worker in workers] == [0, 0, -9], workers[0].output
     assert server.wait() == 0
     versions = versions_of(cluster)
-    assert [len(one) for one in versions] == [3] * 9 + [2] * 11
+    assert [len(version) for version in versions] == [3] * 9 + [2] * 11
     assert difference(cluster, versions) <= 1e-9
 
 
@@ -195,19 +195,19 @@ def test_the_job_survives_the_death_of_all_and_a_snapshot_of_sync_goes_on_in_all
 
     def through(mode, steps):
         processes = begin(mode, steps)
-        assert [one.wait() for one in processes] == [0, 0, 0], "".join(one.output for one in processes)
-        assert "optimizer_state_anew" not in "".join(one.output for one in processes)
+        assert [process.wait() for process in processes] == [0, 0, 0], "".join(process.output for process in processes)
+        assert "optimizer_state_anew" not in "".join(process.output for process in processes)
         versions = [[(rank, number) for rank in range(2)] for number in range(1, steps + 1)]
         assert difference(cluster, versions) <= 1e-9
 
     through("sync", 8)
     processes = begin("allreduce", 40, "leaves")  # all but rank 2 wait in step 21 for what does not come
-    for one in processes[:2]:
-        one.until(lambda one=one: "at the gate two" in one.output, "the step in which all are killed")
+    for item in processes[:2]:
+        item.until(lambda process=item: "at the gate two" in process.output, "the step in which all are killed")
     processes[2].until(lambda: processes[2].events("snapshot")[-1:] != [], "a snapshot")
-    for one in processes:
-        one.signal(signal.SIGKILL)
-        one.wait()
+    for item in processes:
+        item.signal(signal.SIGKILL)
+        item.wait()
     through("sync", 30)
 
 
@@ -279,11 +279,11 @@ def test_models_that_differ_are_refused_those_that_begin_with_other_weights_have
     assert "Traceback" not in wider.output + changing.output
     assert [first.wait(), server.wait()] == [0, 0]
     lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    versions = [one["contributions"] for one in lines if one["op"] == "commit"]
-    assert [len(one) for one in versions] == [2] * 4 + [1] * 4
+    versions = [line["contributions"] for line in lines if line["op"] == "commit"]
+    assert [len(version) for version in versions] == [2] * 4 + [1] * 4
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2).double()
-    step = sum(sum(rank + number for rank, _, number in one) / len(one) for one in versions)
-    expected = {name: one - 0.1 * step for name, one in model.state_dict().items()}
+    step = sum(sum(rank + number for rank, _, number in version) / len(version) for version in versions)
+    expected = {name: item - 0.1 * step for name, item in model.state_dict().items()}
     got = load_file(cluster.folder / "w.safetensors")
     assert max(float((got[name] - expected[name]).abs().max()) for name in expected) <= 1e-9

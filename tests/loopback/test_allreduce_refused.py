@@ -49,7 +49,7 @@ def members(cluster):
     checked = cluster.command("launch", "check", "h.jsonl")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    return [len(one["contributions"]) for one in lines if one["op"] == "commit"]
+    return [len(line["contributions"]) for line in lines if line["op"] == "commit"]
 
 
 @pytest.mark.parametrize("victim", [0, 2])  # to whom small sums come, and one that sends
@@ -69,7 +69,7 @@ def test_it_ends_in_its_step_and_the_others_go_on(cluster, case, code, told, vic
     assert ended.wait() == code, ended.output
     assert told.format(victim=victim) in ended.output
     assert "Traceback" not in ended.output
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], workers[0].output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], workers[0].output
     assert members(cluster) == [3] * 4 + [2] * 4
 
 
@@ -105,8 +105,8 @@ def test_a_share_that_nobody_has_ends_the_run_which_goes_on_from_its_snapshot(cl
     server, worker = start(cluster, 2, *kept)
     assert server.event("resumed")["version"] == newest in (2, 4)
     workers = [worker(rank, **settings) for rank in range(2)]
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], workers[0].output
-    assert "optimizer_state_anew" not in "".join(one.output for one in workers)
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], workers[0].output
+    assert "optimizer_state_anew" not in "".join(worker.output for worker in workers)
 
 
 SPARSE = """

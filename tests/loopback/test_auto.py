@@ -39,8 +39,8 @@ def trained(cluster, shards=1, **env):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_slow_link_gets_what_is_least(cluster, shards):
     """215 KB of gradients at 10 Mbit/s: a fifth of a second raw, of which a busy machine computes one step or many."""
-    lanes = json.dumps(["direct", "grpc"])
-    (chosen,) = trained(cluster, shards, PS_WORKER__MAX_MBIT="10", PS_WORKER__LANES=lanes)
+    transports = json.dumps(["direct", "grpc"])
+    (chosen,) = trained(cluster, shards, PS_WORKER__MAX_MBIT="10", PS_WORKER__TRANSPORTS=transports)
     assert chosen["codec"] in ("int8", "q4") and chosen["step"] == 5
     assert 0 < float(chosen["up"].split()[0]) <= 10 and 0 < float(chosen["down"].split()[0]) <= 10
     assert "GB/s" in chosen["encodes_decodes"]
@@ -48,15 +48,15 @@ def test_a_slow_link_gets_what_is_least(cluster, shards):
     assert row["codec"] == chosen["codec"]
 
 
-@pytest.mark.parametrize(("lane", "why"), [("shared", "shared"), ("direct", "on this host")])
-def test_on_one_host_it_is_raw(cluster, lane, why):
-    (chosen,) = trained(cluster, PS_WORKER__LANES=json.dumps([lane, "grpc"]))
+@pytest.mark.parametrize(("transport", "why"), [("shared", "shared"), ("direct", "on this host")])
+def test_on_one_host_it_is_raw(cluster, transport, why):
+    (chosen,) = trained(cluster, PS_WORKER__TRANSPORTS=json.dumps([transport, "grpc"]))
     assert chosen["codec"] == "raw" and why in chosen["reason"]
 
 
 SWITCHED = """
 import torch, paramserver
-from paramserver.worker.lanes.auto.measuring import Auto
+from paramserver.worker.transports.auto.measuring import Auto
 model = torch.nn.Linear(90, 300, bias=False)
 torch.nn.init.zeros_(model.weight)
 with paramserver.connect() as session:
@@ -76,7 +76,7 @@ def test_a_switch_to_raw_sends_all_that_was_kept_and_loses_nothing(cluster):
     (cluster.folder / "switched.py").write_text(SWITCHED)
     flags = ("--mode", "sync", "--workers", "1", "--steps", "12", "--summary", "s.json", "--save", "w.safetensors")
     server = cluster.server(*flags)
-    told = {"PS_WORKER__CODEC": "auto", "PS_WORKER__LANES": json.dumps(["direct", "grpc"])}
+    told = {"PS_WORKER__CODEC": "auto", "PS_WORKER__TRANSPORTS": json.dumps(["direct", "grpc"])}
     worker = cluster.script(0, cluster.folder / "switched.py", **told)
     assert [process.wait() for process in (worker, server)] == [0, 0], worker.output
     sent = sum(torch.randn(300, 90, generator=torch.Generator().manual_seed(step)) for step in range(12))

@@ -47,7 +47,7 @@ class ForeignWorker:
                 return message
         raise AssertionError("the stream ended")
 
-    def body(self, message: pb.ServerMessage, num_bytes: int) -> list[float]:
+    def payload(self, message: pb.ServerMessage, num_bytes: int) -> list[float]:
         data = bytearray(message.data)
         while len(data) < num_bytes:
             piece = next(self._replies)
@@ -123,16 +123,16 @@ def test_a_whole_run_with_generated_code_alone(channel):
     worker.offer()
     worker.receive("send_weights")
     start = [float(i) for i in range(700)]
-    worker.send(initial_weights=pb.InitialWeights(body_bytes=2800), offset=0, data=struct.pack("<700f", *start))
-    answer = worker.receive("answer")
-    assert (answer.answer.outcome, answer.answer.version, answer.answer.next_local_steps) == (pb.Answer.START, 0, 1)
-    assert worker.body(answer, answer.answer.body_bytes) == start
+    worker.send(initial_weights=pb.InitialWeights(payload_bytes=2800), offset=0, data=struct.pack("<700f", *start))
+    reply = worker.receive("reply")
+    assert (reply.reply.outcome, reply.reply.version, reply.reply.next_local_steps) == (pb.Reply.START, 0, 1)
+    assert worker.payload(reply, reply.reply.payload_bytes) == start
     for step in range(1, 5):
         worker.contribute(step, step - 1, [1.0] * 700)
-        answer = worker.receive("answer")
-        assert (answer.answer.outcome, answer.answer.step, answer.answer.version) == (pb.Answer.APPLIED, step, step)
-        assert worker.body(answer, 2800) == [value - step for value in start]
-    assert answer.answer.next_local_steps == 0
+        reply = worker.receive("reply")
+        assert (reply.reply.outcome, reply.reply.step, reply.reply.version) == (pb.Reply.APPLIED, step, step)
+        assert worker.payload(reply, 2800) == [value - step for value in start]
+    assert reply.reply.next_local_steps == 0
     stub = pb_grpc.ParameterServerStub(channel)
     status = stub.Status(pb.StatusRequest(), timeout=10)
     assert (status.version, status.step, status.values["steps"], status.workers[0].rank) == (4, 4, 4, 0)
@@ -142,7 +142,7 @@ def test_a_whole_run_with_generated_code_alone(channel):
     worker.send(finish=pb.Finish(can_evaluate=True))
     final = worker.receive("final")
     assert final.final.evaluate
-    worker.body(final, final.final.body_bytes)
+    worker.payload(final, final.final.payload_bytes)
     worker.send(leave=pb.Leave(metrics={"loss": 0.5}))
     worker.close()
     assert list(worker._replies) == []
@@ -163,18 +163,18 @@ def _ready(channel, size: int = 8) -> ForeignWorker:
     worker.offer()
     if not _has_weights(channel):
         worker.receive("send_weights")
-        worker.send(initial_weights=pb.InitialWeights(body_bytes=4 * size), data=bytes(4 * size))
-    worker.body(worker.receive("answer"), 4 * size)
+        worker.send(initial_weights=pb.InitialWeights(payload_bytes=4 * size), data=bytes(4 * size))
+    worker.payload(worker.receive("reply"), 4 * size)
     return worker
 
 
-def test_a_repeated_contribution_is_answered_and_not_applied(channel):
+def test_a_repeated_contribution_gets_a_reply_and_not_applied(channel):
     worker = _ready(channel)
     for _ in range(2):
         worker.contribute(1, 0, [1.0] * 8)
-        answer = worker.receive("answer")
-        assert worker.body(answer, 32) == [-1.0] * 8
-    assert (answer.answer.outcome, answer.answer.version, answer.answer.step) == (pb.Answer.REPEATED, 1, 1)
+        reply = worker.receive("reply")
+        assert worker.payload(reply, 32) == [-1.0] * 8
+    assert (reply.reply.outcome, reply.reply.version, reply.reply.step) == (pb.Reply.REPEATED, 1, 1)
 
 
 _ANNOUNCED = {"contribution": {"seq": 1, "num_samples": 1, "num_bytes": 32}}
@@ -188,9 +188,9 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
     second = ForeignWorker(channel, 8)
     assert second.join().step == 0
     second.offer()
-    answer = second.receive("answer")
-    assert answer.answer.version == 0
-    assert second.body(answer, 32) == [0.0] * 8
+    reply = second.receive("reply")
+    assert reply.reply.version == 0
+    assert second.payload(reply, 32) == [0.0] * 8
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
         ([_ANNOUNCED, {"offset": 28, "data": bytes(8)}], "at 28..36"),
         ([_ANNOUNCED, {"offset": 0, "placed": 8}], "not in one"),
         ([_ANNOUNCED, {"data": bytes(33)}], "at 0..33"),
-        ([{"data": bytes(8)}], "a piece of a body"),
+        ([{"data": bytes(8)}], "a piece of a payload"),
         ([{"join": {"rank": 0}}], "got join"),
     ],
 )

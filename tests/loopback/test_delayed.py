@@ -1,4 +1,5 @@
-"""Means that are outstanding among equals, as real processes: the weights are those of delayed SGD, from a reference of
+"""Means that are outstanding among all-reduce peers, as real processes: the weights are those of delayed SGD, from a
+reference of
 a few lines, whoever is killed meanwhile; and the history says how late each gradient was."""
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def alone(kind, versions, has_schedule=False):
             then = make(kind)[0]
             for p, weight in zip(then.parameters(), kept[base], strict=True):
                 p.data.copy_(weight)
-            for one, gradient in zip(sums, gradients(rank, number, then), strict=True):
-                one.add_(gradient, alpha=(3 + rank) / sum(3 + other for other, _, _ in contributions))
+            for item, gradient in zip(sums, gradients(rank, number, then), strict=True):
+                item.add_(gradient, alpha=(3 + rank) / sum(3 + other for other, _, _ in contributions))
         for p, mean in zip(model.parameters(), sums, strict=True):
             p.grad = mean
         optimizer.step()
@@ -94,10 +95,10 @@ def versions_of(cluster):
     checked = cluster.command("launch", "check", "h.jsonl")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    accepted = [one for one in lines if one["op"] == "accept" and one["outcome"] == "accepted"]
-    bases = {(one["rank"], one["step"]): one["base_version"] for one in accepted}
-    commits = [one["contributions"] for one in lines if one["op"] == "commit"]
-    return [[(rank, number, bases[rank, number]) for rank, _, number in one] for one in commits]
+    accepted = [line for line in lines if line["op"] == "accept" and line["outcome"] == "accepted"]
+    bases = {(line["rank"], line["step"]): line["base_version"] for line in accepted}
+    commits = [line["contributions"] for line in lines if line["op"] == "commit"]
+    return [[(rank, number, bases[rank, number]) for rank, _, number in commit] for commit in commits]
 
 
 def difference(cluster, expected):
@@ -113,14 +114,14 @@ def test_it_is_delayed_sgd(cluster, kind):
     more = ["schedule"] if has_schedule else ["evaluates"]
     server, worker = start(cluster, 2, 40, kind, *more)
     workers = [worker(rank) for rank in range(2)]
-    assert [one.wait() for one in workers] == [0, 0], workers[0].output + workers[1].output
+    assert [worker.wait() for worker in workers] == [0, 0], workers[0].output + workers[1].output
     assert server.wait() == 0
     versions = versions_of(cluster)
     assert versions == [[(rank, t, max(0, t - 1 - K)) for rank in range(2)] for t in range(1, 41)]
     assert difference(cluster, alone(kind, versions, has_schedule)) <= 1e-9
     said = json.loads((cluster.folder / "s.json").read_text())
     assert said["staleness_bound"] == K
-    assert {one["staleness_max"] for one in said["workers"]} == {K}
+    assert {worker["staleness_max"] for worker in said["workers"]} == {K}
 
 
 def test_one_is_killed_with_means_outstanding_and_comes_back(cluster):
@@ -129,11 +130,11 @@ def test_one_is_killed_with_means_outstanding_and_comes_back(cluster):
     killed_and_back(cluster, server, worker)  # the others have handed over K more each
     versions = versions_of(cluster)
     assert len(versions) == 40
-    assert {len(one) for one in versions} == {2, 3}
-    first = next(index for index, one in enumerate(versions, 1) if len(one) == 2)
+    assert {len(version) for version in versions} == {2, 3}
+    first = next(index for index, version in enumerate(versions, 1) if len(version) == 2)
     assert 11 - K <= first <= 11
     assert difference(cluster, alone("adam", versions)) <= 1e-9
-    number = {rank: [t for one in versions for r, t, _ in one if r == rank] for rank in range(3)}
+    number = {rank: [t for version in versions for r, t, _ in version if r == rank] for rank in range(3)}
     assert all(
         found == list(range(1, 41)) for rank, found in number.items() if rank != 2
     )  # nothing lost, nothing twice
@@ -144,19 +145,19 @@ def test_a_run_goes_on_from_its_snapshot(cluster):
     """A snapshot has all means up to its version: nothing is outstanding in it."""
     server, worker = start(cluster, 2, 40, "adam", "leaves")  # all wait in step 21 for what does not come
     workers = [worker(rank) for rank in range(2)]
-    for one in workers:
-        one.until(lambda one=one: "at the gate two" in one.output, "the step in which all are killed")
+    for item in workers:
+        item.until(lambda process=item: "at the gate two" in process.output, "the step in which all are killed")
     server.until(lambda: server.events("snapshot")[-1:] != [], "a snapshot")
-    for one in (*workers, server):
-        one.signal(signal.SIGKILL)
-        one.wait()
+    for item in (*workers, server):
+        item.signal(signal.SIGKILL)
+        item.wait()
     server, worker = start(cluster, 2, 30, "adam")
     workers = [worker(rank) for rank in range(2)]
-    assert [one.wait() for one in workers] == [0, 0], workers[0].output
+    assert [worker.wait() for worker in workers] == [0, 0], workers[0].output
     assert server.wait() == 0
     assert "optimizer_state_anew" not in workers[0].output
     lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    begun = [one["version"] for one in lines if one["op"] == "start"][-1]
+    begun = [line["version"] for line in lines if line["op"] == "start"][-1]
     assert begun >= 5
     bases = [max(0, t - 1 - K) for t in range(1, begun + 1)] + [max(begun, t - 1 - K) for t in range(begun + 1, 31)]
     versions = [[(rank, t, base) for rank in range(2)] for t, base in enumerate(bases, 1)]

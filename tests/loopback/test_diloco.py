@@ -43,22 +43,22 @@ def fragments_reference(inner: str, num_workers: int, num: int) -> dict[str, tor
     """Plain torch: of two layers one at a time, each with a buffer of its own; all at the end."""
     models, optimizers = zip(*(outer.make(inner) for _ in range(num_workers)), strict=True)
     whole, _ = outer.make(inner)
-    theta = {name: one.detach() for name, one in whole.named_parameters()}
-    buffers = {name: torch.zeros_like(one) for name, one in theta.items()}
+    theta = {name: tensor.detach() for name, tensor in whole.named_parameters()}
+    buffers = {name: torch.zeros_like(item) for name, item in theta.items()}
     weights = [outer.size(rank) / sum(map(outer.size, range(num_workers))) for rank in range(num_workers)]
     for turn, begin in enumerate(range(0, STEPS, FRAGMENT_STEPS)):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for step in range(begin, min(STEPS, begin + FRAGMENT_STEPS)):
                 outer.backward(model, rank, step)
                 optimizer.step()
-        for name, one in theta.items():
+        for name, entry in theta.items():
             if name.startswith(("0.", "2.")[turn % num]) or begin + FRAGMENT_STEPS >= STEPS:
                 local = [dict(model.named_parameters())[name].data for model in models]
-                delta = sum(share * (one - its) for share, its in zip(weights, local, strict=True))
+                delta = sum(share * (entry - its) for share, its in zip(weights, local, strict=True))
                 buffers[name].mul_(MOMENTUM).add_(delta)
-                one.sub_(LR * (delta + MOMENTUM * buffers[name]))
+                entry.sub_(LR * (delta + MOMENTUM * buffers[name]))
                 for its in local:
-                    its.copy_(one)
+                    its.copy_(entry)
     return theta
 
 
@@ -83,7 +83,7 @@ def test_unequal_workers_equal_plain_torch_and_shards_change_no_bit(cluster: Clu
         server = cluster.server(*flags(2, "--shards", str(shards)))
         others = [cluster.shard(number, shards) for number in range(1, shards)]
         workers = [cluster.script(rank, "outer.py", "adamw") for rank in range(2)]
-        assert {one.wait() for one in (*workers, server, *others)} == {0}, workers[0].output
+        assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
         assert server.events("outer_optimizer")[0]["because"] == "as policy.outer_momentum says"
         ends.append(assert_is_reference(cluster, "adamw", 2))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -93,7 +93,7 @@ def test_fragments_equal_plain_torch_over_shards(cluster: Cluster) -> None:
     server = cluster.server(*flags(2), "--fragments", "2", "--local-steps", "6", "--shards", "2")
     other = cluster.shard(1, 2)
     workers = [cluster.script(rank, "outer.py", "adamw") for rank in range(2)]
-    assert {one.wait() for one in (*workers, server, other)} == {0}, workers[0].output
+    assert {worker.wait() for worker in (*workers, server, other)} == {0}, workers[0].output
     found, wanted = load_file(cluster.folder / "w.safetensors"), fragments_reference("adamw", 2, 2)
     largest = nn.utils.parameters_to_vector(wanted.values()).abs().max()
     for name, tensor in wanted.items():
@@ -107,22 +107,22 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
     gate = cluster.folder / "go"
     first = cluster.script(0, "outer.py", "sgd", str(gate), "12")
     killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")
-    for one in (first, killed):
-        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    for item in (first, killed):
+        item.until(lambda process=item: "at the gate" in process.output, "gate")
     killed.signal(signal.SIGKILL)
-    server.until(lambda: any(one["rank"] == 1 for one in server.events("left")), "leave")
-    server.until(lambda: any(one["version"] for one in server.events("snapshot")), "snapshot")
+    server.until(lambda: any(event["rank"] == 1 for event in server.events("left")), "leave")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot")
     server.signal(signal.SIGKILL)
     server.popen.wait()
     second = cluster.server(*flags(2, *snapshots, "--listen", cluster.address))
     again = cluster.script(1, "outer.py", "sgd")
     gate.touch()
-    assert {one.wait() for one in (first, again, second)} == {0}, first.output
+    assert {process.wait() for process in (first, again, second)} == {0}, first.output
     assert second.event("resumed")["version"] > 0
     assert_is_reference(cluster, "sgd", 2)
 
 
-@pytest.mark.parametrize("more", [(), ("--pipelined", "--overlap-steps", "2")], ids=["waiting", "going_on"])
+@pytest.mark.parametrize("more", [(), ("--delayed-update", "--overlap-steps", "2")], ids=["waiting", "going_on"])
 def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster, more: tuple[str, ...]) -> None:
     """Rounds close without the one that is killed; a new process takes its remaining steps."""
     told = (
@@ -141,11 +141,11 @@ def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster, m
     killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")
     others = [cluster.script(rank, "outer.py", "sgd") for rank in (0, 2)]
     killed.until(lambda: "at the gate" in killed.output, "gate")
-    for one in others:  # they have taken all their steps
-        one.until(lambda one=one: "rank 1 to finish" in one.output, "end")
+    for item in others:  # they have taken all their steps
+        item.until(lambda process=item: "rank 1 to finish" in process.output, "end")
     killed.signal(signal.SIGKILL)
     again = cluster.script(1, "outer.py", "sgd")
-    assert {one.wait() for one in (again, server, *others)} == {0}, again.output
+    assert {other.wait() for other in (again, server, *others)} == {0}, again.output
     checked = cluster.command("launch", "check", "h.jsonl")
     assert checked.returncode == 0, checked.stdout
     summary = json.loads((cluster.folder / "s.json").read_text())
@@ -161,8 +161,8 @@ def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster, m
 def delayed_reference(delay: int) -> dict[str, torch.Tensor]:
     """Plain torch: one worker, whose momentum moves with every so manyth delta (arXiv:2401.09135)."""
     model, optimizer = outer.make("sgd")
-    theta = {name: one.detach().clone() for name, one in model.named_parameters()}
-    momentum, moved = ({name: torch.zeros_like(one) for name, one in theta.items()} for _ in range(2))
+    theta = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    momentum, moved = ({name: torch.zeros_like(item) for name, item in theta.items()} for _ in range(2))
     for turn, begin in enumerate(range(0, STEPS, H), 1):
         for step in range(begin, min(STEPS, begin + H)):
             outer.backward(model, 0, step)
@@ -189,14 +189,14 @@ def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_
         others = [cluster.shard(number, shards, *folder[:2]) for number in range(1, shards)]
         gate = cluster.folder / f"go{len(ends)}"
         worker = cluster.script(0, "outer.py", "sgd", str(gate), "12")
-        worker.until(lambda one=worker: "at the gate" in one.output, "gate")
+        worker.until(lambda process=worker: "at the gate" in process.output, "gate")
         if kills:
-            server.until(lambda one=server: any(e["version"] == 2 for e in one.events("snapshot")), "snapshot")
+            server.until(lambda item=server: any(e["version"] == 2 for e in item.events("snapshot")), "snapshot")
             server.signal(signal.SIGKILL)
             server.popen.wait()
             server = cluster.server(*told, *folder, "--listen", cluster.address)
         gate.touch()
-        assert {one.wait() for one in (worker, server, *others)} == {0}, worker.output
+        assert {other.wait() for other in (worker, server, *others)} == {0}, worker.output
         assert not kills or server.event("resumed")["version"] == 2
         ends.append(load_file(cluster.folder / "w.safetensors"))
     wanted = delayed_reference(3)
@@ -205,14 +205,14 @@ def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_
         assert torch.equal(ends[0][name], ends[1][name]), name
 
 
-@pytest.mark.parametrize("lanes", ["", "grpc"], ids=["shared memory", "grpc"])
-def test_work_that_came_too_late_is_in_the_next_round(cluster: Cluster, lanes: str) -> None:
+@pytest.mark.parametrize("transports", ["", "grpc"], ids=["shared memory", "grpc"])
+def test_work_that_came_too_late_is_in_the_next_round(cluster: Cluster, transports: str) -> None:
     """Raw as well: a weight for each step, and one that counts them. Every round has one contribution."""
     server = cluster.server(
         "--mode", "diloco", "--workers", "2", "--steps", "6", "--local-steps", "1", "--save", "w.safetensors",
         "--outer-momentum", "0", "--outer-lr", "1", "--set", "policy.backup_workers=1", "--summary", "s.json",
     )  # fmt: skip
-    env = {"PADDING": "40000"} | ({"PS_WORKER__LANES": lanes} if lanes else {})
+    env = {"PADDING": "40000"} | ({"PS_WORKER__TRANSPORTS": transports} if transports else {})
     gates = [cluster.folder / f"gate-{rank}" for rank in range(2)]
     workers = [cluster.script(rank, "onehot.py", "6", str(gates[rank]), str(3 - 3 * rank), **env) for rank in range(2)]
     for worker in workers:

@@ -27,20 +27,20 @@ def trip_of(inner: str, codec: str, shards: int) -> Trip:
     coder, layout = CODECS.load(codec)(), ModelTensors(outer.make(inner)[0]).layout
     parts = [part for share in divide(layout, shards) for part in share.parts]
 
-    def rows(one: torch.Tensor, encodes: bool) -> torch.Tensor:
+    def rows(tensor: torch.Tensor, encodes: bool) -> torch.Tensor:
         if not encodes:
-            return one.bfloat16().to(one.dtype)
-        encoded = torch.empty(coder.size_of(one.numel(), len(one)), dtype=torch.uint8)
-        coder.encode_piece(one.float().reshape(-1), encoded)
-        decoded = torch.empty(one.numel())
+            return tensor.bfloat16().to(tensor.dtype)
+        encoded = torch.empty(coder.size_of(tensor.numel(), len(tensor)), dtype=torch.uint8)
+        coder.encode_piece(tensor.float().reshape(-1), encoded)
+        decoded = torch.empty(tensor.numel())
         coder.decode_piece(encoded, decoded)
-        return decoded.view(one.shape).to(one.dtype)
+        return decoded.view(tensor.shape).to(tensor.dtype)
 
-    def trip(name: str, one: torch.Tensor) -> torch.Tensor:
+    def trip(name: str, item: torch.Tensor) -> torch.Tensor:
         here = [part for part in parts if part.spec.name == name]
-        return torch.cat([rows(part.of(one), coder.encodes(part.as_spec())) for part in here])
+        return torch.cat([rows(part.of(item), coder.encodes(part.as_spec())) for part in here])
 
-    return trip if codec != "raw" else lambda name, one: one
+    return trip if codec != "raw" else lambda name, item: item
 
 
 def reference(
@@ -50,18 +50,18 @@ def reference(
     tau: int,
     rule: str,
     begins: dict[int, tuple[int, ...]],
-    up: tuple[Trip, float] = (lambda name, one: one, 1.0),
-    down: Trip = lambda name, one: one,
+    up: tuple[Trip, float] = (lambda name, item: item, 1.0),
+    down: Trip = lambda name, item: item,
 ) -> dict[str, torch.Tensor]:
     """Plain torch. `tau` 0: exchanges are waited for. `begins`: ranks that have the server's weights, all of them, at
     the beginning of that round, and nothing on its way; when rank 0 does, the server is a new one. What `up`, a trip
     and a decay, leaves out of a worker's tensor is added to the next; `down` moves what all workers are given."""
     made = {rank: outer.make(inner) for ranks in begins.values() for rank in ranks}
-    local = {rank: {name: one.data for name, one in model.named_parameters()} for rank, (model, _) in made.items()}
+    local = {rank: {name: item.data for name, item in model.named_parameters()} for rank, (model, _) in made.items()}
     first = ModelTensors(made[0][0]).layout.entries
     of = dict(zip([entry.spec.name for entry in first], divided(first, num), strict=True))
-    theta = {name: one.clone() for name, one in local[0].items()}
-    buffer = {name: torch.zeros_like(one) for name, one in theta.items()}
+    theta = {name: item.clone() for name, item in local[0].items()}
+    buffer = {name: torch.zeros_like(item) for name, item in theta.items()}
     given: dict[str, torch.Tensor] = {}
     anchor: dict[int, dict[str, torch.Tensor]] = {}
     sent: dict[int, dict[str, torch.Tensor]] = {}
@@ -78,12 +78,12 @@ def reference(
     for number, begin in enumerate(range(0, STEPS, h // num)):
         end = min(STEPS, begin + h // num)
         if 0 in begins.get(number, ()):
-            given = {name: one.clone() for name, one in theta.items()}
+            given = {name: item.clone() for name, item in theta.items()}
         for rank in begins.get(number, ()):
-            anchor[rank], sent[rank] = {name: one.clone() for name, one in given.items()}, {}
-            left[rank] = {name: torch.zeros_like(one) for name, one in given.items()}
-            for name, one in local[rank].items():
-                one.copy_(given[name])
+            anchor[rank], sent[rank] = {name: tensor.clone() for name, tensor in given.items()}, {}
+            left[rank] = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+            for name, element in local[rank].items():
+                element.copy_(given[name])
         for rank in anchor:
             model, optimizer = made[rank]
             for step in range(begin, end):
@@ -111,7 +111,7 @@ def reference(
 
 
 def flags(h: int, num: int, tau: int, rule: str, *more: str) -> tuple[str, ...]:
-    overlapped = ("--pipelined", "--overlap-steps", str(tau), "--merge", rule) if tau else ()
+    overlapped = ("--delayed-update", "--overlap-steps", str(tau), "--merge", rule) if tau else ()
     return (
         "--mode", "diloco", "--steps", str(STEPS), "--local-steps", str(h), "--fragments", str(num), *overlapped,
         "--outer-momentum", str(MOMENTUM), "--save", "w.safetensors", "--history", "h.jsonl", *more,
@@ -120,9 +120,9 @@ def flags(h: int, num: int, tau: int, rule: str, *more: str) -> tuple[str, ...]:
 
 def assert_is(cluster: Cluster, wanted: dict[str, torch.Tensor]) -> None:
     found = load_file(cluster.folder / "w.safetensors")
-    largest = max(one.abs().max().item() for one in wanted.values())
-    for name, one in wanted.items():
-        assert (found[name] - one).abs().max().item() / largest < 1e-12, name
+    largest = max(tensor.abs().max().item() for tensor in wanted.values())
+    for name, item in wanted.items():
+        assert (found[name] - item).abs().max().item() / largest < 1e-12, name
     checked = cluster.command("launch", "check", "h.jsonl")
     assert checked.returncode == 0, checked.stdout
 
@@ -133,12 +133,12 @@ def assert_is(cluster: Cluster, wanted: dict[str, torch.Tensor]) -> None:
     [
         (10, 5, 1, "blend", 2),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in ((5, 1, 3, "blend", 1), (6, 2, 1, "shift", 1), (6, 3, 2, "shift", 2), (10, 5, 2, "shift", 2))
+            pytest.param(*item, marks=pytest.mark.slow)
+            for item in ((5, 1, 3, "blend", 1), (6, 2, 1, "shift", 1), (6, 3, 2, "shift", 2), (10, 5, 2, "shift", 2))
         ),
         *(
-            pytest.param(*one, marks=pytest.mark.campaign)
-            for one in ((5, 1, 2, "shift", 2), (6, 2, 3, "blend", 2), (6, 3, 1, "blend", 1))
+            pytest.param(*item, marks=pytest.mark.campaign)
+            for item in ((5, 1, 2, "shift", 2), (6, 2, 3, "blend", 2), (6, 3, 1, "blend", 1))
         ),
     ],
 )  # fmt: skip
@@ -146,25 +146,25 @@ def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, rul
     server = cluster.server(*flags(h, num, tau, rule, "--workers", "2", "--shards", str(shards)))
     others = [cluster.shard(number, shards) for number in range(1, shards)]
     workers = [cluster.script(rank, "outer.py", "adamw-deep") for rank in range(2)]
-    assert {one.wait() for one in (*workers, server, *others)} == {0}, workers[0].output
+    assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
     assert_is(cluster, reference("adamw-deep", h, num, tau, rule, {0: (0, 1)}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num", "tau", "rule", "shards", "up", "down", "lane"),
+    ("num", "tau", "rule", "shards", "up", "down", "transport"),
     [
         (5, 1, "blend", 1, "q4", "q4", "direct,grpc"),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
+            pytest.param(*item, marks=pytest.mark.slow)
+            for item in (
                 (2, 2, "shift", 2, "q4", "q4", "direct,grpc"), (3, 0, "", 1, "int8", "q4", "grpc"),
                 (3, 1, "shift", 2, "sparse", "raw", "grpc"),
             )
         ),
         *(
-            pytest.param(*one, marks=pytest.mark.campaign)
-            for one in (
+            pytest.param(*item, marks=pytest.mark.campaign)
+            for item in (
                 (5, 0, "", 2, "q4", "int8", "direct,grpc"), (2, 3, "blend", 1, "sparse", "q4", "direct,grpc"),
                 (5, 2, "blend", 1, "raw", "int8", "direct,grpc"),
             )
@@ -172,14 +172,14 @@ def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, rul
     ],
 )  # fmt: skip
 def test_codecs_that_remember_have_each_fragment_s_own(
-    cluster: Cluster, num: int, tau: int, rule: str, shards: int, up: str, down: str, lane: str
+    cluster: Cluster, num: int, tau: int, rule: str, shards: int, up: str, down: str, transport: str
 ) -> None:
     h, inner = {2: 6, 3: 9, 5: 10}[num], "adamw-wide"
     server = cluster.server(*flags(h, num, tau, rule, "--workers", "2", "--shards", str(shards)))
     others = [cluster.shard(number, shards) for number in range(1, shards)]
-    told = {"PS_WORKER__CODEC": up, "PS_WORKER__ANSWER_CODEC": down, "PS_WORKER__LANES": lane}
+    told = {"PS_WORKER__CODEC": up, "PS_WORKER__REPLY_CODEC": down, "PS_WORKER__TRANSPORTS": transport}
     workers = [cluster.script(rank, "outer.py", inner, **told) for rank in range(2)]
-    assert {one.wait() for one in (*workers, server, *others)} == {0}, workers[0].output
+    assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
     ups = trip_of(inner, up, shards), CODECS.load(up)().decay
     assert_is(cluster, reference(inner, h, num, tau, rule, {0: (0, 1)}, ups, trip_of(inner, down, shards)))
 
@@ -195,13 +195,13 @@ def test_codecs_that_remember_have_each_fragment_s_own(
 def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Cluster, rule: str, codec: str) -> None:
     server = cluster.server(*flags(6, 3, 1, rule))
     gate, inner = cluster.folder / "go", "adamw-deep" if codec == "raw" else "adamw-wide"
-    told = {"PS_WORKER__CODEC": codec, "PS_WORKER__ANSWER_CODEC": codec}
+    told = {"PS_WORKER__CODEC": codec, "PS_WORKER__REPLY_CODEC": codec}
     first = cluster.script(0, "outer.py", inner, str(gate), "12", **told)
     first.until(lambda: "at the gate" in first.output, "gate")
     second = cluster.script(1, "outer.py", inner, str(gate), "12", **told)
     second.until(lambda: "at the gate" in second.output, "gate")
     gate.touch()
-    assert {one.wait() for one in (first, second, server)} == {0}, second.output
+    assert {process.wait() for process in (first, second, server)} == {0}, second.output
     trip = trip_of(inner, codec, 1)
     assert_is(cluster, reference(inner, 6, 3, 1, rule, {0: (0,), 6: (1,)}, (trip, 1.0), trip))
 
@@ -222,16 +222,16 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, 
     )  # fmt: skip
     server = cluster.server(*told)
     gate, inner = cluster.folder / "go", "sgd-deep" if codec == "raw" else "sgd-wide"
-    codecs = {"PS_WORKER__CODEC": codec, "PS_WORKER__ANSWER_CODEC": codec}
+    codecs = {"PS_WORKER__CODEC": codec, "PS_WORKER__REPLY_CODEC": codec}
     workers = [cluster.script(rank, "outer.py", inner, str(gate), "12", **codecs) for rank in range(2)]
-    for one in workers:
-        one.until(lambda one=one: "at the gate" in one.output, "gate")
-    server.until(lambda: any(one["version"] for one in server.events("snapshot")), "snapshot")
+    for item in workers:
+        item.until(lambda process=item: "at the gate" in process.output, "gate")
+    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot")
     server.signal(signal.SIGKILL)
     server.popen.wait()
     second = cluster.server(*told, "--listen", cluster.address)
     gate.touch()
-    assert {one.wait() for one in (*workers, second)} == {0}, workers[0].output
+    assert {worker.wait() for worker in (*workers, second)} == {0}, workers[0].output
     version = second.event("resumed")["version"]
     assert version > 0
     trip = trip_of(inner, codec, 1)
@@ -246,16 +246,16 @@ def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: 
         5, 1, 3, "blend", "--mode", "async_diloco", "--outer-lr", str(LR), "--workers", "1", "--shards", "2",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "2",
     )  # fmt: skip
-    told = tuple(one for at, one in enumerate(told) if not {"--fragments"} & {one, told[at - 1]})
+    told = tuple(text for at, text in enumerate(told) if not {"--fragments"} & {text, told[at - 1]})
     server, gate = cluster.server(*told), cluster.folder / "go"
     other = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
     worker = cluster.script(0, "outer.py", "sgd", str(gate), "13")
     worker.until(lambda: "at the gate" in worker.output, "gate")
-    server.until(lambda: any(one["version"] == 2 for one in server.events("snapshot")), "snapshot")
+    server.until(lambda: any(event["version"] == 2 for event in server.events("snapshot")), "snapshot")
     server.signal(signal.SIGKILL)
     server.popen.wait()
     second = cluster.server(*told, "--listen", cluster.address)
     gate.touch()
-    assert {one.wait() for one in (worker, second, other)} == {0}, worker.output
+    assert {process.wait() for process in (worker, second, other)} == {0}, worker.output
     assert second.event("resumed")["version"] == 2
     assert_is(cluster, reference("sgd", 5, 1, 3, "blend", {0: (0,), 2: (0,)}))

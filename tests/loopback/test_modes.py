@@ -105,11 +105,11 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
     server = cluster.server(*flags)
     slow = ("--set", "slowdown.base_s=0.02")  # it is killed before the end
     workers = [cluster.worker(rank, *slow, "--set", "worker.codec=onebit_adam") for rank in range(2)]
-    server.until(lambda: any(one["version"] >= 25 for one in server.events("snapshot")), "snapshot")
+    server.until(lambda: any(event["version"] >= 25 for event in server.events("snapshot")), "snapshot")
     server.signal(signal.SIGKILL)
     server.popen.wait()
     server = cluster.server(*flags, "--listen", cluster.address)
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     summary = json.loads((cluster.folder / "s.json").read_text())
     assert summary["final"]["accuracy"] > 0.9
     for row in summary["workers"]:
@@ -117,11 +117,11 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
 
 
 @pytest.mark.slow
-def test_bf16_for_answers_halves_the_download(cluster):
+def test_bf16_for_replies_halves_the_download(cluster):
     server = cluster.server(
         "--mode", "async", "--workers", "1", "--steps", "40", "--summary", "s.json", "--task", "digits"
     )
-    worker = cluster.worker(0, "--set", "worker.answer_codec=bf16")
+    worker = cluster.worker(0, "--set", "worker.reply_codec=bf16")
     assert [worker.wait(), server.wait()] == [0, 0]
     row = json.loads((cluster.folder / "s.json").read_text())["workers"][0]
     assert row["bytes_received"] < 0.6 * row["bytes_sent"]
@@ -132,7 +132,7 @@ def _trained(cluster, *codec: str) -> tuple[dict, dict[str, torch.Tensor], list[
     flags = ("--mode", "localsgd", "--workers", "2", "--steps", "48", "--local-steps", "8", *codec)
     server = cluster.server(*flags, "--task", "digits", "--summary", "s.json", "--save", "w.safetensors")
     workers = [cluster.worker(rank, *codec) for rank in range(2)]
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     weights = load_file(cluster.folder / "w.safetensors")
     return json.loads((cluster.folder / "s.json").read_text()), weights, server.events("outer_optimizer")
 
@@ -142,11 +142,11 @@ def test_localsgd_in_q4_both_ways_comes_to_the_mean_of_weights(cluster):
     """Workers send how far they went, and not weights."""
     raw, plain, stepped = _trained(cluster)
     assert not stepped
-    coded, found, (outer,) = _trained(cluster, "--set", "worker.codec=q4", "--set", "worker.answer_codec=q4")
+    coded, found, (outer,) = _trained(cluster, "--set", "worker.codec=q4", "--set", "worker.reply_codec=q4")
     assert (outer["lr"], outer["momentum"]) == (1.0, 0.0)
     assert coded["version"] == raw["version"] == 6
     assert coded["final"]["accuracy"] > raw["final"]["accuracy"] - 0.03
-    sent, whole = (min(row["bytes_sent"] for row in one["workers"]) for one in (coded, raw))  # who brings no weights
+    sent, whole = (min(row["bytes_sent"] for row in item["workers"]) for item in (coded, raw))  # who brings no weights
     assert sent < 0.2 * whole
     squares = [((found[name] - its).square().sum(), its.square().sum()) for name, its in plain.items()]
     apart = sum(far for far, _ in squares) / sum(of for _, of in squares)

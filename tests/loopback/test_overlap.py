@@ -14,7 +14,7 @@ from ..faults.proxy import Plan, Proxy
 
 WAYS = {
     "shared memory": ((), {}),
-    "grpc": ((), {"PS_WORKER__LANES": "grpc"}),
+    "grpc": ((), {"PS_WORKER__TRANSPORTS": "grpc"}),
     "direct": (("--set", "server.shared_memory=false"), {}),
 }
 
@@ -30,7 +30,7 @@ def train(cluster: Any, overlap: bool, flags: tuple[str, ...], env: dict[str, st
 
 @pytest.mark.slow
 def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
-    """On every lane."""
+    """On every transport."""
     without = train(cluster, False, *WAYS["grpc"])
     found = {way: train(cluster, True, *told) for way, told in WAYS.items()}
     for way, weights in found.items():
@@ -39,11 +39,11 @@ def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
 
 @pytest.mark.slow
 def test_connections_that_break_in_the_middle_change_nothing(cluster: Any) -> None:
-    """The rest comes with the same answer."""
+    """The rest comes with the same reply."""
     without = train(cluster, False, *WAYS["grpc"])
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", "again.safetensors")
-    env = {"PS_WORKER__LANES": "grpc", "PS_WORKER__OVERLAP": "true"}
-    # The model is 1.6 MB: the first connection breaks in the second answer, the next ones in their first or second.
+    env = {"PS_WORKER__TRANSPORTS": "grpc", "PS_WORKER__OVERLAP": "true"}
+    # The model is 1.6 MB: the first connection breaks in the second reply, the next ones in their first or second.
     plans = dict(enumerate([4_000_000, 1_000_000, 1_400_000, 2_200_000, 500_000]))
     with Proxy(cluster.address, lambda number: Plan(reset_after_down=plans.get(number))) as proxy:
         workers = [cluster.script(0, "wide.py", **env, PS_SERVER=proxy.address), cluster.script(1, "wide.py", **env)]
@@ -57,7 +57,7 @@ def test_connections_that_break_in_the_middle_change_nothing(cluster: Any) -> No
 def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
     """Each shard's part comes by itself; what is encoded comes down whole, and goes up tensor by tensor, with what was
     left out of the last ones."""
-    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__ANSWER_CODEC": "bf16", "PS_WORKER__CODEC": "q4"}
+    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__REPLY_CODEC": "bf16", "PS_WORKER__CODEC": "q4"}
     found = []
     for overlap in (False, True):
         server = cluster.server(
@@ -70,7 +70,7 @@ def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
         assert [process.wait() for process in (*workers, server, shard)] == [0] * 4, workers[0].output
         found.append(load_file(cluster.folder / "w.safetensors"))
         summary = json.loads((cluster.folder / "s.json").read_text())
-        assert [0 < one["residual_norm"] < 1 and not one["residuals_lost"] for one in summary["workers"]] == [
+        assert [0 < worker["residual_norm"] < 1 and not worker["residuals_lost"] for worker in summary["workers"]] == [
             True,
             True,
         ]

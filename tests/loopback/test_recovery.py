@@ -86,7 +86,7 @@ def test_nobody_is_let_go_by_a_server_that_was_frozen_itself(cluster):
         worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
     server.signal(signal.SIGSTOP)
     (cluster.folder / "go").touch()
-    for worker in workers:  # each notices that nobody answers
+    for worker in workers:  # each notices that nobody replies
         worker.until(lambda worker=worker: bool(worker.events("connection_lost")), "loss")
     server.signal(signal.SIGCONT)
     assert [worker.wait() for worker in workers] == [0, 0]

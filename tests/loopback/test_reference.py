@@ -1,4 +1,5 @@
-"""Answers that are differences, between real processes: over every lane, of several shards, through broken connections
+"""Replies that are differences, between real processes: over every transport, of several shards, through broken
+connections
 and a server that is killed. Workers write down what weights they have of each version: they are the same bits."""
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ with paramserver.connect() as session:
         optimizer.step()
     session.finish()
 """
-Q4 = {"PS_WORKER__CODEC": "q4", "PS_WORKER__ANSWER_CODEC": "q4"}
+Q4 = {"PS_WORKER__CODEC": "q4", "PS_WORKER__REPLY_CODEC": "q4"}
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
 
 
@@ -60,21 +61,21 @@ def flags(mode: str, shards: int) -> tuple[str, ...]:
     return ("--mode", mode, "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), "--summary", "s.json")
 
 
-@pytest.mark.parametrize(("mode", "lane", "shards"), [("sync", "direct", 2), ("async", "grpc", 1)])
-def test_all_have_the_same_bits_through_broken_connections(cluster, mode, lane, shards):
+@pytest.mark.parametrize(("mode", "transport", "shards"), [("sync", "direct", 2), ("async", "grpc", 1)])
+def test_all_have_the_same_bits_through_broken_connections(cluster, mode, transport, shards):
     server = cluster.server(*flags(mode, shards), "--set", "server.direct=true")
     others = [cluster.shard(number, shards) for number in range(1, shards)]
     (cluster.folder / "gate").touch()
 
     def plan(number: int) -> Plan:
-        """Of the first connections, those that carry contributions are lost in the middle of one, or of an answer."""
+        """Of the first connections, those that carry contributions are lost in the middle of one, or of an reply."""
         if number >= 8:
             return Plan()
         return Plan(reset_after_up=250_000) if number % 4 < 2 else Plan(reset_after_down=250_000)
 
     with Proxy(cluster.address, plan, server.event("listening")["direct_port"]) as proxy:
         cluster.address = proxy.address
-        workers = workers_of(cluster, PS_WORKER__LANES=json.dumps(list(dict.fromkeys([lane, "grpc"]))))
+        workers = workers_of(cluster, PS_WORKER__TRANSPORTS=json.dumps(list(dict.fromkeys([transport, "grpc"]))))
         assert [worker.wait() for worker in workers] == [0, 0], workers[0].output + workers[1].output
         assert [process.wait() for process in (server, *others)] == [0] * shards
         assert proxy.num_resets >= 2
@@ -118,7 +119,7 @@ def test_a_snapshot_goes_on_with_workers_of_other_codecs(cluster):
         process.popen.wait()
     second = cluster.server(*flags("sync", 1), *SNAPSHOTS, "--resume", "latest")
     (cluster.folder / "gate").touch()
-    workers = workers_of(cluster, PS_WORKER__CODEC="int8", PS_WORKER__ANSWER_CODEC="bf16")
+    workers = workers_of(cluster, PS_WORKER__CODEC="int8", PS_WORKER__REPLY_CODEC="bf16")
     assert [process.wait() for process in (*workers, second)] == [0, 0, 0], workers[0].output + second.output
     assert second.event("resumed")["version"] >= 10
     found = seen(cluster)

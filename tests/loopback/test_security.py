@@ -151,11 +151,11 @@ def test_with_the_token_calls_are_served_and_health_needs_none(mutual: str, lab:
         assert status.mode == "async"
         assert status_of(channel, "/no.Such/Method", "unary_unary", shown).code() is grpc.StatusCode.UNIMPLEMENTED
     with open_channel(mutual, secured(lab, "worker", None), ()) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_nothing_of_a_body_is_read_without_the_token(mutual: str, lab: Path) -> None:
+def test_nothing_of_a_payload_is_read_without_the_token(mutual: str, lab: Path) -> None:
     """A sender that never ends is stopped by flow control before much has left, and refused."""
     sent = 0
 

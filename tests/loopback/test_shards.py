@@ -32,15 +32,15 @@ def _ends(*processes) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "lane"),
+    ("mode", "transport"),
     [
         ("async", TCP),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in [("async", ()), ("ssp", ()), ("sync", TCP)]),
+        *(pytest.param(*item, marks=pytest.mark.slow) for item in [("async", ()), ("ssp", ()), ("sync", TCP)]),
     ],
 )
-def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, lane):
+def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, transport):
     """The rows of all workers, and a padding that counts steps, lie across three shards."""
-    server = _start(cluster, mode, 2, 3, *lane)
+    server = _start(cluster, mode, 2, 3, *transport)
     shards = [cluster.shard(number, 3) for number in (1, 2)]
     workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING="100000") for rank in range(2)]
     assert _ends(*workers, server, *shards) == [0] * 5

@@ -27,7 +27,7 @@ TASK = (
     "--task", "digits", "--set", "task.args={channels: [8], hidden: 256}", "--optimizer", "adam", "--lr", "0.01",
     "--batch-size", "16", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
 )  # fmt: skip
-OFF = ("--set", "worker.lanes=grpc")
+OFF = ("--set", "worker.transports=grpc")
 _LABEL = re.compile(r"/memfd:paramserver-([0-9a-f]{32})")
 
 
@@ -59,9 +59,9 @@ def summary_of(cluster) -> dict:
     return json.loads((cluster.folder / "s.json").read_text())
 
 
-def lanes(workers) -> list[str]:
+def transports(workers) -> list[str]:
     """As the workers themselves say it."""
-    return [worker.event("tensors")["lane"] for worker in workers]
+    return [worker.event("tensors")["transport"] for worker in workers]
 
 
 def train(cluster, mode: str, server_flags: tuple[str, ...] = (), worker_flags: tuple[tuple[str, ...], ...] = ((), ())):
@@ -70,22 +70,22 @@ def train(cluster, mode: str, server_flags: tuple[str, ...] = (), worker_flags: 
     assert [worker.wait() for worker in workers] == [0] * len(workers), workers[0].output
     assert server.wait() == 0, server.output
     summary = summary_of(cluster)
-    assert [row["lane"] for row in summary["workers"]] == lanes(workers)
-    assert [event["tensors"] for event in server.events("admitted")].count("grpc") == lanes(workers).count("grpc")
-    return lanes(workers), load_file(cluster.folder / "w.safetensors"), summary
+    assert [row["transport"] for row in summary["workers"]] == transports(workers)
+    assert [event["tensors"] for event in server.events("admitted")].count("grpc") == transports(workers).count("grpc")
+    return transports(workers), load_file(cluster.folder / "w.safetensors"), summary
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
+def assert_same(item: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert item.keys() == other.keys()
+    for name, tensor in item.items():
         assert torch.equal(tensor, other[name]), name
 
 
-# ---- which lane -----------------------------------------------------------------------------------
+# ---- which transport -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_every_combination_of_lanes_trains_the_same_weights(cluster):
+def test_every_combination_of_transports_trains_the_same_weights(cluster):
     """sync is the same to the last bit, however the tensors travel."""
     shared, weights, summary = train(cluster, "sync")
     assert shared == ["shared memory"] * 2
@@ -99,18 +99,18 @@ def test_every_combination_of_lanes_trains_the_same_weights(cluster):
         assert_same(weights, same)
         # What goes through shared memory counts as sent.
         for field in ("bytes_sent", "bytes_received"):  # in all: either of two may bring the initial weights
-            ours, theirs = (sum(worker[field] for worker in one["workers"]) for one in (summary, other))
+            ours, theirs = (sum(worker[field] for worker in item["workers"]) for item in (summary, other))
             assert ours == pytest.approx(theirs, rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in MODES.names() if mode not in ("sync", "dssp", "async_diloco")])
-def test_one_worker_alone_gets_the_same_weights_on_every_lane(cluster, mode):
+def test_one_worker_alone_gets_the_same_weights_on_every_transport(cluster, mode):
     shared, weights, _ = train(cluster, mode, (), ((),))
     assert shared == ["shared memory"]
-    for lane, flags in (("direct", ("--set", "worker.lanes=direct,grpc")), ("grpc", OFF)):
+    for transport, flags in (("direct", ("--set", "worker.transports=direct,grpc")), ("grpc", OFF)):
         found, same, _ = train(cluster, mode, (), (flags,))
-        assert found == [lane]
+        assert found == [transport]
         assert_same(weights, same)
 
 
@@ -127,20 +127,20 @@ def test_a_codec_is_kept_and_goes_over_the_connection(cluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
-def test_every_contribution_is_applied_once_on_both_lanes_at_a_time(cluster, mode):
+def test_every_contribution_is_applied_once_on_both_transports_at_a_time(cluster, mode):
     """Several read while others' commits are made: of all versions, each is written where nobody reads."""
     server = cluster.server(
         "--mode", mode, "--workers", "3", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
         "--set", "policy.weighting=equal",
     )  # fmt: skip
-    flags = ({}, {}, {"PS_WORKER__LANES": "grpc"})
+    flags = ({}, {}, {"PS_WORKER__TRANSPORTS": "grpc"})
     workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING=PADDING, **env) for rank, env in enumerate(flags)]
     assert [worker.wait() for worker in workers] == [0, 0, 0], workers[0].output
     assert server.wait() == 0
     weights = load_file(cluster.folder / "w.safetensors")
     assert torch.equal(-weights["seen"].view(-1, STEPS)[:3], torch.ones(3, STEPS))
     assert weights["padding"].unique().tolist() == [-3.0 * STEPS]
-    assert [row["lane"] for row in summary_of(cluster)["workers"]] == ["shared memory", "shared memory", "grpc"]
+    assert [row["transport"] for row in summary_of(cluster)["workers"]] == ["shared memory", "shared memory", "grpc"]
 
 
 # ---- killed and frozen ------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_a_worker_is_killed_in_the_middle(cluster, where):
 
 @pytest.mark.slow
 def test_a_frozen_reader_holds_nobody_up(cluster):
-    """SIGSTOP in the middle of an answer: the version it reads is left alone, the others' go elsewhere."""
+    """SIGSTOP in the middle of an reply: the version it reads is left alone, the others' go elsewhere."""
     server, survivor, victim = _with_victim(cluster, "reading", 3, "async")
     victim.signal(signal.SIGSTOP)
     (cluster.folder / "go").touch()

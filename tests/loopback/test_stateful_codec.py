@@ -2,7 +2,8 @@
 
 One file adds it: tests/contract/added/delta.py.
 
-Whichever side counted a body that the other did not would say so at the next one. Gradients and weights are multiples
+Whichever side counted a payload that the other did not would say so at the next one. Gradients and weights are
+multiples
 of a sixteenth, so nothing is rounded, and the weights say what was applied, and what each worker has seen of it.
 """
 
@@ -49,24 +50,24 @@ with paramserver.connect() as session:
 
 
 @pytest.mark.parametrize(
-    ("pipelined", "shards"),
+    ("delayed_update", "shards"),
     [(False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 1), (True, 2)))],
 )
-def test_both_sides_remember_the_same_through_resets(cluster, pipelined, shards):
+def test_both_sides_remember_the_same_through_resets(cluster, delayed_update, shards):
     assert [file.name for file in ADDED.glob("*.py")] == ["delta.py"]
     (cluster.folder / "sitecustomize.py").write_text(KNOWN)
     script = cluster.folder / "script.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(cluster.folder), os.environ.get("PYTHONPATH", "")])
-    codec = {"PYTHONPATH": path, "PS_WORKER__CODEC": "delta", "PS_WORKER__ANSWER_CODEC": "delta"}
+    codec = {"PYTHONPATH": path, "PS_WORKER__CODEC": "delta", "PS_WORKER__REPLY_CODEC": "delta"}
     server = cluster.server(
         "--mode", "async", "--workers", "2", "--steps", str(STEPS), "--save", "w.safetensors",
-        "--shards", str(shards), *(["--pipelined"] if pipelined else []), "--set", "server.direct=true", **codec,
+        "--shards", str(shards), *(["--delayed-update"] if delayed_update else []), "--set", "server.direct=true", **codec,
     )  # fmt: skip
     others = [cluster.shard(number, shards, **codec) for number in range(1, shards)]
 
     def plan(number: int) -> Plan:
-        """Of the first connections, those that carry contributions are lost in the middle of one, or of an answer."""
+        """Of the first connections, those that carry contributions are lost in the middle of one, or of an reply."""
         if number >= 8:
             return Plan()
         num_bytes = 25_000 // shards
@@ -74,7 +75,7 @@ def test_both_sides_remember_the_same_through_resets(cluster, pipelined, shards)
 
     with Proxy(cluster.address, plan, server.event("listening")["direct_port"]) as proxy:
         cluster.address = proxy.address
-        workers = [cluster.script(rank, script, str(int(pipelined)), **codec) for rank in range(2)]
+        workers = [cluster.script(rank, script, str(int(delayed_update)), **codec) for rank in range(2)]
         assert [worker.wait() for worker in workers] == [0, 0], workers[0].output + workers[1].output
         assert [process.wait() for process in (server, *others)] == [0] * shards
         assert proxy.num_resets >= 2

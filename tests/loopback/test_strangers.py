@@ -22,11 +22,11 @@ def test_strangers_find_no_key_and_delay_nobody(cluster: Any, tmp_path: Path) ->
     workers[0].until(lambda: bool(listens([first])), "its store")
     with silent(listens([first])):
         workers.append(cluster.worker(1, *TASK, *flags(lab, "worker")))
-        for one in workers:
-            one.event("group")
-        found = listens([one.popen.pid for one in [server, *workers]])
+        for item in workers:
+            item.event("group")
+        found = listens([worker.popen.pid for worker in [server, *workers]])
         assert on_other_addresses(found) == []
-        at_workers = listens([one.popen.pid for one in workers])
+        at_workers = listens([worker.popen.pid for worker in workers])
         assert at_workers
         assert {place: num_keys(place) for place in at_workers} == dict.fromkeys(at_workers, 0)
-    assert not any(one.events("group_broken") for one in workers)
+    assert not any(worker.events("group_broken") for worker in workers)

@@ -61,7 +61,7 @@ def test_the_live_table(cluster: Cluster, term: str, is_live: bool) -> None:
     cluster.address = re.search(r"address=(127\.0\.0\.1:\d+)", server.plain)[1]
     slow = ("--task", "xor", "--set", "slowdown.base_s=0.02")
     workers = [cluster.worker(rank, *slow) for rank in range(2)]
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.plain
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.plain
     server.reader.join(10)
     assert ("worker state" in server.plain.replace("  ", " ")) is is_live
     for word in ("model", "training_started", "40 updates in"):  # the log, and the summary after it

@@ -36,12 +36,12 @@ class Taker(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        payload = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers.get("Content-Encoding") == "gzip":
             import gzip
 
-            body = gzip.decompress(body)
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            payload = gzip.decompress(payload)
+        for resource in ExportTraceServiceRequest.FromString(payload).resource_spans:
             (service,) = (a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
             self.server.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
         self.send_response(200)
@@ -72,10 +72,13 @@ def attributes(span: Any) -> dict[str, Any]:
 def test_the_servers_spans_hang_under_the_workers_exchanges(cluster: Cluster, collector: Collector, mode: str) -> None:
     server = cluster.server("--mode", mode, *RUN, "--traces", collector.url)
     workers = [cluster.worker(rank, "--traces", collector.url) for rank in range(2)]
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     exchanges = {(span.trace_id, span.span_id): span for span in collector.of("ps-worker", "exchange")}
     assert len(exchanges) == 2 * STEPS
-    named = {(attributes(one)["paramserver.rank"], attributes(one)["paramserver.number"]) for one in exchanges.values()}
+    named = {
+        (attributes(exchange)["paramserver.rank"], attributes(exchange)["paramserver.number"])
+        for exchange in exchanges.values()
+    }
     assert named == {(rank, number) for rank in range(2) for number in range(1, STEPS + 1)}
     for service, name in (
         ("ps-worker", "encode"), ("ps-worker", "wait"), ("ps-worker", "apply"),
@@ -97,7 +100,7 @@ def test_a_collector_that_is_not_there_costs_a_warning(cluster: Cluster) -> None
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'paramserver[otel]'")
     server = cluster.server("--mode", "async", *RUN, "--traces", "http://127.0.0.1:9")
     workers = [cluster.worker(rank) for rank in range(2)]
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     (warning,) = server.events("traces_lost")
     assert warning["to"] == "http://127.0.0.1:9"
     assert "Traceback" not in server.output

@@ -1,4 +1,5 @@
-"""What the optimizer remembers is divided among equals, as real processes: the weights are those of one process, also
+"""What the optimizer remembers is divided among all-reduce peers, as real processes: the weights are those of one
+process, also
 where one is killed and comes back, and from a snapshot with another number of workers."""
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DYING = """
 
 
 def finished(server, workers):
-    assert [one.wait() for one in workers] == [0] * len(workers), "".join(one.output for one in workers)
+    assert [worker.wait() for worker in workers] == [0] * len(workers), "".join(worker.output for worker in workers)
     assert server.wait() == 0
 
 
@@ -47,13 +48,13 @@ def test_it_equals_one_process_with_one_nth_of_the_state(cluster):
     versions = [[(rank, number) for rank in range(3)] for number in range(1, 21)]
     assert difference(cluster, versions) <= 1e-9
     whole = 2 * 8 * (9 * 20 + 20 + 20 * 3 + 3)  # Adam's two moments, float64
-    held = [one.event("optimizer_state")["bytes"] for one in workers]
+    held = [worker.event("optimizer_state")["bytes"] for worker in workers]
     assert max(held) <= whole / 3 + 2 * 8 * 20 + 200  # cut between rows; and each tensor's count of steps
     assert sum(held) >= whole
     for steps, zero, num in ((30, 1, 2), (40, 0, 2)):
         server, worker = start(cluster, num, steps, "steps", zero=zero)
         finished(server, workers := [worker(rank) for rank in range(num)])
-        assert "optimizer_state_anew" not in "".join(one.output for one in workers)
+        assert "optimizer_state_anew" not in "".join(worker.output for worker in workers)
         versions += [[(rank, number) for rank in range(num)] for number in range(len(versions) + 1, steps + 1)]
         assert difference(cluster, versions) <= 1e-9
 
@@ -63,7 +64,7 @@ def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     server, worker = start(cluster, 3, 40, "leaves")
     killed_and_back(cluster, server, worker)
     versions = versions_of(cluster)
-    assert {len(one) for one in versions} == {2, 3}
+    assert {len(version) for version in versions} == {2, 3}
     assert difference(cluster, versions) <= 1e-9
 
 
@@ -73,8 +74,8 @@ def test_who_dies_before_it_has_given_its_share_leaves_it_with_another_one(clust
     path = cluster.folder / "script.py"
     path.write_text(path.read_text().replace("    while not session.is_done:\n", DYING[1:]))
     workers = [worker(rank) for rank in range(3)]
-    assert [one.wait() for one in workers] == [0, 0, -9], workers[0].output
+    assert [worker.wait() for worker in workers] == [0, 0, -9], workers[0].output
     assert server.wait() == 0
     versions = versions_of(cluster)
-    assert [len(one) for one in versions] == [3] * 8 + [2] * 12
+    assert [len(version) for version in versions] == [3] * 8 + [2] * 12
     assert difference(cluster, versions) <= 1e-9

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from paramserver.common.tensors.delayed import DelayedNesterov
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Fold
+from paramserver.ps.policies.base import Commit, Fold, Reply
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
 from paramserver.tests.numeric.test_diloco_equals_reference import (
@@ -63,23 +63,23 @@ def reference(
                 closes = now + max(0.0, grace * (sum(took.values()) / len(took) - (now - opened)))
         if due and now < closes:
             continue
-        known = [newest[one] for one in newest if done[one] < STEPS or one in delta]
+        known = [newest[value] for value in newest if done[value] < STEPS or value in delta]
         all_of_them = sum(known) / len(known) * (len(delta) + len(due))
         change = torch.zeros_like(theta)
-        for one, each in delta.items():
-            change = change + newest[one] / (all_of_them if due else sum(newest[two] for two in delta)) * each
+        for item, each in delta.items():
+            change = change + newest[item] / (all_of_them if due else sum(newest[two] for two in delta)) * each
         moved, taken = moved + change, part * len(delta)
         if num + len(delta) >= delay:
             momentum, taken = mu * momentum + moved, 1 - part * num
             moved, num = torch.zeros_like(theta), -len(delta)
         num += len(delta)
         theta = theta - LR * (taken * mu * momentum + change)
-        for one in delta:
-            start[one], began[one], told[one] = theta, now, min(H, STEPS - done[one])
+        for item in delta:
+            start[item], began[item], told[item] = theta, now, min(H, STEPS - done[item])
             if even_pace:
-                told[one] = min(told[one], max(1, ceil(H * (speed[one] / max(speed.values())))))
-            if told[one]:
-                due[one] = now + told[one] * SECONDS[one]
+                told[item] = min(told[item], max(1, ceil(H * (speed[item] / max(speed.values())))))
+            if told[item]:
+                due[item] = now + told[item] * SECONDS[item]
         opened, closes, took, delta = inf, inf, {}, {}
     return theta
 
@@ -89,7 +89,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     policy = policy_of("async_diloco", {"training_steps": STEPS, "num_workers": 3, "local_steps": H, **options})
     workers = [Worker("adamw") for _ in SIZES]
     layout = workers[0].tensors.layout
-    weights = new_body(layout.total_bytes)
+    weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(layout, weights, outer_spec(policy.outer.name, policy.outer.arguments, layout))
     base, told, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
@@ -104,7 +104,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
                     3, 0, [policy.outer.arguments | (decision.numbers or {})], lr_scale=decision.lr_scale(in_mean)
                 )
                 in_mean.clear()
-            elif isinstance(decision, Answer):
+            elif isinstance(decision, Reply):
                 rank, steps = decision.rank, policy.next_local_steps(decision.rank)
                 workers[rank].receive(store.weights)
                 base[rank] = policy.version
@@ -174,13 +174,13 @@ def test_delayed_nesterov_is_the_papers_where_deltas_come_one_by_one() -> None:
             weight.grad = torch.from_numpy(delta)
             optimizer.step()
             assert np.allclose(weight.detach().numpy(), theta, rtol=0, atol=1e-13)
-    one, two = (nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(2))
-    ours, torchs = DelayedNesterov([one], lr, mu), torch.optim.SGD([two], lr, mu, nesterov=True)
+    item, two = (nn.Parameter(torch.zeros(5, dtype=torch.float64)) for _ in range(2))
+    ours, torchs = DelayedNesterov([item], lr, mu), torch.optim.SGD([two], lr, mu, nesterov=True)
     for _ in range(9):
-        one.grad = torch.from_numpy(rng.normal(size=5))
-        two.grad = one.grad.clone()
+        item.grad = torch.from_numpy(rng.normal(size=5))
+        two.grad = item.grad.clone()
         ours.step(), torchs.step()
-    assert torch.allclose(one, two, rtol=1e-13, atol=0)
+    assert torch.allclose(item, two, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize(

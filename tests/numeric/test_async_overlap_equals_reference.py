@@ -1,6 +1,6 @@
 """async_diloco whose workers go on during exchanges: policy, store, workers' own parts against plain torch, by a clock.
 
-Every delta is a round (quorum 1, no window), and its answer is here at once; it is taken after tau local steps.
+Every delta is a round (quorum 1, no window), and its reply is here at once; it is taken after tau local steps.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Fold
+from paramserver.ps.policies.base import Commit, Fold, Reply
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Store
 from paramserver.tests.numeric.test_diloco_equals_reference import assert_equal, one_thread
@@ -53,12 +53,12 @@ def reference(tau: int, rule: str, even_pace: bool) -> torch.Tensor:
         done[rank] += taken[rank]
         speed[rank] = (speed.get(rank, taken[rank] / (now - since[rank])) + taken[rank] / (now - since[rank])) / 2
         newest[rank] = (taken[rank] * SIZES[rank]) ** 2 / taken[rank]
-        missing = sum(done[one] < STEPS for one in RANKS if one != rank)
-        known = [weight for one, weight in newest.items() if one == rank or done[one] < STEPS]
+        missing = sum(done[item] < STEPS for item in RANKS if item != rank)
+        known = [weight for item, weight in newest.items() if item == rank or done[item] < STEPS]
         share = newest[rank] / (sum(known) / len(known) * (1 + missing)) if missing else 1.0
         theta = theta - LR * min(1.0, share) * (anchor[rank] - local[rank])
         sent[rank], given[rank], since[rank] = local[rank].clone(), theta, now
-        # What follows was told with the answer before this one's; with this one what comes after that.
+        # What follows was told with the reply before this one's; with this one what comes after that.
         taken[rank] = min(told[rank], STEPS - done[rank])
         told[rank] = max(1, ceil(H * (speed[rank] / max(speed.values())))) if even_pace else H
         due[rank] = now + taken[rank] * SECONDS[rank]
@@ -71,17 +71,17 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
     """The weights, and of each rank the local steps of its contributions."""
     merge = Merge(rule, ALPHA, tau)
     told = {"training_steps": STEPS, "num_workers": len(SIZES), "local_steps": H, "grace": 0.0, "outer_lr": LR}
-    overlap = {"pipelined": True, "overlap_steps": tau, "merge": rule, "merge_alpha": ALPHA}
+    overlap = {"delayed_update": True, "overlap_steps": tau, "merge": rule, "merge_alpha": ALPHA}
     policy = policy_of("async_diloco", told | overlap | options)
     assert policy.merge == merge and policy.outer is not None
     arguments = dict(policy.outer.arguments)
     workers = [Worker(1, merge) for _ in SIZES]
     layout = workers[0].layout
-    weights = new_body(layout.total_bytes)
+    weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(layout, weights, outer_spec(policy.outer.name, arguments, layout))
     progress = [Progress(total_steps=STEPS) for _ in RANKS]
-    answered: dict[int, tuple[int, int]] = {}  # version, local steps
+    replied: dict[int, tuple[int, int]] = {}  # version, local steps
     contributions: dict[int, list[int]] = {rank: [] for rank in RANKS}
     in_mean: list[tuple[int, float]] = []
 
@@ -93,15 +93,15 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
             elif isinstance(decision, Commit):
                 store.commit(3, 0, [arguments], lr_scale=decision.lr_scale(in_mean))
                 in_mean.clear()
-            elif isinstance(decision, Answer):
+            elif isinstance(decision, Reply):
                 workers[decision.rank].receive(store.weights)
-                answered[decision.rank] = policy.version, policy.next_local_steps(decision.rank)
+                replied[decision.rank] = policy.version, policy.next_local_steps(decision.rank)
 
     for rank in RANKS:
         perform(policy.joined(rank, 0.0))
     due = {}
     for rank in RANKS:
-        progress[rank].answered(0, *answered.pop(rank), True)
+        progress[rank].replied(0, *replied.pop(rank), True)
         due[rank] = progress[rank].local_steps * SECONDS[rank]
     while due:
         now, rank = min((at, rank) for rank, at in due.items())
@@ -111,7 +111,7 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
             local_step(worker.model, worker.optimizer, rank, step)
             if begin and step + 1 - begin == min(tau, steps):
                 worker.overlap.merge(worker.shadow.tensors)
-        version, hears = answered.pop(rank, (0, steps))  # what `Pipelined` does with it
+        version, hears = replied.pop(rank, (0, steps))  # what `DelayedUpdate` does with it
         staged = worker.measure(None)
         said = contribution_of(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
         contributions[rank].append(steps)

@@ -10,7 +10,7 @@ from torch import nn
 
 from paramserver.common.config.schema import Config
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.ps.engine.modes import make_policy, policy_of
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
@@ -84,7 +84,7 @@ class Worker:
 def together(inner: str, sizes: tuple[int, ...], policy: Policy) -> torch.Tensor:
     workers = [Worker(inner) for _ in sizes]
     layout = workers[0].tensors.layout
-    weights = new_body(layout.total_bytes)
+    weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     assert policy.outer is not None
     store = Store(layout, weights, outer_spec(policy.outer.name, policy.outer.arguments, layout))
@@ -115,8 +115,8 @@ def policy(num_workers: int, h: int = H, steps: int | None = STEPS, **options: f
     return policy_of("diloco", settings)
 
 
-def assert_equal(one: torch.Tensor, two: torch.Tensor, within: float) -> None:
-    assert ((one - two).abs().max() / two.abs().max()).item() <= within
+def assert_equal(tensor: torch.Tensor, two: torch.Tensor, within: float) -> None:
+    assert ((tensor - two).abs().max() / two.abs().max()).item() <= within
 
 
 @pytest.fixture(scope="module", autouse=True)

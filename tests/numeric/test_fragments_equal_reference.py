@@ -11,7 +11,7 @@ from torch import nn
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import check_fragments
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
@@ -41,8 +41,8 @@ def reference(
     """Nothing of ours: theta and one buffer by name, local models, and one fragment at a time that is set to theta."""
     models = [make_model() for _ in sizes]
     inner = [INNER["adamw"](model) for model in models]
-    theta = {name: one.detach().clone() for name, one in models[0].named_parameters()}
-    buffer = {name: torch.zeros_like(one) for name, one in theta.items()}
+    theta = {name: tensor.detach().clone() for name, tensor in models[0].named_parameters()}
+    buffer = {name: torch.zeros_like(item) for name, item in theta.items()}
     for number, begin in enumerate(range(0, STEPS, H // num)):
         end = min(STEPS, begin + H // num)
         for rank, size in enumerate(sizes):
@@ -52,11 +52,11 @@ def reference(
             if end < STEPS and fragment_of[name] != number % num:
                 continue
             local = [dict(model.named_parameters())[name].data for model in models]
-            delta = sum(size * (theta[name] - one) for size, one in zip(sizes, local, strict=True)) / sum(sizes)
+            delta = sum(size * (theta[name] - item) for size, item in zip(sizes, local, strict=True)) / sum(sizes)
             buffer[name] = momentum * buffer[name] + delta
             theta[name] = theta[name] - LR * (delta + momentum * buffer[name])
-            for one in local:
-                one.copy_(theta[name])
+            for entry in local:
+                entry.copy_(theta[name])
     return theta
 
 
@@ -75,14 +75,14 @@ class Streaming(Worker):
         self.without = frozenset(specs[place].name for place in self.fragments.choose(fragment))
 
     def receive(self, weights: torch.Tensor) -> None:
-        self.fragments.answered(True)
+        self.fragments.replied(True)
         super().receive(weights)
 
 
 def ours(sizes: tuple[int, ...], num: int, policy: Policy, joins_at: int = -1) -> Store:
     workers = [Streaming(num) for _ in sizes]
     layout = workers[0].tensors.layout
-    weights = new_body(layout.total_bytes)
+    weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     assert policy.outer is not None
     store = Store(
@@ -152,25 +152,25 @@ def test_layers_are_dealt_out_and_what_is_large_lies_apart():
 def test_a_round_that_went_by_keeps_the_steps_of_the_other_fragments():
     model = make_model()
     fragments = Fragments(ModelTensors(model), 2)
-    was = {name: one.detach().clone() for name, one in model.named_parameters()}
+    was = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     with torch.no_grad():
-        for one in model.parameters():
-            one.add_(1.0)
+        for parameter in model.parameters():
+            parameter.add_(1.0)
         without = fragments.choose(0)
         fragments.measure()
-        assert all(torch.equal(one, was[name]) for name, one in model.named_parameters()), "what the server has"
-        for one in model.parameters():  # answered by a version in which all fragments have changed
-            one.sub_(3.0)
-        fragments.answered(True)
+        assert all(torch.equal(item, was[name]) for name, item in model.named_parameters()), "what the server has"
+        for parameter in model.parameters():  # replied by a version in which all fragments have changed
+            parameter.sub_(3.0)
+        fragments.replied(True)
         fragments.note()
     names = [spec.name for spec in ModelTensors(model).layout.specs]
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         stays = name in {names[place] for place in without}
-        assert torch.allclose(one, was[name] - 3.0 + stays), name
+        assert torch.allclose(parameter, was[name] - 3.0 + stays), name
     fragments.show()
-    assert all(torch.allclose(one, was[name] - 3.0) for name, one in model.named_parameters()), "the server's"
+    assert all(torch.allclose(item, was[name] - 3.0) for name, item in model.named_parameters()), "the server's"
     fragments.show(False)
-    assert sum(torch.allclose(one, was[name] - 2.0) for name, one in model.named_parameters()) == len(without)
+    assert sum(torch.allclose(item, was[name] - 2.0) for name, item in model.named_parameters()) == len(without)
 
 
 def test_local_steps_that_do_not_divide_name_both_values():
@@ -186,12 +186,12 @@ def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a
     model = nn.Sequential(*layers)
     tensors = ModelTensors(model)
     with torch.no_grad():
-        for one in model.parameters():
-            one.fill_(1.0)
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
     fragments, transfer = Fragments(tensors, 5), DirectTransfer(tensors)
     with torch.no_grad():
-        for one in model.parameters():
-            one.add_(1.0)
+        for parameter in model.parameters():
+            parameter.add_(1.0)
     fragments.choose(0)
     fragments.measure()
     pieces = transfer.gather(ContributionKind.DELTA)[0].pieces

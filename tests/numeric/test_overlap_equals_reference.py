@@ -12,7 +12,7 @@ from torch import nn
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import check_fragments
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.averaging.diloco import DilocoOptions
 from paramserver.ps.policies.base import Commit, Fold, Policy
@@ -53,9 +53,9 @@ def reference(num: int, tau: int, rule: str, alpha: float, of: dict[str, int]) -
     models = [make_model() for _ in SIZES]
     inner = [make_inner(model) for model in models]
     weights = [dict(model.named_parameters()) for model in models]
-    theta = {name: one.detach().clone() for name, one in weights[0].items()}
-    buffer = {name: torch.zeros_like(one) for name, one in theta.items()}
-    anchors = [{name: one.clone() for name, one in theta.items()} for _ in SIZES]
+    theta = {name: weight.detach().clone() for name, weight in weights[0].items()}
+    buffer = {name: torch.zeros_like(item) for name, item in theta.items()}
+    anchors = [{name: item.clone() for name, item in theta.items()} for _ in SIZES]
     sent: list[dict[str, torch.Tensor]] = [{} for _ in SIZES]
     since = 0
     for step in range(STEPS):
@@ -112,7 +112,7 @@ class Worker:
 
 def policy(num: int, merge: Merge, steps: int | None = STEPS, **more: Any) -> Policy:
     told = {"training_steps": steps, "num_workers": len(SIZES), "local_steps": H, "outer_momentum": MOMENTUM}
-    overlap = {"pipelined": True, "fragments": num, "overlap_steps": merge.after_steps, "merge": merge.rule}
+    overlap = {"delayed_update": True, "fragments": num, "overlap_steps": merge.after_steps, "merge": merge.rule}
     return policy_of("diloco", told | overlap | {"merge_alpha": merge.alpha} | more)
 
 
@@ -121,7 +121,7 @@ def ours(num: int, merge: Merge) -> dict[str, torch.Tensor]:
     assert run.merge == merge
     workers = [Worker(num, merge) for _ in SIZES]
     layout = workers[0].layout
-    weights = new_body(layout.total_bytes)
+    weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     assert run.outer is not None
     store = Store(layout, weights, outer_spec(run.outer.name, run.outer.arguments, layout))
@@ -167,9 +167,9 @@ def test_it_equals_an_independent_reference(num: int, tau: int, rule: str, alpha
     entries = ModelTensors(make_model()).layout.entries
     of = dict(zip([entry.spec.name for entry in entries], divided(entries, num), strict=True))
     found, wanted = ours(num, Merge(rule, alpha, tau)), reference(num, tau, rule, alpha, of)
-    largest = max(one.abs().max().item() for one in wanted.values())
-    for name, one in wanted.items():
-        assert (found[name] - one).abs().max().item() / largest <= 1e-12, name
+    largest = max(tensor.abs().max().item() for tensor in wanted.values())
+    for name, item in wanted.items():
+        assert (found[name] - item).abs().max().item() / largest <= 1e-12, name
 
 
 def test_the_rules_are_the_two_lines() -> None:
@@ -207,21 +207,26 @@ def test_a_round_that_went_by_keeps_the_steps_of_the_other_fragments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "pipelined", "told", "fix"),
+    ("options", "delayed_update", "told", "fix"),
     [
         ({"fragments": 4}, True, r"policy\.fragments is 4, and policy\.local_steps is 30", "--local-steps 32"),
         ({"overlap_steps": 31}, True, r"overlap_steps is 31.*30 local steps.*local_steps is 30", "--overlap-steps 30"),
         ({"fragments": 5, "overlap_steps": 7}, True, r"overlap_steps is 7.*6 local steps.*fragments 5", "-steps 6"),
-        ({"overlap_steps": 2}, False, r"policy\.overlap_steps is 2, and workers of mode diloco wait", "--pipelined"),
-        ({"merge": "blend"}, False, r"policy\.merge is blend, and workers of mode diloco wait", "--pipelined"),
+        (
+            {"overlap_steps": 2},
+            False,
+            r"policy\.overlap_steps is 2, and workers of mode diloco wait",
+            "--delayed-update",
+        ),
+        ({"merge": "blend"}, False, r"policy\.merge is blend, and workers of mode diloco wait", "--delayed-update"),
         ({"merge_alpha": 0.3}, True, r"policy\.merge_alpha is 0\.3, and policy\.merge is shift", "--merge blend"),
     ],
 )
 def test_what_cannot_be_names_the_limit_and_the_value(
-    options: dict[str, Any], pipelined: bool, told: str, fix: str
+    options: dict[str, Any], delayed_update: bool, told: str, fix: str
 ) -> None:
     with pytest.raises(UsageError, match=told) as refused:
-        check_fragments("diloco", DilocoOptions(local_steps=H, **options), pipelined)
+        check_fragments("diloco", DilocoOptions(local_steps=H, **options), delayed_update)
     assert fix in str(refused.value.fix)
 
 

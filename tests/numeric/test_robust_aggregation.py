@@ -16,7 +16,7 @@ from torch import nn
 
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import AGGREGATIONS
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.core.judgement import Limits
 from paramserver.ps.engine.modes import policy_of
@@ -87,7 +87,7 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limi
     workers = [Worker(rank, LIE if rank < num_liars else 1.0) for rank in range(NUM_WORKERS)]
     layout = workers[0].tensors.layout
     spec = describe_optimizer(torch.optim.SGD(workers[0].model.parameters(), lr=0.2), workers[0].tensors.names)
-    weights = new_body(layout.total_bytes)
+    weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(
         layout, weights, spec, StoreOptions(aggregation=AGGREGATIONS.load(aggregation), trim=trim, limits=limits)
@@ -98,8 +98,8 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limi
     staged: dict[int, torch.Tensor] = {}
     for step in range(NUM_STEPS):
         for worker in workers:
-            body = staged[worker.rank] = worker.contribution(step)
-            if not store.sanity.examine(body, store.weights).is_taken:
+            payload = staged[worker.rank] = worker.contribution(step)
+            if not store.sanity.examine(payload, store.weights).is_taken:
                 return math.inf  # NaN: as lost as can be
             for decision in policy.contributed(worker.rank, contribution_of(step + 1, policy.version, BATCH), 0.0):
                 if isinstance(decision, Fold):

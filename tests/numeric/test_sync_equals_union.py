@@ -1,7 +1,7 @@
 """sync with N workers is one process with the union batch, to the precision of float32.
 
 Policy and store are driven directly, in this process: what a server does between the messages.
-The workers hold the model in their own memory and exchange bodies of bytes, as over the wire.
+The workers hold the model in their own memory and exchange payloads of bytes, as over the wire.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold
@@ -86,14 +86,14 @@ class Worker:
         self.tensors = ModelTensors(self.model)
         self.transfer = DirectTransfer(self.tensors)
 
-    def gradient_body(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def gradient_payload(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.model.zero_grad()
         loss_of(self.model, inputs[self.rows], targets[self.rows]).backward()
         return torch.frombuffer(
             bytearray(b"".join(self.transfer.gather(ContributionKind.GRADIENT)[0].pieces)), dtype=torch.uint8
         )
 
-    def weights_body(
+    def weights_payload(
         self, inputs: torch.Tensor, targets: torch.Tensor, optimizer: torch.optim.Optimizer
     ) -> torch.Tensor:
         self.model.zero_grad()
@@ -134,7 +134,7 @@ def train_together(
     layout = workers[0].tensors.layout
     spec = describe_optimizer(OPTIMIZERS[name](workers[0].model.parameters()), workers[0].tensors.names)
     policy = policy_of(mode, {"training_steps": num_steps, "num_workers": len(sizes), "local_steps": 1})
-    weights = new_body(layout.total_bytes)
+    weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(layout, weights, spec if not policy.kind.worker_steps else None)
     local = [OPTIMIZERS[name](worker.model.parameters()) for worker in workers]
@@ -146,9 +146,9 @@ def train_together(
         for rank in ranks:
             worker = workers[rank]
             if not policy.kind.worker_steps:
-                staged[rank] = worker.gradient_body(inputs, targets)
+                staged[rank] = worker.gradient_payload(inputs, targets)
             else:
-                staged[rank] = worker.weights_body(inputs, targets, local[rank])
+                staged[rank] = worker.weights_payload(inputs, targets, local[rank])
             contribution = contribution_of(policy.num_counted[rank] + 1, policy.version, worker.num_samples)
             for decision in policy.contributed(rank, contribution, 0.0):
                 if isinstance(decision, Fold):
@@ -162,11 +162,11 @@ def train_together(
     return store.tensors()
 
 
-def relative_difference(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+def relative_difference(item: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
     """Largest difference of any weight, relative to the largest weight."""
-    assert one.keys() == two.keys()
-    largest = max(value.abs().max().item() for value in one.values())
-    return max((one[key] - two[key]).abs().max().item() for key in one) / largest
+    assert item.keys() == two.keys()
+    largest = max(value.abs().max().item() for value in item.values())
+    return max((item[key] - two[key]).abs().max().item() for key in item) / largest
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,7 +199,7 @@ def test_the_bound_would_notice_a_wrong_mean(alone: dict) -> None:
     optimizers = [OPTIMIZERS["sgd"](worker.model.parameters()) for worker in workers]
     for inputs, targets in zip(*make_data(), strict=True):
         for worker in workers:
-            worker.gradient_body(inputs, targets)
+            worker.gradient_payload(inputs, targets)
         means = [
             torch.stack(grads).mean(0)
             for grads in zip(*[[p.grad for p in worker.model.parameters()] for worker in workers], strict=True)

@@ -1,6 +1,6 @@
 """Seconds a step over a slow link, without and with something that overlaps exchange and computation.
 
-    make overlap                                                 policy.pipelined, in every mode that can
+    make overlap                                                 policy.delayed_update, in every mode that can
     python tests/overlap/measure.py --mode ssp --rate 1gbit --set run.batch_size=64
     python tests/overlap/measure.py --mode sync --deep --workers 1     gradients and weights that travel meanwhile
 
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in both variants")
     parser.add_argument("--plain", action="append", default=[], metavar="KEY=VALUE", help="in the first only")
     parser.add_argument("--changed", action="append", default=[], metavar="KEY=VALUE",
-                        help="in the second only; default policy.pipelined=true, or worker.overlap=true")  # fmt: skip
+                        help="in the second only; default policy.delayed_update=true, or worker.overlap=true")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="figures as one JSON object")
     return parser.parse_args()
 
@@ -59,7 +59,7 @@ def settings(asked: argparse.Namespace, mode: str, extra: list[str]) -> list[str
         f"run.mode={mode}", f"run.workers={asked.workers}", f"run.steps={asked.steps}", "run.batch_size=8",
         "task.name=digits", f"task.args={{hidden: {asked.hidden}}}", "optimizer.lr=0.01",
         f"policy.local_steps={local_steps}", f"slowdown.base_s={asked.compute_s / local_steps}",
-        "worker.lanes=direct,grpc", "server.insecure=true",
+        "worker.transports=direct,grpc", "server.insecure=true",
     ]  # fmt: skip
     if asked.deep:
         task = Path(__file__).with_name("deep.py")
@@ -119,7 +119,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 def measure(asked: argparse.Namespace, link: Link, mode: str) -> dict[str, Any]:
     """Median seconds a step of both variants, and what else tells them apart."""
-    way = "worker.overlap" if asked.deep else "policy.pipelined"
+    way = "worker.overlap" if asked.deep else "policy.delayed_update"
     variants = {"plain": [*asked.plain, f"{way}=false"], "changed": asked.changed or [f"{way}=true"]}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for _ in range(asked.repeats):

@@ -15,7 +15,7 @@ import grpc.aio
 import torch
 
 from paramserver.common.config.schema import Config
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, TableSpec
 from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import (
@@ -31,7 +31,7 @@ from paramserver.ps.wire.service import ParameterServerService
 from ..records import contribution_proto
 
 SMALL = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
-# Too large for inline work: the tensor thread runs, and answers come from another thread.
+# Too large for inline work: the tensor thread runs, and replies come from another thread.
 LARGE = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (100_000,))])
 
 
@@ -88,7 +88,7 @@ class Worker:
     async def join(
         self,
         offered: pb.Segment | None = None,
-        answer_codec: str = "",
+        reply_codec: str = "",
         codecs: Sequence[str] = (),
         optimizer: str = "SGD",
         contribution: int = 0,
@@ -102,16 +102,16 @@ class Worker:
             fingerprint=self.layout.fingerprint,
             optimizer=optimizer_to_proto(spec),
             segment=offered,
-            answer_codec=answer_codec,
+            reply_codec=reply_codec,
             codecs=codecs,
             contribution=contribution,
-            meeting="127.0.0.1:1",  # of workers that average among themselves
+            rendezvous="127.0.0.1:1",  # of workers that average among themselves
         )
         self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
         await turns()
         if self.kinds[-1] == "send_weights":
-            weights = new_body(self.layout.total_bytes)
-            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=weights.numel()))
+            weights = new_payload(self.layout.total_bytes)
+            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=weights.numel()))
             self.stream.send(*message_frames(header, [as_bytes(weights)]))
             await turns()
 
@@ -133,31 +133,31 @@ class Worker:
     def place(self, step: int = 1, value: float = 1.0) -> None:
         """A contribution in the worker's segment."""
         assert self.segment is not None
-        self.segment.body.view(torch.float32).fill_(value)
+        self.segment.payload.view(torch.float32).fill_(value)
         self.announce(step, in_shared_memory=True)
         self.send(placed=self.layout.exchange_bytes)
 
     def weights(self) -> torch.Tensor:
-        """What came with the last answer, from wherever it lies."""
-        at = max(index for index, received in enumerate(self.stream.received) if received.kind in ("answer", "final"))
-        answer = self.stream.received[at]
-        body = new_body(answer.header.body_bytes)
+        """What came with the last reply, from wherever it lies."""
+        at = max(index for index, received in enumerate(self.stream.received) if received.kind in ("reply", "final"))
+        reply = self.stream.received[at]
+        payload = new_payload(reply.header.payload_bytes)
         segment = None
-        if answer.header.HasField("segment"):
-            segment = open_segment(answer.header.segment)
+        if reply.header.HasField("segment"):
+            segment = open_segment(reply.header.segment)
         for received in self.stream.received[at:]:
             start, end = received.offset, received.offset + (received.placed or len(received.data))
-            as_bytes(body)[start:end] = segment.bytes[start:end] if received.placed else received.data
-        return body.view(torch.float32)
+            as_bytes(payload)[start:end] = segment.bytes[start:end] if received.placed else received.data
+        return payload.view(torch.float32)
 
     def announce(self, step: int = 1, **fields: Any) -> None:
         """The header of a contribution; its bytes do not come yet."""
         self.stream.send(frame(self._header(step, **fields)))
 
     def contribute(self, step: int = 1, value: float = 1.0, **fields: Any) -> None:
-        body = new_body(self.layout.exchange_bytes)
-        body.view(torch.float32).fill_(value)
-        self.stream.send(*message_frames(self._header(step, **fields), [as_bytes(body)]))
+        payload = new_payload(self.layout.exchange_bytes)
+        payload.view(torch.float32).fill_(value)
+        self.stream.send(*message_frames(self._header(step, **fields), [as_bytes(payload)]))
 
     def send_encoded(self, step: int, data: bytes, **fields: Any) -> None:
         self.stream.send(*message_frames(self._header(step, **fields), [memoryview(data)]))
@@ -174,7 +174,7 @@ class Worker:
 
     @property
     def outcomes(self) -> list[str]:
-        return [pb.Answer.Outcome.Name(r.header.outcome) for r in self.stream.received if r.kind == "answer"]
+        return [pb.Reply.Outcome.Name(r.header.outcome) for r in self.stream.received if r.kind == "reply"]
 
     async def end(self) -> str:
         """How the call ended: 'ok', 'cancelled', or the reason of the refusal."""
@@ -217,7 +217,7 @@ class Server:
 
     def check_no_memory_is_kept(self) -> None:
         num_lent = self.engine.model.staging.num_lent
-        assert num_lent == 0, f"{num_lent} bodies are lent to nobody"
+        assert num_lent == 0, f"{num_lent} payloads are lent to nobody"
 
     def check_nobody_reads(self) -> None:
         publisher = self.engine.model.publisher

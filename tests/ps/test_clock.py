@@ -28,8 +28,8 @@ class JumpingClock(Clock):
     async def jump(self, seconds: float) -> None:
         end = self.time + seconds
         await self._turns()
-        while due := [one for one in self._sleepers if one[0] <= end]:
-            first = min(due, key=lambda one: one[0])
+        while due := [sleeper for sleeper in self._sleepers if sleeper[0] <= end]:
+            first = min(due, key=lambda item: item[0])
             self._sleepers.remove(first)
             self.time = max(self.time, first[0])
             if not first[1].done():
@@ -51,7 +51,7 @@ def test_a_silent_worker_is_let_go_when_the_clock_says_so() -> None:
         serving = asyncio.create_task(server.serve())
         engine = server.engine
         engine.offer(events.Joined(0, 0, process="p"))
-        engine.offer(events.HeartBegan("p"))
+        engine.offer(events.HeartbeatBegan("p"))
         engine.offer(events.Heard(0, "p"))
         await clock.jump(99)
         assert list(engine.run.roster.workers) == [0]

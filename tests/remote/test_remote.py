@@ -126,7 +126,7 @@ def test_every_host_that_cannot_is_named_with_its_reason(remote, tmp_path: Path)
         "node2": "cannot run /no/such/python",
         "node3": "has paramserver 9.9.9, this machine ",
         "127.0.0.1": "Connection refused",
-        "127.0.0.3": "does not answer",
+        "127.0.0.3": "does not reply",
         "no-such-host.invalid": "Could not resolve hostname",
         "127.0.0.2": "does not let us in",
     }.items():
@@ -192,7 +192,7 @@ def test_ctrl_c_ends_everything_in_good_order(remote, read_until) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_host_does_not_answer(remote, wait_until) -> None:
+def test_ctrl_c_while_a_host_does_not_reply(remote, wait_until) -> None:
     with socket.create_server(("127.0.0.3", 0)) as silent:
         remote.hosts("node2", f"{{host: 127.0.0.3, port: {silent.getsockname()[1]}, address: 127.0.0.3}}")
         launcher = remote.launch("-n", "2")
@@ -308,7 +308,7 @@ def test_what_a_lost_host_still_runs_is_ended_before_anything_starts_there_anew(
 
 @pytest.mark.slow
 def test_a_launcher_whose_terminal_stands_still_keeps_its_hosts(remote, read_until) -> None:
-    """Nobody reads what it shows for longer than a host may be silent: its loop waits, its beats do not."""
+    """Nobody reads what it shows for longer than a host may be silent: its loop waits, its heartbeats do not."""
     remote.hosts(*TWO)
     launcher = remote.launch("-n", "3", "--set", "launch.lost_after_s=5", FAKE_WORKER="chatty")
     read_until(launcher.stderr, "[worker 2 on node3] still here")

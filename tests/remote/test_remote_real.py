@@ -122,14 +122,14 @@ def test_a_host_that_is_cut_off_ends_what_runs_there_by_itself(lab, marked, read
 
 @pytest.mark.slow
 def test_a_host_that_cannot_reach_the_server_is_named_and_the_others_are_not(lab, marked) -> None:
-    """Its ssh answers, but a firewall between the hosts lets nothing else through."""
+    """Its ssh replies, but a firewall between the hosts lets nothing else through."""
     net, sshd = lab
     block = ["iptables", "-w", "10", "-A", "INPUT", "-s", network.address_of(1), "-p", "tcp", "--syn", "-j", "DROP"]
     subprocess.run([*net.at(0), *block], check=True)
     launcher = start_in(net, sshd, marked, marked.launcher, "-n", "2")
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 15, err
-    assert re.search(r"host1: cannot reach the server at 10\.214\.0\.10:\d+: no answer within 5.0 s", err)
+    assert re.search(r"host1: cannot reach the server at 10\.214\.0\.10:\d+: no reply within 5.0 s", err)
     assert "host0: cannot" not in err
     assert sshd.left() == []
 
@@ -138,7 +138,7 @@ def test_a_host_that_cannot_reach_the_server_is_named_and_the_others_are_not(lab
 def test_a_real_run_between_namespaces_goes_over_tcp(lab, marked) -> None:
     net, sshd = lab
     argv = ("-m", "paramserver.launch", "-n", "2", "--task", "digits", "--mode", "sync", "--steps", "40")
-    launcher = start_in(net, sshd, marked, *argv, "--set", "worker.lanes=direct,grpc", "--summary", "out.json")
+    launcher = start_in(net, sshd, marked, *argv, "--set", "worker.transports=direct,grpc", "--summary", "out.json")
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, err
     assert json.loads((marked.folder / "out.json").read_text())["version"] == 40

@@ -1,4 +1,4 @@
-"""Several shards in one process, without a network: each with a run of its own, joined by tapes.
+"""Several shards in one process, without a network: each with a run of its own, joined by outboxes.
 
 What a worker says comes to the shards in the order of their numbers, or to those named after `at`. Between a shard
 and the coordinator messages go as JSON and arrive at once, unless the story says otherwise:
@@ -25,7 +25,7 @@ from typing import Any
 
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import Limits, judge_whole
-from paramserver.ps.core.replication import Coordinator, Digest, Follower, Sequencer, Tape
+from paramserver.ps.core.replication import Coordinator, Digest, Follower, Outbox, Sequencer
 from paramserver.ps.core.run import Run
 
 LINES = events.Lines((*events.KINDS, Digest))
@@ -62,14 +62,14 @@ class Shard:
 class Way:
     """One direction of a connection: what was sent on it and has not arrived."""
 
-    tape: Tape[Any]  # of the side that sends
+    outbox: Outbox[Any]  # of the side that sends
     heard: Callable[[], int]  # by the other side
     arrives: Callable[[int, Any], None]
     num_sent: int = 0
     on_the_way: deque[tuple[int, str]] = field(default_factory=deque)
 
     def send(self) -> None:
-        for number, message in self.tape.after(self.num_sent):
+        for number, message in self.outbox.after(self.num_sent):
             self.on_the_way.append((number, LINES.write(message)))
             self.num_sent = number
 
@@ -79,13 +79,13 @@ class Way:
             return False
         number, text = self.on_the_way.popleft()
         self.arrives(number, LINES.read(text))
-        self.tape.has_been_heard(self.heard())
+        self.outbox.has_been_heard(self.heard())
         return True
 
     def cut(self) -> None:
         """What was on the way is gone; the other side says how far it has heard when the connection is made again."""
         self.on_the_way.clear()
-        assert self.tape.can_go_on_after(self.heard())
+        assert self.outbox.can_go_on_after(self.heard())
         self.num_sent = self.heard()
 
 
@@ -93,7 +93,7 @@ class Link:
     """Between the coordinator and one follower."""
 
     def __init__(self, shard: int, coordinator: Coordinator, follower: Follower, hears: Callable[..., None]) -> None:
-        down, up = coordinator.tapes[shard], follower.tape
+        down, up = coordinator.outboxes[shard], follower.outbox
         self.is_up, self.is_held = True, False
         self.ways = [
             Way(down, lambda: up.num_heard, follower.hear),
@@ -194,7 +194,9 @@ class Shards:
             self._num_checked[number] = len(shard.applied)
             for (event, mine), (said, theirs) in new:
                 assert repr(event) == repr(said), f"shard {number}"  # a loss may be NaN
-                assert [_shown(one) for one in mine] == [_shown(one) for one in theirs], f"shard {number} at {event}"
+                assert [_shown(item) for item in mine] == [_shown(item) for item in theirs], (
+                    f"shard {number} at {event}"
+                )
             if len(shard.applied) == len(self.shards[0].applied):
                 assert shard.run.digest() == self.run.digest(), f"shard {number}"
 
@@ -210,7 +212,7 @@ def scattered(chance: random.Random, shards: Shards) -> None:
     way = chance.choice(link.ways)
     way.send()
     if chance.random() < 0.1:
-        for one in link.ways:
-            one.cut()
+        for item in link.ways:
+            item.cut()
     else:
         way.deliver()

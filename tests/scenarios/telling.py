@@ -8,13 +8,13 @@
     join w0 again                 the same process on a new stream, with the incarnation it was told last
     join w0 again as 1            the same, but it has not heard of a newer incarnation than 1
     offer w0 [model M] [optimizer O]      it has said what it trains
-    enter w0                      join, heart and offer: how every worker begins
+    enter w0                      join, heartbeat and offer: how every worker begins
     resume w0                     join again, and offer
     bring w0                      the initial weights it was asked for
     contribute w0 s3 [on v2] [x64] [lr 0.5] [nan|skip|halt|clip]
-    repeat w0 s3                  it asks again for the answer to its contribution 3
+    repeat w0 s3                  it asks again for the reply to its contribution 3
     disconnect w0, leave w0, expel w0, finish w0, stop w0, failed w0
-    heart w0, heart w0 stops, heard w0
+    heartbeat w0, heartbeat w0 stops, heard w0
     stored 1 v3                   snapshot attempt 1 is over; version 3 is the newest on the disk
     after 2.5 s                   time passes, and is looked at
     stop, fail                    the server stops; something outside went wrong
@@ -82,7 +82,7 @@ class Workers:
         """What a line of a story says, without its time."""
         verb, _, rest = text.partition(" ")
         if verb == "enter":
-            yield from (self.event(f"{one} {rest}") for one in ("join", "heart", "offer"))
+            yield from (self.event(f"{item} {rest}") for item in ("join", "heartbeat", "offer"))
         elif verb == "resume":
             yield self.event(f"join {rest} again")
             yield self.event(f"offer {rest}")
@@ -152,9 +152,9 @@ class Workers:
                 return events.Left(*seat, "failed", "ValueError: no such file", exit_code=3)
             case "finish":
                 return events.Finished(*seat, can_evaluate=True)
-            case "heart":
+            case "heartbeat":
                 process = self.process_of(rank)
-                return events.HeartStopped(process) if rest == "stops" else events.HeartBegan(process)
+                return events.HeartbeatStopped(process) if rest == "stops" else events.HeartbeatBegan(process)
             case "heard":
                 return events.Heard(rank, self.process_of(rank))
         raise AssertionError(f"no such event: {verb}")
@@ -177,7 +177,7 @@ class Workers:
         for effect in found:
             if isinstance(effect, effects.Seated):
                 self.incarnations[effect.rank] = effect.incarnation
-            elif isinstance(effect, effects.Answer):
+            elif isinstance(effect, effects.Reply):
                 self.versions[effect.rank] = effect.version
 
 
@@ -213,10 +213,10 @@ def _words(effect: effects.Effect) -> str:
             folded = " ".join(map(_contribution, effect.contributions))
             rate = f" lr {effect.hyperparameters[0]['lr']:g}" if effect.hyperparameters else ""
             return f"commit v{effect.version} [{folded}]{rate}{_scaled(effect.lr_scale)}"
-        case effects.Answer():
+        case effects.Reply():
             how = "" if effect.outcome == "APPLIED" else f" {effect.outcome}"
             end = "" if effect.next_local_steps else ", all steps done"
-            return f"answer w{effect.rank}{how} v{effect.version}{end}"
+            return f"reply w{effect.rank}{how} v{effect.version}{end}"
         case effects.Refuse(rank, incarnation, error):
             return f"refuse w{rank}.{incarnation}: {_named(error)}"
         case effects.TellDone(workers, evaluator):

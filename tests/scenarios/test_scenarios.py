@@ -7,8 +7,8 @@
     join w0            -> what the policy decides, in its own words
     contribute w0 s1   -> rank 0 sends its step 1, on the version it was last given
     contribute w0 s1 broken         a report of the epoch it was told last, which came to nothing (allreduce)
-    contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples; pipelined, gradients are on
-                                    the version given one answer earlier
+    contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples; delayed_update, gradients are on
+                                    the version given one reply earlier
     reject w0          -> rank 0 sends a contribution that cannot be used
     disconnect w0      -> rank 0 loses its connection, and is still a member
     left w0            -> rank 0 is gone
@@ -31,7 +31,7 @@ import yaml
 
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Discard, Fold, Outcome, Policy, Refuse, names
+from paramserver.ps.policies.base import Commit, Discard, Fold, Outcome, Policy, Refuse, Reply, names
 from paramserver.ps.policies.shared.decisions import Accept, Wait
 
 from ..records import contribution_of
@@ -84,7 +84,7 @@ class Teller:
 
     def _say(self, decisions: list[Any], rank: int | None) -> str:
         said: list[str] = []
-        answers: dict[str, list[int]] = {}
+        replies: dict[str, list[int]] = {}
         for decision in decisions:
             match decision:
                 case Fold(folded, weight):
@@ -97,24 +97,24 @@ class Teller:
                     late += f"; momentum among {among}" if among > 1 else ""
                     said.append(f"commit [{' '.join(self.folded)}] ({reason}{late})")
                     self.folded = []
-                case Answer(answered, outcome, _):
-                    self._take_weights(answered, outcome)
-                    answers.setdefault(self._going_on(answered) + _NAMES[outcome], []).append(answered)
+                case Reply(replied, outcome, _):
+                    self._take_weights(replied, outcome)
+                    replies.setdefault(self._going_on(replied) + _NAMES[outcome], []).append(replied)
                 case Refuse(refused, kind, reason):
                     said.append(f"refuse w{refused} {kind} ({reason})")
                 case Discard() | Wait() | Accept():
-                    pass  # the answer or refusal says so
-        said += [f"answer {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in answers.items()]
+                    pass  # the reply or refusal says so
+        said += [f"reply {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in replies.items()]
         if rank is not None and (reason := self.policy.waiting(self.now).get(rank)) is not None:
             said.append(f"(w{rank} waits: {reason})")
         return "; ".join(said) or "(nothing)"
 
     def _take_weights(self, rank: int, outcome: Outcome) -> None:
-        """What the answered worker's next contribution is based on."""
+        """What the replied worker's next contribution is based on."""
         policy = self.policy
-        is_computed = policy.common.pipelined and not policy.kind.worker_steps and outcome != Outcome.START
+        is_computed = policy.common.delayed_update and not policy.kind.worker_steps and outcome != Outcome.START
         self.bases[rank] = self.held[rank] if is_computed else policy.version
-        self.held[rank], self.epochs[rank] = policy.version, policy.epoch
+        self.held[rank], self.epochs[rank] = policy.version, policy.generation
 
     def _going_on(self, rank: int) -> str:
         steps = self.policy.next_local_steps(rank)
@@ -123,7 +123,7 @@ class Teller:
         elif self.policy.local_steps > 1:
             how = f", {steps} local step{'s' if steps > 1 else ''}"
         else:
-            how = f", epoch {self.policy.epoch} of {names(self.policy.group)}" if self.policy.group else ""
+            how = f", epoch {self.policy.generation} of {names(self.policy.group)}" if self.policy.group else ""
         return f"version {self.policy.version}{how}"
 
 
@@ -177,6 +177,6 @@ def test_a_changed_decision_fails_with_a_diff(tmp_path: Path, monkeypatch: pytes
     """The comparison itself: a story that tells something else is not accepted."""
     monkeypatch.delenv("PS_UPDATE_SCENARIOS", raising=False)
     path = tmp_path / "wrong.txt"
-    path.write_text("mode async\n\njoin w0 -> answer w0 version 7\n")
-    with pytest.raises(AssertionError, match=r"-join w0 -> answer w0 version 7\n *\+join w0 -> answer w0 version 0"):
+    path.write_text("mode async\n\njoin w0 -> reply w0 version 7\n")
+    with pytest.raises(AssertionError, match=r"-join w0 -> reply w0 version 7\n *\+join w0 -> reply w0 version 0"):
         test_story(path)

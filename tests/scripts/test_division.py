@@ -58,7 +58,7 @@ def test_sync_is_one_process_with_the_union_batch_where_the_data_does_not_divide
 ) -> None:
     server = cluster.server("--mode", "sync", "--workers", str(workers), "--steps", "100")
     ranks = scripts(cluster, workers, "w", NUM=str(num_samples), **env)
-    assert [one.wait() for one in (*ranks, server)] == [0] * (workers + 1), ranks[0].output
+    assert [rank.wait() for rank in (*ranks, server)] == [0] * (workers + 1), ranks[0].output
     wanted = plain(num_samples, workers * BATCH, 100, "SHUFFLE" not in env)
     for rank in range(workers):
         found = torch.load(cluster.folder / f"w{rank}.pt")
@@ -78,7 +78,7 @@ def accumulated(cluster: Cluster, name: str, *flags: str, **env: str) -> tuple[P
 @pytest.mark.parametrize("ahead", ["", "1"])
 def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(cluster: Cluster, ahead: str) -> None:
     server, ranks = accumulated(cluster, "whole", AHEAD=ahead)
-    assert [one.wait() for one in (*ranks, server)] == [0, 0, 0], ranks[0].output
+    assert [rank.wait() for rank in (*ranks, server)] == [0, 0, 0], ranks[0].output
 
     # Stopped in the middle of an accumulation after 15 steps. A snapshot holds step 10 or 15.
     server, ranks = accumulated(cluster, "killed", AHEAD=ahead, GATE=str(cluster.folder / "never"), GATE_AT="62")
@@ -102,7 +102,7 @@ def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(clust
     )
     second.until(lambda: "batches" in second.output, "start")
     Path(gate).touch()
-    assert [one.wait() for one in (ranks[0], second, server)] == [0, 0, 0], second.output
+    assert [process.wait() for process in (ranks[0], second, server)] == [0, 0, 0], second.output
     for rank in range(2):
         whole, killed = (torch.load(cluster.folder / f"{name}{rank}.pt") for name in ("whole", "killed"))
         assert all(torch.equal(whole[name], killed[name]) for name in whole)
@@ -113,7 +113,7 @@ def own_loaders(cluster: Cluster, mode: str, *envs: dict[str, str]) -> tuple[Pro
     flags = ("--local-steps", "2") if mode in ("localsgd", "diloco", "async_diloco") else ()
     server = cluster.server("--mode", mode, "--workers", str(len(envs)), "--steps", "4", *flags)
     ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py"), **env) for rank, env in enumerate(envs)]
-    assert [one.wait() for one in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
+    assert [rank.wait() for rank in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
     return server, ranks
 
 
@@ -161,7 +161,7 @@ def test_ranks_on_batches_of_their_own_hear_nothing_of_it(
 def test_data_sets_of_different_lengths_are_told(cluster: Cluster) -> None:
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "4")
     ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py"), MORE=str(rank)) for rank in range(2)]
-    assert [one.wait() for one in (*ranks, server)] == [0, 0, 0], ranks[0].output
+    assert [rank.wait() for rank in (*ranks, server)] == [0, 0, 0], ranks[0].output
     (said,) = server.events("data_differs")
     assert "(rank 0 64, rank 1 65 samples)" in said["meaning"]
     assert not server.events("same_batches")
@@ -170,7 +170,7 @@ def test_data_sets_of_different_lengths_are_told(cluster: Cluster) -> None:
 def test_fewer_samples_than_workers_end_the_script_with_a_sentence(cluster: Cluster) -> None:
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "4")
     ranks = scripts(cluster, 2, "w", NUM="1")
-    assert [one.wait() for one in ranks] == [2, 2]
+    assert [rank.wait() for rank in ranks] == [2, 2]
     assert "the data set holds 1 sample; 2 workers need 2 or more" in ranks[0].output
     server.signal(signal.SIGTERM)
     server.wait()

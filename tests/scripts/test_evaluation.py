@@ -16,11 +16,11 @@ SCRIPT = Path(__file__).parent / "evaluation" / "evaluated.py"
 MODES = {
     "sync": ("--mode", "sync"),
     "async": ("--mode", "async"),
-    "pipelined": ("--mode", "async", "--pipelined"),
+    "delayed_update": ("--mode", "async", "--delayed-update"),
     "localsgd": ("--mode", "localsgd", "--local-steps", "4"),
-    "averaging": ("--mode", "localsgd", "--local-steps", "2", "--pipelined"),
+    "averaging": ("--mode", "localsgd", "--local-steps", "2", "--delayed-update"),
 }
-SLOW = ("pipelined", "averaging", "async", "localsgd")
+SLOW = ("delayed_update", "averaging", "async", "localsgd")
 
 
 def run(cluster: Cluster, mode: str, *flags: str, codes: tuple[int, ...] = (0, 0, 0), **env: str) -> Process:
@@ -136,11 +136,11 @@ def test_patience(cluster: Cluster) -> None:
 TASK = ("--task", f"{SCRIPT.with_name('fragile.py')}:Fragile")
 
 
-def with_spare(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, Process, Process]:
+def with_evaluator(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, Process, Process]:
     outputs = ("--summary", "s.json", "--save", "w.safetensors")
     server = cluster.server("--workers", "1", "--steps", "60", *outputs, *flags, *TASK)
-    spare = cluster.start(
-        "spare",
+    evaluator = cluster.start(
+        "evaluator",
         "-m",
         "paramserver.worker",
         "--evaluate",
@@ -151,69 +151,69 @@ def with_spare(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, Proc
         *TASK,
         **env,
     )
-    server.event("spare")
+    server.event("evaluator")
     worker = cluster.worker(0, "--set", "slowdown.base_s=0.05", *TASK)
-    return server, spare, worker
+    return server, evaluator, worker
 
 
 @pytest.mark.slow
-def test_a_spare_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
-    server, spare, worker = with_spare(cluster, "--eval-every", "5")
-    assert [worker.wait(), server.wait(), spare.wait()] == [0, 0, 0], server.output + spare.output
+def test_a_evaluator_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
+    server, evaluator, worker = with_evaluator(cluster, "--eval-every", "5")
+    assert [worker.wait(), server.wait(), evaluator.wait()] == [0, 0, 0], server.output + evaluator.output
     found = summary(cluster)
-    versions = [event["version"] for event in spare.events("evaluated")]
+    versions = [event["version"] for event in evaluator.events("evaluated")]
     assert len(versions) >= 3 and set(versions) <= {point["version"] for point in found["curve"]}
     assert {point["version"] for point in found["curve"]} - set(versions) <= {5, 10, 15, 20, 60}, "before it was there"
     assert found["best"]["version"] == min(found["curve"], key=lambda point: point["figures"]["loss"])["version"]
     weights = load_file(cluster.folder / "best.safetensors").values()
-    assert sum(one.double().sum().item() for one in weights) == pytest.approx(found["best"]["figures"]["total"])
+    assert sum(weight.double().sum().item() for weight in weights) == pytest.approx(found["best"]["figures"]["total"])
 
 
 @pytest.mark.slow
-def test_a_script_is_a_spare_too_and_ends_where_its_loop_would_begin(cluster: Cluster) -> None:
+def test_a_script_is_a_evaluator_too_and_ends_where_its_loop_would_begin(cluster: Cluster) -> None:
     server = cluster.server("--workers", "1", "--summary", "s.json", "--save", "w.safetensors")
-    spare = cluster.script(0, SCRIPT, EVERY="5", SAVE="spare.pt", PS_WORKER__EVALUATE="1")
-    server.event("spare")
+    evaluator = cluster.script(0, SCRIPT, EVERY="5", SAVE="evaluator.pt", PS_WORKER__EVALUATE="1")
+    server.event("evaluator")
     worker = cluster.script(0, SCRIPT, EVERY="5", PS_SLOWDOWN__BASE_S="0.05")
-    assert [worker.wait(), server.wait(), spare.wait()] == [0, 0, 0], server.output + spare.output
-    told = spare.events("evaluated")
-    assert len(told) >= 3 and {one["version"] for one in told} <= {
+    assert [worker.wait(), server.wait(), evaluator.wait()] == [0, 0, 0], server.output + evaluator.output
+    told = evaluator.events("evaluated")
+    assert len(told) >= 3 and {event["version"] for event in told} <= {
         point["version"] for point in summary(cluster)["curve"]
     }
     assert worker.output.count("evaluates") <= 2, "what was due before it was there, and the final weights"
-    assert not (cluster.folder / "spare.pt").exists() and summary(cluster)["workers"][0]["training_steps"] == 48
+    assert not (cluster.folder / "evaluator.pt").exists() and summary(cluster)["workers"][0]["training_steps"] == 48
     assert total(cluster.folder / "best.safetensors") == pytest.approx(summary(cluster)["best"]["figures"]["total"])
 
 
 @pytest.mark.slow
-def test_a_spare_over_shards_evaluates_one_version_and_what_is_enough_is_the_end(cluster: Cluster) -> None:
+def test_a_evaluator_over_shards_evaluates_one_version_and_what_is_enough_is_the_end(cluster: Cluster) -> None:
     task = ("--task", f"{SCRIPT.with_name('even.py')}:Even")
     outputs = ("--summary", "s.json", "--save", "w.safetensors", "--optimizer", "sgd", "--lr", "1")
     run_of = ("--workers", "2", "--steps", "500", "--stop-when", "loss < -60", "--mode", "async", *outputs, *task)
     server = cluster.server("--shards", "3", *run_of)
     shards = [cluster.shard(number, 3) for number in (1, 2)]
     where = ("--evaluate", "--server", cluster.address, "--eval-every", "5")
-    spare = cluster.start("spare", "-m", "paramserver.worker", *where, *task)
-    server.event("spare")
+    evaluator = cluster.start("evaluator", "-m", "paramserver.worker", *where, *task)
+    server.event("evaluator")
     workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.02", *task) for rank in range(2)]
-    ends = [process.wait() for process in (*workers, server, *shards, spare)]
-    assert ends == [0] * 6, server.output + spare.output
-    told = spare.events("evaluated")
-    assert len(told) >= 3 and all(one["spread"] == 0 for one in told)
-    assert all(one["loss"] == -one["version"] for one in told)
+    ends = [process.wait() for process in (*workers, server, *shards, evaluator)]
+    assert ends == [0] * 6, server.output + evaluator.output
+    told = evaluator.events("evaluated")
+    assert len(told) >= 3 and all(event["spread"] == 0 for event in told)
+    assert all(event["loss"] == -event["version"] for event in told)
     found = summary(cluster)
-    assert {one["version"] for one in told[:-1]} <= {point["version"] for point in found["curve"]}
+    assert {event["version"] for event in told[:-1]} <= {point["version"] for point in found["curve"]}
     assert found["ended_by"].startswith("stopped: loss < -60 (run.stop_when): ")
     weight = load_file(cluster.folder / "best.safetensors")["weight"]
     assert torch.equal(weight, torch.full_like(weight, -found["best"]["version"]))
 
 
 @pytest.mark.slow
-def test_a_spare_that_fails_fails_the_run(cluster: Cluster) -> None:
-    server, spare, worker = with_spare(cluster, "--steps", "1000", FAIL="1")
-    assert [spare.wait(), worker.wait(), server.wait()] == [1, 0, 1], server.output + spare.output
-    assert spare.output.count("Traceback") == 1
-    assert summary(cluster)["ended_by"].startswith("the spare evaluator failed in the evaluation at step ")
+def test_a_evaluator_that_fails_fails_the_run(cluster: Cluster) -> None:
+    server, evaluator, worker = with_evaluator(cluster, "--steps", "1000", FAIL="1")
+    assert [evaluator.wait(), worker.wait(), server.wait()] == [1, 0, 1], server.output + evaluator.output
+    assert evaluator.output.count("Traceback") == 1
+    assert summary(cluster)["ended_by"].startswith("the evaluator evaluator failed in the evaluation at step ")
     assert (cluster.folder / "w.safetensors").exists() and summary(cluster)["version"] < 1000
 
 

@@ -25,7 +25,7 @@ slow = pytest.mark.slow
         pytest.param(("--mode", "localsgd", "--local-steps", "1", *TCP), 1, id="localsgd over TCP", marks=slow),
         pytest.param(("--mode", "sync", *TCP), 1, id="TCP", marks=slow),
         pytest.param(("--mode", "localsgd", "--local-steps", "3"), 1, id="localsgd", marks=slow),
-        pytest.param(("--mode", "async", "--pipelined"), 1, id="pipelined", marks=slow),
+        pytest.param(("--mode", "async", "--delayed-update"), 1, id="delayed_update", marks=slow),
         pytest.param(("--mode", "sync", "--shards", "2"), 2, id="shards", marks=slow),
     ],
 )
@@ -126,7 +126,7 @@ def test_lbfgs_in_localsgd_is_what_plain_torch_does(cluster: Cluster):
         "--steps", str(steps), "--save", "w.safetensors",
     )  # fmt: skip
     scripts = [cluster.script(rank, path) for rank in range(lbfgs.WORKERS)]
-    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output
+    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output
     bare = lbfgs.model()
     start = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
     bare.load_state_dict(load_file(cluster.folder / "w.safetensors"))

@@ -53,12 +53,12 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(cluster: Clust
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS[script]))
     out = tmp_path / "together.pt"
     scripts = [cluster.script(rank, HERE / f"{script}.py", BATCH=str(BATCH), OUT=str(out)) for rank in range(2)]
-    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
     found = torch.load(out)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
-    assert all("Traceback" not in one.output for one in (*scripts, server))
+    assert all("Traceback" not in script.output for script in (*scripts, server))
 
 
 @pytest.mark.parametrize("more", [pytest.param(more, marks=pytest.mark.slow) for more in ({"MOMENTUM": "1"}, {})])
@@ -70,7 +70,7 @@ def test_branches_without_a_gradient_and_a_clipped_mean(cluster: Cluster, tmp_pa
     out = tmp_path / "together.pt"
     place = {"BATCH": str(BATCH), "OUT": str(out), **more}
     scripts = [cluster.script(rank, HERE / "branches.py", **place) for rank in range(2)]
-    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
     found = torch.load(out)
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
@@ -83,7 +83,7 @@ def test_branches_without_a_gradient_on_two_shards(cluster: Cluster, tmp_path: P
     shard = cluster.shard(1, 2)
     out = tmp_path / "together.pt"
     scripts = [cluster.script(rank, HERE / "branches.py", BATCH=str(BATCH), OUT=str(out)) for rank in range(2)]
-    assert [one.wait() for one in (*scripts, server, shard)] == [0] * 4, scripts[0].output + scripts[1].output
+    assert [script.wait() for script in (*scripts, server, shard)] == [0] * 4, scripts[0].output + scripts[1].output
     found = torch.load(out)
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name

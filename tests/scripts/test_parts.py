@@ -41,7 +41,7 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", "--save", "w.safetensors", *flags)
     out = tmp_path / "together.pt"
     scripts = [cluster.script(rank, HERE / f"{script}.py", BATCH=str(BATCH), OUT=str(out), **more) for rank in range(2)]
-    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
     assert_same(torch.load(out), wanted)
     summary = server.event("summary")
     assert summary["ended_by"] == ""
@@ -57,7 +57,7 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(
     ],
 )
 def test_of_a_step_only_its_part_travels(cluster: Cluster, tmp_path: Path, flags: tuple[str, ...], shards: int):
-    """Parts of 2.2 and 1.9 MB, which step by turns: half of each body stays where it is."""
+    """Parts of 2.2 and 1.9 MB, which step by turns: half of each payload stays where it is."""
     env = {"WIDTH": "40000"}
     wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", **env)
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", "--shards", str(shards), *flags)
@@ -65,9 +65,9 @@ def test_of_a_step_only_its_part_travels(cluster: Cluster, tmp_path: Path, flags
         cluster.shard(1, shards)
     out = tmp_path / "together.pt"
     scripts = [cluster.script(rank, HERE / "gan.py", BATCH=str(BATCH), OUT=str(out), **env) for rank in range(2)]
-    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
     assert_same(torch.load(out), wanted)
-    model = sum(one.nbytes for one in wanted.values())
+    model = sum(tensor.nbytes for tensor in wanted.values())
     for worker in server.event("summary")["workers"]:
         received = worker["bytes_received"] - 2 * model  # at the start and at the end
         assert received < 24 * model * 0.8
@@ -75,12 +75,12 @@ def test_of_a_step_only_its_part_travels(cluster: Cluster, tmp_path: Path, flags
 
 
 @slow
-def test_what_is_left_out_of_an_answer_is_there_after_resets(cluster: Cluster, tmp_path: Path):
-    """One of two workers loses its connection in the middle of uploads and answers, and goes on where it was."""
+def test_what_is_left_out_of_an_reply_is_there_after_resets(cluster: Cluster, tmp_path: Path):
+    """One of two workers loses its connection in the middle of uploads and replies, and goes on where it was."""
     env = {"WIDTH": "40000"}
     wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", **env)
-    lane = ("--set", "server.shared_memory=false", "--set", "server.direct=false")  # the proxy's
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", *lane)
+    transport = ("--set", "server.shared_memory=false", "--set", "server.direct=false")  # the proxy's
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", *transport)
     chance, out = random.Random(1), tmp_path / "together.pt"
 
     def plan(_: int) -> Plan:
@@ -93,7 +93,7 @@ def test_what_is_left_out_of_an_answer_is_there_after_resets(cluster: Cluster, t
             cluster.script(rank, HERE / "gan.py", BATCH=str(BATCH), OUT=str(out), **env, **place)
             for rank, place in enumerate(places)
         ]
-        assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
+        assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
     assert_same(torch.load(out), wanted)
     assert min(proxy.num_resets_up, proxy.num_resets_down) >= 1
     assert scripts[1].events("resumed"), "it began anew each time"
@@ -117,10 +117,10 @@ def test_a_run_that_is_killed_between_two_parts_of_a_step_ends_as_one_that_was_n
     script = cluster.script(0, HERE / "gan.py", **env)
     script.until(lambda: "at the gate" in script.output, "gate")
     version = 2 * int(place.split()[1]) + 1
-    server.until(lambda: any(one["version"] >= version for one in server.events("snapshot")), "snapshot")
-    for one in (server, script):
-        one.signal(signal.SIGKILL)
-        one.popen.wait()
+    server.until(lambda: any(event["version"] >= version for event in server.events("snapshot")), "snapshot")
+    for item in (server, script):
+        item.signal(signal.SIGKILL)
+        item.popen.wait()
     server = cluster.server(*flags)
     script = cluster.script(0, HERE / "gan.py", **env | {"GATE_AT": ""})
     assert [script.wait(), server.wait()] == [0, 0], script.output + server.output
@@ -144,7 +144,7 @@ def test_a_worker_that_is_replaced_between_two_parts_of_a_step_goes_on_with_the_
     killed.popen.wait()
     # Its schedule begins anew, and in a round the word of who has contributed most counts.
     second = cluster.script(1, HERE / "gan.py", **env, PS_WORKER__ACCEPT_RESTARTED_SCHEDULE="true")
-    assert [one.wait() for one in (first, second, server)] == [0, 0, 0], first.output + second.output
+    assert [process.wait() for process in (first, second, server)] == [0, 0, 0], first.output + second.output
     assert_same(torch.load(out), wanted)
 
 

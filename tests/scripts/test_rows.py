@@ -52,7 +52,7 @@ def test_in_sync_tables_are_those_of_one_plain_process(
 ):
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS))
     scripts = start(cluster, tmp_path / "out.pt")
-    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output + server.output
+    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + server.output
     ends_like(plain, tmp_path / "out.pt")
     assert "--save writes them" in server.event("tables_not_kept")["meaning"]
 
@@ -70,14 +70,14 @@ def test_a_worker_and_then_the_server_are_killed_and_nothing_else_changes(
     first, second = start(cluster, tmp_path / "out.pt", DIE="1:3", GATE="9")
     assert second.wait() == -signal.SIGKILL
     again = cluster.script(1, SCRIPT, BATCH=str(BATCH), OUT=str(tmp_path / "out.pt"), GATE="9")
-    for one in (first, again):
-        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    for item in (first, again):
+        item.until(lambda process=item: "at the gate" in process.output, "gate")
     server.until(lambda: any(event["version"] >= 4 for event in server.events("snapshot")), "snapshot")
     server.signal(signal.SIGKILL)
     server.wait()
     (tmp_path / "go").touch()
     server = cluster.server("--listen", cluster.address, *flags)
-    assert [one.wait() for one in (first, again, server)] == [0, 0, 0], again.output + server.output
+    assert [process.wait() for process in (first, again, server)] == [0, 0, 0], again.output + server.output
     assert server.event("resumed")["version"] >= 4
     ends_like(plain, tmp_path / "out.pt")
 
@@ -96,22 +96,22 @@ def counted(cluster: Cluster, steps: int, share: float = 1.0) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "sync", "ssp", "async --pipelined")],
+    [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "sync", "ssp", "async --delayed-update")],
 )
 def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken(cluster: Cluster, mode: str):
     flags = ("--mode", *mode.split(), "--workers", "2", "--steps", "20", *SNAPSHOTS)
     server = cluster.server(*flags)
     gate = (str(cluster.folder / "go"), "12")
-    nan = "" if "pipelined" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
+    nan = "" if "delayed_update" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
     scripts = [cluster.script(rank, COUNTED, "20", *gate, NAN=nan) for rank in range(2)]
-    for one in scripts:
-        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    for item in scripts:
+        item.until(lambda process=item: "at the gate" in process.output, "gate")
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
     server.signal(signal.SIGKILL)
     server.wait()
     (cluster.folder / "go").touch()
     second = cluster.server("--listen", cluster.address, *flags)
-    assert [one.wait() for one in (*scripts, second)] == [0, 0, 0], scripts[0].output + second.output
+    assert [script.wait() for script in (*scripts, second)] == [0, 0, 0], scripts[0].output + second.output
     counted(cluster, 20, 0.5 if mode == "sync" else 1.0)
     assert second.event("resumed")["version"] > 0
     assert ("rejected" in scripts[1].output) == bool(nan)
@@ -124,8 +124,8 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
     shard = cluster.shard(1, 2, *SNAPSHOTS)
     gate = (str(cluster.folder / "go"), "12")
     scripts = [cluster.script(rank, COUNTED, "20", *gate) for rank in range(2)]
-    for one in scripts:
-        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    for item in scripts:
+        item.until(lambda process=item: "at the gate" in process.output, "gate")
     shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
     if killed == "a shard":
         shard.signal(signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
     (cluster.folder / "go").touch()
     if killed == "a shard":
         shard = cluster.shard(1, 2, *SNAPSHOTS)
-    assert [one.wait() for one in (*scripts, server, shard)] == [0] * 4, scripts[0].output + server.output
+    assert [script.wait() for script in (*scripts, server, shard)] == [0] * 4, scripts[0].output + server.output
     counted(cluster, 20)
 
 
@@ -153,7 +153,7 @@ def test_in_sync_shards_change_nothing(cluster: Cluster, tmp_path: Path, plain: 
     )
     others = [cluster.shard(number, shards, *flags) for number in range(1, shards)]
     scripts = start(cluster, tmp_path / "out.pt")
-    assert [one.wait() for one in (*scripts, server, *others)] == [0] * (3 + len(others)), scripts[0].output
+    assert [process.wait() for process in (*scripts, server, *others)] == [0] * (3 + len(others)), scripts[0].output
     ends_like(plain, tmp_path / "out.pt")
     saved, rows = load_file(cluster.folder / "w.safetensors"), load_file(cluster.folder / "w-tables.safetensors")
     found = torch.load(tmp_path / "out.pt")
@@ -169,10 +169,10 @@ def test_in_sync_shards_change_nothing(cluster: Cluster, tmp_path: Path, plain: 
 def test_what_cannot_be_is_one_sentence(cluster: Cluster):
     """Another table than the first worker's, and settings that would see a part of the gradient only."""
     cluster.server("--mode", "async", "--workers", "2", "--steps", "20", "--set", "store.polyak=0.9")
-    one = cluster.script(0, COUNTED, "20")
+    item = cluster.script(0, COUNTED, "20")
     cluster.server("--mode", "localsgd", "--workers", "2", "--steps", "20")
     other = cluster.script(0, COUNTED, "20")
-    for refused, why in ((one, "aggregates by mean"), (other, "use --mode sync, async or ssp")):
+    for refused, why in ((item, "aggregates by mean"), (other, "use --mode sync, async or ssp")):
         assert refused.wait() and why in refused.output and "Traceback" not in refused.output
     cluster.server("--mode", "sync", "--workers", "2", "--steps", "20")
     cluster.script(0, COUNTED, "20").event("tensors")
@@ -185,10 +185,10 @@ def test_the_example_learns_and_sends_what_it_uses(cluster: Cluster):
     """Four ids a sample: whoever sent the table would send 64 kB of it a step, each way."""
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "60", "--summary", "s.json")
     scripts = [cluster.script(rank, CLICKS, ROWS="1000") for rank in range(2)]
-    assert [one.wait() for one in (*scripts, server)] == [0, 0, 0], scripts[0].output
+    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output
     summary = json.loads((cluster.folder / "s.json").read_text())
     assert summary["final"]["auc"] > 0.75
-    said = "".join(one.output for one in scripts)
+    said = "".join(script.output for script in scripts)
     sent = float(re.search(r"a step sent ([0-9.]+) MB", said)[1])
     assert 0 < sent < 0.08 and re.search("log loss 0.6[0-9]+ in the first batch, 0.[345]", said), said
 
@@ -199,8 +199,8 @@ def test_rows_asked_of_a_new_coordinator_wait_for_its_shards(cluster: Cluster):
     flags = ("--mode", "sync", "--workers", "2", "--steps", "20", "--shards", "2", *SNAPSHOTS)
     server, shard = cluster.server(*flags), cluster.shard(1, 2, *SNAPSHOTS)
     scripts = [cluster.script(rank, COUNTED, "20", str(cluster.folder / "go"), "12") for rank in range(2)]
-    for one in scripts:
-        one.until(lambda one=one: "at the gate" in one.output, "gate")
+    for item in scripts:
+        item.until(lambda process=item: "at the gate" in process.output, "gate")
     shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
     server.signal(signal.SIGKILL)
     server.wait()
@@ -209,7 +209,7 @@ def test_rows_asked_of_a_new_coordinator_wait_for_its_shards(cluster: Cluster):
     (cluster.folder / "go").touch()  # each asks for rows next
     assert refusal_of_rows(cluster, server.event("listening")["run"]) == "NOT_READY"
     shard.signal(signal.SIGCONT)
-    assert [one.wait() for one in (*scripts, second, shard)] == [0] * 4, scripts[0].output + second.output
+    assert [script.wait() for script in (*scripts, second, shard)] == [0] * 4, scripts[0].output + second.output
     assert second.event("resumed")["version"] > 0
     counted(cluster, 20, 0.5)
 

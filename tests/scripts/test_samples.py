@@ -24,7 +24,7 @@ def run(cluster: Cluster, mode: str, *envs: dict[str, str]) -> tuple[Process, Su
     flags = ("--local-steps", "2") if mode == "localsgd" else ()
     server = cluster.server("--mode", mode, "--workers", str(len(envs)), "--steps", "4", *FLAGS, *flags)
     ranks = [cluster.script(rank, SCRIPT, SEED=str(rank), STEP_S="0.2", **env) for rank, env in enumerate(envs)]
-    assert [one.wait() for one in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
+    assert [rank.wait() for rank in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
     return server, Summary.model_validate_json((cluster.folder / "s.json").read_text())
 
 

@@ -30,7 +30,7 @@ def replaced(cluster: Cluster, server: Process, old: Process, how: str, rank: in
     """Another process has the rank; it waits nowhere."""
     old.signal(signal.SIGKILL)
     old.popen.wait()
-    server.until(lambda: any(one["rank"] == rank for one in server.events("left")), "leave")
+    server.until(lambda: any(event["rank"] == rank for event in server.events("left")), "leave")
     return cluster.script(rank, SCRIPT, HOW=how, **env)
 
 
@@ -120,7 +120,7 @@ def test_a_whole_job_that_is_killed_and_resumed_is_stopped(cluster: Cluster, mod
     )  # fmt: skip
     first = cluster.start("first", *launch, HOW=how, GATE_AT="6")
     whole = "snapshot-00000000000[2-9]-1/manifest.json.sha256"  # on each shard
-    found = lambda: {one.parent.parent for one in (cluster.folder / "kept").rglob(whole)}  # noqa: E731
+    found = lambda: {path.parent.parent for path in (cluster.folder / "kept").rglob(whole)}  # noqa: E731
     first.until(lambda: first.output.count("at the gate") == 2 and len(found()) == shards, "snapshot")
     first.signal(signal.SIGKILL)
     first.popen.wait()

@@ -44,15 +44,17 @@ class Job:
 
     def end(self) -> None:
         """Workers first: a server whose worker has died waits for it."""
-        for one in (*self.ranks, self.server):
-            assert one.wait() == 0, "".join(one.output for one in (*self.ranks, self.server))
+        for item in (*self.ranks, self.server):
+            assert item.wait() == 0, "".join(rank.output for rank in (*self.ranks, self.server))
 
     def at_the_gate(self) -> None:
         for rank in self.ranks:
             rank.until(lambda rank=rank: "at the gate" in rank.output, "gate")
 
     def has_snapshot(self, least: int) -> None:
-        self.server.until(lambda: any(one["version"] >= least for one in self.server.events("snapshot")), "snapshot")
+        self.server.until(
+            lambda: any(event["version"] >= least for event in self.server.events("snapshot")), "snapshot"
+        )
 
     def kill(self, *processes: Process) -> None:
         for process in processes or (*self.ranks, self.server):
@@ -62,7 +64,7 @@ class Job:
     def replace(self, rank: int, gate: Path) -> None:
         """Kill it alone, and go on with another process."""
         self.kill(self.ranks[rank])
-        self.server.until(lambda: any(one["rank"] == rank for one in self.server.events("left")), "leave")
+        self.server.until(lambda: any(event["rank"] == rank for event in self.server.events("left")), "leave")
         env = {name: value for name, value in self.env.items() if not name.startswith("GATE")}
         self.ranks[rank] = self.start(rank, **env)
         gate.touch()
@@ -70,12 +72,12 @@ class Job:
 
 def flat(value: object, name: str = "") -> dict[str, object]:
     if isinstance(value, dict):
-        return {key: one for part, held in value.items() for key, one in flat(held, f"{name}.{part}").items()}
+        return {key: item for part, held in value.items() for key, item in flat(held, f"{name}.{part}").items()}
     return {name: value}
 
 
-def same(one: Path, other: Path) -> None:
-    found, wanted = flat(torch.load(one)), flat(torch.load(other))
+def same(path: Path, other: Path) -> None:
+    found, wanted = flat(torch.load(path)), flat(torch.load(other))
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
@@ -173,8 +175,10 @@ def test_a_live_script_goes_back_with_its_server(cluster: Cluster, gate_at: int,
     killed = Job(cluster, "killed", EPOCHS, *flags, steps=45, GATE=str(gate), GATE_AT=str(gate_at), GOES_BACK="1")
     follower = cluster.shard(1, 2, "--checkpoint-dir", "killed")
     killed.at_the_gate()
-    for one in (killed.server, follower):
-        one.until(lambda one=one: any(event["version"] >= newest for event in one.events("snapshot")), "snapshot")
+    for process in (killed.server, follower):
+        process.until(
+            lambda item=process: any(event["version"] >= newest for event in item.events("snapshot")), "snapshot"
+        )
     killed.kill(killed.server)
     killed.server = cluster.server(*killed.flags, "--listen", cluster.address)
     gate.touch()
@@ -190,7 +194,7 @@ def test_a_live_script_goes_back_with_its_server(cluster: Cluster, gate_at: int,
 def test_in_other_modes_schedules_go_on_where_they_were(cluster: Cluster, mode: str) -> None:
     """One worker is replaced, then everyone and the server are killed: each has taken each of its steps once."""
     steps, gate = 44, cluster.folder / "go"
-    flags = ("--set", "policy.local_steps=3") if mode == "localsgd" else ("--set", "policy.pipelined=true")
+    flags = ("--set", "policy.local_steps=3") if mode == "localsgd" else ("--set", "policy.delayed_update=true")
     killed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, GATE=str(gate), GATE_AT="13", FED="1")
     killed.at_the_gate()
     killed.replace(1, gate)

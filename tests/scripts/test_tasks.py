@@ -44,7 +44,7 @@ def plain(union: int, accumulate: int, name: str = "Double", clip: float = 1e9) 
         ]
         scheduler = SequentialLR(optimizer, parts, [WARMUP])
     order = [order_of(name, epoch) for epoch in range(20)]
-    batches = iter([rows for one in order for rows in one.split(union)])
+    batches = iter([rows for number in order for rows in number.split(union)])
     for _ in range(STEPS):
         rows = torch.cat([next(batches) for _ in range(accumulate)])
         optimizer.zero_grad()
@@ -62,7 +62,7 @@ def check(path: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.slow) for one in ("Streamed", "Double", "Weighted")]
+    "name", [pytest.param(item, marks=pytest.mark.slow) for item in ("Streamed", "Double", "Weighted")]
 )
 def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path, name: str) -> None:
     """In the middle of an accumulating, scheduled run: the weights are those of a plain loop."""
@@ -71,10 +71,10 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
     own = ("--task", f"{FILE}:{name}", "--set", "slowdown.base_s=0.1")
     server = cluster.server(*flags, *kept, "--set", "server.status_interval_s=0.02")
     workers = [cluster.worker(0, *own), cluster.worker(1, *own, "--loader-workers", "1")]
-    server.until(lambda: any(5 <= one["step"] < STEPS for one in server.events("status")), "five steps")
+    server.until(lambda: any(5 <= event["step"] < STEPS for event in server.events("status")), "five steps")
     server.signal(signal.SIGKILL)
     again = cluster.server(*flags, *kept, "--listen", cluster.address)
-    assert [one.wait() for one in (*workers, again)] == [0, 0, 0], workers[0].output + again.output
+    assert [worker.wait() for worker in (*workers, again)] == [0, 0, 0], workers[0].output + again.output
     check(tmp_path / "w.safetensors", plain(8, ACCUMULATE, name))
 
 
@@ -83,7 +83,7 @@ def test_the_mean_of_two_workers_is_clipped_over_two_shards_as_torch_clips_it(cl
     flags = ("--workers", "2", "--batch-size", "4", "--shards", "2", "--clip-norm", "0.3", "--save", "w.safetensors")
     server = cluster.server(*flags, *RUN)
     processes = [cluster.shard(1, 2), *(cluster.worker(rank, *TASK) for rank in range(2)), server]
-    assert [one.wait() for one in processes] == [0] * 4, processes[1].output + server.output
+    assert [process.wait() for process in processes] == [0] * 4, processes[1].output + server.output
     check(tmp_path / "w.safetensors", plain(8, 1, clip=0.3))
 
 
@@ -92,7 +92,7 @@ def test_a_worker_alone_and_one_that_averages_with_itself(cluster: Cluster, tmp_
     accumulate = ("--set", f"train.accumulate={ACCUMULATE}")
     told = [f"optimizer.lr={LR}", "optimizer.name=adamw", "train.lr_schedule=cosine", f"train.warmup={WARMUP}"]
     told += [f"train.min_lr={MIN_LR}", f"run.seed={SEED}"]
-    sets = [word for one in told for word in ("--set", one)]
+    sets = [word for item in told for word in ("--set", item)]
     alone = cluster.start(
         "alone", "-m", "paramserver.worker", "--server", "none", *TASK, "--steps", str(STEPS), "--batch-size", "8",
         "--save", "alone.safetensors", *sets, *accumulate,
@@ -100,7 +100,7 @@ def test_a_worker_alone_and_one_that_averages_with_itself(cluster: Cluster, tmp_
     flags = ("--mode", "localsgd", "--local-steps", "4", "--batch-size", "8", *RUN, *accumulate)
     server = cluster.server(*flags, "--workers", "1", "--save", "local.safetensors")
     worker = cluster.worker(0, *TASK)
-    assert [one.wait() for one in (alone, worker, server)] == [0, 0, 0], alone.output + worker.output
+    assert [process.wait() for process in (alone, worker, server)] == [0, 0, 0], alone.output + worker.output
     for name in ("alone", "local"):
         check(tmp_path / f"{name}.safetensors", plain(8, ACCUMULATE))
 
@@ -137,14 +137,14 @@ def test_another_rate_on_resume_takes_effect_and_the_log_says_so(cluster: Cluste
         server = cluster.server(*kept, "--steps", steps, "--lr", lr, "--save", "w.safetensors")
         worker = cluster.worker(0, *TASK)
         assert [worker.wait(), server.wait()] == [0, 0], worker.output + server.output
-    told = [(one["what"], one["now"], one["snapshot"]) for one in server.events("resumed_with_another")]
+    told = [(event["what"], event["now"], event["snapshot"]) for event in server.events("resumed_with_another")]
     assert told == [("lr", 0.2, 0.05)]
 
     task, data = Double(), Double().train.tensors
     torch.manual_seed(0)
     model = task.model()
     order = [torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
-    for step, rows in enumerate([rows for one in order for rows in one.split(8)][:9]):
+    for step, rows in enumerate([rows for number in order for rows in number.split(8)][:9]):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05 if step < 6 else 0.2)
         optimizer.zero_grad()
         task.loss(model, [tensor[rows] for tensor in data]).backward()

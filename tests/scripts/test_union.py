@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paramserver.tests.inner.conftest import SERVER, Run
+from paramserver.tests.replica_group.conftest import SERVER, Run
 from paramserver.tests.scripts.union.loop import BATCH, NUM, data, make
 from paramserver.tests.trainers.conftest import Forked, Zygotes
 
@@ -25,8 +25,8 @@ slow = pytest.mark.slow
 def forks() -> Iterator[Zygotes]:
     forks = Zygotes()
     yield forks
-    for one in forks.values():
-        one.stop()
+    for fork in forks.values():
+        fork.stop()
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ class Scripts(Run):
                 self.script(rank, **env)
             else:
                 self.group(rank, group, of=LOOP, OUT=str(self.folder / "w"), **env)
-        told = [(one.wait(), f"== {one.name}: {one.output[-2000:]}") for one in reversed(self.processes)]
+        told = [
+            (process.wait(), f"== {process.name}: {process.output[-2000:]}") for process in reversed(self.processes)
+        ]
         assert not any(code for code, _ in told), "\n".join(output for code, output in told if code)
         found = [torch.load(path) for path in sorted(self.folder.glob("w-*.pt"))]
         assert len(found) == num * group
@@ -93,8 +95,8 @@ def plain(
     return model.state_dict()
 
 
-def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in other if "num_batches" not in name)
+def difference(item: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((item[name] - other[name]).abs().max()) for name in other if "num_batches" not in name)
 
 
 # ---- a loss that is a sum ------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def test_workers_that_clip_to_different_norms_are_named_once(run: Scripts) -> No
     """One of them never has its way: the rule of learning rates, by which the lowest of equal ranks counts."""
     run.serve("--mode", "sync", "--workers", "2", "--steps", str(STEPS))
     scripts = run.script(0), run.script(1, CLIP=str(CLIP))
-    assert [one.wait() for one in (*scripts, run.processes[0])] == [0, 0, 0], run.processes[0].output
+    assert [script.wait() for script in (*scripts, run.processes[0])] == [0, 0, 0], run.processes[0].output
     (said,) = run.server_said("clip_norms_differ")
     assert (said["level"], said["norms"], said["used"]) == ("warning", "none (rank 0), 0.05 (rank 1)", "none")
 
@@ -263,7 +265,7 @@ def test_batch_norm_is_said_once_where_it_keeps_workers_from_being_one_process(
     run: Scripts, flags: tuple[str, ...], norm: str, num: int, is_said: bool
 ) -> None:
     found = run.train(num, *flags, NORM=norm, NUM=str(ROUND))
-    said = [event for one in run.processes for event in one.events("batch_norm")]
+    said = [event for process in run.processes for event in process.events("batch_norm")]
     assert len(said) == is_said
     if is_said:
         assert said[0]["level"] == "warning" and said[0]["layers"] == "1"
@@ -282,7 +284,7 @@ def test_batch_norm_is_said_once_where_it_keeps_workers_from_being_one_process(
 )
 def test_sync_batch_norm_in_a_group_of_processes_is_one_process(run: Scripts, mode: str, num: int) -> None:
     found = run.train(1, "--mode", mode, group=2, NORM="sync", NUM=str(num))
-    assert not [event for one in run.processes for event in one.events("batch_norm")]
+    assert not [event for process in run.processes for event in process.events("batch_norm")]
     wanted = plain(1, norm="batch", num=num)
     assert difference(found, wanted) <= NEAR
 
@@ -290,4 +292,4 @@ def test_sync_batch_norm_in_a_group_of_processes_is_one_process(run: Scripts, mo
 @slow
 def test_batch_norm_in_a_group_of_processes_is_said(run: Scripts) -> None:
     run.train(1, "--mode", "sync", group=2, NORM="batch", NUM=str(ROUND))
-    assert len([event for one in run.processes for event in one.events("batch_norm")]) == 1
+    assert len([event for process in run.processes for event in process.events("batch_norm")]) == 1

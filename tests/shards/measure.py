@@ -47,7 +47,7 @@ def run_once(asked: argparse.Namespace, servers: list[Host], workers: list[Host]
     told = [
         f"run.mode={asked.mode}", f"run.workers={len(workers)}", f"run.steps={asked.steps}", "run.batch_size=8",
         "task.name=ledger", f"task.args={{samples: {samples}, padding_bytes: {asked.mb * 1_000_000}}}",
-        "optimizer.lr=1", "policy.weighting=equal", "server.insecure=true", "worker.lanes=direct,grpc",
+        "optimizer.lr=1", "policy.weighting=equal", "server.insecure=true", "worker.transports=direct,grpc",
         "worker.give_up_s=120",
     ]  # fmt: skip
     flags = [word for setting in told for word in ("--set", setting)]
@@ -113,7 +113,7 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
             "shards": number,
             "rounds_per_s": round(statistics.median(rates), 3),
             "all": [round(rate, 3) for rate in rates],
-            "held_mb": [round(sum(one["bytes"].values()) / 1e6, 1) for one in summaries[-1]["shards"]],
+            "held_mb": [round(sum(shard["bytes"].values()) / 1e6, 1) for shard in summaries[-1]["shards"]],
             "missing": final.get("missing"),
             "repeated": final.get("repeated"),
         })  # fmt: skip

@@ -43,5 +43,5 @@ def test_what_a_history_does_not_tell_is_said() -> None:
     older = [replace(line, fields={**line.fields, "compute_s": 0.0}) for line in recorded("async", 2, 20)]
     with pytest.raises(UsageError, match="does not say how long was computed"):
         calibrate(older, config)
-    with pytest.raises(UsageError, match=r"policy\.pipelined"):
-        calibrate(recorded("async", 2, 20), config_of("async", 2, 20, pipelined=True))
+    with pytest.raises(UsageError, match=r"policy\.delayed_update"):
+        calibrate(recorded("async", 2, 20), config_of("async", 2, 20, delayed_update=True))

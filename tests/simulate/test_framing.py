@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.tensors.layout import new_body
-from paramserver.common.wire.frames import body_frames, frame
+from paramserver.common.tensors.layout import new_payload
+from paramserver.common.wire.frames import frame, payload_frames
 from paramserver.common.wire.messages import contribution_message
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import effects
-from paramserver.ps.wire.lanes.delivery import answer_message
+from paramserver.ps.wire.transports.delivery import reply_message
 from paramserver.simulate.traffic.framing import Framing
 
 from ..records import contribution_of
@@ -20,10 +20,10 @@ SIZES = st.sampled_from([1, 4096, 64 << 10, (64 << 10) + 1, 1 << 20, (3 << 20) +
 
 
 def sent(message: pb.WorkerMessage | pb.ServerMessage, num_bytes: int) -> int:
-    body = memoryview(new_body(num_bytes).numpy())
+    payload = memoryview(new_payload(num_bytes).numpy())
     if num_bytes <= 64 << 10:
-        return len(frame(message, 0, [body] if num_bytes else []))
-    return len(frame(message)) + sum(map(len, body_frames([body])))
+        return len(frame(message, 0, [payload] if num_bytes else []))
+    return len(frame(message)) + sum(map(len, payload_frames([payload])))
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,12 +41,12 @@ def test_a_contribution(
 
 @settings(max_examples=60, deadline=None)
 @given(COUNT, COUNT, st.integers(0, 1000), SIZES, st.booleans(), st.sampled_from([0.0, 0.5]), st.text(max_size=200))
-def test_an_answer(
-    number: int, version: int, steps: int, num_bytes: int, has_weights: bool, held_s: float, reason: str
+def test_an_reply(
+    number: int, version: int, steps: int, num_bytes: int, has_weights: bool, gate_wait_s: float, reason: str
 ) -> None:
-    answer = effects.Answer(
-        3, 1, "APPLIED", reason, number, version, has_weights, 1, steps, steps, held_s, 4, 3, None, steps, False
+    reply = effects.Reply(
+        3, 1, "APPLIED", reason, number, version, has_weights, 1, steps, steps, gate_wait_s, 4, 3, None, steps, False
     )
     num = num_bytes if has_weights else 0
     framing = Framing(down_bytes=num_bytes, is_direct=False)
-    assert framing.down(answer) == sent(answer_message(answer, version, num), num)
+    assert framing.down(reply) == sent(reply_message(reply, version, num), num)

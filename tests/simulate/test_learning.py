@@ -54,9 +54,9 @@ def test_a_run_that_learns_decides_as_one_that_does_not(mode: str) -> None:
     assert told.learner.model.store.version == told.policy.version
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_workers_that_fail_and_bodies_on_their_way_change_no_decision(pipelined: bool) -> None:
-    config = config_of("async", 3, policy={"pipelined": pipelined})
+@pytest.mark.parametrize("delayed_update", [False, True])
+def test_workers_that_fail_and_payloads_on_their_way_change_no_decision(delayed_update: bool) -> None:
+    config = config_of("async", 3, policy={"delayed_update": delayed_update})
     world = {**UNEQUAL, "mtbf_s": 9.0, "back_s": 2.0}
     bare = Simulation(config, world_of(3, **world))
     bare.go()
@@ -102,7 +102,7 @@ def test_codecs_decide_nothing_and_cost_little(mode: str, up: str, down: str) ->
     """Of workers that fail as well, whose next process has nothing left over."""
     options = {"policy": {"local_steps": 3}} if mode in ("localsgd", "diloco") else {}
     config = config_of(mode, 3, 60, **options)
-    coded = config_of(mode, 3, 60, **options, worker={"codec": up, "answer_codec": down})
+    coded = config_of(mode, 3, 60, **options, worker={"codec": up, "reply_codec": down})
     world = {**UNEQUAL, "mtbf_s": 40.0, "back_s": 2.0}
     found, raw = learned(coded, **world), learned(config, **world)
     assert found.tally.digest == raw.tally.digest and found.tally.num_failures
@@ -120,29 +120,29 @@ def test_gradients_in_bf16_are_rounded_and_their_mean_is_taken() -> None:
     task = load_task("xor", ARGS, seed=3, device=torch.device("cpu"))
     torch.manual_seed(3)
     model = task.model()
-    shares, mean = Shares(task.train_data(), 8, 3), [torch.zeros_like(one) for one in model.parameters()]
+    shares, mean = Shares(task.train_data(), 8, 3), [torch.zeros_like(parameter) for parameter in model.parameters()]
     for rank in range(2):
         rows, _ = next(iter(shares.batches_of(0, 2, rank)))
         model.zero_grad()
         task.loss(model, [tensor[rows] for tensor in shares.dataset.tensors]).backward()  # type: ignore[attr-defined]
-        for total, one in zip(mean, model.parameters(), strict=True):
-            assert one.grad is not None
-            total += one.grad.bfloat16().float() / 2
+        for total, item in zip(mean, model.parameters(), strict=True):
+            assert item.grad is not None
+            total += item.grad.bfloat16().float() / 2
     layout, weights = learner.model.store.layout, learner.model.store.weights
     views = {spec.name: view for spec, view in layout.views(weights)}
-    for (name, one), gradient in zip(model.named_parameters(), mean, strict=True):
-        assert torch.allclose(views[name], one.detach() - 0.1 * gradient, rtol=0, atol=1e-7)
+    for (name, item), gradient in zip(model.named_parameters(), mean, strict=True):
+        assert torch.allclose(views[name], item.detach() - 0.1 * gradient, rtol=0, atol=1e-7)
 
 
 def test_the_same_work_alone_stands_beside_it() -> None:
     """Two machines and no links: twice as fast as one that takes their batches one after another, and equal in sync."""
     config, world = config_of("sync", 2), world_of(2, up=math.inf, down=math.inf, latency_s=0.0)
     one_config, one_world = alone(config, world)
-    one = Simulation(one_config, one_world, learner=Learner(one_config, 1))
+    simulation = Simulation(one_config, one_world, learner=Learner(one_config, 1))
     two = Simulation(config, world, learner=Learner(config, 2))
-    one.go()
+    simulation.go()
     two.go()
-    found = json.loads(as_text([("single", one), ("sync", two)], one))
+    found = json.loads(as_text([("single", simulation), ("sync", two)], simulation))
     finals = found["single"]["summary"]["final"], found["sync"]["summary"]["final"]
     assert (finals[0]["speed-up"], finals[1]["speed-up"]) == (1.0, pytest.approx(2.0))
     assert finals[0]["loss"] == pytest.approx(finals[1]["loss"], rel=1e-5)
@@ -164,8 +164,8 @@ def test_what_cannot_be_learned_is_said(told: dict[str, Any], problem: str) -> N
 
 
 def test_a_codec_whose_workers_do_not_wait_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"policy\.pipelined with worker\.codec int8"):
-        Learner(config_of("async", 2, worker={"codec": "int8"}, policy={"pipelined": True}), 2)
+    with pytest.raises(UsageError, match=r"policy\.delayed_update with worker\.codec int8"):
+        Learner(config_of("async", 2, worker={"codec": "int8"}, policy={"delayed_update": True}), 2)
 
 
 def test_too_many_workers_are_refused_with_the_number_that_fits() -> None:

@@ -14,7 +14,7 @@ from paramserver.simulate.machines.links import Link
 def all_ends(link: Link[int], begins: list[tuple[float, float, float]]) -> dict[int, float]:
     """When each of these (time, bytes, limit) ends."""
     ends: dict[int, float] = {}
-    waiting = sorted(enumerate(begins), key=lambda one: one[1][0], reverse=True)
+    waiting = sorted(enumerate(begins), key=lambda begin: begin[1][0], reverse=True)
     while waiting or math.isfinite(link.next_end):
         if waiting and waiting[-1][1][0] <= link.next_end:
             key, (at, num_bytes, limit) = waiting.pop()
@@ -31,7 +31,7 @@ def test_one_takes_its_bytes_over_its_rate() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 7, 64])
-def test_n_bodies_at_once_take_n_times_as_long(num: int) -> None:
+def test_n_payloads_at_once_take_n_times_as_long(num: int) -> None:
     ends = all_ends(Link(10.0), [(0.0, 50.0, math.inf)] * num)
     assert all(end == pytest.approx(5.0 * num, rel=1e-12) for end in ends.values())
 

@@ -16,7 +16,7 @@ from paramserver.simulate.recorded.replay import replay
 from paramserver.simulate.recorded.traces import config_of, framing_of, read_trace
 
 CONFIG = Path(__file__).parents[2] / "configs" / "linear.yaml"
-SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.lanes=grpc")
+SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.transports=grpc")
 
 
 @pytest.mark.slow
@@ -37,12 +37,12 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     accepted = sum(line.op == "accept" for line in lines)
     assert accepted == sum(worker["training_steps"] for worker in told["workers"]) == 180
 
-    sets = ["worker.lanes=grpc"]
+    sets = ["worker.transports=grpc"]
     config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Told())[0]
     found = calibrate(lines, config_of(lines, Config()), framing_of(lines, config, world))
     was = found.recorded
     assert found.foreseen.num_sent == was.num_sent > 0
-    # Two bytes of an answer are its staleness, which is 0 or not as workers happened to meet; in rounds it always is.
+    # Two bytes of an reply are its staleness, which is 0 or not as workers happened to meet; in rounds it always is.
     assert abs(found.foreseen.num_received - was.num_received) <= (0 if mode == "sync" else 2 * was.num)
     assert found.foreseen.num == found.recorded.num == 90
     # What the machine itself did differently in the second half, nobody can foresee from the first.

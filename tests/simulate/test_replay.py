@@ -20,15 +20,16 @@ EVERY_MODE = pytest.mark.parametrize("mode", [mode for mode in MODES.names() if 
 
 @EVERY_MODE
 @pytest.mark.parametrize(
-    "policy", [{}, {"straggler_timeout_s": 1.5}, {"straggler_mad": 3.0}, {"backup_workers": 1}, {"pipelined": True}]
+    "policy",
+    [{}, {"straggler_timeout_s": 1.5}, {"straggler_mad": 3.0}, {"backup_workers": 1}, {"delayed_update": True}],
 )
 def test_all_decisions_of_a_run_in_which_workers_fail_are_the_same(mode: str, policy: dict[str, Any]) -> None:
-    if policy.get("pipelined") and not MODES.load(mode).may_pipeline:
+    if policy.get("delayed_update") and not MODES.load(mode).may_delay_update:
         return
     lines = recorded(mode, 5, 24, policy, jitter=0.4, mtbf_s=25.0, back_s=2.0, latency_s=0.02)
     verdict = replay(lines)
     assert (verdict.problem, verdict.decided) == (None, "") and verdict.notes == []
-    assert verdict.num_decisions == sum(line.op in ("accept", "commit", "answer") for line in lines) > 15
+    assert verdict.num_decisions == sum(line.op in ("accept", "commit", "reply") for line in lines) > 15
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -45,7 +46,7 @@ def test_all_decisions_are_the_same_with_lost_connections_and_restarts(mode: str
     ("op", "field", "value", "decided"),
     [
         ("commit", "members", [0, 1], "commit version 1"),
-        ("answer", "version", 7, "answer rank"),
+        ("reply", "version", 7, "reply rank"),
         ("accept", "outcome", "dropped", "accept rank"),
     ],
 )

@@ -66,10 +66,10 @@ def test_a_straggler_holds_who_may_not_go_on_without_it() -> None:
     assert held.tally.seconds["mode"] > 0.0 and figures(held)["lead max"] == 2
 
 
-def test_pipelined_hides_the_exchange_behind_computing() -> None:
+def test_delayed_update_hides_the_exchange_behind_computing() -> None:
     links = {"up": 4.0 * MB, "down": 4.0 * MB, "latency_s": 0.0}
     plain = simulated("async", 2, 20, **links)
-    hidden = simulated("async", 2, 20, {"pipelined": True}, **links)
+    hidden = simulated("async", 2, 20, {"delayed_update": True}, **links)
     assert plain.now == pytest.approx(20 * 1.5)
     assert hidden.now == pytest.approx(20 * 1.0 + 0.5)
     assert hidden.tally.num_steps == plain.tally.num_steps == 40
@@ -81,7 +81,7 @@ def test_pipelined_hides_the_exchange_behind_computing() -> None:
 @EVERY_MODE
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing: bool) -> None:
-    """Time never goes back, staleness is not negative, all steps are taken, bytes are bodies times contributions."""
+    """Time never goes back, staleness is not negative, all steps are taken, bytes are payloads times contributions."""
     told: list[tuple[float, effects.Fact]] = []
     config, failing = config_of(mode, 6, 24), {"mtbf_s": 20.0, "back_s": 2.0} if is_failing else {}
     slow = SlowdownConfig(straggler_probability=0.1)
@@ -137,7 +137,7 @@ def test_who_joins_late_begins_where_the_slowest_is(mode: str) -> None:
     run = joining(mode, 2, steps, (alone.now / 2, alone.now / 2))
     run.go()
     first, late = run.workers[:2], run.workers[2:]
-    assert all(one.done_steps == steps for one in run.workers)
+    assert all(worker.done_steps == steps for worker in run.workers)
     assert all(0 < late_one.num_received < first[0].num_received for late_one in late)
     assert 2 * steps < run.tally.num_steps < 4 * steps
 
@@ -145,17 +145,17 @@ def test_who_joins_late_begins_where_the_slowest_is(mode: str) -> None:
 def test_who_would_join_after_the_end_is_in_no_summary() -> None:
     run = joining("sync", 2, 4, (1e6,))
     run.go()
-    assert [one.rank for one in summary(run).workers] == [0, 1]
+    assert [worker.rank for worker in summary(run).workers] == [0, 1]
 
 
 def test_versions_that_workers_hold_are_as_far_apart_as_the_slowest_is_slow() -> None:
-    """In sync the answers of one round are all of one version; a worker ten times as slow holds an old one in async."""
+    """In sync the replies of one round are all of one version; a worker ten times as slow holds an old one in async."""
     free = {"up": float("inf"), "down": float("inf"), "latency_s": 0.0}
     assert figures(simulated("sync", 3, 10, **free))["skew max"] == 0
     slow = simulated("async", 2, 40, speeds=(1.0, 0.1), **free)
     assert figures(slow)["skew max"] == pytest.approx(10, abs=2)
     assert figures(slow)["skew p50"] <= 2, "the fast one is through after a tenth of the time"
-    assert [one.at for one in slow.tally.samples] == sorted(one.at for one in slow.tally.samples)
+    assert [sample.at for sample in slow.tally.samples] == sorted(sample.at for sample in slow.tally.samples)
 
 
 def test_the_report_shows_where_the_time_went(tmp_path: Path) -> None:
@@ -203,5 +203,5 @@ def test_a_part_of_the_model_at_a_time_is_refused() -> None:
 
 
 def test_all_modes_are_those_that_can_be_simulated() -> None:
-    found = [one.run.mode for one in resolve(None, "all", 2, {"run.steps": 50}, [], {})]
+    found = [config.run.mode for config in resolve(None, "all", 2, {"run.steps": 50}, [], {})]
     assert set(MODES.names()) - set(found) == {"allreduce"}

@@ -62,19 +62,19 @@ class Run:
 
     def ended(self, everyone: list[Forked], names: list[str]) -> list[dict]:
         said = ""
-        for one in everyone:  # the server last: it waits for those that have failed
-            code = one.wait()
-            lines = [line[:300] for line in one.output.splitlines() if '"status"' not in line]
-            said += f"== {one.name}: code {code}\n" + "\n".join(lines[-12:]) + "\n"
+        for forked in everyone:  # the server last: it waits for those that have failed
+            code = forked.wait()
+            lines = [line[:300] for line in forked.output.splitlines() if '"status"' not in line]
+            said += f"== {forked.name}: code {code}\n" + "\n".join(lines[-12:]) + "\n"
             assert code == 0, said
-            assert one.name.startswith("server") or "Traceback" not in one.output, said
+            assert forked.name.startswith("server") or "Traceback" not in forked.output, said
         return [torch.load(self._folder / f"{name}.{rank}.pt") for rank, name in enumerate(names)]
 
 
 @pytest.mark.trainers
 @pytest.mark.parametrize(
     ("trainer", "mode", "case"),
-    [pytest.param(*one, marks=[pytest.mark.slow] if is_short(*one) else []) for one in ALL],
+    [pytest.param(*item, marks=[pytest.mark.slow] if is_short(*item) else []) for item in ALL],
 )
 def test_a_trainer(zygotes: Zygotes, tmp_path: Path, trainer: str, mode: str, case: str):
     run = Run(zygotes, tmp_path, trainer, mode)
@@ -90,7 +90,7 @@ def test_a_trainer(zygotes: Zygotes, tmp_path: Path, trainer: str, mode: str, ca
     check(mode, case, ranks)
     if mode == "sync" and (not CASES[case].dies_before or trainer in COUNTING):
         num_steps = CASES[case].num_steps
-        assert [one["steps"] for one in ranks] == [num_steps] * WORKERS
+        assert [rank["steps"] for rank in ranks] == [num_steps] * WORKERS
 
 
 @pytest.mark.trainers
@@ -104,9 +104,9 @@ def test_a_process_group_beside_the_run_is_refused(zygotes: Zygotes, tmp_path: P
         port = str(free.getsockname()[1])
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [run.worker("plain", rank, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank in range(WORKERS)]
-    for one in ranks:
-        assert one.wait() == 2, one.output
-        assert "a group of 2 processes of its own" in one.output and "Traceback" not in one.output
+    for item in ranks:
+        assert item.wait() == 2, item.output
+        assert "a group of 2 processes of its own" in item.output and "Traceback" not in item.output
     server.signal(signal.SIGTERM)
 
 

@@ -97,9 +97,9 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
         return tabs[-1]
 
     yield opened
-    for one in tabs:
-        one.close()
-        assert one.wrong == []
+    for item in tabs:
+        item.close()
+        assert item.wrong == []
 
 
 @pytest.fixture

@@ -67,6 +67,6 @@ def test_no_command_ends_the_run(cluster: Cluster) -> None:
     for path in ("", "/status", "/events", "/snapshots", "/workers", "/metrics"):
         assert page.ask("GET", f"/api/runs/live{path}")[0] == 200
     assert asks(b'{"do": "drain"}') == 200
-    assert [one.wait() for one in (worker, server)] == [0, 0], server.output
+    assert [process.wait() for process in (worker, server)] == [0, 0], server.output
     done = [line for line in (cluster.folder / "h.jsonl").read_text().splitlines() if '"op":"control"' in line]
     assert sum('"done":true' in line for line in done) == 11, done

@@ -35,10 +35,10 @@ def idle() -> Iterator[Callable[..., socket.socket]]:
 
         def connected(address: str, said: bytes = b"") -> socket.socket:
             host, _, port = address.rpartition(":")
-            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
+            item = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
             with suppress(OSError):  # it may be closed already
-                one.sendall(said)
-            return one
+                item.sendall(said)
+            return item
 
         yield connected
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -56,11 +56,11 @@ def limited(cluster: Cluster, most: int, *flags: str, **env: str) -> Process:
     return server
 
 
-def is_closed(one: socket.socket) -> bool:
+def is_closed(item: socket.socket) -> bool:
     """The page has ended it."""
-    one.setblocking(False)
+    item.setblocking(False)
     try:
-        return one.recv(1 << 16) == b""
+        return item.recv(1 << 16) == b""
     except BlockingIOError:
         return False
     except OSError:
@@ -68,7 +68,7 @@ def is_closed(one: socket.socket) -> bool:
 
 
 def num_open(those: list[socket.socket]) -> int:
-    return sum(not is_closed(one) for one in those)
+    return sum(not is_closed(item) for item in those)
 
 
 def test_idle_connections_give_way_and_who_looks_stays(
@@ -207,5 +207,5 @@ def test_2000_idle_connections_cost_no_join_and_no_snapshot(
     late = cluster.worker(1)
     server.until(lambda: len(server.events("admitted")) == 2, "second worker")
     assert page.ask("POST", CONTROL, b'{"do": "drain"}', **SHOWN)[0] == 200
-    assert [one.wait() for one in (worker, late, server)] == [0, 0, 0], server.output
+    assert [process.wait() for process in (worker, late, server)] == [0, 0, 0], server.output
     assert "Too many open files" not in server.output

@@ -134,9 +134,9 @@ def test_everything_is_described(page: Any, client: Client) -> None:
         is_as_described(answer, control, "post")
     page.push(tick(3, is_over=True))
     messages = events_of(client)
-    assert [one["event"] for one in messages] == ["whole", "over"]
-    for one in messages:
-        is_as_described((200, one), "/api/events")
+    assert [message["event"] for message in messages] == ["whole", "over"]
+    for item in messages:
+        is_as_described((200, item), "/api/events")
     is_as_described((200, {"event": "tick", "number": 3, "data": messages[0]["data"]["newest"]}), "/ws/events")
     is_as_described(client.ask("POST", CONTROL, order, **shown), control, "post")
     with pytest.raises(jsonschema.ValidationError):  # the schemas are not such as take anything
@@ -177,9 +177,9 @@ def viewers(client: Client) -> Iterator[Any]:
 
         def looks(path: str = "/api/events") -> socket.socket:
             host, _, port = client.address.rpartition(":")
-            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
-            one.sendall(f"GET {path} HTTP/1.1\r\nHost: {client.address}\r\n\r\n".encode())
-            return one
+            item = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
+            item.sendall(f"GET {path} HTTP/1.1\r\nHost: {client.address}\r\n\r\n".encode())
+            return item
 
         yield looks
 

@@ -47,9 +47,9 @@ def test_who_computes_is_not_said_to_wait_and_who_waits_is_said_to(cluster: Clus
 
     def is_seen() -> bool:
         now = newest(client)
-        seen.append([one["state"] for one in now["status"]["workers"]])
+        seen.append([worker["state"] for worker in now["status"]["workers"]])
         named = {wait["rank"] for wait in now["waits"]}
-        assert named == {one["rank"] for one in now["status"]["workers"] if one["state"] == "waiting"}, now
+        assert named == {worker["rank"] for worker in now["status"]["workers"] if worker["state"] == "waiting"}, now
         return now["status"]["step"] > 8
 
     server.until(is_seen, "more steps")
@@ -58,9 +58,9 @@ def test_who_computes_is_not_said_to_wait_and_who_waits_is_said_to(cluster: Clus
     server.until(lambda: bool(newest(client)["waits"]), "a worker that waits")
     now = newest(client)
     assert [(wait["rank"], wait["why"]) for wait in now["waits"]] == [(1, "its release: somebody holds it")]
-    assert [one["state"] for one in now["status"]["workers"] if one["rank"] == 1] == ["waiting"]
+    assert [worker["state"] for worker in now["status"]["workers"] if worker["rank"] == 1] == ["waiting"]
     asks(client, do="drain")
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
 
 
 def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
@@ -81,7 +81,7 @@ def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
     step = newest(client)["status"]["step"]
     server.until(lambda: newest(client)["status"]["step"] > step + 20, "more steps")
     asks(client, do="drain")
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     store = Store(cluster.folder / "runs/paramserver.db")
     (line,) = store.runs()
     assert (line.mode, line.num_workers, line.state) == ("async", 2, "stopped")
@@ -108,7 +108,7 @@ def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
     server.popen.wait()
     view = Store(path).view(client_run(path))
     assert view is not None and view.newest is not None
-    assert [(one.rank, one.why) for one in view.newest.waits] == [(0, "its release: somebody holds it")]
+    assert [(wait.rank, wait.why) for wait in view.newest.waits] == [(0, "its release: somebody holds it")]
 
 
 def client_run(path: Path) -> str:

@@ -163,4 +163,4 @@ def test_who_was_evicted_stays_out_when_the_servers_go_back(cluster: Cluster) ->
     assert cluster.worker(1, "--task", "digits").wait() == 13
     until_beyond(server, address, 20)  # nobody waits for rank 1
     ask(address, "/api/runs/live/controls", {"do": "drain"})
-    assert [one.wait() for one in (workers[0], server, shard)] == [0, 0, 0], server.output
+    assert [process.wait() for process in (workers[0], server, shard)] == [0, 0, 0], server.output

@@ -78,10 +78,10 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     until(shown, "() => document.getElementById('answer').textContent.startsWith('no worker 7 is in the run')")
     sure(shown, "Drain")
     until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
-    assert [one.wait() for one in (*workers, server)] == [0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     is_the_summary(shown, json.loads((cluster.folder / "s.json").read_text()), per_s=1)
     asked = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines() if '"control"' in line]
-    done = [(one["do"], one["done"]) for one in asked]
+    done = [(event["do"], event["done"]) for event in asked]
     assert done == [
         ("snapshot", True), ("set", True), ("hold", True), ("release", True), ("evict", False), ("drain", True)
     ]  # fmt: skip
@@ -124,18 +124,19 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
     """Every number of the page at the end, as people read it. `per_s`: what a second costs."""
     workers = summary["workers"]
     sums = {
-        name: sum(one[name] for one in workers) for name in ("samples", "contributions", "bytes_sent", "bytes_received")
+        name: sum(worker[name] for worker in workers)
+        for name in ("samples", "contributions", "bytes_sent", "bytes_received")
     }
     assert shown.figure("version") == f"{summary['version']:,}"
     assert shown.figure("samples") == f"{sums['samples']:,}"
     assert seconds(shown.figure("time")) == pytest.approx(
         summary["wall_s"], abs=0.51 if summary["wall_s"] > 9.9 else 0.051
     )
-    assert shown.figure("stale max") == f"{max(one['staleness_max'] for one in workers)}"
-    mean = sum(one["staleness_mean"] * one["contributions"] for one in workers) / sums["contributions"]
+    assert shown.figure("stale max") == f"{max(worker['staleness_max'] for worker in workers)}"
+    mean = sum(worker["staleness_mean"] * worker["contributions"] for worker in workers) / sums["contributions"]
     assert float(shown.figure("stale mean")) == pytest.approx(mean, abs=0.0051)
-    total = sum(one["compute_s"] + one["wait_s"] + one["transfer_s"] for one in workers)
-    wait_share = sum(one["wait_s"] for one in workers) / total
+    total = sum(worker["compute_s"] + worker["wait_s"] + worker["transfer_s"] for worker in workers)
+    wait_share = sum(worker["wait_s"] for worker in workers) / total
     assert int(shown.figure("waiting").split()[0]) == pytest.approx(100 * wait_share, abs=0.51)
     assert shown.figure("traffic") == size(sums["bytes_sent"] + sums["bytes_received"])
     if per_s:
@@ -148,23 +149,23 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
         assert float(shown.figure(f"final {name}")) == pytest.approx(value, abs=0.00051)
     for column, name in (
         ("stale max", "staleness_max"),
-        ("lane", "lane"),
+        ("transport", "transport"),
         ("codec", "codec"),
         ("restarts", "restarts"),
     ):
-        assert shown.cells(column) == [f"{one[name]}" for one in workers], column
+        assert shown.cells(column) == [f"{worker[name]}" for worker in workers], column
     for column, name in (("contributions", "contributions"), ("samples", "samples")):
-        assert shown.cells(column) == [f"{one[name]:,}" for one in workers], column
+        assert shown.cells(column) == [f"{worker[name]:,}" for worker in workers], column
     for column, name in (("sent", "bytes_sent"), ("received", "bytes_received")):
-        assert shown.cells(column) == [size(one[name]) for one in workers], column
+        assert shown.cells(column) == [size(worker[name]) for worker in workers], column
     assert [float(text) for text in shown.cells("stale mean")] == pytest.approx(
-        [one["staleness_mean"] for one in workers], abs=0.0051
+        [worker["staleness_mean"] for worker in workers], abs=0.0051
     )
     assert bins(shown) == dict(list(summary["staleness"].items())[:8])  # as many as the sentence has
     assert sum(summary["staleness"].values()) == sums["contributions"]
     late = sum(int(behind) * count for behind, count in summary["staleness"].items())
     assert late == pytest.approx(mean * sums["contributions"], abs=0.01 * sums["contributions"])
-    said = [f"{one['shard']}: version {one['version']:,}" for one in summary["shards"]]
+    said = [f"{shard['shard']}: version {shard['version']:,}" for shard in summary["shards"]]
     row = shown.page.locator("#more [data-key=shards] dd")
     assert [text.rpartition(",")[0] for text in row.text_content().split("; ")] == said if said else row.count() == 0
 
@@ -180,7 +181,7 @@ def test_the_page_of_several_shards_is_the_summary(cluster: Cluster, tab: Callab
     until(shown, f"first => ({STEP})() > first", 20)
     sure(shown, "Drain")
     until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
-    assert [one.wait() for one in (*workers, shard, server)] == [0, 0, 0, 0], server.output
+    assert [worker.wait() for worker in (*workers, shard, server)] == [0, 0, 0, 0], server.output
     summary = json.loads((cluster.folder / "s.json").read_text())
     assert len(summary["shards"]) == 2
     is_the_summary(shown, summary)
@@ -212,11 +213,11 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
     assert points(shown, "loss")[0] > kept[0][0] / 2 and points(shown, "evaluations")[0] >= 2
     assert sum(bins(shown).values()) > kept[2] / 2
     assert "joined" in text and "step 10: " in text
-    for one in re.findall(r"(worker \d joined|step 10: [a-z]+ [0-9.]+)", text):
-        assert one in shown.page.locator("#events").text_content()
+    for process in re.findall(r"(worker \d joined|step 10: [a-z]+ [0-9.]+)", text):
+        assert process in shown.page.locator("#events").text_content()
     sure(shown, "Drain")  # the page that was open may still
     until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
-    assert [one.wait() for one in (*workers, again)] == [0, 0, 0], again.output
+    assert [worker.wait() for worker in (*workers, again)] == [0, 0, 0], again.output
     is_the_summary(shown, json.loads((cluster.folder / "s.json").read_text()))
 
 
@@ -236,7 +237,7 @@ def test_a_server_that_goes_back_shows_itself_where_it_did(cluster: Cluster, tab
     shard.popen.wait()
     cluster.shard(1, 2, *flags)
     until(shown, "() => document.getElementById('events').textContent.includes('continues from snapshots')")
-    assert len({one["address"] for one in server.events("page")}) == 1
+    assert len({event["address"] for event in server.events("page")}) == 1
     until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
     assert points(shown, "loss")[1] == first
 
@@ -259,10 +260,10 @@ def test_two_pages_in_one_browser(
     other.start()
     try:
         shown = tab()
-        for one, token in ((page, "secret"), (other, "another")):
-            one.begin(View(about=about()))
-            one.push(tick(1))
-            shown.page.goto(f"http://{one.address}/?token={token}")
+        for item, token in ((page, "secret"), (other, "another")):
+            item.begin(View(about=about()))
+            item.push(tick(1))
+            shown.page.goto(f"http://{item.address}/?token={token}")
             shown.page.get_by_role("button", name="Drain").wait_for()
         shown.page.goto(f"http://{page.address}/")
         shown.page.get_by_role("button", name="Drain").wait_for()
@@ -417,7 +418,7 @@ def test_it_fits_every_screen(page: Any, tab: Callable[..., Tab], width: int, he
     assert lightness > 200 if scheme == "light" else lightness < 60
     pictures = shown.page.locator("canvas#stream, svg[role=img], .shares").all()
     assert len(pictures) == 10
-    assert all(one.get_attribute("aria-label") or one.get_attribute("aria-labelledby") for one in pictures)
+    assert all(picture.get_attribute("aria-label") or picture.get_attribute("aria-labelledby") for picture in pictures)
 
 
 def test_64_workers_and_text_that_looks_like_html(page: Any, tab: Callable[..., Tab]) -> None:
@@ -427,7 +428,7 @@ def test_64_workers_and_text_that_looks_like_html(page: Any, tab: Callable[..., 
     events = [Event(at=1.7e9, kind="left", text=evil)]
     for number in range(20):
         newest = tick(number, 64, waits=waits, events=events)
-        newest.status.workers[3].waiting_for = newest.status.workers[4].lane = evil
+        newest.status.workers[3].waiting_for = newest.status.workers[4].transport = evil
         page.push(newest)
     shown = tab()
     shown.page.goto(f"http://{page.address}/")

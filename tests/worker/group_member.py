@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from paramserver.worker.strategies import buckets
-from paramserver.worker.strategies.among import backends, small
-from paramserver.worker.strategies.among.rendezvous import Broken
+from paramserver.worker.strategies.collectives import backends, small
+from paramserver.worker.strategies.collectives.rendezvous import Broken
 from paramserver.worker.strategies.group import Epoch, Group, Meeting
 
 buckets._FIRST_BYTES = buckets._BUCKET_BYTES = 100  # several of them
@@ -95,14 +95,14 @@ def dying_after(collective):
 
 
 def main(rank, folder, optimizer, steps, kill_at, members):
-    meeting = Meeting("127.0.0.1")
+    rendezvous = Meeting("127.0.0.1")
     temporary = folder / f"new.{rank}"
-    temporary.write_text(str(meeting.address[1]))
+    temporary.write_text(str(rendezvous.address[1]))
     temporary.rename(folder / f"port.{rank}")
 
     def group(number, ranks):
         port = int(wait_for(folder / f"port.{ranks[0]}"))
-        made = Group(Epoch(number, tuple(ranks), ("127.0.0.1", port)), rank, meeting, timeout_s=20)
+        made = Group(Epoch(number, tuple(ranks), ("127.0.0.1", port)), rank, rendezvous, timeout_s=20)
         made.like = list(net.parameters())
         made.order = range(len(made.like) - 1, -1, -1)
         return made
@@ -110,9 +110,9 @@ def main(rank, folder, optimizer, steps, kill_at, members):
     net = model()
     inner = OPTIMIZERS[optimizer](net.parameters())
     epoch, stall = group(1, members), 0.0
-    for index, one in enumerate(net.parameters()):
+    for index, parameter in enumerate(net.parameters()):
         if rank != 1:  # whose gradients leave when all are there
-            one.register_post_accumulate_grad_hook(lambda p, index=index: epoch.ready(index, p.grad))
+            parameter.register_post_accumulate_grad_hook(lambda p, index=index: epoch.ready(index, p.grad))
     for step in range(steps):
         x, y = batch(rank, step)
         inner.zero_grad()
@@ -163,7 +163,7 @@ if __name__ == "__main__":
     optimizers = sys.argv[2].split(",")
     OPTIMIZERS[optimizers[0]](model().parameters())  # loads a second's worth of torch: before the fork, once
     steps, kill_at, rounds = map(int, sys.argv[3:6])
-    members = [int(one) for one in sys.argv[7:]]
+    members = [int(text) for text in sys.argv[7:]]
     if sys.argv[6] == "apart":
         tell_of_gpus()
     if sys.argv[6] == "collectives":

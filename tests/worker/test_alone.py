@@ -151,7 +151,9 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
     assert found.union_steps_per_s == pytest.approx(steps_per_s, rel=0.05)
     assert found.samples_per_s == pytest.approx(16 * steps_per_s, rel=0.05)
     assert 0.5 < found.wall_s < 0.5 + ended[-1] - ended[0] + 0.4
-    assert [(one.training_steps, one.contributions, one.samples) for one in found.workers] == [(21, 21, 336)]
+    assert [(worker.training_steps, worker.contributions, worker.samples) for worker in found.workers] == [
+        (21, 21, 336)
+    ]
     with RunStore(store) as runs:
         [kept] = runs.runs()
         assert (kept.mode, runs.config(kept)["run"]["mode"]) == ("single", "single")

@@ -8,9 +8,9 @@ import pytest
 
 from paramserver.common.config.schema import WorkerConfig
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.worker.lanes.auto.measuring import EVERY, Auto, Passed, cost_of
-from paramserver.worker.lanes.auto.rule import Cost, Measured, choose
-from paramserver.worker.lanes.choice import Lanes
+from paramserver.worker.transports.auto.measuring import EVERY, Auto, Passed, cost_of
+from paramserver.worker.transports.auto.rule import Cost, Measured, choose
+from paramserver.worker.transports.choice import Transports
 
 COSTS = {
     "q4": Cost(7.76, 1.97e9, 3.7e9),
@@ -32,8 +32,8 @@ def test_the_formula() -> None:
     up, down = 1e7 / 7e9 + 1e7 / (3.94 * 12.5e6) + 1e7 / 19.2e9, 1e7 / 1.97e9 + 1e7 / (7.76 * 25e6) + 1e7 / 3.7e9
     assert here.exchange_s(COSTS["int8"], COSTS["q4"]) == pytest.approx(up + down + 0.04)
     assert here.period_s(COSTS["int8"], COSTS["q4"]) == pytest.approx(0.5 + up + down + 0.04)
-    assert here._replace(is_pipelined=True).period_s(RAW, RAW) == pytest.approx(0.8 + 0.4 + 0.04)
-    assert here._replace(is_pipelined=True).period_s(COSTS["q4"], COSTS["q4"]) == 0.5
+    assert here._replace(is_delayed=True).period_s(RAW, RAW) == pytest.approx(0.8 + 0.4 + 0.04)
+    assert here._replace(is_delayed=True).period_s(COSTS["q4"], COSTS["q4"]) == 0.5
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "q4"])
@@ -72,7 +72,7 @@ def test_where_nothing_is_enough_it_says_how_many_local_steps_are() -> None:
     assert (name, local_steps) == ("int8", 50), f"{9 * 2 * 2 * one_way} s of computing at least"
     in_diloco = here._replace(compute_s=10.0, local_steps=10)
     assert choose(in_diloco, COSTS, RAW).diloco == ("int8", 50)
-    assert choose(here._replace(is_pipelined=True), COSTS, RAW).diloco == ("int8", 10)
+    assert choose(here._replace(is_delayed=True), COSTS, RAW).diloco == ("int8", 10)
     assert choose(measured(0.001, 0.001), COSTS, RAW).diloco is None
 
 
@@ -126,7 +126,7 @@ def test_it_measures_chooses_and_measures_again(caplog: pytest.LogCaptureFixture
 
 
 def test_it_finds_the_bandwidth_under_any_codec() -> None:
-    """Small weights come in the same message as the answer."""
+    """Small weights come in the same message as the reply."""
     for is_inline in (False, True):
         auto = auto_on()
         contribute(auto, 5, 100, 100, is_inline=is_inline)
@@ -159,9 +159,9 @@ def test_what_took_several_attempts_says_nothing() -> None:
 def test_on_this_host_it_is_raw() -> None:
     """Unless the worker says what its link is to be."""
     auto, limited = auto_on(), auto_on(max_mbit=10)
-    for one in (auto, limited):
-        one.joined(True, is_here=True)
-        contribute(one, 5, 10)
+    for item in (auto, limited):
+        item.joined(True, is_here=True)
+        contribute(item, 5, 10)
     assert (auto.codec, auto.measures, limited.codec) == ("raw", False, "q4")
 
 
@@ -173,12 +173,16 @@ def test_in_shared_memory_it_is_raw() -> None:
     assert auto.codec == "raw" and not auto.measures
     auto.joined(True, is_here=False)
     assert auto.codec == "q4"
-    assert [lane.name for lane in Lanes(WorkerConfig(codec="auto"))._all] == ["shared memory", "direct", "grpc"]
+    assert [transport.name for transport in Transports(WorkerConfig(codec="auto"))._all] == [
+        "shared memory",
+        "direct",
+        "grpc",
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_codecs_are_tried_on_tensors_of_the_models_sizes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.worker.lanes.auto.measuring._SAMPLE_BYTES", 64 << 10)
+    monkeypatch.setattr("paramserver.worker.transports.auto.measuring._SAMPLE_BYTES", 64 << 10)
     layout = Layout(
         [
             TensorSpec("big", Kind.PARAMETER, dtype, (300, 100)),

@@ -23,8 +23,8 @@ from paramserver.worker.training.place.loaders import Source, source_of
 
 
 def session(steps: int) -> tuple[AloneSession, torch.nn.Module, torch.optim.Optimizer]:
-    one, model = AloneSession(Config(run=RunConfig(steps=steps))), torch.nn.Linear(1, 1)
-    return one, model, one.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    item, model = AloneSession(Config(run=RunConfig(steps=steps))), torch.nn.Linear(1, 1)
+    return item, model, item.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 def data(num_samples: int = 10) -> TensorDataset:
@@ -91,8 +91,8 @@ def test_batches_without_a_step_belong_to_the_next_one() -> None:
 
 def test_two_loops_side_by_side_are_at_one_place() -> None:
     run, model, optimizer = session(steps=4)
-    for one, other in zip(run.shard(data(), batch_size=4), run.shard(data(6), batch_size=2), strict=False):
-        use(model, one)
+    for item, other in zip(run.shard(data(), batch_size=4), run.shard(data(6), batch_size=2), strict=False):
+        use(model, item)
         use(model, other)
         optimizer.step()
     assert run._taken.place == 4
@@ -129,7 +129,7 @@ class Numbers(IterableDataset[int]):
 
 
 def summed(samples: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [torch.stack([one for (one,) in samples]).cumsum(0)]
+    return [torch.stack([item for (item,) in samples]).cumsum(0)]
 
 
 def drawn(run: AloneSession, *args: object, **options: object) -> list[list[float]]:
@@ -222,18 +222,18 @@ def test_batches_before_an_optimizer_are_a_mistake_that_is_said() -> None:
 
 def test_a_validation_loop_is_not_training_data() -> None:
     """Its batches would move this rank's place in the data it trains on."""
-    one, *_ = session(steps=8)
-    batches = one.shard(data(), batch_size=2)
+    item, *_ = session(steps=8)
+    batches = item.shard(data(), batch_size=2)
     with torch.no_grad(), pytest.raises(UsageError, match=r"under torch\.no_grad"):
-        next(iter(one.shard(data(), batch_size=2)))
+        next(iter(item.shard(data(), batch_size=2)))
     next(batches)
 
 
 def test_a_digest_tells_gradients_apart_beyond_their_beginnings_and_knows_none_of_zeros() -> None:
-    one = torch.zeros(1000, 4)
-    assert digest_of([one, torch.zeros(3)]) == digest_of([]) == 0
-    one[900] = 1.0
-    other = one.clone()
-    assert digest_of([one]) == digest_of([other]) != 0
+    item = torch.zeros(1000, 4)
+    assert digest_of([item, torch.zeros(3)]) == digest_of([]) == 0
+    item[900] = 1.0
+    other = item.clone()
+    assert digest_of([item]) == digest_of([other]) != 0
     other[901] = 0.5
-    assert digest_of([one]) != digest_of([other])
+    assert digest_of([item]) != digest_of([other])

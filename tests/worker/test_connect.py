@@ -1,5 +1,5 @@
-"""An address that does not answer at all, as of a host that is gone: attempts end, and so does whoever makes them. One
-where something else answers is refused at once."""
+"""An address that does not reply at all, as of a host that is gone: attempts end, and so does whoever makes them. One
+where something else replies is refused at once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from paramserver.common.security import PLAINTEXT
 from paramserver.worker.api import open_session
 from paramserver.worker.conversation import heartbeat
 from paramserver.worker.conversation.client import OPTIONS, Client
+from paramserver.worker.conversation.evaluator import Evaluator
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.security import open_channel, wait_until_ready
-from paramserver.worker.conversation.spare import Spare
 
 AT_ONCE_S = 5.0
 
@@ -47,7 +47,7 @@ def silent() -> Iterator[str]:
 
 @pytest.mark.parametrize("options", [OPTIONS, heartbeat.OPTIONS], ids=["exchange", "heartbeat"])
 def test_an_attempt_to_connect_is_given_up_and_made_again(silent: str, options: Sequence[tuple[str, int]]) -> None:
-    """gRPC's own limit is 20 s: a heart that is silent for so long has lost its lease."""
+    """gRPC's own limit is 20 s: a heartbeat that is silent for so long has lost its lease."""
 
     def fail() -> None:
         raise Failed
@@ -137,12 +137,12 @@ def test_what_was_tried_is_said_of_a_name_that_may_come_up_and_of_a_port_where_n
                 Exchange(WorkerConfig(server=address, give_up_s=0.5), rank=0)
 
 
-def test_a_spare_says_for_which_server_it_waits_and_gives_up_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_evaluator_says_for_which_server_it_waits_and_gives_up_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(UnreachableError, match=f"no server at {address}"):
-            Spare(Config.model_validate({"worker": {"server": address, "give_up_s": 0.5}}))
+            Evaluator(Config.model_validate({"worker": {"server": address, "give_up_s": 0.5}}))
     said = "".join(capsys.readouterr())
     assert said.count("waiting_for_server") == 1 and address in said
 

@@ -12,10 +12,10 @@ from paramserver.common.codecs.raw import ENTRY as Raw
 from paramserver.common.tensors.layout import as_bytes
 from paramserver.common.wire.frames import divided, parse
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.lanes.base import Lane
-from paramserver.worker.lanes.up import Up
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
+from paramserver.worker.transports.base import Transport
+from paramserver.worker.transports.up import Up
 
 from ..records import contribution_of
 
@@ -24,9 +24,9 @@ NUM = 600_000
 
 @pytest.mark.parametrize("ranges", [[], [(0, 10)], [(3, 7)], [(0, 2), (4, 6), (9, 10)], [(5, 10)], [(8, 99)]])
 def test_pieces_are_cut_at_the_borders(ranges: list[tuple[int, int]]) -> None:
-    body = memoryview(bytes(range(10)))
-    cut = list(divided([body[:4], body[4:5], body[5:]], ranges))
-    assert b"".join(bytes(part) for _, parts, _ in cut for part in parts) == bytes(body)
+    payload = memoryview(bytes(range(10)))
+    cut = list(divided([payload[:4], payload[4:5], payload[5:]], ranges))
+    assert b"".join(bytes(part) for _, parts, _ in cut for part in parts) == bytes(payload)
     is_in = [any(start <= at < end for start, end in ranges) for at in range(10)]
     assert [held for _, parts, held in cut for part in parts for _ in range(len(part))] == is_in
     assert [at for at, _, _ in cut] == sorted({at for at, _, _ in cut})
@@ -42,7 +42,7 @@ def sent(held: pb.Held) -> list[Any]:
     up = Up(
         Raw(), tensors, make_transfer(tensors), lambda raws: frames.extend(parse(pb.WorkerMessage, r) for r in raws)
     )
-    up.joined(Lane(), held)
+    up.joined(Transport(), held)
 
     up.contribute(contribution_of(4))
     again = len(frames)
@@ -53,7 +53,13 @@ def sent(held: pb.Held) -> list[Any]:
 
 def held_ones(**otherwise: Any) -> pb.Held:
     crc = zlib.crc32(bytes(as_bytes(torch.ones(100_000))))
-    fields = {"step": 4, "body_bytes": 4 * NUM, "codec": "raw", "ranges": [0, 200_000, 800_000, 1_000_000], "crc": crc}
+    fields = {
+        "step": 4,
+        "payload_bytes": 4 * NUM,
+        "codec": "raw",
+        "ranges": [0, 200_000, 800_000, 1_000_000],
+        "crc": crc,
+    }
     return pb.Held(**fields | otherwise)
 
 
@@ -65,7 +71,7 @@ def test_what_the_server_has_is_not_sent() -> None:
     assert sum(end - start for start, end in came) == 4 * NUM - 400_000
 
 
-@pytest.mark.parametrize("otherwise", [{"crc": 1}, {"step": 3}, {"body_bytes": 8}, {"codec": "bf16"}])
+@pytest.mark.parametrize("otherwise", [{"crc": 1}, {"step": 3}, {"payload_bytes": 8}, {"codec": "bf16"}])
 def test_all_is_sent_where_it_has_something_else(otherwise: dict[str, Any]) -> None:
     facts, *pieces = sent(held_ones(**otherwise))
     assert not facts.header.payload.continues

@@ -79,12 +79,12 @@ def test_the_batches_of_a_step_make_up_one_of_a_process_alone(
     """The weighted mean over the ranks counts each sample of the union batch once, also where some rank has none."""
     union, dataset = workers * batch_size, tensors_of(num_samples)
     per_epoch = -(-num_samples // union)
-    one = batches(dataset, per_epoch, union, first=per_epoch * epoch, shuffle=shuffle)
+    item = batches(dataset, per_epoch, union, first=per_epoch * epoch, shuffle=shuffle)
     where = {"first": per_epoch * epoch, "shuffle": shuffle}
     ranks = [
         weighed(dataset, per_epoch, batch_size, lambda rank=rank: (workers, rank), **where) for rank in range(workers)
     ]
-    for (_, expected), *shares in zip(one, *ranks, strict=True):
+    for (_, expected), *shares in zip(item, *ranks, strict=True):
         worth: dict[int, float] = Counter()
         for (_, targets), weight in shares:
             assert 1 <= len(targets) <= batch_size
@@ -174,9 +174,9 @@ def test_what_is_skipped_is_not_loaded() -> None:
 def test_the_fast_path_gives_what_the_loader_gives(num_samples: int, workers: int, batch_size: int, seed: int) -> None:
     fast = batches(tensors_of(num_samples), 8, batch_size, workers, seed=seed)
     slow = batches(Slow(num_samples), 8, batch_size, workers, seed=seed)
-    for one, two in zip(fast, slow, strict=True):
-        assert type(one) is type(two) is list
-        for ours, theirs in zip(one, two, strict=True):
+    for batch, two in zip(fast, slow, strict=True):
+        assert type(batch) is type(two) is list
+        for ours, theirs in zip(batch, two, strict=True):
             assert torch.equal(ours, theirs)
             assert ours.dtype == theirs.dtype
 

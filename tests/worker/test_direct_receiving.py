@@ -1,4 +1,4 @@
-"""The worker's end of a direct connection, and a server that sends a body in pieces."""
+"""The worker's end of a direct connection, and a server that sends a payload in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from paramserver.common.security import Credentials
 from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES
 from paramserver.worker.conversation.direct import Direct
-from paramserver.worker.lanes.limit import NO_LIMIT, Limit
+from paramserver.worker.transports.limit import NO_LIMIT, Limit
 
 NUM_BYTES = 600_000
 
@@ -46,20 +46,20 @@ def connected(limit: Limit = NO_LIMIT) -> tuple[Direct, socket.socket]:
 
 
 @pytest.mark.parametrize("first", [1, 100_000, 400_000, NUM_BYTES - 1])
-def test_a_body_of_which_some_was_taken_before_the_rest_came(first):
+def test_a_payload_of_which_some_was_taken_before_the_rest_came(first):
     """Whoever sleeps in recv with a part of what it wants is woken for the rest, however little that is."""
     direct, server = connected()
-    body = bytes(range(256)) * (NUM_BYTES // 256) + bytes(NUM_BYTES % 256)
+    payload = bytes(range(256)) * (NUM_BYTES // 256) + bytes(NUM_BYTES % 256)
     received = bytearray(NUM_BYTES)
     receiving = threading.Thread(target=direct.receive_into, args=(iter([memoryview(received)]),), daemon=True)
     receiving.start()
-    server.sendall(body[:first])
+    server.sendall(payload[:first])
     deadline = time.monotonic() + 10
-    while received[:first] != body[:first] or num_unread(direct._socket):
+    while received[:first] != payload[:first] or num_unread(direct._socket):
         assert time.monotonic() < deadline
-    server.sendall(body[first:])
+    server.sendall(payload[first:])
     receiving.join(10)
     assert not receiving.is_alive()
-    assert received == body
+    assert received == payload
     direct.close()
     server.close()

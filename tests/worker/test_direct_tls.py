@@ -19,7 +19,7 @@ from paramserver.launch.certs.authority import issue, make_ca
 from paramserver.worker.conversation.direct import Direct
 
 NUM_BYTES = 4_000_000
-BODY = bytes(range(250)) * (NUM_BYTES // 250)
+PAYLOAD = bytes(range(250)) * (NUM_BYTES // 250)
 WAIT_S = 20.0
 
 
@@ -92,23 +92,23 @@ def test_two_threads_are_never_in_one_tls_connection_and_neither_waits_for_the_o
         reading = threading.Thread(target=direct.receive_into, args=(iter([memoryview(target)]),), daemon=True)
         reading.start()
         frame = b"placed"
-        direct.send([Placed(frame, [memoryview(BODY)])])  # on a thread, while this one waits for what has not come
-        whole = len(frame).to_bytes(4, "little") + frame + BODY
+        direct.send([Placed(frame, [memoryview(PAYLOAD)])])  # on a thread, while this one waits for what has not come
+        whole = len(frame).to_bytes(4, "little") + frame + PAYLOAD
         assert received(server, len(whole)) == whole
-        server.sendall(BODY)
+        server.sendall(PAYLOAD)
         reading.join(WAIT_S)
-        assert not reading.is_alive() and target == BODY
+        assert not reading.is_alive() and target == PAYLOAD
         assert not alone.were_two
 
 
 @pytest.mark.parametrize("ends", [Direct.hang_up, Direct.half_close])
-def test_what_comes_after_the_end_is_no_body(tmp_path: Path, ends: Callable[[Direct], None]) -> None:
-    """Another thread hangs up while a body comes: what lies in the system's memory is encrypted, and no weights."""
+def test_what_comes_after_the_end_is_no_payload(tmp_path: Path, ends: Callable[[Direct], None]) -> None:
+    """Another thread hangs up while a payload comes: what lies in the system's memory is encrypted, and no weights."""
     with connected(tmp_path) as (direct, server):
-        server.sendall(BODY[:50_000])
+        server.sendall(PAYLOAD[:50_000])
         ends(direct)
         target = bytearray(50_000)
         with contextlib.suppress(EOFError, OSError):
             direct.receive_into(iter([memoryview(target)]))
         num_bytes = len(bytes(target).rstrip(b"\0"))
-        assert target[:num_bytes] == BODY[:num_bytes]
+        assert target[:num_bytes] == PAYLOAD[:num_bytes]

@@ -9,36 +9,36 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.codecs.base import body_bytes
+from paramserver.common.codecs.base import payload_bytes
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import as_bytes, new_body
-from paramserver.common.wire.frames import BodyReader, parse
+from paramserver.common.tensors.layout import as_bytes, new_payload
+from paramserver.common.wire.frames import PayloadReader, parse
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.lanes.base import Lane
-from paramserver.worker.lanes.shared import SharedLane
-from paramserver.worker.lanes.up import Up
 from paramserver.worker.strategies import early
 from paramserver.worker.strategies.early import EarlySender
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
+from paramserver.worker.transports.base import Transport
+from paramserver.worker.transports.shared import SharedTransport
+from paramserver.worker.transports.up import Up
 
 from ..records import contribution_of
 
 
 class Receiver:
-    """The part of an exchange that sends, and at its other end a body as the server collects it."""
+    """The part of an exchange that sends, and at its other end a payload as the server collects it."""
 
-    def __init__(self, model: ModelTensors, lane: str, staged: bool = False, codec: str = "raw") -> None:
+    def __init__(self, model: ModelTensors, transport: str, staged: bool = False, codec: str = "raw") -> None:
         self.model = model
         self.transfer: Any = StagedTransfer(model) if staged else make_transfer(model)
-        self.body = new_body(body_bytes(CODECS.load(codec)(), model.layout))
+        self.payload = new_payload(payload_bytes(CODECS.load(codec)(), model.layout))
         self.num_begun = 0
         self._has_begun = False
-        way: Lane = Lane()
-        if lane == "shared memory":
-            way = SharedLane()
-            way.segment = self.body
+        way: Transport = Transport()
+        if transport == "shared memory":
+            way = SharedTransport()
+            way.segment = self.payload
         self._is_placed = way.segment is not None
         self.up = Up(CODECS.load(codec)(), model, self.transfer, self._come)
         self.up.encoding.ready(1)  # 1-bit Adam after its warm-up
@@ -47,19 +47,19 @@ class Receiver:
         self._begin()
 
     def _begin(self) -> None:
-        target = as_bytes(self.body)
+        target = as_bytes(self.payload)
 
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
 
         place = (lambda offset, num_bytes: None) if self._is_placed else None
-        self.reader = BodyReader(len(target), write, place)
+        self.reader = PayloadReader(len(target), write, place)
 
     def contribute(self) -> torch.Tensor:
-        """The rest; returns the body that arrived."""
+        """The rest; returns the payload that arrived."""
         self.up.contribute(CONTRIBUTION)
         assert self.reader.is_complete
-        return self.body.clone()
+        return self.payload.clone()
 
     def _come(self, frames: Iterable[bytes]) -> None:
         for raw in frames:
@@ -150,15 +150,15 @@ STAYS_ON = {"plain", "kept_memory", "without_backward"}
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("lane", ["tcp", "shared memory"])
+@pytest.mark.parametrize("transport", ["tcp", "shared memory"])
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_what_arrives_is_what_step_was_called_with(
-    loop: Callable[[Net, int], None], lane: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+    loop: Callable[[Net, int], None], transport: str, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, "_BUCKET_BYTES", 1000)
     net, twin = Net(), Net()
     tensors = ModelTensors(net)
-    receiver = Receiver(tensors, lane, staged)
+    receiver = Receiver(tensors, transport, staged)
     sender = EarlySender(receiver, tensors)  # type: ignore[arg-type]
     expected_from = make_transfer(ModelTensors(twin))
     for step in range(4):
@@ -181,15 +181,15 @@ def test_what_is_encoded_as_it_comes_is_what_is_encoded_whole(
     """With what was left out of the contributions before, also where one is encoded again, or does not count."""
     monkeypatch.setattr(early, "_BUCKET_BYTES", 1000)
     net, twin = Net(), Net()
-    ahead, whole = (Receiver(ModelTensors(one), "tcp", codec=codec) for one in (net, twin))
+    ahead, whole = (Receiver(ModelTensors(item), "tcp", codec=codec) for item in (net, twin))
     sender = EarlySender(ahead, ahead.model)  # type: ignore[arg-type]
-    for step, outcome in enumerate([pb.Answer.APPLIED, pb.Answer.REJECTED, pb.Answer.START, pb.Answer.APPLIED] * 2):
+    for step, outcome in enumerate([pb.Reply.APPLIED, pb.Reply.REJECTED, pb.Reply.START, pb.Reply.APPLIED] * 2):
         loop(net, step)
         loop(twin, step)
         sender.settle()
         assert torch.equal(ahead.contribute(), whole.contribute()), f"step {step}"
-        ahead.up.answered(outcome)
-        whole.up.answered(outcome)
+        ahead.up.replied(outcome)
+        whole.up.replied(outcome)
     assert ahead.num_begun > 0, "nothing left early: this test shows nothing"
     assert bool(sender.gradients._hooks) == (loop.__name__ in STAYS_ON)
 
@@ -214,7 +214,7 @@ def test_a_placed_gradient_stays_in_the_segment() -> None:
     receiver = Receiver(ModelTensors(net), "shared memory")
     plain(net, 0)
     receiver.contribute()
-    segment = receiver.up.lane.segment
+    segment = receiver.up.transport.segment
     assert segment is not None
     start, end = segment.data_ptr(), segment.data_ptr() + segment.numel()
     gradients = [p.grad for p in net.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Bodies in a codec: the memory they are made in is kept from one exchange to the next."""
+"""Payloads in a codec: the memory they are made in is kept from one exchange to the next."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.codecs.base import Spares
+from paramserver.common.codecs.base import FreeBuffers
 from paramserver.common.codecs.bf16 import Bf16Codec
 from paramserver.common.codecs.fp16 import Fp16Codec
 from paramserver.common.errors import ParamServerError
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.codec_memory import CodecMemory
-from paramserver.worker.lanes.down import Down
-from paramserver.worker.lanes.up import Up
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
+from paramserver.worker.transports.down import Down
+from paramserver.worker.transports.up import Up
 
 CODECS = [Bf16Codec, Fp16Codec]
 
@@ -37,22 +37,22 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
     net, tensors = model()
     transfer, codec = make_transfer(tensors), kind()
     made: list[int] = []
-    for where in ("common.codecs.base", "worker.lanes.encoding"):
+    for where in ("common.codecs.base", "worker.transports.encoding"):
         monkeypatch.setattr(
-            f"paramserver.{where}.new_body", lambda num: made.append(num) or new_body(num)  # type: ignore[func-returns-value]
+            f"paramserver.{where}.new_payload", lambda num: made.append(num) or new_payload(num)  # type: ignore[func-returns-value]
         )  # fmt: skip
     up, down = Up(codec, tensors, transfer, lambda frames: None), Down(kind(), tensors, transfer)
     server, num_made = CodecMemory(tensors.layout), 0
     for number in range(3):
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
-        assert up.encoding.body is None
+        assert up.encoding.payload is None
         sent = up.encoding.whole(transfer.gather(ContributionKind.GRADIENT)[0])
-        assert up.encoding.body == sent, "what was not answered is sent as it was"
-        body = new_body(tensors.layout.exchange_bytes)
-        server.take(codec, torch.frombuffer(bytearray(sent), dtype=torch.uint8), body)
-        up.answered(pb.Answer.APPLIED)
-        encoded = server.encode(codec, body)
+        assert up.encoding.payload == sent, "what was not replied is sent as it was"
+        payload = new_payload(tensors.layout.exchange_bytes)
+        server.take(codec, torch.frombuffer(bytearray(sent), dtype=torch.uint8), payload)
+        up.replied(pb.Reply.APPLIED)
+        encoded = server.encode(codec, payload)
         data = memoryview(encoded.numpy())
 
         def receive(write: Callable[[int, memoryview], None], data: memoryview = data) -> None:
@@ -60,7 +60,7 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
             write(100, data[100:])
 
         down.take(len(data), codec.name, receive)
-        server.spares.give_back(encoded)
+        server.free_buffers.give_back(encoded)
         for parameter in net.parameters():
             assert parameter.grad is not None
             assert torch.equal(parameter, parameter.grad.to(codec.half).to(parameter.dtype)), number
@@ -68,21 +68,21 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
         assert len(made) == num_made, "new memory"
 
 
-def test_spares_are_of_the_size_asked_for_and_few() -> None:
-    spares = Spares(2)
-    bodies = [spares.lend(10) for _ in range(4)]
-    for body in bodies:
-        spares.give_back(body)
-    assert {id(spares.lend(10)), id(spares.lend(10))} == {id(bodies[0]), id(bodies[1])}
-    spares.give_back(bodies[0])
-    assert spares.lend(11).numel() == 11
+def test_buffers_free_are_of_the_size_asked_for_and_few() -> None:
+    free_buffers = FreeBuffers(2)
+    payloads = [free_buffers.lend(10) for _ in range(4)]
+    for payload in payloads:
+        free_buffers.give_back(payload)
+    assert {id(free_buffers.lend(10)), id(free_buffers.lend(10))} == {id(payloads[0]), id(payloads[1])}
+    free_buffers.give_back(payloads[0])
+    assert free_buffers.lend(11).numel() == 11
 
 
 def test_weights_that_fp16_cannot_hold_are_refused() -> None:
     _, tensors = model()
-    body = new_body(tensors.layout.total_bytes)
-    tensors.layout.runs_of(tensors.layout.entries[0].spec.kind)[0].view(body)[7] = -70_000.0
+    payload = new_payload(tensors.layout.total_bytes)
+    tensors.layout.runs_of(tensors.layout.entries[0].spec.kind)[0].view(payload)[7] = -70_000.0
     memory = CodecMemory(tensors.layout)
-    with pytest.raises(ParamServerError, match=r"weights up to 70000, which worker.answer_codec fp16 .* 65,504"):
-        memory.encode(Fp16Codec(), body)
-    memory.encode(Bf16Codec(), body)
+    with pytest.raises(ParamServerError, match=r"weights up to 70000, which worker.reply_codec fp16 .* 65,504"):
+        memory.encode(Fp16Codec(), payload)
+    memory.encode(Bf16Codec(), payload)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.codecs.base import take_body
+from paramserver.common.codecs.base import take_payload
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
-from paramserver.worker.lanes.encoding import Encoding
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.worker.tensors.transfer import Stretch
+from paramserver.worker.transports.encoding import Encoding
 
 LAYOUT = Layout(
     [
@@ -37,16 +37,16 @@ class Server:
         self.received = torch.zeros(layout.num_parameters, dtype=torch.float64)
 
     def encode(self, values: torch.Tensor) -> memoryview:
-        body = new_body(self.layout.exchange_bytes)
-        of_type(self.layout, body).copy_(values)
-        self.work = Stretch(0, [as_bytes(body)])
+        payload = new_payload(self.layout.exchange_bytes)
+        of_type(self.layout, payload).copy_(values)
+        self.work = Stretch(0, [as_bytes(payload)])
         return self.encoding.whole(self.work)
 
     def decoded(self, sent: memoryview) -> torch.Tensor:
-        body = new_body(self.layout.exchange_bytes)
+        payload = new_payload(self.layout.exchange_bytes)
         encoded = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        take_body(self.codec, self.codec.decoder(self.layout), self.layout, encoded, body)
-        return of_type(self.layout, body).double()
+        take_payload(self.codec, self.codec.decoder(self.layout), self.layout, encoded, payload)
+        return of_type(self.layout, payload).double()
 
     @property
     def left(self) -> torch.Tensor:
@@ -54,9 +54,9 @@ class Server:
         return torch.zeros_like(self.received) if kept is None else of_type(self.layout, kept).double()
 
 
-def of_type(layout: Layout, body: torch.Tensor) -> torch.Tensor:
+def of_type(layout: Layout, payload: torch.Tensor) -> torch.Tensor:
     (run,) = layout.runs_of(Kind.PARAMETER)
-    return run.view(body)
+    return run.view(payload)
 
 
 def gradient(seed: int, num: int = NUM) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fat
         assert torch.equal(server.left, before), "nothing is decided yet"
         if fate == "sent again":
             server.encoding.recall()  # a new stream; there is nothing of it to recall
-            assert server.encoding.body is not None and bytes(server.encoding.body) == sent
+            assert server.encoding.payload is not None and bytes(server.encoding.payload) == sent
         if fate in ("counts", "sent again", "repeated"):
             server.encoding.commit()
             server.received += server.decoded(memoryview(sent))
@@ -104,7 +104,7 @@ def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fat
         else:
             server.encoding.rollback()
             assert torch.equal(server.left, before)
-        assert server.encoding.body is None
+        assert server.encoding.payload is None
         assert server.encoding.norm == pytest.approx(float(server.left.norm()))
         assert (server.received + server.left - computed).abs().max() < 1e-12 * (seed + 1), fate
 
@@ -115,14 +115,14 @@ def test_tensors_encoded_as_they_come_are_the_same_bytes(name: str) -> None:
     whole, parts = Server(name), Server(name)
     for seed in range(3):
         sent = bytes(whole.encode(gradient(seed)))
-        body = new_body(LAYOUT.exchange_bytes)
+        payload = new_payload(LAYOUT.exchange_bytes)
         received = bytearray(len(sent))
         for x in (gradient(99), gradient(seed)):
-            of_type(LAYOUT, body).copy_(x)
+            of_type(LAYOUT, payload).copy_(x)
             for tensors in (range(1, 2), range(1), range(2, 3)):
                 first, last = LAYOUT.entries[tensors.start].offset, LAYOUT.entries[tensors.stop - 1].end
                 first = LAYOUT.entries[tensors.start - 1].end if tensors.start else first
-                at, piece = parts.encoding.part(Stretch(first, [as_bytes(body[first:last])]), tensors)
+                at, piece = parts.encoding.part(Stretch(first, [as_bytes(payload[first:last])]), tensors)
                 received[at : at + len(piece)] = piece
             if x[0] != gradient(seed)[0]:
                 parts.encoding.recall()

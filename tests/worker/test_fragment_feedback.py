@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.codecs.base import body_bytes, check_codecs, take_body
+from paramserver.common.codecs.base import check_codecs, payload_bytes, take_payload
 from paramserver.common.codecs.shared.by_tensor import ByTensor, only_rest
 from paramserver.common.errors import ParamServerError, UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
-from paramserver.worker.lanes.encoding import Encoding
-from paramserver.worker.lanes.reference import News, Reference
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.worker.tensors.transfer import Stretch
+from paramserver.worker.transports.encoding import Encoding
+from paramserver.worker.transports.reference import News, Reference
 
 SPECS = [
     TensorSpec("a", Kind.PARAMETER, "float32", (70, 67)),
@@ -33,15 +33,15 @@ CODEC_NAMES = [n for n in CODECS.names() if issubclass(CODECS.load(n), ByTensor)
 
 
 def filled(layout: Layout, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    body = new_body(layout.exchange_bytes)
-    for spec, view in layout.views(body):
+    payload = new_payload(layout.exchange_bytes)
+    for spec, view in layout.views(payload):
         if spec.name in values:
             view.copy_(values[spec.name])
-    return body
+    return payload
 
 
-def of_names(layout: Layout, body: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    views = layout.views(new_body(layout.exchange_bytes) if body is None else body)
+def of_names(layout: Layout, payload: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    views = layout.views(new_payload(layout.exchange_bytes) if payload is None else payload)
     return {spec.name: view.clone() for spec, view in views if spec.kind is Kind.PARAMETER}
 
 
@@ -57,10 +57,10 @@ class Side:
         return bytes(self.encoding.whole(self.work))
 
     def decode(self, sent: bytes) -> dict[str, torch.Tensor]:
-        codec, body = self.encoding.codec, new_body(self.layout.exchange_bytes).fill_(7)
+        codec, payload = self.encoding.codec, new_payload(self.layout.exchange_bytes).fill_(7)
         encoded = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        take_body(codec, codec.decoder(self.layout), self.layout, encoded, body)
-        return of_names(self.layout, body)
+        take_payload(codec, codec.decoder(self.layout), self.layout, encoded, payload)
+        return of_names(self.layout, payload)
 
     @property
     def left(self) -> dict[str, torch.Tensor]:
@@ -80,24 +80,24 @@ def test_a_fragment_is_sent_as_a_model_of_its_own_would_be(name: str, fates: lis
     whole = Side(name, LAYOUT)
     alone = [Side(name, Layout([spec for spec in SPECS if spec.name in own or spec.name == "n"])) for own in FRAGMENTS]
     for seed, (fate, second) in enumerate(fates):
-        chance, own, one = torch.Generator().manual_seed(seed), FRAGMENTS[second], alone[second]
+        chance, own, item = torch.Generator().manual_seed(seed), FRAGMENTS[second], alone[second]
         values = {spec.name: torch.randn(spec.shape, generator=chance) for spec in SPECS if spec.name in own}
         other = {name: left for name, left in whole.left.items() if name not in own}
-        sent, wanted = whole.encode(values, frozenset(NAMES - own)), one.encode(values)
-        assert len(sent) == body_bytes(whole.encoding.codec, LAYOUT)
+        sent, wanted = whole.encode(values, frozenset(NAMES - own)), item.encode(values)
+        assert len(sent) == payload_bytes(whole.encoding.codec, LAYOUT)
         num_bytes = whole.encoding.codec.encoded_bytes(LAYOUT)  # buffers follow
-        assert num_bytes == one.encoding.codec.encoded_bytes(one.layout)
+        assert num_bytes == item.encoding.codec.encoded_bytes(item.layout)
         decoded = whole.decode(sent)
         if name != "powersgd":  # whose first Q is of where a tensor lies
             assert sent[:num_bytes] == wanted[:num_bytes]
-            for key, value in one.decode(wanted).items():
+            for key, value in item.decode(wanted).items():
                 assert torch.equal(decoded[key], value)
         assert not any(decoded[key].any() for key in NAMES - own)
         if fate == "again":
             whole.encoding.recall()
-            body = whole.encoding.body
-            assert body is not None and bytes(body) == sent
-        for side in (whole, one):
+            payload = whole.encoding.payload
+            assert payload is not None and bytes(payload) == sent
+        for side in (whole, item):
             if fate in ("counts", "again"):
                 side.encoding.commit()
             else:
@@ -105,12 +105,12 @@ def test_a_fragment_is_sent_as_a_model_of_its_own_would_be(name: str, fates: lis
         left = whole.left
         assert all(torch.equal(left[key], kept) for key, kept in other.items()), "of other fragments"
         if name != "powersgd":
-            assert all(torch.equal(left[key], kept) for key, kept in one.left.items())
+            assert all(torch.equal(left[key], kept) for key, kept in item.left.items())
         norm = math.sqrt(sum(float(kept.double().norm()) ** 2 for kept in left.values()))
         assert whole.encoding.norm == pytest.approx(norm, rel=1e-4)
-    assert whole.encoding.start() == pytest.approx(math.sqrt(sum(one.encoding.norm**2 for one in alone)), rel=1e-4) or (
-        name == "powersgd"
-    )
+    assert whole.encoding.start() == pytest.approx(
+        math.sqrt(sum(side.encoding.norm**2 for side in alone)), rel=1e-4
+    ) or (name == "powersgd")
     assert not any(kept.any() for kept in whole.left.values())
 
 
@@ -154,19 +154,21 @@ def spec_of(name: str) -> TensorSpec:
 def taking(left_out: tuple[Any, ...], sizes: list[int], number: int) -> None:
     """A worker at reference 1 is sent zeros of these sizes that lead to another one."""
     codec = CODECS.load("q4")()
-    reference = Reference(codec, LAYOUT, lambda positions: frozenset(LAYOUT.specs[one].name for one in positions))
+    reference = Reference(
+        codec, LAYOUT, lambda positions: frozenset(LAYOUT.specs[position].name for position in positions)
+    )
     whole = bytes(LAYOUT.exchange_bytes)
     reference.take(len(whole), "", News(1), lambda write: write(0, memoryview(whole)), lambda *_: None)
-    body = bytes(sum(sizes))
+    payload = bytes(sum(sizes))
     news = News(number, left_out=left_out)
-    reference.take(len(body), "q4", news, lambda write: write(0, memoryview(body)), lambda *_: None)
+    reference.take(len(payload), "q4", news, lambda write: write(0, memoryview(payload)), lambda *_: None)
     assert reference.number == number
 
 
 def size(without: set[str]) -> int:
     codec = CODECS.load("q4")()
     assert isinstance(codec, ByTensor)
-    return body_bytes(only_rest(codec, frozenset(without)), LAYOUT)
+    return payload_bytes(only_rest(codec, frozenset(without)), LAYOUT)
 
 
 def test_differences_of_fragments_have_their_own_sizes() -> None:
@@ -188,7 +190,7 @@ def test_differences_that_cannot_be_are_refused(left_out: tuple[Any, ...], sizes
         taking(left_out, sizes, 3)
 
 
-@pytest.mark.parametrize(("up", "down", "told"), [("raw", "bf16", "answer_codec is bf16, which has answers whole")])
+@pytest.mark.parametrize(("up", "down", "told"), [("raw", "bf16", "reply_codec is bf16, which has replies whole")])
 def test_what_cannot_travel_by_itself_is_refused(up: str, down: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         check_codecs("diloco", ContributionKind.DELTA, CODECS.load(up)(), CODECS.load(down)(), fragments=3)

@@ -1,4 +1,5 @@
-"""Averaging among equals, in real processes: equal to one process with the union batch, also when one is killed in
+"""Averaging among all-reduce peers, in real processes: equal to one process with the union batch, also when one is
+killed in
 the middle of a reduction."""
 
 import contextlib
@@ -20,19 +21,19 @@ import torch.distributed as dist
 
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.worker.strategies.among import backends, small
-from paramserver.worker.strategies.among.cut import listening
-from paramserver.worker.strategies.among.rendezvous import (
+from paramserver.worker.strategies.all_reduce import AllReduceStrategy
+from paramserver.worker.strategies.collectives import backends, small
+from paramserver.worker.strategies.collectives.cut import listening
+from paramserver.worker.strategies.collectives.rendezvous import (
     ELSEWHERE,
     UNKNOWN,
     Broken,
-    Epoch,
+    Generation,
     Meeting,
     OutOfReach,
     store_of,
     who_goes,
 )
-from paramserver.worker.strategies.equals import Equals
 from paramserver.worker.strategies.group import Group
 
 from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
@@ -41,12 +42,12 @@ from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
 def run(folder, members, optimizer, steps, kill_at=-1, rounds=1, way="small"):
     """Of each round, exit codes and what the members tell."""
     script = Path(__file__).with_name("group_member.py")
-    told = [str(one) for one in (folder, optimizer, steps, kill_at, rounds, way, *members)]
+    told = [str(member) for member in (folder, optimizer, steps, kill_at, rounds, way, *members)]
     subprocess.run([sys.executable, script, *told], check=True, timeout=120)
     for turn in range(rounds):
         here = folder / str(turn)
         done = [here / f"done.{rank}" for rank in members]
-        yield json.loads((here / "codes").read_text()), [json.loads(one.read_text()) for one in done if one.exists()]
+        yield json.loads((here / "codes").read_text()), [json.loads(item.read_text()) for item in done if item.exists()]
 
 
 def alone(members, optimizer, steps, kill_at=-1):
@@ -70,7 +71,7 @@ def alone(members, optimizer, steps, kill_at=-1):
 
 
 def difference(told, expected):
-    got = [torch.tensor(one, dtype=torch.float64) for one in told["weights"]]
+    got = [torch.tensor(weight, dtype=torch.float64) for weight in told["weights"]]
     return max(float((a - b.detach()).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
@@ -82,19 +83,19 @@ def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
     for optimizer, (codes, told) in zip([*names, *names[-1:] * 2], chain(together, *others), strict=True):
         assert codes == [0] * len(members)
         expected = alone(members, optimizer, 100)
-        assert max(difference(one, expected) for one in told) <= 1e-6
+        assert max(difference(item, expected) for item in told) <= 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [10, 13])  # at step(), in the middle of backward
 @pytest.mark.parametrize("way", ["small", "collectives"])
-def test_who_is_killed_in_a_reduction_costs_the_others_an_epoch_and_nothing_else(tmp_path, way, kill_at):
+def test_who_is_killed_in_a_reduction_costs_the_others_an_generation_and_nothing_else(tmp_path, way, kill_at):
     members = [0, 1, 2, 3]
     expected, stalls = alone(members, "adam", 30, kill_at=kill_at), []
     for codes, told in run(tmp_path, members, "adam", 30, kill_at=kill_at, rounds=5, way=way):
         assert codes == [0] * (len(members) - 1) + [-9]
-        assert max(difference(one, expected) for one in told) <= 1e-6
-        stalls += [one["stall"] for one in told]
+        assert max(difference(item, expected) for item in told) <= 1e-6
+        stalls += [item["stall"] for item in told]
     print(f"stalls of {len(members) - 1} survivors, s: median {median(stalls):.3f}, worst {max(stalls):.3f}")
     assert max(stalls) < 10  # by an error, not by the timeout, which is 20 s
 
@@ -117,43 +118,43 @@ def test_why_gpus_do_not_average_over_nccl_is_said():
     assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cpu"]) == told
 
 
-def pair(meeting):
-    """Both members of an epoch, each made by a thread of its own."""
-    epoch = Epoch(1, (0, 1), meeting.address)
+def pair(rendezvous):
+    """Both members of an generation, each made by a thread of its own."""
+    generation = Generation(1, (0, 1), rendezvous.address)
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda rank: Group(epoch, rank, meeting), epoch.members))
+        return list(threads.map(lambda rank: Group(generation, rank, rendezvous), generation.members))
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_what_is_averaged_may_be_in_a_group_apart_from_words(monkeypatch, is_apart):
     if is_apart:
         tell_of_gpus(monkeypatch.setattr)
-    meeting = Meeting("127.0.0.1")
-    first, second = pair(meeting)
+    rendezvous = Meeting("127.0.0.1")
+    first, second = pair(rendezvous)
     assert first.backend == second.backend == ("nccl" if is_apart else "gloo")
     assert (first._data is first._words) is not is_apart
     with ThreadPoolExecutor() as threads:
         mine = threads.submit(first.average, [torch.zeros(3), torch.tensor([7])], 1, [5])
         theirs = threads.submit(second.average, [torch.ones(3), torch.tensor([8])], 3, [6])
         for found, group in ((mine.result(), first), (theirs.result(), second)):
-            assert [one.tolist() for one in found] == [[0.75] * 3, [7]]
+            assert [item.tolist() for item in found] == [[0.75] * 3, [7]]
             assert group.words == [[5, 6]]
-    for one in (first, second):
-        one.close()
+    for entry in (first, second):
+        entry.close()
 
 
 def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch):
     """As NCCL's do where a member has gone that said its words: nothing but the server tells the others."""
     tell_of_gpus(monkeypatch.setattr)
-    meeting = Meeting("127.0.0.1")
-    waiting, silent = pair(meeting)
+    rendezvous = Meeting("127.0.0.1")
+    waiting, silent = pair(rendezvous)
     silent._begin_sum = lambda _: None
     kept = waiting._data  # Gloo would end with it, and what it has under way does not
     with ThreadPoolExecutor() as threads:
         waits = threads.submit(waiting.average, [torch.zeros(3)], 1)
         silent.average([torch.zeros(3)], 1)  # it has the other's words
         waiting.cut("rank 1 is gone")
-        with pytest.raises(Broken, match="epoch 1: rank 1 is gone"):
+        with pytest.raises(Broken, match="generation 1: rank 1 is gone"):
             waits.result(timeout=20)
     assert waiting.__dict__.keys().isdisjoint({"_words", "_data"})
     silent.close()
@@ -161,8 +162,8 @@ def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch)
 
 
 def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
-    meeting = Meeting("127.0.0.1")
-    first, second = pair(meeting)
+    rendezvous = Meeting("127.0.0.1")
+    first, second = pair(rendezvous)
     large = torch.arange(100_000, dtype=torch.float64)
     values = {
         "weights": [large, torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 3), large[1:3]],
@@ -172,33 +173,33 @@ def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
         mine = threads.submit(first.give, values, 0)
         theirs = threads.submit(second.give, None, 0).result()
     assert mine.result()["weights"][0].data_ptr() == large.data_ptr()
-    for one, other in zip(values["weights"], theirs["weights"], strict=True):
-        assert torch.equal(one, other) and one.dtype == other.dtype and one.shape == other.shape
+    for weight, other in zip(values["weights"], theirs["weights"], strict=True):
+        assert torch.equal(weight, other) and weight.dtype == other.dtype and weight.shape == other.shape
     assert theirs["state"]["0"].pop("is_on").tolist() == [True, False]
     assert theirs["state"] == {"0": {"step": 3, "none": None}, "lr": 0.1}
     assert first.given_bytes == second.given_bytes > large.nbytes
-    for one in (first, second):
-        one.close()
+    for weight in (first, second):
+        weight.close()
 
 
 def test_a_store_that_cannot_be_reached_is_named():
-    meeting = Meeting("127.0.0.1")
-    host, port = meeting.address
-    meeting.close()
+    rendezvous = Meeting("127.0.0.1")
+    host, port = rendezvous.address
+    rendezvous.close()
     with pytest.raises(OutOfReach, match=f"rank 1 cannot reach rank 0 at {host}:{port}, to average with it"):
-        Group(Epoch(1, (0, 1), (host, port)), 1, Meeting("127.0.0.1"), meet_s=0.2)
+        Group(Generation(1, (0, 1), (host, port)), 1, Meeting("127.0.0.1"), meet_s=0.2)
 
 
 def test_a_member_that_does_not_come_is_named():
-    meeting = Meeting("127.0.0.1")
+    rendezvous = Meeting("127.0.0.1")
     with pytest.raises(Broken, match="rank 1, 2 did not come"):
-        Group(Epoch(1, (0, 1, 2), meeting.address), 0, meeting, meet_s=0.2)
+        Group(Generation(1, (0, 1, 2), rendezvous.address), 0, rendezvous, meet_s=0.2)
 
 
 @pytest.mark.parametrize(
     ("is_there", "lost", "expected", "told", "attempts"),
     [
-        (True, "-", Broken, "epoch 1: ", UNKNOWN),  # it does not speak
+        (True, "-", Broken, "generation 1: ", UNKNOWN),  # it does not speak
         (False, "-", OutOfReach, "rank 0 cannot reach rank 1 at {address}, to average with it", ELSEWHERE),
         (True, "0", Broken, "rank 1 cannot reach rank 0, to average with it", ELSEWHERE),
     ],
@@ -206,17 +207,17 @@ def test_a_member_that_does_not_come_is_named():
 def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_with_its_address(
     is_there, lost, expected, told, attempts
 ):
-    meeting, other = Meeting("127.0.0.1"), socket.create_server(("127.0.0.1", 0))
+    rendezvous, other = Meeting("127.0.0.1"), socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*other.getsockname())
     if not is_there:
         other.close()
-    epoch = Epoch(1, (0, 1), meeting.address)
-    meeting.admit(epoch)
-    here = store_of(epoch, 1, 5)
+    generation = Generation(1, (0, 1), rendezvous.address)
+    rendezvous.admit(generation)
+    here = store_of(generation, 1, 5)
     here.set("here/1", f"h/cpu {address} {address}")  # and no more
     here.set("lost/1", lost)
     with pytest.raises(expected, match=told.format(address=address)) as raised:
-        Group(epoch, 0, meeting, meet_s=0.2)
+        Group(generation, 0, rendezvous, meet_s=0.2)
     assert raised.value.attempts == attempts
     other.close()
 
@@ -252,7 +253,7 @@ def test_a_step_leaves_a_member_the_gradient_that_it_had(own):
     weights.grad = own
     model = SimpleNamespace(tensors=[weights], layout=layout)
     here = SimpleNamespace(_model=model, own=(None, lambda: stepped.append(weights.grad.clone())))
-    Equals._apply(here, [torch.ones(3)])
+    AllReduceStrategy._apply(here, [torch.ones(3)])
     assert torch.equal(stepped[0], torch.ones(3))
     assert weights.grad is own
 
@@ -287,16 +288,16 @@ def test_devices_that_are_made_at_the_same_time_are_told_apart():
     """Each knows its own port, and nobody else's."""
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(lambda _: listening(lambda: socket.create_server(("127.0.0.1", 0))), range(40)))
-    for one, port in made:
-        assert port == one.getsockname()[1]
-        one.close()
+    for item, port in made:
+        assert port == item.getsockname()[1]
+        item.close()
 
 
 @pytest.mark.parametrize("bug", [AttributeError("'NoneType' has no attribute 'x'"), IndexError("5"), KeyError("x")])
 def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
     """It took nine groups, and then a sentence about the network."""
-    meeting = Meeting("127.0.0.1")
-    groups = pair(meeting)
+    rendezvous = Meeting("127.0.0.1")
+    groups = pair(rendezvous)
 
     def is_small(*_):
         raise bug
@@ -305,20 +306,20 @@ def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
     with pytest.raises(type(bug)):
         groups[0].average([torch.zeros(3)], 1)
     monkeypatch.undo()
-    for one in groups:
-        one.close()
-    meeting.close()
+    for group in groups:
+        group.close()
+    rendezvous.close()
 
 
 @pytest.mark.parametrize("way", ["average", "told"])
 def test_a_group_that_another_thread_closed_is_broken(way):
-    meeting = Meeting("127.0.0.1")
-    groups = pair(meeting)
-    for one in groups:
-        one.close()
-        with pytest.raises(Broken, match="epoch 1: it was closed meanwhile"):
-            one.average([torch.zeros(3)], 1) if way == "average" else one.told(1)
-    meeting.close()
+    rendezvous = Meeting("127.0.0.1")
+    groups = pair(rendezvous)
+    for group in groups:
+        group.close()
+        with pytest.raises(Broken, match="generation 1: it was closed meanwhile"):
+            group.average([torch.zeros(3)], 1) if way == "average" else group.told(1)
+    rendezvous.close()
 
 
 _changes: list[tuple[str, str]] = []  # thread and variable
@@ -342,7 +343,7 @@ def test_no_helper_thread_changes_the_environment(monkeypatch):
     with ThreadPoolExecutor(1, thread_name_prefix="helper") as threads:
         made = threads.submit(backends.nccl, dist.HashStore(), 0, 1, torch.device("cpu"), 1.0)
         assert made.result() is nccl
-    assert [one for one in _changes if one[0].startswith("helper")] == []
+    assert [change for change in _changes if change[0].startswith("helper")] == []
 
 
 def test_groups_of_nccl_are_made_without_torchs_watchdog(monkeypatch):

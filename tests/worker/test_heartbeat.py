@@ -25,21 +25,25 @@ class LateServer:
     """Replies to each heartbeat when it is given the reply, in their order."""
 
     def __init__(self) -> None:
-        self.beats: queue.SimpleQueue[pb.Beat] = queue.SimpleQueue()
-        self.replies: queue.SimpleQueue[pb.Pulse] = queue.SimpleQueue()
+        self.heartbeats: queue.SimpleQueue[pb.HeartbeatRequest] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[pb.HeartbeatReply] = queue.SimpleQueue()
         self._grpc = grpc.server(ThreadPoolExecutor(2))
-        handler = grpc.stream_stream_rpc_method_handler(self._heartbeat, pb.Beat.FromString, pb.Pulse.SerializeToString)
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._heartbeat, pb.HeartbeatRequest.FromString, pb.HeartbeatReply.SerializeToString
+        )
         self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Heartbeat": handler}),))
         self.address = f"127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
         self._grpc.start()
 
-    def _heartbeat(self, beats: Iterator[pb.Beat], _: grpc.ServicerContext) -> Iterator[pb.Pulse]:
-        for beat in beats:
-            self.beats.put(beat)
+    def _heartbeat(
+        self, heartbeats: Iterator[pb.HeartbeatRequest], _: grpc.ServicerContext
+    ) -> Iterator[pb.HeartbeatReply]:
+        for heartbeat in heartbeats:
+            self.heartbeats.put(heartbeat)
             yield self.replies.get()
 
     def stop(self) -> None:
-        self.replies.put(pb.Pulse())
+        self.replies.put(pb.HeartbeatReply())
         self._grpc.stop(None)
 
 
@@ -50,9 +54,9 @@ def server() -> Iterator[LateServer]:
     server.stop()
 
 
-def member(server: LateServer) -> tuple[Any, queue.SimpleQueue[pb.Pulse]]:
+def member(server: LateServer) -> tuple[Any, queue.SimpleQueue[pb.HeartbeatReply]]:
     """An exchange that joins whenever it is told to, and the heartbeat replies that it has taken."""
-    told: queue.SimpleQueue[pb.Pulse] = queue.SimpleQueue()
+    told: queue.SimpleQueue[pb.HeartbeatReply] = queue.SimpleQueue()
     exchange: Any = Exchange.__new__(Exchange)
     welcome = SimpleNamespace(
         run="r", rank=0, incarnation=1, lease_s=0.04, shards=[], server_incarnation=INCARNATION,
@@ -64,24 +68,28 @@ def member(server: LateServer) -> tuple[Any, queue.SimpleQueue[pb.Pulse]]:
     exchange._over = 0, 0, 0.0
 
     def taken(*reply: Any) -> None:
-        exchange._pulsed(*reply)
+        exchange._heartbeat_replied(*reply)
         told.put(reply[-1])
 
     exchange._heartbeat = Heartbeat(server.address, PLAINTEXT, taken)
     return exchange, told
 
 
-@pytest.mark.parametrize("late", [pb.Pulse(is_gone=True), pb.Pulse(over_epoch=9)], ids=["gone", "epoch"])
-def test_a_late_reply_to_an_older_membership_does_not_end_the_newer_one(server: LateServer, late: pb.Pulse) -> None:
+@pytest.mark.parametrize(
+    "late", [pb.HeartbeatReply(is_gone=True), pb.HeartbeatReply(over_generation=9)], ids=["gone", "epoch"]
+)
+def test_a_late_reply_to_an_older_membership_does_not_end_the_newer_one(
+    server: LateServer, late: pb.HeartbeatReply
+) -> None:
     exchange, told = member(server)
     late.server_incarnation = INCARNATION
     exchange._join()
-    server.beats.get(timeout=10)
+    server.heartbeats.get(timeout=10)
     exchange._join()  # while the reply is under way
     server.replies.put(late)
     told.get(timeout=10)
     assert not exchange.is_over(9)
-    server.beats.get(timeout=10)
+    server.heartbeats.get(timeout=10)
     server.replies.put(late)  # to the newer one
     told.get(timeout=10)
     assert exchange.is_over(9)
@@ -92,8 +100,8 @@ def test_a_reply_to_this_membership_counts(server: LateServer) -> None:
     exchange, told = member(server)
     exchange._join()
     for over in range(1, 5):
-        server.beats.get(timeout=10)
-        server.replies.put(pb.Pulse(over_epoch=over, server_incarnation=INCARNATION))
+        server.heartbeats.get(timeout=10)
+        server.replies.put(pb.HeartbeatReply(over_generation=over, server_incarnation=INCARNATION))
         told.get(timeout=10)
         assert exchange.is_over(over) and not exchange.is_over(over + 1)
     exchange._heartbeat.stop()

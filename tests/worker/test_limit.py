@@ -10,7 +10,7 @@ from paramserver.common.wire.direct import placed_messages
 from paramserver.common.wire.frames import frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.client import _drain, _next_of
-from paramserver.worker.lanes.limit import Limit
+from paramserver.worker.transports.limit import Limit
 
 from .test_direct_receiving import connected
 
@@ -76,23 +76,23 @@ class _Counted(Limit):
 def test_a_direct_connection_counts_every_byte_in_small_pieces_both_ways() -> None:
     limit = _Counted()
     direct, server = connected(limit)
-    body = random.Random(1).randbytes(1_000_003)
+    payload = random.Random(1).randbytes(1_000_003)
     taken = bytearray()
 
     def echo() -> None:
         while data := server.recv(1 << 16):
             taken.extend(data)
-        server.sendall(body)
+        server.sendall(payload)
 
     echoing = threading.Thread(target=echo)
     echoing.start()
-    direct.send(placed_messages([memoryview(body)]))
+    direct.send(placed_messages([memoryview(payload)]))
     direct.half_close()
     echoing.join(10)
-    received = bytearray(len(body))
+    received = bytearray(len(payload))
     direct.receive_into(iter([memoryview(received)]))
-    assert received == body and taken.endswith(body)
-    assert sum(limit.up) == len(taken) and sum(limit.down) == len(body)
+    assert received == payload and taken.endswith(payload)
+    assert sum(limit.up) == len(taken) and sum(limit.down) == len(payload)
     assert max(*limit.up, *limit.down) <= limit.at_once
     direct.close()
     server.close()

@@ -42,15 +42,15 @@ class Run:
         self.local_steps, self.came, self.batches = local_steps, {}, {0: 0}
 
     def start(self, progress: Progress, number: int) -> None:
-        """As an answer START to a rank of which so many contributions count."""
-        self.answer(progress, number)
+        """As an reply START to a rank of which so many contributions count."""
+        self.reply(progress, number)
         progress.num_starts += 1
         progress.batches = self.batches[number]
 
-    def answer(self, progress: Progress, number: int) -> None:
+    def reply(self, progress: Progress, number: int) -> None:
         done = number * self.local_steps
         progress.total_steps = STEPS
-        progress.answered(number, number, max(0, min(self.local_steps, STEPS - done)), True)
+        progress.replied(number, number, max(0, min(self.local_steps, STEPS - done)), True)
         progress.divided(1, 0, done)
 
 
@@ -88,7 +88,7 @@ class Strategy:
             self.started_at, self.goes_back = self.goes_back[1], (0, 0)
             self.run.start(self.progress, self.started_at)
         else:
-            self.run.answer(self.progress, number)
+            self.run.reply(self.progress, number)
 
 
 class OneSession(Session):
@@ -179,7 +179,7 @@ WAYS = st.fixed_dictionaries(
 
 def of_step(told: list[Any], step: int) -> list[Any]:
     """From the first batch of a step on."""
-    return [one for one in told if one[0] == "end" or one[0] >= step]
+    return [item for item in told if item[0] == "end" or item[0] >= step]
 
 
 # The whole run is over, and the loop asks for a batch before it uses the one at hand.
@@ -239,8 +239,8 @@ def test_batches_of_a_step_that_a_scaler_skipped_are_used_up() -> None:
 
 
 def alone(steps: int | None = None) -> tuple[AloneSession, nn.Module, torch.optim.Optimizer]:
-    one, model = AloneSession(Config(run=RunConfig(steps=steps))), nn.Linear(1, 1)
-    return one, model, one.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    item, model = AloneSession(Config(run=RunConfig(steps=steps))), nn.Linear(1, 1)
+    return item, model, item.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
 
 
 def test_alone_epochs_end_with_the_data_and_the_run() -> None:
@@ -291,10 +291,10 @@ class Odd:
         (Odd(torch.eye(2).to_sparse()), "'one.held[0]' is of type Tensor"),
     ],
 )
-def test_what_is_neither_tensors_nor_json_is_refused_by_name(one: Any, told: str) -> None:
+def test_what_is_neither_tensors_nor_json_is_refused_by_name(item: Any, told: str) -> None:
     session = OneSession(Strategy(Run(1), 0), nn.Linear(1, 1))
     with pytest.raises(UsageError) as refused:
-        session.state(one=one)
+        session.state(one=item)
     assert told in refused.value.message and refused.value.fix
 
 
@@ -332,7 +332,7 @@ def test_everything_packed_comes_back_as_it_was() -> None:
     assert found["numbers"] == values["numbers"] and found["nested"] == values["nested"]
     assert isinstance(found["nested"]["milestones"], Counter) and list(found["ordered"]) == ["b", "a"]
     assert found["ordered"]["b"].dtype is torch.bfloat16
-    assert all(torch.equal(one, other) for one, other in zip(found["views"], values["views"], strict=True))
+    assert all(torch.equal(view, other) for view, other in zip(found["views"], values["views"], strict=True))
     assert pack(values) == pack(values), "the same is the same bytes"
     with pytest.raises(UsageError, match="cannot be read"):
         unpack(pack(values)[:-3])

@@ -73,13 +73,13 @@ def test_moments_that_are_loaded_are_gone_on_with_where_this_process_steps(who: 
     plain_model = copy_of(model)
     plain = torch.optim.Adam(plain_model.parameters(), lr=0.1)
     optimizer, inner = optimizer_of(model)
-    for one, stepped in ((plain_model, plain), (model, optimizer)):
-        train(one, stepped, 3)
+    for item, stepped in ((plain_model, plain), (model, optimizer)):
+        train(item, stepped, 3)
         saved = stepped.state_dict()
-        train(one, stepped, 2)
+        train(item, stepped, 2)
         (inner if who == "inner" and stepped is optimizer else stepped).load_state_dict(saved)
         torch.optim.lr_scheduler.StepLR(stepped, step_size=1, gamma=0.5).step()
-        train(one, stepped, 3)
+        train(item, stepped, 3)
     assert torch.equal(model.weight, plain_model.weight)  # type: ignore[arg-type]
     assert optimizer.state is inner.state
     assert optimizer.param_groups is inner.param_groups

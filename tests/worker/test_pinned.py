@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from paramserver.common.tensors.layout import new_body
+from paramserver.common.tensors.layout import new_payload
 from paramserver.worker.tensors.pinned import PinnedMemory
 
 
 class Driver:
-    """CUDA's runtime as far as it locks memory: which addresses are locked, and with which error it answers."""
+    """CUDA's runtime as far as it locks memory: which addresses are locked, and with which error it replies."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
@@ -27,9 +27,9 @@ class Driver:
 
 
 def test_what_is_locked_is_unlocked_once() -> None:
-    driver, body = Driver(), new_body(4096)
-    pinned = PinnedMemory(body, driver)
-    assert driver.locked == {body.data_ptr(): 4096} and pinned.is_pinned
+    driver, payload = Driver(), new_payload(4096)
+    pinned = PinnedMemory(payload, driver)
+    assert driver.locked == {payload.data_ptr(): 4096} and pinned.is_pinned
     pinned.release()
     assert driver.locked == {}
     pinned.release()
@@ -39,7 +39,7 @@ def test_what_is_locked_is_unlocked_once() -> None:
 def test_a_driver_that_refuses_is_said_once_and_nothing_is_unlocked(error: int) -> None:
     driver = Driver(error)
     with capture_logs() as lines:
-        pinned = PinnedMemory(new_body(64), driver)
+        pinned = PinnedMemory(new_payload(64), driver)
         pinned.release()
     assert [(line["event"], line["cuda_error"]) for line in lines] == [("not_pinned", error)]
     assert not pinned.is_pinned

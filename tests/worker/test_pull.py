@@ -31,7 +31,7 @@ def served() -> Iterator[Callable[[int], str]]:
 
     def serve(num_pieces: int) -> str:
         def pull(request: bytes, context: Any) -> Iterator[bytes]:
-            header = pb.ServerMessage(snapshot=pb.Snapshot(version=3, body_bytes=NUM_PIECES * PIECE))
+            header = pb.ServerMessage(snapshot=pb.Snapshot(version=3, payload_bytes=NUM_PIECES * PIECE))
             for number, raw in enumerate(message_frames(header, [memoryview(bytes(NUM_PIECES * PIECE))])):
                 end.wait(BETWEEN_S if number < num_pieces else 60)
                 yield bytes(raw)

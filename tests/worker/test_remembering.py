@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from paramserver.common.codecs.base import check_codecs, take_body
+from paramserver.common.codecs.base import check_codecs, take_payload
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.onebit import OneBitAdam
-from paramserver.worker.lanes.encoding import Encoding
 from paramserver.worker.tensors.transfer import Stretch
+from paramserver.worker.transports.encoding import Encoding
 
 
 class Way:
@@ -26,9 +26,12 @@ class Way:
 
     def send(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(bytes as float32, what they are decoded to)."""
-        body, found = torch.from_numpy(values.astype(np.float32)).view(torch.uint8), new_body(self.layout.total_bytes)
-        sent = torch.frombuffer(bytearray(self.encoding.whole(Stretch(0, [as_bytes(body)]))), dtype=torch.uint8)
-        take_body(self.codec, self.codec.decoder(self.layout), self.layout, sent, found)
+        payload, found = (
+            torch.from_numpy(values.astype(np.float32)).view(torch.uint8),
+            new_payload(self.layout.total_bytes),
+        )
+        sent = torch.frombuffer(bytearray(self.encoding.whole(Stretch(0, [as_bytes(payload)]))), dtype=torch.uint8)
+        take_payload(self.codec, self.codec.decoder(self.layout), self.layout, sent, found)
         return sent.view(torch.float32).numpy(), found.view(torch.float32).numpy()
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from paramserver.common.errors import UsageError
 from paramserver.tests.strangers import num_keys, silent
-from paramserver.worker.strategies.among import store as stores
-from paramserver.worker.strategies.among.handshake import Kind, Refused, connect
-from paramserver.worker.strategies.among.store import Store, StoreServer
+from paramserver.worker.strategies.collectives import store as stores
+from paramserver.worker.strategies.collectives.handshake import Kind, Refused, connect
+from paramserver.worker.strategies.collectives.store import Store, StoreServer
 from paramserver.worker.strategies.direct import check_takes_dense
 
 GARBAGE = [b"[]", b"{}", b'{"op": "get", "keys": [], "timeout_s": 0}', b"[" * 1000, b'"\\ud800"']
@@ -136,16 +136,16 @@ def test_garbage_ends_no_server(server: StoreServer) -> None:
     chance = random.Random(seed)
     for number in range(200):
         if number % 2:
-            one = socket.create_connection(server.address, 5)
+            item = socket.create_connection(server.address, 5)
         else:
-            one = connect(lambda: (server.address, SECRET), Kind.STORE, 1, NAME, 5)
-        with one:
-            body = chance.randbytes(chance.randrange(200))
-            length = chance.choice([len(body), 2**32 - 1, 0, 5])
+            item = connect(lambda: (server.address, SECRET), Kind.STORE, 1, NAME, 5)
+        with item:
+            payload = chance.randbytes(chance.randrange(200))
+            length = chance.choice([len(payload), 2**32 - 1, 0, 5])
             if number % 4 == 0:
-                body = chance.choice(GARBAGE)
-                length = len(body)
-            one.sendall(length.to_bytes(4, "big") + body)
+                payload = chance.choice(GARBAGE)
+                length = len(payload)
+            item.sendall(length.to_bytes(4, "big") + payload)
     client(server).set("a", b"1")
 
 
@@ -160,7 +160,7 @@ def test_groups_of_torchs_are_made_of_it(server: StoreServer) -> None:
         return found
 
     with ThreadPoolExecutor() as threads:
-        assert [one.tolist() for one in threads.map(member, range(3))] == [[3.0, 3.0]] * 3
+        assert [item.tolist() for item in threads.map(member, range(3))] == [[3.0, 3.0]] * 3
 
 
 def test_an_optimizer_of_sparse_gradients_alone_is_refused() -> None:

@@ -64,11 +64,11 @@ def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> N
     ],
 )
 def test_who_is_not_stopped(said: list, what: str, rate: float, progress: Progress, num_said: int) -> None:
-    one = Restarted([an_optimizer(rate)])
-    one.look(progress)
+    restarted = Restarted([an_optimizer(rate)])
+    restarted.look(progress)
     progress.training_steps += 1
-    one.look(progress)
-    assert [one["event"] for one in said] == ["nothing_registered"] * num_said
+    restarted.look(progress)
+    assert [text["event"] for text in said] == ["nothing_registered"] * num_said
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_who_is_not_stopped(said: list, what: str, rate: float, progress: Progre
 def test_what_a_script_has_declared(said: list, declares: str, num_said: int | None) -> None:
     optimizer = an_optimizer(0.1)
     schedule = cosine(optimizer)
-    one = Restarted([optimizer], accepts=declares == "accepts")
+    restarted = Restarted([optimizer], accepts=declares == "accepts")
     if declares != "accepts":
-        setattr(one, declares, True)
+        setattr(restarted, declares, True)
     if num_said is None:
         with pytest.raises(UsageError):
-            one.look(at(7, [0.1], [0.05]))
+            restarted.look(at(7, [0.1], [0.05]))
         return
-    one.look(at(7, [0.1], [0.05]))
+    restarted.look(at(7, [0.1], [0.05]))
     assert len(said) == num_said and schedule is not None
     if said:
         assert "its learning rate restarts at 0.1 instead of 0.05" in said[0]["meaning"]
@@ -92,26 +92,26 @@ def test_what_a_script_has_declared(said: list, declares: str, num_said: int | N
 
 @pytest.mark.parametrize("declares", ["knows_step", "has_epochs"])
 def test_who_goes_on_from_what_the_session_says_hears_nothing(said: list, declares: str) -> None:
-    one = Restarted([an_optimizer(0.05)])
-    setattr(one, declares, True)
-    one.look(at(7, [0.1], [0.05]))
+    restarted = Restarted([an_optimizer(0.05)])
+    setattr(restarted, declares, True)
+    restarted.look(at(7, [0.1], [0.05]))
     assert not said
 
 
 def test_a_live_process_that_the_run_moves_is_warned_once(said: list) -> None:
-    one = Restarted([an_optimizer(0.1)])
-    one.look(at(0, [], []))
-    one.look(at(1, [], [], starts=2))  # let go and back, where it was
+    restarted = Restarted([an_optimizer(0.1)])
+    restarted.look(at(0, [], []))
+    restarted.look(at(1, [], [], starts=2))  # let go and back, where it was
     assert not said
-    one.look(at(9, [], [], starts=2))
-    one.look(at(4, [0.2], [0.1], starts=3))
-    one.look(at(1, [0.2], [0.1], starts=4))
+    restarted.look(at(9, [], [], starts=2))
+    restarted.look(at(4, [0.2], [0.1], starts=3))
+    restarted.look(at(1, [0.2], [0.1], starts=4))
     assert len(said) == 1 and "moved this process by -6 training steps" in said[0]["meaning"]
 
 
 def test_schedulers_of_any_kind_are_seen_on_what_shares_the_groups() -> None:
-    one, other = an_optimizer(0.1), an_optimizer(0.1)
+    item, other = an_optimizer(0.1), an_optimizer(0.1)
     wrapper = an_optimizer(0.1)
-    wrapper.param_groups = one.param_groups
-    made = [lr_scheduler.ReduceLROnPlateau(wrapper), lr_scheduler.StepLR(one, 3), lr_scheduler.LinearLR(other)]
-    assert sorted(schedulers_of([one])) == ["ReduceLROnPlateau", "StepLR"] and len(made) == 3
+    wrapper.param_groups = item.param_groups
+    made = [lr_scheduler.ReduceLROnPlateau(wrapper), lr_scheduler.StepLR(item, 3), lr_scheduler.LinearLR(other)]
+    assert sorted(schedulers_of([item])) == ["ReduceLROnPlateau", "StepLR"] and len(made) == 3

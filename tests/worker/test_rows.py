@@ -95,13 +95,13 @@ def test_alone_the_table_is_here() -> None:
 def test_a_schedule_of_the_model_s_optimizer_is_the_table_s_too(kind: str) -> None:
     """As one of torch's own for each of two optimizers; a rate set by hand stays."""
     schedules = {
-        "step": lambda one: torch.optim.lr_scheduler.StepLR(one, 2, gamma=0.5),
-        "one cycle": lambda one: torch.optim.lr_scheduler.OneCycleLR(
-            one, one.param_groups[0]["lr"], total_steps=9, cycle_momentum=False
+        "step": lambda item: torch.optim.lr_scheduler.StepLR(item, 2, gamma=0.5),
+        "one cycle": lambda item: torch.optim.lr_scheduler.OneCycleLR(
+            item, item.param_groups[0]["lr"], total_steps=9, cycle_momentum=False
         ),
     }
     schedule_of = schedules.get(kind, schedules["step"])
-    ids = [torch.tensor(one) for one in ([1, 2], [2, 3], [0, 2], [3], [2, 1, 0])]
+    ids = [torch.tensor(item) for item in ([1, 2], [2, 3], [0, 2], [3], [2, 1, 0])]
     session, model = AloneSession(Config()), torch.nn.Linear(2, 1).double()
     rows = session.rows("items", 4, 2, optimizer="sparse_adam", lr=0.3, dtype=torch.float64)
     plain = torch.nn.Embedding(4, 2, sparse=True, _weight=rows(torch.arange(4)).detach())
@@ -112,14 +112,14 @@ def test_a_schedule_of_the_model_s_optimizer_is_the_table_s_too(kind: str) -> No
     if kind == "by hand":
         rows.lr = 0.3
     for batch in ids:
-        for table, one in ((rows, optimizer), (plain, other)):
-            one.zero_grad()
+        for table, entry in ((rows, optimizer), (plain, other)):
+            entry.zero_grad()
             model(table(batch)).square().sum().backward()
         assert rows.lr == pytest.approx(other.param_groups[0]["lr"], rel=1e-12)
         other.step()
         optimizer.step()  # the model's changes: in the next batch for both
-        for one in (schedule, *others):
-            one.step()
+        for entry in (schedule, *others):
+            entry.step()
         assert torch.allclose(rows(torch.arange(4)), plain.weight, rtol=1e-12, atol=0)
 
 

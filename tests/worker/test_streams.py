@@ -50,7 +50,7 @@ def assert_one(ranks: list[Any], alone: list[Any]) -> None:
             for number in numbers:
                 worth[number] += weight / len(numbers) / total
         wanted = Counter(expected)
-        assert worth == {one: pytest.approx(times / len(expected)) for one, times in wanted.items()}
+        assert worth == {item: pytest.approx(times / len(expected)) for item, times in wanted.items()}
 
 
 @given(num=st.integers(1, 40), workers=st.integers(1, 5), size=st.integers(1, 6), first=st.integers(0, 12))

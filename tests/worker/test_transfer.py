@@ -1,4 +1,4 @@
-"""Bodies out of and into a model: both ways of copying give the same bytes, whatever the tensors and the chunks."""
+"""Payloads out of and into a model: both ways of copying give the same bytes, whatever the tensors and the chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.tensors.layout import Kind, as_bytes, new_body
+from paramserver.common.tensors.layout import Kind, as_bytes, new_payload
 from paramserver.worker.tensors.staged import StagedTransfer, Transfer, make_transfer
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
@@ -50,17 +50,17 @@ def joined(pieces: list[memoryview]) -> bytes:
     return b"".join(pieces)
 
 
-def tensors_in(model: ModelTensors, body: bytes) -> dict[str, torch.Tensor]:
-    memory = new_body(model.layout.total_bytes)
-    as_bytes(memory)[: len(body)] = body
+def tensors_in(model: ModelTensors, payload: bytes) -> dict[str, torch.Tensor]:
+    memory = new_payload(model.layout.total_bytes)
+    as_bytes(memory)[: len(payload)] = payload
     return {spec.name: view.clone() for spec, view in model.layout.views(memory)}
 
 
-def write(transfer: Transfer, body: bytes, boundaries: list[int]) -> None:
-    """Hand over `body` in pieces that end at the boundaries."""
-    for start, end in zip([0, *boundaries], [*boundaries, len(body)], strict=True):
-        transfer.write(start, memoryview(body)[start:end])
-    transfer.finish_write(len(body))
+def write(transfer: Transfer, payload: bytes, boundaries: list[int]) -> None:
+    """Hand over `payload` in pieces that end at the boundaries."""
+    for start, end in zip([0, *boundaries], [*boundaries, len(payload)], strict=True):
+        transfer.write(start, memoryview(payload)[start:end])
+    transfer.finish_write(len(payload))
 
 
 # ---- a model that changes ---------------------------------------------------------------------------
@@ -118,13 +118,13 @@ def test_tensors_have_the_names_of_the_bare_model() -> None:
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_a_gradient_body_holds_gradients_and_the_buffers_values(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_a_gradient_payload_holds_gradients_and_the_buffers_values(make: Callable[[ModelTensors], Transfer]) -> None:
     module = Awkward()
     module.set_gradients()
     model = ModelTensors(module)
-    body = joined(make(model).gather(ContributionKind.GRADIENT)[0].pieces)
-    assert len(body) == model.layout.exchange_bytes
-    found = tensors_in(model, body)
+    payload = joined(make(model).gather(ContributionKind.GRADIENT)[0].pieces)
+    assert len(payload) == model.layout.exchange_bytes
+    found = tensors_in(model, payload)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             assert torch.equal(found[name], parameter.grad), name
@@ -136,13 +136,13 @@ def test_a_gradient_body_holds_gradients_and_the_buffers_values(make: Callable[[
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_a_weights_body_holds_values_and_no_frozen_ones(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_a_weights_payload_holds_values_and_no_frozen_ones(make: Callable[[ModelTensors], Transfer]) -> None:
     module = Awkward()
     module.set_gradients()
     model = ModelTensors(module)
-    body = joined(make(model).gather(ContributionKind.WEIGHTS)[0].pieces)
-    assert len(body) == model.layout.exchange_bytes < model.layout.total_bytes
-    found = tensors_in(model, body)
+    payload = joined(make(model).gather(ContributionKind.WEIGHTS)[0].pieces)
+    assert len(payload) == model.layout.exchange_bytes < model.layout.total_bytes
+    found = tensors_in(model, payload)
     state = module.state_dict()
     for spec in model.layout.specs:
         if spec.kind is not Kind.FROZEN:
@@ -153,10 +153,10 @@ def test_a_weights_body_holds_values_and_no_frozen_ones(make: Callable[[ModelTen
 def test_initial_weights_hold_everything(make: Callable[[ModelTensors], Transfer]) -> None:
     module = Awkward()
     model = ModelTensors(module)
-    body = joined(make(model).gather_all())
-    assert len(body) == model.layout.total_bytes
+    payload = joined(make(model).gather_all())
+    assert len(payload) == model.layout.total_bytes
     state = module.state_dict()
-    for name, tensor in tensors_in(model, body).items():
+    for name, tensor in tensors_in(model, payload).items():
         assert torch.equal(tensor, state[name]), name
 
 
@@ -249,9 +249,9 @@ def test_any_boundaries_between_pieces_give_the_same_weights(
     data: st.DataObject, make: Callable[[ModelTensors], Transfer]
 ) -> None:
     source, target = Awkward(seed=5), Awkward(seed=6)
-    body = joined(DirectTransfer(ModelTensors(source)).gather_all())
-    boundaries = sorted(data.draw(st.sets(st.integers(1, len(body) - 1), max_size=12)))
-    write(make(ModelTensors(target)), body, boundaries)
+    payload = joined(DirectTransfer(ModelTensors(source)).gather_all())
+    boundaries = sorted(data.draw(st.sets(st.integers(1, len(payload) - 1), max_size=12)))
+    write(make(ModelTensors(target)), payload, boundaries)
     for (name, expected), got in zip(source.state_dict().items(), target.state_dict().values(), strict=True):
         assert torch.equal(expected, got), name
     assert not torch.equal(source.secret, target.secret)
@@ -260,8 +260,10 @@ def test_any_boundaries_between_pieces_give_the_same_weights(
 
 @pytest.mark.parametrize("make", TRANSFERS)
 @pytest.mark.parametrize("piece_bytes", [1, 3, 64, 10_000])
-def test_a_body_without_frozen_tensors_leaves_those(make: Callable[[ModelTensors], Transfer], piece_bytes: int) -> None:
-    """START brings everything, later answers parameters and buffers only; also when a longer body came before."""
+def test_a_payload_without_frozen_tensors_leaves_those(
+    make: Callable[[ModelTensors], Transfer], piece_bytes: int
+) -> None:
+    """START brings everything, later replies parameters and buffers only; also when a longer payload came before."""
     source, target = Awkward(seed=5), Awkward(seed=6)
     model = ModelTensors(target)
     transfer = make(model)
@@ -269,8 +271,8 @@ def test_a_body_without_frozen_tensors_leaves_those(make: Callable[[ModelTensors
     frozen = torch.full((4, 4), 9.0)
     with torch.no_grad():
         target.frozen.copy_(frozen)
-    body = joined(DirectTransfer(ModelTensors(source)).gather(ContributionKind.WEIGHTS)[0].pieces)
-    write(transfer, body, list(range(piece_bytes, len(body), piece_bytes)))
+    payload = joined(DirectTransfer(ModelTensors(source)).gather(ContributionKind.WEIGHTS)[0].pieces)
+    write(transfer, payload, list(range(piece_bytes, len(payload), piece_bytes)))
     state = source.state_dict()
     for name, got in target.state_dict().items():
         assert torch.equal(got, frozen if name == "frozen" else state[name]), name
@@ -280,12 +282,12 @@ def test_a_body_without_frozen_tensors_leaves_those(make: Callable[[ModelTensors
 def test_the_gaps_between_runs_hold_anything(make: Callable[[ModelTensors], Transfer]) -> None:
     source, target = Awkward(seed=5), Awkward(seed=6)
     model = ModelTensors(target)
-    body = bytearray(joined(DirectTransfer(ModelTensors(source)).gather_all()))
+    payload = bytearray(joined(DirectTransfer(ModelTensors(source)).gather_all()))
     at = 0
     for entry in model.layout.entries:
-        body[at : entry.offset] = b"\xff" * (entry.offset - at)
+        payload[at : entry.offset] = b"\xff" * (entry.offset - at)
         at = entry.end
-    write(make(model), bytes(body), random.Random(3).sample(range(1, len(body)), 1))
+    write(make(model), bytes(payload), random.Random(3).sample(range(1, len(payload)), 1))
     for name, got in target.state_dict().items():
         assert torch.equal(got, source.state_dict()[name]), name
 
@@ -324,7 +326,7 @@ def test_parameters_in_other_memory_formats_are_staged() -> None:
         assert torch.equal(found[name], value), name
     strides = [parameter.stride() for parameter in module.parameters()]
     doubled = {name: value * 2 for name, value in found.items()}
-    memory = new_body(model.layout.total_bytes)
+    memory = new_payload(model.layout.total_bytes)
     for spec, view in model.layout.views(memory):
         view.copy_(doubled[spec.name])
     write(transfer, bytes(as_bytes(memory)), [])
@@ -370,11 +372,11 @@ def test_tensors_that_are_left_out_are_as_they_were(transfer: Callable[[ModelTen
     """Also where the transfer is new, and has no memory of what came before."""
     mine, other = ModelTensors(Awkward(0)), ModelTensors(Awkward(1))
     before = [tensor.detach().clone() for tensor in mine.tensors]
-    body = joined(transfer(other).gather_all())
+    payload = joined(transfer(other).gather_all())
     kept = [entry for entry in mine.layout.entries if entry.num_bytes][1]
     receiving = transfer(mine)
-    receiving.write(0, memoryview(body)[: kept.offset])
-    receiving.write(kept.end, memoryview(body)[kept.end :])
-    receiving.finish_write(len(body), [(kept.offset, kept.end)])
+    receiving.write(0, memoryview(payload)[: kept.offset])
+    receiving.write(kept.end, memoryview(payload)[kept.end :])
+    receiving.finish_write(len(payload), [(kept.offset, kept.end)])
     for entry, found, old, new in zip(mine.layout.entries, mine.tensors, before, other.tensors, strict=True):
         assert torch.equal(found, old if entry is kept else new), entry.spec.name

@@ -24,8 +24,8 @@ def test_weights_that_lie_differently_are_compared(order, changes):
     module.to(memory_format=first)
     model = ModelTensors(module)
     watch = Watch(model)
-    for one in others:
-        moved(module, model, one)
+    for other in others:
+        moved(module, model, other)
         assert watch.changed() == []
     if changes:
         with torch.no_grad():

@@ -6,7 +6,7 @@ const columns = metrics => [
   ['worker', now => now.rank], ['state', now => now.state, 'text'],
   ...metrics.map(metric => [metric.label, now => written(metric, now[metric.name]), '', metric.help]),
   ['', (now, past) => sparkline(past)], ['time', now => shares(now)],
-  ['lane', now => now.lane, 'text'], ['codec', now => now.codec, 'text'], ['waits for', now => now.waiting_for, 'text why'],
+  ['transport', now => now.transport, 'text'], ['codec', now => now.codec, 'text'], ['waits for', now => now.waiting_for, 'text why'],
 ];
 const past = new Map(); // samples a second by rank, the last ones
 

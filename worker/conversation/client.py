@@ -24,11 +24,11 @@ from ...common.tensors.optimizers import TableSpec
 from ...common.tls_probe import diagnose
 from ...common.wire.checks import check_header
 from ...common.wire.direct import Placed
-from ...common.wire.frames import MAX_MESSAGE_BYTES, BodyReader, Frame, parse
+from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, PayloadReader, parse
 from ...common.wire.protocol import SERVICE, layout_from_proto, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
-from ..lanes.limit import NO_LIMIT, Limit
 from ..session import Retry
+from ..transports.limit import NO_LIMIT, Limit
 from .direct import Direct, DirectError
 from .interrupts import sleep, uninterrupted
 from .messages import chunks, message
@@ -41,7 +41,7 @@ OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
-    # To an address that does not answer gRPC tries to connect for 20 s; its own back-off reaches two minutes.
+    # To an address that does not reply gRPC tries to connect for 20 s; its own back-off reaches two minutes.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
@@ -49,7 +49,7 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-# How long a ping waits for its answer, ms. keepalive alone notices a frozen peer after 61 s; with the least it takes 3
+# How long a ping waits for its reply, ms. keepalive alone notices a frozen peer after 61 s; with the least it takes 3
 # to 4 s. But a ping stands in line behind what was sent before it: 4 MB at 10 Mbit/s are 3 s, and a contribution would
 # never arrive. So a connection that was lost for that is followed by one that waits twice as long.
 _LEAST_PING_MS, _MOST_PING_MS = 2000, 16_000
@@ -100,10 +100,10 @@ class Client:
         return open_channel(self.address, self._credentials, (*OPTIONS, *pings))
 
     def open(self, timeout_s: float) -> None:
-        """Connect and begin a stream; Lost when the server does not answer within `timeout_s`. A mistake in the
+        """Connect and begin a stream; Lost when the server does not reply within `timeout_s`. A mistake in the
         TLS settings, its or ours, is an AuthError at once, something else at its address an UnreachableError."""
         self.close_stream()
-        self._cause = "no answer"
+        self._cause = "no reply"
         if not wait_until_ready(self._channel, timeout_s, self._explain):
             raise Lost(self._cause)
         self._outgoing = queue.SimpleQueue()
@@ -141,7 +141,7 @@ class Client:
         try:
             mistake = diagnose(self.address, renewed)
         except OSError as error:
-            self._cause = (error.strerror or str(error) or "no answer").lower()
+            self._cause = (error.strerror or str(error) or "no reply").lower()
             return
         if mistake is not None:
             raise mistake
@@ -196,7 +196,7 @@ class Client:
             hang_up.cancel()
         return Lost(f"the direct connection was lost: {error or 'closed'}")
 
-    def receive_body(
+    def receive_payload(
         self,
         first: Frame,
         num_bytes: int,
@@ -205,7 +205,7 @@ class Client:
         targets: Callable[[int, int], Iterator[memoryview]] | None = None,
         leave: Callable[[int, int], object] | None = None,
     ) -> None:
-        """The body that `first` announces, handed to `write(offset, data)` piece by piece, from the
+        """The payload that `first` announces, handed to `write(offset, data)` piece by piece, from the
         connection or from the segment that its pieces are placed in; or received in `targets(offset, num_bytes)`.
         `leave(offset, num_bytes)` is told of what does not come because it is here already."""
         place = None
@@ -224,7 +224,7 @@ class Client:
             def place(offset: int, num_bytes: int) -> None:
                 write(offset, segment[offset : offset + num_bytes])
 
-        _collect(BodyReader(num_bytes, write, place, leave), first, self.receive)
+        _collect(PayloadReader(num_bytes, write, place, leave), first, self.receive)
 
     def pull(self, averaged: bool, write: Callable[[int, memoryview], None], num_bytes: int | None = None) -> int:
         """Fetch weights beside the stream, piece by piece. Returns their version. Refuses them where they are not of
@@ -266,28 +266,30 @@ class Client:
         check_header(reply)
         return reply
 
-    def beat(self, beats: Iterator[bytes]) -> Iterator[bool]:
+    def heartbeat(self, heartbeats: Iterator[bytes]) -> Iterator[bool]:
         """Signs of life of a process that evaluates; after each whether the run is over."""
-        pulses = self._channel.stream_stream(f"/{SERVICE}/Heartbeat", response_deserializer=pb.Pulse.FromString)
+        heartbeat_replies = self._channel.stream_stream(
+            f"/{SERVICE}/Heartbeat", response_deserializer=pb.HeartbeatReply.FromString
+        )
         try:
-            for pulse in pulses(beats, metadata=self._credentials.metadata):
-                yield pulse.is_gone
+            for heartbeat_reply in heartbeat_replies(heartbeats, metadata=self._credentials.metadata):
+                yield heartbeat_reply.is_gone
         except (grpc.RpcError, ValueError) as error:  # the channel was closed
             raise Lost(f"{type(error).__name__}") from None
 
     def pull_optimizer(self, most_bytes: int) -> bytes:
         """What the server's optimizer remembers, as a safetensors file of at most so many bytes."""
-        body = bytearray()
+        payload = bytearray()
 
         def begin(num_bytes: int) -> Callable[[int, memoryview], None]:
             if num_bytes > most_bytes:
                 what = f"{num_bytes} bytes of an optimizer's state; of this model it has at most {most_bytes}"
                 raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
-            body.extend(bytes(num_bytes))
-            return lambda offset, data: body.__setitem__(slice(offset, offset + len(data)), data)
+            payload.extend(bytes(num_bytes))
+            return lambda offset, data: payload.__setitem__(slice(offset, offset + len(data)), data)
 
         self._pull(pb.PullRequest(optimizer=True), begin)
-        return bytes(body)
+        return bytes(payload)
 
     def _pull(
         self,
@@ -301,13 +303,13 @@ class Client:
         with _Progress(call, _PULL_S, _PULL_PROGRESS_S) as progress:
             first = progress.next_of(self._limit)
             if first.kind != "snapshot":
-                got = first.kind or "a piece of a body"
+                got = first.kind or "a piece of a payload"
                 raise refusal(Reason.BAD_REQUEST, f"the server sent {got}, expected snapshot")
             snapshot = first.of(pb.Snapshot)
             check_header(snapshot)
             announced(snapshot)
-            write = begin(snapshot.body_bytes)
-            _collect(BodyReader(snapshot.body_bytes, write), first, lambda: progress.next_of(self._limit))
+            write = begin(snapshot.payload_bytes)
+            _collect(PayloadReader(snapshot.payload_bytes, write), first, lambda: progress.next_of(self._limit))
         return snapshot.version
 
     def move(self, address: str) -> None:
@@ -335,7 +337,7 @@ class Client:
             request_serializer=pb.RowsRequest.SerializeToString,
             response_deserializer=pb.RowsReply.FromString,
         )
-        calls = [ask.future(one, timeout=_PULL_S, metadata=self._credentials.metadata) for one in requests]
+        calls = [ask.future(request, timeout=_PULL_S, metadata=self._credentials.metadata) for request in requests]
 
         def wait() -> list[pb.RowsReply]:
             try:
@@ -450,13 +452,13 @@ def _next_of(call: Any, limit: Limit = NO_LIMIT) -> Frame:
     return parse(pb.ServerMessage, raw)
 
 
-def _collect(reader: BodyReader, first: Frame, receive: Callable[[], Frame]) -> None:
-    """All of a body, of which `first` announces it and may hold some."""
+def _collect(reader: PayloadReader, first: Frame, receive: Callable[[], Frame]) -> None:
+    """All of a payload, of which `first` announces it and may hold some."""
     reader.feed(first)
     while not reader.is_complete:
         piece = receive()
         if piece.kind is not None:
-            raise refusal(Reason.BAD_REQUEST, f"the server sent {piece.kind} in the middle of a body")
+            raise refusal(Reason.BAD_REQUEST, f"the server sent {piece.kind} in the middle of a payload")
         reader.feed(piece)
 
 
@@ -466,7 +468,7 @@ def _translate(error: grpc.RpcError) -> Exception:
         return refused
     if refused is None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return UnreachableError(
-            f"what answers at the server's address is no ps-server: it does not know {SERVICE}",
+            f"what replies at the server's address is no ps-server: it does not know {SERVICE}",
             fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
         )
     return Lost(refused.message if refused is not None else f"{error.code().name}: {shown(error.details() or '', 500)}")

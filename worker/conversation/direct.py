@@ -1,7 +1,7 @@
 """The worker's end of a direct connection: see `common/wire/direct.py`.
 
 A small message leaves on the thread that says it, and what is larger on a thread of its own, so that a backward pass
-goes on while its gradients leave. Answers are received where they belong.
+goes on while its gradients leave. Replies are received where they belong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare, shut_down
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
-from ..lanes.limit import NO_LIMIT, Limit
+from ..transports.limit import NO_LIMIT, Limit
 from .reach import connect, left_s
 
 _CONNECT_S = 1.0
@@ -55,7 +55,7 @@ class Direct:
                 if self._socket.recv(1) != TAKEN:
                     raise DirectError(f"port {port} (server.direct_port): the server did not take the ticket")
             except OSError as error:
-                why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+                why = "no reply" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
                 raise DirectError(f"port {port} (server.direct_port): {why}") from None
             on_failure.pop_all()
         self._socket.settimeout(0 if isinstance(self._socket, ssl.SSLSocket) else None)
@@ -73,7 +73,7 @@ class Direct:
     # ---- out --------------------------------------------------------------------------------
 
     def send(self, messages: Iterable[Message]) -> None:
-        """In order. What cannot be sent any more shows when an answer is read."""
+        """In order. What cannot be sent any more shows when an reply is read."""
         with self._lock:
             if self._num_waiting == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
                 with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ class Direct:
             try:
                 with contextlib.suppress(OSError):
                     self._write(messages)
-            except BaseException:  # they cannot be made: nobody is to wait for an answer to them
+            except BaseException:  # they cannot be made: nobody is to wait for an reply to them
                 self.hang_up()
                 raise
             del messages
@@ -208,4 +208,4 @@ class Direct:
 
 
 def _num_bytes(messages: list[Message]) -> int:
-    return sum(sum(map(len, one.pieces)) if isinstance(one, Placed) else len(one) for one in messages)
+    return sum(sum(map(len, message.pieces)) if isinstance(message, Placed) else len(message) for message in messages)

@@ -31,32 +31,32 @@ from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
 from ...common.wire.records import ContributionId, ResidualInfo, Timing
-from ..lanes.auto.measuring import Auto, Passed, round_trip_s
-from ..lanes.choice import Lanes
-from ..lanes.limit import Limit
-from ..lanes.up import COUNTED
 from ..session import Progress, Retry
 from ..tensors.parts import part_of
 from ..tensors.transfer import ModelTensors
+from ..transports.auto.measuring import Auto, Passed, round_trip_s
+from ..transports.choice import Transports
+from ..transports.limit import Limit
+from ..transports.up import COUNTED
 from .client import Client, Lost, wait_for_server
-from .crew import Crew
 from .heartbeat import Heartbeat
 from .interrupts import sleep
 from .messages import (
-    Answer,
     Begun,
     Final,
     Goodbye,
     Group,
+    HeartbeatReply,
     Outgoing,
-    Pulse,
+    Reply,
     Settings,
     Welcome,
-    beat_bytes,
-    brings_weights,
+    heartbeat_bytes,
     join_message,
     read_settings,
+    uploads_weights,
 )
+from .pool import Pool
 from .shard import Shard
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class Exchange:
         self._credentials = credentials
         self._retry = Retry(config.server, config.give_up_s, rank)
         self._limit = Limit(config.max_mbit)
-        self.auto = Auto(config.answer_codec, config.max_mbit) if config.codec == AUTO else None
+        self.auto = Auto(config.reply_codec, config.max_mbit) if config.codec == AUTO else None
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
         self._join_message = partial(join_message, self.progress, socket.gethostname(), os.getpid(), config.device)
         self._shards = [self._shard(0, config.server)]
         self._addresses: list[str] = []
-        self._crew = Crew()
-        self._heartbeat = Heartbeat(config.server, credentials, self._pulsed)
+        self._pool = Pool()
+        self._heartbeat = Heartbeat(config.server, credentials, self._heartbeat_replied)
         self._history = History(history)
         self._model: ModelTensors | None = None
         self._optimizer: OptimizerSpec | None = None
@@ -93,11 +93,12 @@ class Exchange:
         self._num_lost, self._norm_lost = 0, 0.0  # of what the codec had kept back
         self._passed: list[Passed] = []  # with the newest contribution
         self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
-        self.meeting = ""  # where members of a group may meet, of workers that average among themselves
+        self.rendezvous = ""  # where members of a group may meet, of workers that average among themselves
         self.group = Group()  # with whom, from here on;
-        # By the newest heartbeat reply: whose membership it is about, server incarnation, newest epoch that is over.
+        # By the newest heartbeat reply: whose membership it is about, server incarnation, newest generation that is
+        # over.
         self._over = 0, 0, 0.0
-        self.brings = self.brings_optimizer = False  # whether the next report is to have the weights, and what it says
+        self.brings = self.uploads_optimizer = False  # whether the next report is to have the weights, and what it says
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
         self.settings: Settings = read_settings(self._welcome.settings)
@@ -144,7 +145,7 @@ class Exchange:
 
     def _shard(self, number: int, address: str) -> Shard:
         client = Client(address, self._credentials, self._limit)
-        return Shard(number, client, self._config, self.progress, self._answer_comes, self._retry.reached)
+        return Shard(number, client, self._config, self.progress, self._reply_comes, self._retry.reached)
 
     # ---- joining ----------------------------------------------------------------------------
 
@@ -163,19 +164,23 @@ class Exchange:
         self.progress.total_steps = welcome.settings.steps or self.progress.total_steps
         self.progress.pull_every = max(1, welcome.settings.pull_every)
         self._retry.rank = welcome.rank
-        self._heartbeat.start(beat_bytes(self.progress), welcome.lease_s)
+        self._heartbeat.start(heartbeat_bytes(self.progress), welcome.lease_s)
         if list(welcome.shards) != self._addresses:
             self._meet(list(welcome.shards))
         return welcome
 
-    def _pulsed(self, membership: int, pulse: Pulse) -> None:
-        self._over = membership, pulse.server_incarnation, math.inf if pulse.is_gone else pulse.over_epoch
+    def _heartbeat_replied(self, membership: int, heartbeat_reply: HeartbeatReply) -> None:
+        self._over = (
+            membership,
+            heartbeat_reply.server_incarnation,
+            math.inf if heartbeat_reply.is_gone else heartbeat_reply.over_generation,
+        )
 
-    def is_over(self, epoch: int) -> bool:
-        """The server has let a member of this epoch go, or this worker itself."""
+    def is_over(self, generation: int) -> bool:
+        """The server has let a member of this generation go, or this worker itself."""
         membership, incarnation, over = self._over
         is_ours = (membership, incarnation) == (self._heartbeat.membership, self._welcome.server_incarnation)
-        return is_ours and epoch <= over
+        return is_ours and generation <= over
 
     def _meet(self, addresses: list[str]) -> None:
         """The other shards, where there are any; they may have moved. Theirs by number, the coordinator's own is
@@ -215,19 +220,19 @@ class Exchange:
         """Offer the model and receive the weights to start from."""
         self._model, self._optimizer = model, optimizer
         self._divide()
-        if {self._config.codec, self._config.answer_codec} != {"raw"}:
+        if {self._config.codec, self._config.reply_codec} != {"raw"}:
             meaning = "contributions go up and weights come down so; the server's own weights and moments are as ever"
-            log.info("codecs", up=self._config.codec, down=self._config.answer_codec, meaning=meaning)
+            log.info("codecs", up=self._config.codec, down=self._config.reply_codec, meaning=meaning)
         try:
             self._offer()
             self._begin()
             if self.auto is not None:
-                self.auto.meet(model.layout, round_trip_s(self._shards[0].client.status), self.settings.pipelined)
+                self.auto.meet(model.layout, round_trip_s(self._shards[0].client.status), self.settings.delayed_update)
         except Lost as lost:
             self._return(lost)
 
     def _offer(self) -> None:
-        """Say what this worker trains, to all shards, and agree on the lanes."""
+        """Say what this worker trains, to all shards, and agree on the transports."""
         assert self._model is not None and self._optimizer is not None
         codecs = (self._config.codec,) if self.auto is None else self.auto.candidates
         kind = self._welcome.settings.contribution
@@ -237,21 +242,21 @@ class Exchange:
                     shard.join(self._join_message(self._welcome), _ATTEMPT_S)
                 except Lost as lost:
                     raise Lost(f"shard {shard.number} at {shard.client.address}: {lost}") from None
-            shard.offer(self._model.layout, self._optimizer, kind, codecs, self.meeting)
-        log.routine("tensors", lane=self.lane, reason=self._shards[0].lanes.reason)
+            shard.offer(self._model.layout, self._optimizer, kind, codecs, self.rendezvous)
+        log.routine("tensors", transport=self.transport, reason=self._shards[0].transports.reason)
         if self.auto is not None:
             self.auto.joined(
-                all(shard.lanes.lane.carries_codecs for shard in self._shards),
+                all(shard.transports.transport.carries_codecs for shard in self._shards),
                 all(shard.is_here for shard in self._shards),
             )
 
-    def _begin(self) -> Answer:
-        answer = self._took(self._crew.all(self._shards, Shard.begin))
+    def _begin(self) -> Reply:
+        reply = self._took(self._pool.all(self._shards, Shard.begin))
         self.progress.num_starts += 1
-        self.progress.batches = answer.batches if answer.HasField("batches") else answer.training_steps
-        self.progress.in_step = answer.in_step
-        self.progress.first_rates, self.progress.last_rates = list(answer.rates.first), list(answer.rates.last)
-        self.progress.num_rate_changes = answer.rates.num_changes
+        self.progress.batches = reply.batches if reply.HasField("batches") else reply.training_steps
+        self.progress.in_step = reply.in_step
+        self.progress.first_rates, self.progress.last_rates = list(reply.rates.first), list(reply.rates.last)
+        self.progress.num_rate_changes = reply.rates.num_changes
         self._history.write(
             "start",
             run=self.progress.run,
@@ -260,15 +265,15 @@ class Exchange:
             step=self.progress.num_counted,
             version=self.progress.version,
         )
-        return answer
+        return reply
 
     @property
     def begun(self) -> Begun | None:
         """Where this rank's last contribution that counts began, if the server told it with the newest START."""
         return self._shards[0].begun
 
-    def _return(self, lost: Lost) -> Answer | None:
-        """After a lost connection: the answer that says where to start again. None when this worker is still a member
+    def _return(self, lost: Lost) -> Reply | None:
+        """After a lost connection: the reply that says where to start again. None when this worker is still a member
         (the welcome counts what `progress` does or one contribution more): then nothing is to be started."""
         for shard in self._shards:
             shard.transfer.leave_segment()
@@ -280,18 +285,18 @@ class Exchange:
             self._welcome = self._join()
             try:
                 self._offer()
-                answer = None if self._welcome.resumed else self._begin()
+                reply = None if self._welcome.resumed else self._begin()
             except Lost as again:
                 lost = again
                 continue
-            log.info("resumed" if answer is None else "rejoined", **self._who, step=self._welcome.step)
-            return answer
+            log.info("resumed" if reply is None else "rejoined", **self._who, step=self._welcome.step)
+            return reply
 
-    def use_lanes(self, names: tuple[str, ...]) -> None:
+    def use_transports(self, names: tuple[str, ...]) -> None:
         """Come back over the first of these transports that both sides can open: as after a lost connection."""
-        config = self._config.model_copy(update={"lanes": names})
+        config = self._config.model_copy(update={"transports": names})
         for shard in self._shards:
-            shard.lanes = Lanes(config)
+            shard.transports = Transports(config)
         self._return(Lost(f"other transports are wanted: {', '.join(names)}"))
 
     @property
@@ -299,16 +304,18 @@ class Exchange:
         """The next contribution is to leave in one piece."""
         if self.auto is None:
             return False
-        return self.auto.measures or (self.auto.codec == "raw" and any(one.up.encoding.owes for one in self._shards))
+        return self.auto.measures or (
+            self.auto.codec == "raw" and any(shard.up.encoding.owes for shard in self._shards)
+        )
 
     @property
     def _who(self) -> dict[str, int | None]:
         return {"rank": self.progress.rank, "incarnation": self.progress.incarnation}
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         """How tensors travel, for people."""
-        return ", ".join(dict.fromkeys(shard.lanes.lane.name for shard in self._shards))
+        return ", ".join(dict.fromkeys(shard.transports.transport.name for shard in self._shards))
 
     @property
     def _residual(self) -> ResidualInfo:
@@ -327,7 +334,7 @@ class Exchange:
 
     # ---- exchanging -------------------------------------------------------------------------
 
-    def contribute(self, outgoing: Outgoing) -> Answer:
+    def contribute(self, outgoing: Outgoing) -> Reply:
         """Send the next contribution; returns when the run lets the worker go on, with its weights in the model."""
         started = time.perf_counter()
         compute_s = outgoing.contribution.timing.compute_s
@@ -335,22 +342,22 @@ class Exchange:
         local_steps, self._passed = self.progress.local_steps, []
         name = self.progress.run, self.progress.rank or 0, self.progress.incarnation or 0, self.progress.next_number
         try:
-            answer = self._exchange(outgoing)
+            reply = self._exchange(outgoing)
         except Lost as lost:
-            answer, self._passed = self._contribute_again(lost, outgoing), []
-        if self.auto is not None and answer.outcome in COUNTED:
+            reply, self._passed = self._contribute_again(lost, outgoing), []
+        if self.auto is not None and reply.outcome in COUNTED:
             self.auto.counted(self._passed, compute_s, local_steps, self.progress.training_steps)
             self._use_codec()
         if self._traces is not None:
-            self._traces.end(*name, answer.held_s, Answer.Outcome.Name(answer.outcome))
+            self._traces.end(*name, reply.gate_wait_s, Reply.Outcome.Name(reply.outcome))
         elapsed_s = time.perf_counter() - started
-        self._last_transfer_s = max(0.0, elapsed_s - answer.held_s)
-        return answer
+        self._last_transfer_s = max(0.0, elapsed_s - reply.gate_wait_s)
+        return reply
 
-    def _exchange(self, outgoing: Outgoing) -> Answer:
+    def _exchange(self, outgoing: Outgoing) -> Reply:
         outgoing = self._numbered(outgoing)
 
-        def exchange(shard: Shard) -> Answer:
+        def exchange(shard: Shard) -> Reply:
             began = time.perf_counter()
             shard.contribute(self._part_of(outgoing, shard))
             if self._traces is not None:
@@ -361,18 +368,18 @@ class Exchange:
             if self.auto is None:
                 return shard.take(received)
             came = time.perf_counter()
-            answer = shard.take(received)
+            reply = shard.take(received)
             down_s = time.perf_counter() - came
-            up_s, here = came - began - answer.held_s, len(received.data or b"")
-            self._passed.append(Passed(shard.up.num_bytes, up_s, here, answer.body_bytes - here, down_s))
-            return answer
+            up_s, here = came - began - reply.gate_wait_s, len(received.data or b"")
+            self._passed.append(Passed(shard.up.num_bytes, up_s, here, reply.payload_bytes - here, down_s))
+            return reply
 
         if self._traces is not None:
             self._traces.begin()
         self._say_first()
         number, base_version = self.progress.next_number, self.progress.version
         self._history.write("send", **self._who, step=number, base_version=base_version)
-        return self._took(self._crew.all(self._shards, exchange))
+        return self._took(self._pool.all(self._shards, exchange))
 
     def _numbered(self, outgoing: Outgoing) -> Outgoing:
         """The contribution as the next one of this worker, with what only its place in the run says."""
@@ -397,12 +404,12 @@ class Exchange:
         }
         return outgoing._replace(optimizer=found)
 
-    def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Answer:
-        """The same contribution on new connections, until it is answered or the run has gone on without it."""
+    def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Reply:
+        """The same contribution on new connections, until it gets its reply or the run has gone on without it."""
         while True:
-            answer = self._return(lost)
-            if answer is not None:
-                return answer
+            reply = self._return(lost)
+            if reply is not None:
+                return reply
             try:
                 if self._welcome.step <= self.progress.num_counted:
                     return self._exchange(outgoing)
@@ -410,14 +417,14 @@ class Exchange:
             except Lost as again:
                 lost = again
 
-    def _ask_again(self) -> Answer:
-        """For the answer to the last contribution that counts."""
+    def _ask_again(self) -> Reply:
+        """For the reply to the last contribution that counts."""
 
-        def ask(shard: Shard) -> Answer:
+        def ask(shard: Shard) -> Reply:
             shard.ask_again(self._welcome.step)
             return shard.take(shard.receive())
 
-        return self._took(self._crew.all(self._shards, ask))
+        return self._took(self._pool.all(self._shards, ask))
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a table, [n, dim], of distinct and ascending ids. Waits for a server that is lost up to the give-up
@@ -458,36 +465,36 @@ class Exchange:
         """Of these tensors of the model, the parts on each shard that has some."""
         return [(shard, here) for shard in self._shards if (here := shard.model.indices_of(indices))]
 
-    def _answer_comes(self, answer: Answer) -> None:
+    def _reply_comes(self, reply: Reply) -> None:
         """From any shard, before its weights are written."""
-        if answer.outcome not in COUNTED:  # what is to be sent again may lie under these weights
+        if reply.outcome not in COUNTED:  # what is to be sent again may lie under these weights
             self.progress.server_incarnation = 0
 
-    def _took(self, answers: list[Answer]) -> Answer:
-        """All shards have answered and the weights are in the model, all parts of one version."""
+    def _took(self, replies: list[Reply]) -> Reply:
+        """All shards have replied and the weights are in the model, all parts of one version."""
         self._count_lost()
-        answer = answers[0]
+        reply = replies[0]
         self.progress.server_incarnation = self._welcome.server_incarnation
-        self.progress.answered(answer.step, answer.version, answer.next_local_steps, brings_weights(answer))
-        self.progress.total_steps = answer.steps or self.progress.total_steps
-        self.progress.has_spare = answer.spare
-        self.group, self.brings, self.brings_optimizer = answer.group, answer.bring, answer.bring_optimizer
+        self.progress.replied(reply.step, reply.version, reply.next_local_steps, uploads_weights(reply))
+        self.progress.total_steps = reply.steps or self.progress.total_steps
+        self.progress.has_evaluator = reply.evaluator
+        self.group, self.brings, self.uploads_optimizer = reply.group, reply.bring, reply.upload_optimizer
         self.measured.clear()
-        self.progress.divided(answer.num_workers, answer.worker_index, answer.training_steps)
-        if answer.outcome != Answer.START:  # that one is noted as a start, with whose server's it is
+        self.progress.divided(reply.num_workers, reply.worker_index, reply.training_steps)
+        if reply.outcome != Reply.START:  # that one is noted as a start, with whose server's it is
             self._history.write(
-                "answered",
+                "replied",
                 **self._who,
-                step=answer.step,
-                version=answer.version,
-                outcome=Answer.Outcome.Name(answer.outcome),
+                step=reply.step,
+                version=reply.version,
+                outcome=Reply.Outcome.Name(reply.outcome),
             )
-        if answer.HasField("same_batches_as"):
-            log.warning("same_batches", **same_batches(answer.same_batches_as, self.progress.rank or 0))
-        if answer.outcome == Answer.REJECTED:
-            reason = shown(answer.reason, 2_000)
+        if reply.HasField("same_batches_as"):
+            log.warning("same_batches", **same_batches(reply.same_batches_as, self.progress.rank or 0))
+        if reply.outcome == Reply.REJECTED:
+            reason = shown(reply.reason, 2_000)
             log.warning("rejected", rank=self.progress.rank, step=self.progress.next_number, reason=reason)
-        return answer
+        return reply
 
     # ---- the end ----------------------------------------------------------------------------
 
@@ -499,7 +506,7 @@ class Exchange:
             try:
                 self._say_first()
                 finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self._residual)
-                finals = self._crew.all(self._shards, finish)
+                finals = self._pool.all(self._shards, finish)
             except Lost as lost:
                 if self._return(lost) is not None and not (is_early or self.progress.is_done):
                     return None
@@ -520,8 +527,8 @@ class Exchange:
             try:
                 held = load(shard.client.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
             except Lost as lost:
-                told = f"the optimizer's state cannot be had from {shard.client.address}: {lost}"
-                raise UnreachableError(told, fix="try again when the server is back") from None
+                message = f"the optimizer's state cannot be had from {shard.client.address}: {lost}"
+                raise UnreachableError(message, fix="try again when the server is back") from None
             except SafetensorError as error:
                 raise refusal(Reason.BAD_REQUEST, f"the server sends no state of an optimizer: {error}") from None
             of_part = {part.name: part.spec.name for part in share.parts}
@@ -562,7 +569,7 @@ class Exchange:
             shard.client.close()
         if self._traces is not None:
             self._traces.close()
-        self._crew.dismiss()
+        self._pool.dismiss()
         if self._model is not None:
             for shard in self._shards:
                 shard.transfer.leave_segment()

@@ -3,7 +3,7 @@
 An exception raised by a signal in the middle of a gRPC operation leaves the call unusable, and the goodbye could not be
 said any more. So the handlers of `ps-worker` raise at once only where no operation is under way, and otherwise at its
 end, which is near: a waiting worker hears from its server every second. Python runs signal handlers on the main thread
-only; an operation on another thread (`strategies/pipelined.py`) is ended at its next safe place by `stop`.
+only; an operation on another thread (`strategies/delayed_update.py`) is ended at its next safe place by `stop`.
 """
 
 from __future__ import annotations

@@ -18,22 +18,22 @@ from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_header
-from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, body_frames, frame
+from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, payload_frames
 from ...common.wire.messages import read_position
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from_proto, optimizer_to_proto
 from ...common.wire.records import Contribution, Position
 from ...proto import parameter_server_pb2 as pb
-from ..lanes.reference import News
 from ..session import Progress
 from ..tensors.overlap import RULES, Merge
+from ..transports.reference import News
 
 # What the server says, as the proto has it.
 Welcome = pb.Welcome
-Answer = pb.Answer
+Reply = pb.Reply
 Final = pb.Final
 Group = pb.Group
 Held = pb.Held
-Pulse = pb.Pulse
+HeartbeatReply = pb.HeartbeatReply
 Waiting = pb.Waiting
 State = pb.State
 SharedMemory = pb.SharedMemory
@@ -55,11 +55,11 @@ class Settings:
     optimizer: str = "sgd"
     optimizer_args: dict[str, Any] | None = None
     polyak: float = 0.0
-    pipelined: bool = False
+    delayed_update: bool = False
     fragments: int = 1  # of the parameters, of which one is exchanged at a time
     outstanding: int = 0  # means of gradients that a worker goes on without, where workers average among themselves
     union_batch: bool = False  # a version is a step along the gradients of all workers, as one process takes it
-    merge: Merge = field(default_factory=Merge)  # where deltas are exchanged and `pipelined`
+    merge: Merge = field(default_factory=Merge)  # where deltas are exchanged and `delayed_update`
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
     eval_every: str | None = None
@@ -70,7 +70,7 @@ class Begun(NamedTuple):
     """Where a rank was when a contribution began, and what its script remembered then (State in the proto)."""
 
     position: Position
-    body: bytes
+    payload: bytes
 
 
 class RowGradients(NamedTuple):
@@ -105,12 +105,13 @@ class Goodbye(NamedTuple):
 
 
 def message(**kind: Any) -> list[bytes]:
-    """A message of one kind, without a body: `message(leave={...})`, the fields of Leave."""
+    """A message of one kind, without a payload: `message(leave={...})`, the fields of Leave."""
     return [frame(pb.WorkerMessage(**kind))]
 
 
 def join_message(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> pb.Join:
-    """`seated`: the coordinator's welcome, shown to another shard. Without what the lane says (`answers_taken`)."""
+    """`seated`: the coordinator's welcome, shown to another shard. Without what the transport says
+    (`replies_taken`)."""
     join = pb.Join(
         run=progress.run,
         rank=-1 if progress.rank is None else progress.rank,
@@ -127,59 +128,59 @@ def join_message(progress: Progress, host: str, pid: int, device: str, seated: W
     return join
 
 
-def beat_bytes(progress: Progress) -> bytes:
-    return pb.Beat(run=progress.run, rank=progress.rank or 0, process=progress.process).SerializeToString()
+def heartbeat_bytes(progress: Progress) -> bytes:
+    return pb.HeartbeatRequest(run=progress.run, rank=progress.rank or 0, process=progress.process).SerializeToString()
 
 
-def spare_beat(process: str, figures: dict[str, Any] | None) -> bytes:
+def evaluator_heartbeat(process: str, figures: dict[str, Any] | None) -> bytes:
     """Of a process that evaluates; `figures`: the fields of Figures."""
-    beat = pb.Beat(process=process, evaluates=True)
+    heartbeat = pb.HeartbeatRequest(process=process, evaluates=True)
     if figures is not None:
-        beat.figures.MergeFrom(pb.Figures(**figures))
-    return beat.SerializeToString()
+        heartbeat.figures.MergeFrom(pb.Figures(**figures))
+    return heartbeat.SerializeToString()
 
 
-def model_message(layout: Layout, optimizer: OptimizerSpec, codecs: Sequence[str], answer_codec: str) -> pb.Model:
-    """Without what a lane has to offer. `codecs`: those that contributions may come in."""
+def model_message(layout: Layout, optimizer: OptimizerSpec, codecs: Sequence[str], reply_codec: str) -> pb.Model:
+    """Without what a transport has to offer. `codecs`: those that contributions may come in."""
     return pb.Model(
         tensors=layout_to_proto(layout),
         fingerprint=layout.fingerprint,
         optimizer=optimizer_to_proto(optimizer),
         codecs=[name for name in codecs if name != "raw"],
-        answer_codec="" if answer_codec == "raw" else answer_codec,
+        reply_codec="" if reply_codec == "raw" else reply_codec,
     )
 
 
 def initial_weights_frames(pieces: Iterable[memoryview], num_bytes: int) -> Iterator[bytes]:
-    header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=num_bytes))
+    header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=num_bytes))
     if num_bytes <= INLINE_BYTES:
         return iter([frame(header, 0, pieces)])
-    return chain([frame(header)], body_frames(pieces))
+    return chain([frame(header)], payload_frames(pieces))
 
 
-def brings_weights(answer: pb.Answer) -> bool:
+def uploads_weights(reply: pb.Reply) -> bool:
     """Also such as the worker has already, as its reference."""
-    return answer.body_bytes > 0 or answer.reference > 0 or answer.HasField("group")
+    return reply.payload_bytes > 0 or reply.reference > 0 or reply.HasField("group")
 
 
-def read_news(answer: pb.Answer) -> News | None:
+def read_news(reply: pb.Reply) -> News | None:
     """Of the reference that its weights are of; None where they are the server's own."""
-    left_out = tuple(one.tensors for one in answer.left_out)
-    news = News(answer.reference, answer.checked_reference, answer.reference_crc, left_out)
-    return news if answer.reference else None
+    left_out = tuple(item.tensors for item in reply.left_out)
+    news = News(reply.reference, reply.checked_reference, reply.reference_crc, left_out)
+    return news if reply.reference else None
 
 
-def state_frames(body: bytes, kind: Literal["state", "optimizer"] = "state") -> Iterator[bytes]:
-    for offset in range(0, len(body), CHUNK_BYTES):
-        piece = pb.State(num_bytes=len(body), offset=offset, piece=body[offset : offset + CHUNK_BYTES])
+def state_frames(payload: bytes, kind: Literal["state", "optimizer"] = "state") -> Iterator[bytes]:
+    for offset in range(0, len(payload), CHUNK_BYTES):
+        piece = pb.State(num_bytes=len(payload), offset=offset, piece=payload[offset : offset + CHUNK_BYTES])
         yield frame(pb.WorkerMessage(state=piece) if kind == "state" else pb.WorkerMessage(optimizer=piece))
 
 
-def read_began(answer: pb.Answer, body: bytes) -> Begun | None:
+def read_began(reply: pb.Reply, payload: bytes) -> Begun | None:
     """What came with a START, if there was anything."""
-    if not answer.HasField("began"):
+    if not reply.HasField("began"):
         return None
-    return Begun(read_position(answer.began), body)
+    return Begun(read_position(reply.began), payload)
 
 
 def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> Iterator[bytes]:
@@ -250,7 +251,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         optimizer=optimizer.name,
         optimizer_args=arguments,
         polyak=message.polyak,
-        pipelined=message.pipelined,
+        delayed_update=message.delayed_update,
         fragments=max(1, message.fragments),
         outstanding=message.outstanding,
         union_batch=message.union_batch,
@@ -263,7 +264,9 @@ def _train_settings(told: dict[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(told)
     except ValidationError as error:
-        what = "; ".join(f"train.{shown('.'.join(map(str, one['loc'])))}: {one['msg']}" for one in error.errors()[:5])
+        what = "; ".join(
+            f"train.{shown('.'.join(map(str, item['loc'])))}: {item['msg']}" for item in error.errors()[:5]
+        )
         raise UsageError(
             f"the server asks for training that this worker does not know ({what})",
             fix="install the same version of paramserver on both",

@@ -25,22 +25,22 @@ from ...common.wire.checks import check_header
 from ...common.wire.frames import Frame
 from ...common.wire.records import ResidualInfo
 from ...common.wire.segments import SegmentError, this_host
-from ..lanes.choice import Lanes
-from ..lanes.down import Down
-from ..lanes.reference import Write
-from ..lanes.up import COUNTED, Up
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
 from ..tensors.transfer import ModelTensors
+from ..transports.choice import Transports
+from ..transports.down import Down
+from ..transports.reference import Write
+from ..transports.up import COUNTED, Up
 from .client import Client, Lost
 from .messages import (
-    Answer,
     Begun,
     Final,
     Goodbye,
     Held,
     KindOfRun,
     Outgoing,
+    Reply,
     SharedMemory,
     State,
     Waiting,
@@ -61,7 +61,7 @@ _MOST_SHOWN = 2_000  # characters of a server's sentence
 
 
 class Shard:
-    """Used by one thread at a time. `on_answer` is told of each answer before its weights are written."""
+    """Used by one thread at a time. `on_reply` is told of each reply before its weights are written."""
 
     model: ModelTensors
     tables: tuple[TableSpec, ...]
@@ -75,15 +75,15 @@ class Shard:
         client: Client,
         config: WorkerConfig,
         progress: Progress,
-        on_answer: Callable[[Answer], object],
+        on_reply: Callable[[Reply], object],
         on_reached: Callable[[], object],
     ) -> None:
         self.number = number
         self.client = client
-        self.lanes = Lanes(config)
+        self.transports = Transports(config)
         self._config = config
         self._progress = progress
-        self._on_answer, self._on_reached = on_answer, on_reached
+        self._on_reply, self._on_reached = on_reply, on_reached
         self._holds = False
         self._held: Held | None = None  # of a contribution, on the server
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
@@ -97,11 +97,11 @@ class Shard:
     def join(self, join: Any, timeout_s: float) -> Welcome:
         """Connect, ask to join, and be welcomed. Raises Lost."""
         self.client.open(timeout_s)
-        join.answers_taken = self.down.num_taken if self._holds else 0
+        join.replies_taken = self.down.num_taken if self._holds else 0
         self.client.say(join=join)
         welcome = self._expect("welcome").of(Welcome)
-        why_not = self.client.go_direct(welcome) if self.lanes.wants_direct else "not wanted"
-        self.lanes.joined(welcome, why_not)
+        why_not = self.client.go_direct(welcome) if self.transports.wants_direct else "not wanted"
+        self.transports.joined(welcome, why_not)
         self._held = welcome.held if welcome.HasField("held") else None
         self.is_here = welcome.probe.host == this_host() and is_loopback(split_address(self.client.address)[0])
         self._sent_hyperparameters = self._sent_state = None
@@ -112,7 +112,7 @@ class Shard:
         self._holds, self.model, self.tables = True, model, tables
         self.transfer = make_transfer(model)
         self.up = Up(first_codec(self._config.codec), model, self.transfer, self.client.send)
-        self.down = Down(CODECS.load(self._config.answer_codec)(), model, self.transfer)
+        self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
 
     def moved(self, model: ModelTensors) -> None:
         """The same part of the model lies elsewhere in memory now."""
@@ -126,28 +126,28 @@ class Shard:
         optimizer: OptimizerSpec,
         kind: KindOfRun,
         codecs: Sequence[str] = (),
-        meeting: str = "",
+        rendezvous: str = "",
     ) -> None:
         """Say what this worker trains and contributes (as RunSettings has it) and in which codecs, and agree on the
-        lane."""
-        model = model_message(whole, optimizer, codecs, self._config.answer_codec)
-        model.contribution, model.meeting = kind, meeting
+        transport."""
+        model = model_message(whole, optimizer, codecs, self._config.reply_codec)
+        model.contribution, model.rendezvous = kind, rendezvous
         self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
-        offered = self.lanes.offer(model, self.model.layout.exchange_bytes)
-        model.lane_reason = self.lanes.reason
+        offered = self.transports.offer(model, self.model.layout.exchange_bytes)
+        model.transport_reason = self.transports.reason
         self.client.offer(model)
         if offered is not None:
             offered.decided(self._expect("shared_memory").of(SharedMemory))
-        self.lanes.agreed()
-        self.up.joined(self.lanes.lane, self._held)
+        self.transports.agreed()
+        self.up.joined(self.transports.transport, self._held)
 
-    def begin(self) -> Answer:
+    def begin(self) -> Reply:
         """Receive the weights to start from; bring them when asked to."""
         state = bytearray()
         while True:
-            received = self._expect("answer", "send_weights", "state")
-            if received.kind == "answer":
-                self.begun = read_began(received.of(Answer), bytes(state))
+            received = self._expect("reply", "send_weights", "state")
+            if received.kind == "reply":
+                self.begun = read_began(received.of(Reply), bytes(state))
                 return self.take(received)
             if received.kind == "state":
                 piece = received.of(State)
@@ -191,38 +191,38 @@ class Shard:
         self.client.say(ask_again={"seq": seq, "reference": self.down.reference})
 
     def receive(self) -> Frame:
-        """The next answer, of which the weights have not been taken yet."""
-        return self._expect("answer")
+        """The next reply, of which the weights have not been taken yet."""
+        return self._expect("reply")
 
-    def take(self, received: Frame) -> Answer:
+    def take(self, received: Frame) -> Reply:
         """The weights that came with it are in the model when this returns."""
-        answer = self._note(received)
-        self._receive_weights(received, answer, answer.codec)
-        return answer
+        reply = self._note(received)
+        self._receive_weights(received, reply, reply.codec)
+        return reply
 
-    def _note(self, received: Frame) -> Answer:
-        answer = received.of(Answer)
-        self._on_answer(answer)
-        self.up.answered(answer.outcome)
+    def _note(self, received: Frame) -> Reply:
+        reply = received.of(Reply)
+        self._on_reply(reply)
+        self.up.replied(reply.outcome)
         self.up.encoding.ready(self._progress.version)
-        if answer.outcome not in COUNTED:
+        if reply.outcome not in COUNTED:
             self._sent_state = None
-        if answer.outcome == Answer.START:
+        if reply.outcome == Reply.START:
             self.down.started()
-        return answer
+        return reply
 
-    def _receive_weights(self, received: Frame, announced: Answer | Final, codec: str) -> None:
+    def _receive_weights(self, received: Frame, announced: Reply | Final, codec: str) -> None:
         memory = None
-        news = read_news(announced) if isinstance(announced, Answer) else None
-        if received.data and len(received.data) == announced.body_bytes and not received.offset:  # small: it is here
+        news = read_news(announced) if isinstance(announced, Reply) else None
+        if received.data and len(received.data) == announced.payload_bytes and not received.offset:  # small: it is here
             self.down.take(len(received.data), codec, lambda write: write(0, received.data), news=news)
             return
         if announced.HasField("segment"):
             try:
-                memory = self.lanes.lane.memory(announced.segment)
+                memory = self.transports.transport.memory(announced.segment)
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
-        num_bytes = announced.body_bytes
+        num_bytes = announced.payload_bytes
         if memory is not None and len(memory) < num_bytes:
             what = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
             raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
@@ -235,7 +235,7 @@ class Shard:
             kept.append((start, offset + num_bytes))
 
         def receive(write: Write) -> None:
-            self.client.receive_body(received, num_bytes, write, memory, targets, leave)
+            self.client.receive_payload(received, num_bytes, write, memory, targets, leave)
 
         self.down.take(num_bytes, codec, receive, kept, news)
         if memory is not None:

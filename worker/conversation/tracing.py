@@ -1,4 +1,4 @@
-"""A worker's spans: `exchange` with `encode` (until its bytes are handed over), `wait` (until the answer begins to
+"""A worker's spans: `exchange` with `encode` (until its bytes are handed over), `wait` (until the reply begins to
 come) and `apply` (until its weights are in the model). Made when an exchange is over; without `output.traces` this file
 is not imported."""
 
@@ -30,11 +30,11 @@ class ExchangeTraces:
         self._sent.append(time.time_ns())
 
     def came(self) -> None:
-        """A shard's answer begins to come."""
+        """A shard's reply begins to come."""
         self._came.append(time.time_ns())
 
-    def end(self, run: str, rank: int, incarnation: int, number: int, held_s: float, outcome: str) -> None:
-        """The answer is here, whole."""
+    def end(self, run: str, rank: int, incarnation: int, number: int, gate_wait_s: float, outcome: str) -> None:
+        """The reply is here, whole."""
         ended = time.time_ns()
         sent = max(self._sent, default=self._begun)
         came = max(sent, max(self._came, default=ended))
@@ -42,7 +42,7 @@ class ExchangeTraces:
         ids = ids_of(run, rank, incarnation, number)
         above = self._traces.exchange(ids, self._begun, ended, about)
         self._traces.below(above, "encode", self._begun, sent)
-        self._traces.below(above, "wait", sent, came, {"paramserver.held_s": held_s})
+        self._traces.below(above, "wait", sent, came, {"paramserver.gate_wait_s": gate_wait_s})
         self._traces.below(above, "apply", came, ended)
 
     def close(self) -> None:

@@ -34,8 +34,8 @@ class Plan:
         self.buckets: list[tuple[list[int], torch.Tensor]] = []
         self._sums: list[tuple[int, torch.Tensor]] = []  # of what this member has of each
         by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, one in like.items():
-            by_dtype.setdefault(one.dtype, []).append(index)
+        for index, tensor in like.items():
+            by_dtype.setdefault(tensor.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             size = sum(like[index].numel() for index in indices)
             if len(memory.get(dtype, ())) != size:
@@ -85,10 +85,10 @@ class Plan:
         if not sums:
             return None
         # A sum is read once, all of them come from a GPU at once, and it may overflow: then each element is looked at.
-        found = torch.stack([one.to(torch.float32) for _, one in sums]).isfinite().tolist()
+        found = torch.stack([item.to(torch.float32) for _, item in sums]).isfinite().tolist()
         looked_at = [index for (index, _), is_finite in zip(sums, found, strict=True) if not is_finite]
         held = ((index, tensors.get(index)) for index in sorted(looked_at))
-        return next((index for index, one in held if one is not None and not _is_finite(one)), None)
+        return next((index for index, item in held if item is not None and not _is_finite(item)), None)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

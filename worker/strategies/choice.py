@@ -5,9 +5,9 @@ from __future__ import annotations
 from ...common.errors import UsageError
 from ...common.registry import WITHIN_WORKER, check_zero
 from ..conversation.exchange import Exchange
+from .delayed_update import DelayedUpdate
 from .direct import Direct
 from .overlapped import Overlapped
-from .pipelined import Pipelined
 
 
 def make_strategy(exchange: Exchange, may_send_early: bool) -> Direct:
@@ -24,22 +24,22 @@ def make_strategy(exchange: Exchange, may_send_early: bool) -> Direct:
     if exchange.zero:
         check_zero(exchange.zero, settings.mode, has_peers, settings.outstanding)
     if has_peers:
-        return _among_equals(exchange, may_send_early)
-    if not settings.pipelined:
+        return _among_peers(exchange, may_send_early)
+    if not settings.delayed_update:
         return Direct(exchange, may_send_early)
-    return Overlapped(exchange) if settings.kind.holds_differences else Pipelined(exchange)
+    return Overlapped(exchange) if settings.kind.holds_differences else DelayedUpdate(exchange)
 
 
-def _among_equals(exchange: Exchange, may_leave_early: bool) -> Direct:
+def _among_peers(exchange: Exchange, may_leave_early: bool) -> Direct:
     """They load torch.distributed."""
     if exchange.settings.outstanding:
-        from .among.delayed import Delayed
+        from .collectives.delayed import Delayed
 
         return Delayed(exchange)
     if exchange.zero:
-        from .among.zero import Zero
+        from .collectives.zero import Zero
 
         return Zero(exchange, may_leave_early)
-    from .equals import Equals
+    from .all_reduce import AllReduceStrategy
 
-    return Equals(exchange, may_leave_early)
+    return AllReduceStrategy(exchange, may_leave_early)

@@ -1,4 +1,4 @@
-"""What a training step does with its contribution: it is exchanged, and the answer waited for."""
+"""What a training step does with its contribution: it is exchanged, and the reply waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import Base, PayloadInfo, Position
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Begun, Final, Goodbye, Outgoing
+from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Reply
 from ..tensors.anchor import Anchor
 from ..tensors.fragments import Fragments
 from ..tensors.transfer import ModelTensors
@@ -54,7 +54,7 @@ class Direct:
 
     def wraps(self, model: nn.Module) -> None:
         """The model as the script has it. UsageError where what it is wrapped in does not go with this."""
-        parts = (name for name, one in model.named_parameters() if type(one).__name__ == "DTensor")
+        parts = (name for name, item in model.named_parameters() if type(item).__name__ == "DTensor")
         if (name := next(parts, None)) is not None:
             raise UsageError(
                 f"'{name}' is divided among processes (fully_shard), and this worker is one process",
@@ -95,7 +95,7 @@ class Direct:
         if (num := self.settings.fragments) > 1:
             self._anchor = self._fragments = Fragments(model, num)
 
-    def ready(self, own: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+    def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """The worker's own optimizer is here, and what steps it."""
 
     def begun(self) -> Begun | None:
@@ -106,16 +106,16 @@ class Direct:
         """What the server's optimizer remembers of these, by their index, as torch has it; nothing before its first
         step. UnreachableError."""
         found = self._exchange.pull_optimizer()
-        names = [self._model.names[id(one)] for one in parameters]
+        names = [self._model.names[id(parameter)] for parameter in parameters]
         return {index: found[name] for index, name in enumerate(names) if name in found}
 
-    def replay(self, place: Position) -> None:
+    def replay(self, position: Position) -> None:
         """Until `replayed`, what the loop computes is not sent, and what it does to the model undone then."""
         (number, given), self._given = self._given, (0, {})
         self._undone = given if number == self.progress.num_starts else self._changing()
         if self._ready_gradients is not None:
             self._ready_gradients.is_paused = True
-        self.progress.replay(place)
+        self.progress.replay(position)
 
     def _changing(self) -> dict[int, torch.Tensor]:
         """Copies of what a loop changes, by index."""
@@ -128,7 +128,7 @@ class Direct:
         """The contribution has been computed once more. Returns training steps that the run took without this rank."""
         self._look()
         for index, tensor in self._undone.items():
-            self._model.tensors[index].data.copy_(tensor)  # as an answer does: a graph may hold them
+            self._model.tensors[index].data.copy_(tensor)  # as an reply does: a graph may hold them
         self._undone = {}
         if self._ready_gradients is not None:
             self._ready_gradients.is_paused = False
@@ -149,7 +149,7 @@ class Direct:
             self._model.step_only(parameters)
         num_starts = self.progress.num_starts
         self._contribute(self._described(outgoing))
-        if self.progress.num_starts != num_starts:  # the loop's rest of an epoch comes before the replay
+        if self.progress.num_starts != num_starts:  # the loop's rest of an generation comes before the replay
             self._given = self.progress.num_starts, self._changing()
         self._note()
 
@@ -184,9 +184,9 @@ class Direct:
             self._anchor.measure()
         if self._early is not None:
             self._early.settle()
-        answer = self._exchange.contribute(outgoing)
+        reply = self._exchange.contribute(outgoing)
         if self._fragments is not None:
-            self._fragments.answered(answer.outcome not in (Answer.START, Answer.REJECTED))
+            self._fragments.replied(reply.outcome not in (Reply.START, Reply.REJECTED))
 
     def _described(self, outgoing: Outgoing) -> Outgoing:
         """With what is to be seen on the model's own tensors."""
@@ -235,7 +235,7 @@ class Direct:
         self._exchange.measured.append({**said, "failure": failure, "exit_code": exit_code})
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
-        """Go in good order; interrupted, without waiting for an answer on its way."""
+        """Go in good order; interrupted, without waiting for an reply on its way."""
         self._exchange.leave(goodbye)
 
     def drop(self) -> None:
@@ -243,10 +243,10 @@ class Direct:
         self._exchange.drop()
 
 
-def check_takes_dense(own: torch.optim.Optimizer, who: str, fix: str) -> None:
+def check_takes_dense(optimizer: torch.optim.Optimizer, who: str, fix: str) -> None:
     """UsageError for an optimizer that steps along sparse gradients only. A mean is dense: it does not say which rows
     had a gradient, and SparseAdam changes the moments of those alone."""
-    if isinstance(own, torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(
             f"SparseAdam steps along sparse gradients only, and {who} average gradients as dense tensors",
             fix=f"take torch.optim.Adam; {fix}; or --mode sync and session.rows, a table on the server (sparse_adam)",

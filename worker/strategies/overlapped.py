@@ -1,32 +1,33 @@
-"""Deltas that are exchanged while local steps go on (diloco, policy.pipelined), of all parameters or of a fragment.
+"""Deltas that are exchanged while local steps go on (diloco, policy.delayed_update), of all parameters or of a
+fragment.
 
     training thread   H steps | measure | tau steps | merge | H - tau steps | measure | ...
     helper thread             | exchange ........ |                       | exchange ...
 
 What has come is put together with the steps since then after tau of them (policy.overlap_steps), whenever it came: two
-runs that get the same answers compute the same. With tau = H, or of P fragments H / P, that is just before the next
+runs that get the same replies compute the same. With tau = H, or of P fragments H / P, that is just before the next
 ones are measured. Buffers stay the worker's own until the run ends.
 """
 
 from __future__ import annotations
 
 from ...common.kinds import ContributionKind
-from ..conversation.crew import wait_for
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Answer, Outgoing, brings_weights
+from ..conversation.messages import Outgoing, Reply, uploads_weights
+from ..conversation.pool import wait_for
 from ..tensors.overlap import Overlap
 from ..tensors.transfer import ModelTensors
+from .delayed_update import DelayedUpdate
 from .direct import of_fragment
-from .pipelined import Pipelined
 
 
-class Overlapped(Pipelined):
-    """As Pipelined, and answers are merged in the middle of the next local steps."""
+class Overlapped(DelayedUpdate):
+    """As DelayedUpdate, and replies are merged in the middle of the next local steps."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange)
         self._overlap: Overlap | None = None  # once there are weights
-        self._landed: Answer | None = None  # merged, and not taken account of
+        self._landed: Reply | None = None  # merged, and not taken account of
         self._without: tuple[int, ...] = ()  # positions in the specs of what is not in the newest contribution
 
     def _watch_steps(self, model: ModelTensors) -> None:
@@ -38,12 +39,12 @@ class Overlapped(Pipelined):
             self._look()
             self._landed = self._land()
 
-    def _land(self) -> Answer | None:
+    def _land(self) -> Reply | None:
         landed, self._landed = self._landed, None
         if landed is not None:
             return landed
         landed = super()._land()
-        if landed is not None and self._overlap is not None and self._goes_on(landed) and brings_weights(landed):
+        if landed is not None and self._overlap is not None and self._goes_on(landed) and uploads_weights(landed):
             self._overlap.merge(self._shadow.tensors)
             self._held_version = self._received_version
         return landed

@@ -1,7 +1,7 @@
 """A second copy of a model in host memory, which an exchange may use while the model computes.
 
 To the exchange it is a model like any other: contributions are gathered from the last snapshot, weights are written
-into a second body. Two copies a contribution on the training thread, into memory that is kept.
+into a second payload. Two copies a contribution on the training thread, into memory that is kept.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Shadow(ModelTensors):
         self.names = model.names
         self._stream = SideStream(model.tensors)
         self._num_trained = sum(entry.spec.kind is Kind.PARAMETER for entry in layout.entries)
-        sent = layout.views(self._stream.new_body(layout.exchange_bytes))
+        sent = layout.views(self._stream.new_payload(layout.exchange_bytes))
         self._sent = [view for _, view in islice(sent, self.num_exchanged)]
-        self.tensors = [view for _, view in layout.views(self._stream.new_body(layout.total_bytes))]
+        self.tensors = [view for _, view in layout.views(self._stream.new_payload(layout.total_bytes))]
         with torch.no_grad():
             for view, tensor in zip(self.tensors, model.tensors, strict=True):
                 view.copy_(tensor)

@@ -85,7 +85,7 @@ class Gpt:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Held-out `loss` (nats per byte), `bits_per_byte`, and as a yardstick `unigram_bits_per_byte`: the entropy of
-        the evaluated bytes' own frequencies, which no model that ignores the context can beat."""
+        the evaluated bytes' own frequencies, which no model that ignores the context can heartbeat."""
 
         def measure(windows: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.loss(model, (windows,)) * len(windows)}

@@ -1,4 +1,4 @@
-"""Linear regression on made-up data: the answer w* is known, so a run can be checked against it."""
+"""Linear regression on made-up data: the reply w* is known, so a run can be checked against it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A model's tensors as bodies of bytes."""
+"""A model's tensors as payloads of bytes."""

@@ -21,7 +21,7 @@ def divided(parameters: Sequence[Entry], num: int) -> list[int]:
     where there are too few."""
     names = [entry.spec.name for entry in parameters]
     found = [_LAYER.match(name) for name in names]
-    keys = [one.group() if one else name.rpartition(".")[0] for one, name in zip(found, names, strict=True)]
+    keys = [item.group() if item else name.rpartition(".")[0] for item, name in zip(found, names, strict=True)]
     if len(set(keys)) < num:
         keys = names
     if len(names) < num:
@@ -84,7 +84,7 @@ class Fragments(Anchor):
             now.copy_(held)
         self._model.deltas = deltas
 
-    def answered(self, counts: bool) -> None:
+    def replied(self, counts: bool) -> None:
         """What was measured has been exchanged; unless it `counts`, nothing of before is kept."""
         self._keeps = counts
 

@@ -47,13 +47,13 @@ def take_apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tor
             tensors[name] = _own(value, seen)
             return {"$tensor": name}
         if isinstance(value, tuple):
-            return {"$tuple": [take(one, f"{where}[{index}]") for index, one in enumerate(value)]}
+            return {"$tuple": [take(item, f"{where}[{index}]") for index, item in enumerate(value)]}
         if type(value) is list:
-            return [take(one, f"{where}[{index}]") for index, one in enumerate(value)]
+            return [take(item, f"{where}[{index}]") for index, item in enumerate(value)]
         if type(value).__name__ in _KINDS and isinstance(value, dict):
             if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in value):
-                return {key: take(one, f"{where}.{key}") for key, one in value.items()}
-            held = [[take(key, where), take(one, f"{where}[{key!r}]")] for key, one in value.items()]
+                return {key: take(item, f"{where}.{key}") for key, item in value.items()}
+            held = [[take(key, where), take(item, f"{where}[{key!r}]")] for key, item in value.items()]
             return {"$" + type(value).__name__: held}
         raise _refused(where, f"of type {type(value).__name__}")
 
@@ -77,12 +77,12 @@ def _own(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
     return tensor
 
 
-def unpack(body: bytes) -> dict[str, Any]:
+def unpack(payload: bytes) -> dict[str, Any]:
     """What was packed; tensors are on the CPU. UsageError for other bytes."""
     try:
-        end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
-        tree = read_json(read_json(body[_LENGTH_BYTES:end])["__metadata__"][_TREE], nan=True, big=True)
-        tensors = load(body)
+        end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
+        tree = read_json(read_json(payload[_LENGTH_BYTES:end])["__metadata__"][_TREE], nan=True, big=True)
+        tensors = load(payload)
         return put_together(tree, tensors)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"the state that the server kept cannot be read: {type(error).__name__}: {error}") from None
@@ -95,7 +95,7 @@ def put_together(tree: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
 
 def _give(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [_give(one, tensors) for one in value]
+        return [_give(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
@@ -103,7 +103,7 @@ def _give(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if mark == "$tensor":
             return tensors[held]
         if mark == "$tuple":
-            return tuple(_give(one, tensors) for one in held)
+            return tuple(_give(number, tensors) for number in held)
         if mark[:1] == "$":
-            return _KINDS[mark[1:]]({_give(key, tensors): _give(one, tensors) for key, one in held})
-    return {key: _give(one, tensors) for key, one in value.items()}
+            return _KINDS[mark[1:]]({_give(key, tensors): _give(item, tensors) for key, item in held})
+    return {key: _give(item, tensors) for key, item in value.items()}

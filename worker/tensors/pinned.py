@@ -12,15 +12,15 @@ log = get_logger()
 
 
 class PinnedMemory:
-    """`body` locked until `release`. Where the driver refuses, copies are slower and a line of the log says why.
+    """`payload` locked until `release`. Where the driver refuses, copies are slower and a line of the log says why.
 
     `runtime` is CUDA's, as `torch.cuda.cudart()` gives it.
     """
 
-    def __init__(self, body: torch.Tensor, runtime: Any) -> None:
+    def __init__(self, payload: torch.Tensor, runtime: Any) -> None:
         self._runtime = runtime
-        self._address = body.data_ptr()
-        self.is_pinned = self._succeeded("register", runtime.cudaHostRegister(self._address, body.numel(), 0))
+        self._address = payload.data_ptr()
+        self.is_pinned = self._succeeded("register", runtime.cudaHostRegister(self._address, payload.numel(), 0))
 
     def release(self) -> None:
         """Before the memory is given back to the system, or the driver keeps its pages. Once."""

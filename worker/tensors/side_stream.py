@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...common.tensors.layout import new_body
+from ...common.tensors.layout import new_payload
 
 
 class SideStream:
@@ -17,10 +17,10 @@ class SideStream:
         self.device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         self._stream = torch.cuda.Stream(self.device) if self.device is not None else None
 
-    def new_body(self, num_bytes: int) -> torch.Tensor:
+    def new_payload(self, num_bytes: int) -> torch.Tensor:
         """Host memory, uint8 [num_bytes], pinned where there is a GPU."""
-        body = new_body(num_bytes)
-        return body.pin_memory() if self.device is not None else body
+        payload = new_payload(num_bytes)
+        return payload.pin_memory() if self.device is not None else payload
 
     def copies(self) -> torch.cuda.StreamContext:
         """Copies in this `with` begin after what the training stream has been given so far."""

@@ -25,8 +25,8 @@ class StagedTransfer:
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
         self._stream = SideStream(model.tensors)
-        self._out = self._stream.new_body(model.layout.total_bytes)
-        self._in = self._stream.new_body(model.layout.total_bytes)
+        self._out = self._stream.new_payload(model.layout.total_bytes)
+        self._in = self._stream.new_payload(model.layout.total_bytes)
         self._out_views = [view for _, view in model.layout.views(self._out)]
         self._in_views = [view for _, view in model.layout.views(self._in)]
         self._in_bytes = as_bytes(self._in)
@@ -37,16 +37,16 @@ class StagedTransfer:
         self._copied: dict[int, torch.cuda.Event] = {}  # copies that began, by tensor
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
-        body, groups = as_bytes(self._out), self._model.stretches(indices)
+        payload, groups = as_bytes(self._out), self._model.stretches(indices)
         self._copy_out(kind, groups, self._out_views)
         places = [self._place_of(group) for group in groups]
-        return [Stretch(start, [body[start:end]]) for start, end in places]
+        return [Stretch(start, [payload[start:end]]) for start, end in places]
 
     def stream(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         return self.gather(kind, indices)
 
     def _place_of(self, group: range) -> tuple[int, int]:
-        """Where in a body these tensors lie."""
+        """Where in a payload these tensors lie."""
         return self._model.start_of(group.start), self._model.start_of(group.stop)
 
     def gather_all(self) -> list[memoryview]:

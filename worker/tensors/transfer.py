@@ -1,4 +1,4 @@
-"""A model's tensors as bodies of bytes: gathered from wherever they lie, written back in place.
+"""A model's tensors as payloads of bytes: gathered from wherever they lie, written back in place.
 
 On the CPU nothing is staged: frames are made from views of the gradients' own memory, and received
 bytes go straight into the parameters. Tensors that lie elsewhere are in `staged.py`.
@@ -145,7 +145,7 @@ class ModelTensors:
         """Of each parameter, its position in the layout's specs and in `tensors`."""
         places = {spec.name: place for place, spec in enumerate(self.layout.specs)}
         entries = enumerate(self.layout.entries)
-        return [(places[one.spec.name], index) for index, one in entries if one.spec.kind is Kind.PARAMETER]
+        return [(places[item.spec.name], index) for index, item in entries if item.spec.kind is Kind.PARAMETER]
 
     def names_at(self, positions: Iterable[int]) -> frozenset[str]:
         """Of these tensors of the whole model, by position in its specs, those that are here."""
@@ -165,12 +165,12 @@ class ModelTensors:
         """Positions in the layout's specs of the parameters that have no gradient now: torch would not step them."""
         return tuple(place for place, index in self._trained if self.gradient(index) is None)
 
-    def views(self, body: torch.Tensor) -> list[torch.Tensor]:
-        """The exchanged tensors in `body`, uint8 [exchange_bytes]; shares memory.
+    def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The exchanged tensors in `payload`, uint8 [exchange_bytes]; shares memory.
 
-        `data`: each counts its own changes in place, where views would count those of the whole body.
+        `data`: each counts its own changes in place, where views would count those of the whole payload.
         """
-        return [view.data for _, view in islice(self.layout.views(body), self.num_exchanged)]
+        return [view.data for _, view in islice(self.layout.views(payload), self.num_exchanged)]
 
     def stretches(self, indices: Indices) -> list[range]:
         """The exchanged tensors asked for, neighbours together."""
@@ -185,7 +185,7 @@ class ModelTensors:
         return found
 
     def start_of(self, index: int) -> int:
-        """Where a tensor's bytes begin in a body, the gap before it included."""
+        """Where a tensor's bytes begin in a payload, the gap before it included."""
         return self.layout.entries[index - 1].end if index else 0
 
     def indices_of(self, wanted: list[int]) -> list[int]:
@@ -255,14 +255,14 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 class Stretch(NamedTuple):
-    """Bytes of a body from `offset` on, in pieces."""
+    """Bytes of a payload from `offset` on, in pieces."""
 
     offset: int
     pieces: Iterable[memoryview]
 
 
 class DirectTransfer:
-    """Bodies out of and into a model, without staging: views of the tensors' own memory. Tensors are named by their
+    """Payloads out of and into a model, without staging: views of the tensors' own memory. Tensors are named by their
     index in the layout's entries."""
 
     lies_here = True  # the whole model: what was sent or has come can be looked at again
@@ -278,7 +278,7 @@ class DirectTransfer:
         self._lent: list[torch.Tensor] = []  # the same, as gradients
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
-        """What of the body of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
+        """What of the payload of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
         until the next call or backward."""
         return [
             Stretch(self._model.start_of(group.start), self._pieces(group, self._model.sources(kind, group)))
@@ -290,7 +290,7 @@ class DirectTransfer:
         return self.gather(kind, indices)
 
     def gather_all(self) -> Iterable[memoryview]:
-        """The body of initial weights."""
+        """The payload of initial weights."""
         return self._pieces(range(len(self._entries)), self._model.tensors)
 
     def _pieces(self, indices: range, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
@@ -355,14 +355,14 @@ class DirectTransfer:
         return self._zeros[:num_bytes]
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take a piece of a body of weights."""
+        """Take a piece of a payload of weights."""
         at = 0
         for target in self.targets(offset, len(data)):
             copy_bytes(target, data[at : at + len(target)])
             at += len(target)
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
-        """Where these bytes of a body of weights belong, in order; what is between tensors belongs nowhere."""
+        """Where these bytes of a payload of weights belong, in order; what is between tensors belongs nowhere."""
         index = max(0, bisect.bisect_right(self._offsets, offset) - 1)
         at, end = offset, offset + num_bytes
         while at < end and index < len(self._entries):
@@ -379,7 +379,7 @@ class DirectTransfer:
             yield memoryview(bytearray(end - at))
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
-        """The body of so many bytes is whole: the model has the new weights when this returns, or when its
+        """The payload of so many bytes is whole: the model has the new weights when this returns, or when its
         stream's next kernel runs. Tensors that have some of the bytes `kept`, [start, end), are as they were."""
 
     def leave_segment(self) -> None:

@@ -87,10 +87,10 @@ class Watch:
     def _keep(self, noted: list[torch.Tensor]) -> None:
         """In the form in which what lies there now is compared."""
         if self._bytes:
-            self._noted = [bytes(as_bytes(one)) for one in noted]
+            self._noted = [bytes(as_bytes(tensor)) for tensor in noted]
         else:
             self._sample = torch.cat(noted)
-            self._samples = self._sample.split([one.numel() for one in noted])
+            self._samples = self._sample.split([tensor.numel() for tensor in noted])
 
     def _kept(self) -> list[torch.Tensor]:
         if self._bytes:

@@ -138,12 +138,12 @@ class AloneSession(Session):
         self.started_at = time.perf_counter()
         self._taken = Taken(lambda: self._progress, optimizers, self.length)
         turns = Turns(self._taken)
-        for one in optimizers:
-            one.register_step_pre_hook(lambda part, *_: self._check_step() if turns.begins(part) else None)
-            one.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
-            one.clip_grad_norm = partial(self._clip_grad_norm, one)  # type: ignore[attr-defined]
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda part, *_: self._check_step() if turns.begins(part) else None)
+            optimizer.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
+            optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]
             if self._tables:
-                one.zero_grad = self._forgetting(one.zero_grad)  # type: ignore[method-assign]
+                optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
         for table in self._tables:
             table.follow(optimizers[0])
         self._model = model
@@ -222,8 +222,8 @@ class AloneSession(Session):
 
     def _clip_grad_norm(self, part: torch.optim.Optimizer, max_norm: float) -> None:
         check_max_norm(max_norm)
-        gradients = [one.grad for group in part.param_groups for one in group["params"] if one.grad is not None]
-        gradients += [one for rows in self._tables for one in rows.gathered()]
+        gradients = [param.grad for group in part.param_groups for param in group["params"] if param.grad is not None]
+        gradients += [tensor for rows in self._tables for tensor in rows.gathered()]
         clip(gradients, max_norm)
 
     def _forgetting(self, zero_grad: Callable[..., None]) -> Callable[..., None]:

@@ -42,7 +42,7 @@ class Batches:
     ) -> None:
         """`inner`: which of the processes of this worker this is, and how many there are; `shares` has the batch of one
         of them."""
-        self._inner_rank, self._inner_size = inner
+        self._group_rank, self._group_size = inner
         self._shares, self._taken, self._progress = shares, taken, progress
         self._is_over, self._options, self._epochs = is_over, options, epochs
         self.hand = Hand()
@@ -141,7 +141,7 @@ class Batches:
         if memory is not None:
             memory.note()
         place = taken.place + len(self.hand)
-        rank = (self._progress().rank or 0) * self._inner_size + self._inner_rank
+        rank = (self._progress().rank or 0) * self._group_size + self._group_rank
         seed_everything(step_seed(self._shares.seed, rank, place))
         batch, weight = next(self._batches)
         self.hand.weights.append(weight)
@@ -179,7 +179,7 @@ class Batches:
         progress = self._progress()
         num_workers = max(1, progress.num_workers)
         # Together they have what one process would have: every num_workers-th sample from the worker's first on.
-        return num_workers * self._inner_size, progress.worker_index + num_workers * self._inner_rank
+        return num_workers * self._group_size, progress.worker_index + num_workers * self._group_rank
 
     @property
     def _has_all(self) -> bool:

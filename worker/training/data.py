@@ -137,8 +137,8 @@ class Shares:
         if self.sampler is not None:
             order = draw(self.sampler, self.seed, epoch)
             if len(order) != num_samples:
-                told = f"{type(self.sampler).__name__} says that it has {num_samples} samples, and gave {len(order)}"
-                raise UsageError(told, fix="let its __len__ be what its __iter__ gives")
+                message = f"{type(self.sampler).__name__} says that it has {num_samples} samples, and gave {len(order)}"
+                raise UsageError(message, fix="let its __len__ be what its __iter__ gives")
             return torch.tensor(order, dtype=torch.int64)
         if not self.shuffle:
             return torch.arange(num_samples)

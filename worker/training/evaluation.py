@@ -67,7 +67,7 @@ class Evaluation:
         over = self._over(progress, taken)
         is_due = self._done is not None and over > self._done
         self._done = over  # it may have gone back
-        return is_due and not progress.worker_index and not progress.has_spare
+        return is_due and not progress.worker_index and not progress.has_evaluator
 
     def _over(self, progress: Progress, taken: Taken) -> int:
         """Intervals that are over."""

@@ -84,11 +84,11 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [one for group in self.param_groups for one in group["params"]]
+        return [param for group in self.param_groups for param in group["params"]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One training step, or this optimizer's part of it. Blocks while the run's mode makes this worker wait
-        (pipelined: for the step before).
+        (delayed_update: for the step before).
 
         Raises the errors of `common/errors.py`, e.g. UnreachableError when the server is gone for good.
         """
@@ -121,7 +121,9 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         UsageError for a norm that is no bound, and before the first backward().
         """
         check_max_norm(max_norm)
-        has_any = any(one.grad is not None for one in self.parameters) or any(one.is_used for one in self._steps.tables)
+        has_any = any(parameter.grad is not None for parameter in self.parameters) or any(
+            table.is_used for table in self._steps.tables
+        )
         if not (has_any or self._steps.has_stepped):
             raise UsageError(
                 "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step",
@@ -144,8 +146,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         """What a GradScaler asks before it looks for infinities: step() follows unless there are any."""
         self._steps.memory.is_tried = True
         if not self._steps.strategy.may_skip:
-            told = "a GradScaler in a worker that is several processes: each would leave out other steps"
-            raise UsageError(told, fix="bf16, which needs none; or wrap the model in DistributedDataParallel")
+            message = "a GradScaler in a worker that is several processes: each would leave out other steps"
+            raise UsageError(message, fix="bf16, which needs none; or wrap the model in DistributedDataParallel")
         return refuse_scaler(self._steps.tables)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:

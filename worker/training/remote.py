@@ -22,12 +22,12 @@ from ...common.tensors.statistics import batch_norms
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
 from ..conversation.security import worker_credentials
-from ..lanes.auto.measuring import suits
-from ..lanes.auto.rule import ORDER
 from ..session import Length, Progress
 from ..strategies.choice import make_strategy
 from ..strategies.direct import Direct
 from ..tensors.transfer import ModelTensors, together
+from ..transports.auto.measuring import suits
+from ..transports.auto.rule import ORDER
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
@@ -83,11 +83,11 @@ class RemoteSession(Session):
 
     def _join_group(self) -> Direct:
         """As one of the processes of a worker; gradients leave when they are the mean of all."""
-        from ..inner.strategy import Grouped, join  # loads torch.distributed
+        from ..replica_group.strategy import Grouped, join  # loads torch.distributed
 
         divides = self._config.worker.zero == WITHIN_WORKER
         if divides:
-            from ..inner import sharded  # noqa: F401  (FSDP2 takes seconds to load, and a server that is joined waits)
+            from ..replica_group import sharded  # noqa: F401  (FSDP2 takes seconds to load, and a server that is joined waits)
         group = join(self._config)
         self._inner = group.rank, group.size
         return Grouped(group, lambda: self._open(may_overlap=False), divides)
@@ -159,7 +159,7 @@ class RemoteSession(Session):
         self._strategy.wraps(model)
         if self._strategy.kind.steps_along_mean_gradient:
             _check_forward(model)
-        stepped = [one for part in inner for group in part.param_groups for one in group["params"]]
+        stepped = [param for part in inner for group in part.param_groups for param in group["params"]]
         tensors = self._strategy.tensors(model, stepped, averaged_buffers)
         described = replace(
             describe_optimizers(inner, tensors.names),
@@ -182,20 +182,20 @@ class RemoteSession(Session):
             table.follow(inner[0])
         if not (self._inner[0] or self._was_before):  # once in a run, not in each process
             self._steps.notice = self._notice_batch_norm
-        found = tuple(ExchangeOptimizer(one, self._steps) for one in inner)
+        found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in inner)
         self._strategy.ready(inner[0], found[0].step_inner)
         return found
 
     def _notice_batch_norm(self) -> bool:
         """Say that layers see a part of the union batch; False while there may still be more than one part."""
-        progress, num_inner = self._progress, self._inner[1]
+        progress, group_size = self._progress, self._inner[1]
         num = progress.num_workers if self.settings.union_batch else 1
-        if num * num_inner == 1:
+        if num * group_size == 1:
             return not self.settings.union_batch
         if progress.worker_index:
             return True
         # Among the processes of a worker SyncBatchNorm has all samples, among workers those of one.
-        is_own = num_inner == 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
+        is_own = group_size == 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
         if names := batch_norms(self._model, with_synchronized=num > 1 and not is_own):
             more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
             log.warning("batch_norm", layers=", ".join(names[:_NUM_NAMED]) + more, meaning=_BATCH_NORM)
@@ -207,21 +207,23 @@ class RemoteSession(Session):
         groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
 
         def check(name: str) -> None:
-            up, down = first_codec(name), CODECS.load(config.answer_codec)()
+            up, down = first_codec(name), CODECS.load(config.reply_codec)()
             check_codecs(settings.mode, settings.kind, up, down, groups, settings.fragments)
 
         auto = self._exchange.auto if self._exchange is not None else None
         if auto is not None and settings.fragments > 1:
-            told = f"worker.codec is auto, which measures whole bodies, and policy.fragments is {settings.fragments}"
-            raise UsageError(told, fix="name the codec: --set worker.codec=raw (or bf16, fp16); or --fragments 1")
+            message = (
+                f"worker.codec is auto, which measures whole payloads, and policy.fragments is {settings.fragments}"
+            )
+            raise UsageError(message, fix="name the codec: --set worker.codec=raw (or bf16, fp16); or --fragments 1")
         check(config.codec)
         if auto is not None:
             auto.candidates = tuple(name for name in ORDER if suits(partial(check, name)))
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self._config.worker.group:
-            told = "session.rows() in a worker that is several processes: each would need rows of its own"
-            raise UsageError(told, fix="start each process as a worker of its own, without --group")
+            message = "session.rows() in a worker that is several processes: each would need rows of its own"
+            raise UsageError(message, fix="start each process as a worker of its own, without --group")
         if self.settings.kind.worker_steps:
             raise UsageError(
                 f"session.rows() in mode {self.settings.mode}: its workers step themselves, and rows need gradients",
@@ -251,7 +253,7 @@ class RemoteSession(Session):
             raise
 
     def state(self, *, rng: bool = False, **objects: Any) -> None:
-        inner = {name: one.inner if isinstance(one, ExchangeOptimizer) else one for name, one in objects.items()}
+        inner = {name: item.inner if isinstance(item, ExchangeOptimizer) else item for name, item in objects.items()}
         super().state(rng=rng, **inner)
         self._restarted.has_state = True
 
@@ -335,7 +337,7 @@ def check_alone(mode: str, num_optimizers: int, config: Config) -> None:
     fix = "use --mode sync"
     if num_optimizers > 1:
         raise UsageError(f"session.optimizers() in mode {mode}: a round is one step of one optimizer", fix=fix)
-    for name in ("codec", "answer_codec"):
+    for name in ("codec", "reply_codec"):
         if (value := getattr(config.worker, name)) != "raw":
             raise UsageError(f"worker.{name} is {value}, and workers of mode {mode} send no gradients", fix=fix)
 

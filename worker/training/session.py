@@ -37,7 +37,7 @@ class Session:
     """A worker's place in a run, or a run of its own (`AloneSession`). What a run of one does is done here."""
 
     settings: Settings
-    _inner = (0, 1)  # inner rank, and of how many
+    _inner = (0, 1)  # group rank, and of how many
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
@@ -60,7 +60,7 @@ class Session:
         return 1
 
     @property
-    def inner_rank(self) -> int:
+    def group_rank(self) -> int:
         """Of a worker that is several processes (worker.group), which one this is; 0 has the conversation with the
         server."""
         return self._inner[0]
@@ -355,8 +355,10 @@ def second_optimizer() -> UsageError:
 
 def check_reduction(reduction: str) -> None:
     if reduction not in get_args(Reduction):
-        told = f"session.optimizer(..., reduction={reduction!r}): it is {' or '.join(map(repr, get_args(Reduction)))}"
-        raise UsageError(told, fix="'sum' where the loss is a sum over its batch, else 'mean'")
+        message = (
+            f"session.optimizer(..., reduction={reduction!r}): it is {' or '.join(map(repr, get_args(Reduction)))}"
+        )
+        raise UsageError(message, fix="'sum' where the loss is a sum over its batch, else 'mean'")
 
 
 def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) -> list[torch.optim.Optimizer]:
@@ -366,9 +368,10 @@ def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) ->
     found = [optimizer for _, optimizer in parts.values()]
     if has_tables and len(found) > 1:
         raise UsageError("session.rows() with several optimizers: which of them steps a table's rows nobody says")
-    if settings.pipelined and len(found) > 1:
+    if settings.delayed_update and len(found) > 1:
         raise UsageError(
-            "policy.pipelined with several optimizers: each would step along gradients from before the other's step",
-            fix="leave --pipelined out",
+            "policy.delayed_update with several optimizers: each would step along gradients from before the other's "
+            "step",
+            fix="leave --delayed-update out",
         )
     return found

@@ -1,7 +1,8 @@
 """How quickly a codec encodes and decodes on one core, and on links up to which speed that pays.
 
 A model of matrices of 4 MB, normal values. `kept` is what a worker does with a contribution: it is gathered, what was
-left out before added, encoded, and what is left out now kept (`worker/lanes/encoding.py`). Seconds are the thread's
+left out before added, encoded, and what is left out now kept (`worker/transports/encoding.py`). Seconds are the
+thread's
 own, so that other work on the machine costs less of the figure; the best of the turns.
 """
 
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ....common.codecs.base import Codec, Coder, body_bytes
+from ....common.codecs.base import Codec, Coder, payload_bytes
 from ....common.registry import CODECS
-from ....common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
-from ....worker.lanes.encoding import Encoding
+from ....common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from ....worker.tensors.transfer import Stretch
+from ....worker.transports.encoding import Encoding
 from ...output.report import Report
 from ...output.tables import figures, number, page
 
@@ -41,8 +42,13 @@ def measure_codecs(options: CodecOptions) -> Report:
         torch.set_num_threads(num_threads)
     columns = ["GB/s of float32, one core", "ratio", "encode", "decode", "kept", "pays below Gbit/s"]
     rows = [
-        [name, number(one["ratio"], "{:,.2f}"), *(number(one.get(key), "{:,.2f}") for key in _RATES), _pays(one)]
-        for name, one in results.items()
+        [
+            name,
+            number(result["ratio"], "{:,.2f}"),
+            *(number(result.get(key), "{:,.2f}") for key in _RATES),
+            _pays(result),
+        ]
+        for name, result in results.items()
     ]
     title = f"{options.mb} MB, best of {options.runs}"
     return Report("codecs", vars(options), results, page(title, figures(columns, rows)))
@@ -54,23 +60,23 @@ _RATES = ("encode_gb_s", "decode_gb_s", "kept_gb_s")
 def _measure(codec: Codec, options: CodecOptions) -> dict[str, float]:
     specs = [TensorSpec(f"w{i}", Kind.PARAMETER, "float32", (_ROWS, _COLUMNS)) for i in range(max(1, options.mb // 4))]
     layout = Layout(specs)
-    body, back = torch.randn(layout.num_parameters).view(torch.uint8), new_body(layout.exchange_bytes)
+    payload, back = torch.randn(layout.num_parameters).view(torch.uint8), new_payload(layout.exchange_bytes)
     encoded = torch.zeros(codec.encoded_bytes(layout), dtype=torch.uint8)
     coders: list[Coder] = [codec.encoder(layout), codec.decoder(layout)]
     encoding = Encoding(codec, layout, len(layout.entries))
-    stretch = Stretch(0, [as_bytes(body)])
+    stretch = Stretch(0, [as_bytes(payload)])
 
     def contribute() -> None:
         encoding.whole(stretch)
         encoding.commit()
 
     parts: dict[str, Callable[[], object]] = {
-        "encode": lambda: coders[0].begin(body, encoded),
+        "encode": lambda: coders[0].begin(payload, encoded),
         "decode": lambda: coders[1].begin(encoded, back),
         "kept": contribute,
     }
     rates = {f"{name}_gb_s": layout.parameter_bytes / _best(part, options.runs) / 1e9 for name, part in parts.items()}
-    return {"ratio": layout.parameter_bytes / body_bytes(codec, layout), **rates}
+    return {"ratio": layout.parameter_bytes / payload_bytes(codec, layout), **rates}
 
 
 def _best(part: Callable[[], object], runs: int) -> float:
@@ -84,7 +90,7 @@ def _best(part: Callable[[], object], runs: int) -> float:
     return min(found)
 
 
-def _pays(one: dict[str, float]) -> str:
+def _pays(item: dict[str, float]) -> str:
     """(1 - 1/ratio) / (1/E + 1/D), of one worker."""
-    spared = 1 - 1 / one["ratio"]
-    return f"{8 * spared / (1 / one['encode_gb_s'] + 1 / one['decode_gb_s']):,.1f}" if spared > 0 else "-"
+    spared = 1 - 1 / item["ratio"]
+    return f"{8 * spared / (1 / item['encode_gb_s'] + 1 / item['decode_gb_s']):,.1f}" if spared > 0 else "-"

@@ -1,7 +1,7 @@
 """What deciding costs: the run and a mode's policy alone, without network, tensors or observers.
 
 Workers join, contribute in turns, and finish; only `Run.apply` is timed, not the making of events. Means over all
-events of a kind: where a round closes, one event answers everybody.
+events of a kind: where a round closes, one event replies everybody.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Alone:
             found = self.run.apply(event)
             spent.append(clock() - begun)
             for effect in found:
-                if isinstance(effect, effects.Answer):
+                if isinstance(effect, effects.Reply):
                     self.versions[effect.rank] = effect.version
         return spent
 
@@ -60,7 +60,7 @@ class Alone:
         self.incarnations[rank] += 1
         incarnation = self.incarnations[rank]
         process = f"process {rank}.{incarnation}"
-        asked: list[events.Event] = [events.Joined(rank, rank, process=process), events.HeartBegan(process)]
+        asked: list[events.Event] = [events.Joined(rank, rank, process=process), events.HeartbeatBegan(process)]
         asked += [events.Heard(rank, process), events.Offered(rank, incarnation, "model", "sgd")]
         return asked if self.run.has_weights else [*asked, events.Brought(rank, incarnation)]
 
@@ -95,9 +95,9 @@ def measure_policies(options: PolicyOptions) -> Report:
         for mode in options.modes
     }
     rows = [
-        [f"{mode}, {int(workers):,}", *(f"{us:,.1f}" for us in one.values())]
+        [f"{mode}, {int(workers):,}", *(f"{us:,.1f}" for us in item.values())]
         for mode, found in results.items()
-        for workers, one in found.items()
+        for workers, item in found.items()
     ]
     columns = ["mode, workers", "a join", "contribution", "tick", "finish"]
     title = "microseconds an event, run and policy alone"

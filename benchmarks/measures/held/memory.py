@@ -4,7 +4,7 @@ The server's peak is the kernel's (VmHWM) less what the same process held before
 anonymous and shared memory are sampled, so a short peak of one of them may be missed. The sum is the
 parameters, the optimizer's state (where workers contribute gradients), the mean being formed, encoded
 replies (one where a round's workers get the same, else up to server.max_replies, never more than
-workers), and uploads: as many as server.max_staged allows, or in the shared-memory lane every
+workers), and uploads: as many as server.max_staged allows, or in the shared-memory transport every
 worker's own, which the server only maps. The mean is an upload that has left the staging pool, so
 the sum counts it beside them.
 
@@ -28,7 +28,7 @@ from ....common.registry import MODES
 from ...output.machine import memory_of
 from ...output.report import Report, median
 from ...output.tables import figures, page
-from ...rig.ours import lanes_of
+from ...rig.ours import transports_of
 from ...rig.server_process import running_server
 from ...rig.team import team
 from ...rig.turns import Measured, Samples
@@ -46,7 +46,7 @@ class MemoryOptions:
     workers: list[int]
     modes: list[str]
     optimizer: str
-    lane: str
+    transport: str
 
     @property
     def num_floats(self) -> int:
@@ -54,18 +54,18 @@ class MemoryOptions:
 
 
 def measure_memory(options: MemoryOptions) -> Report:
-    """One run for each mode, lane and number of workers."""
-    body = options.num_floats * 4
+    """One run for each mode, transport and number of workers."""
+    payload = options.num_floats * 4
     bare = {steps: _bare_worker(options, steps) for steps in {steps_itself(mode) for mode in options.modes}}
     runs = []
     for mode in options.modes:
-        for lane in lanes_of(options.lane):
+        for transport in transports_of(options.transport):
             for workers in options.workers:
-                parts = expected_parts(mode, options.optimizer, workers, lane)
-                found = _run(options, mode, workers, lane)
+                parts = expected_parts(mode, options.optimizer, workers, transport)
+                found = _run(options, mode, workers, transport)
                 runs.append(
-                    {"mode": mode, "lane": lane, "workers": workers}
-                    | _row(found, parts, body, bare[steps_itself(mode)])
+                    {"mode": mode, "transport": transport, "workers": workers}
+                    | _row(found, parts, payload, bare[steps_itself(mode)])
                 )
     config = {**vars(options), "steps": _NUM_STEPS, "max_staged": ServerConfig().max_staged}
     config["max_replies"] = ServerConfig().max_replies
@@ -73,14 +73,14 @@ def measure_memory(options: MemoryOptions) -> Report:
     return Report("memory", config, results, _table(options, runs))
 
 
-def expected_parts(mode: str, optimizer: str, workers: int, lane: str) -> dict[str, float]:
-    """What the server has to hold, in bodies."""
+def expected_parts(mode: str, optimizer: str, workers: int, transport: str) -> dict[str, float]:
+    """What the server has to hold, in payloads."""
     policy, limits = MODES.load(mode), ServerConfig()
     return {
         "parameters": 1,
-        "optimizer": 0 if steps_itself(mode) else state_bodies(optimizer),
+        "optimizer": 0 if steps_itself(mode) else state_payloads(optimizer),
         "mean": 1,
-        "uploads": workers if lane == "shared" else min(limits.max_staged, workers),
+        "uploads": workers if transport == "shared" else min(limits.max_staged, workers),
         "replies": 1 if policy.has_rounds else min(limits.max_replies, workers),
     }
 
@@ -90,7 +90,7 @@ def steps_itself(mode: str) -> bool:
     return bool(MODES.load(mode).kind.worker_steps and not MODES.load(mode).kind.may_lose)
 
 
-def state_bodies(optimizer: str) -> float:
+def state_payloads(optimizer: str) -> float:
     """Size of an optimizer's state in parameters: tried out on a small one."""
     import torch
 
@@ -105,10 +105,10 @@ def state_bodies(optimizer: str) -> float:
     return sum(value.numel() for value in state) // parameter.numel()
 
 
-def _run(options: MemoryOptions, mode: str, workers: int, lane: str) -> dict[str, float]:
+def _run(options: MemoryOptions, mode: str, workers: int, transport: str) -> dict[str, float]:
     """Bytes of the server (before, peak, anonymous, shared) and of the workers' median (worker_...)."""
     flags = ("--mode", mode, "--workers", str(workers), "--steps", str(_NUM_STEPS + 1))
-    arguments = (options.num_floats, options.optimizer, lane)
+    arguments = (options.num_floats, options.optimizer, transport)
     with running_server(*flags, "--set", f"policy.local_steps={_LOCAL_STEPS}") as server:
         address = server.address
         before = memory_of(server.pid)
@@ -123,8 +123,8 @@ def _run(options: MemoryOptions, mode: str, workers: int, lane: str) -> dict[str
         "peak": peak,
         "anonymous": peaks["anonymous"] - before["anonymous"],
         "shared": peaks["shared"] - before["shared"],
-        "worker_peak": median([one["peak"][0] for one in of_workers]),
-        "worker_anonymous": median([one["anonymous"][0] for one in of_workers]),
+        "worker_peak": median([worker["peak"][0] for worker in of_workers]),
+        "worker_anonymous": median([worker["anonymous"][0] for worker in of_workers]),
     }
 
 
@@ -150,9 +150,9 @@ def sampled(pid: int) -> Iterator[dict[str, int]]:
 
 
 @contextmanager
-def worker_life(rank: int, address: str, num_floats: int, optimizer: str, lane: str) -> Iterator[Measured]:
+def worker_life(rank: int, address: str, num_floats: int, optimizer: str, transport: str) -> Iterator[Measured]:
     """All steps are one call; parts peak and anonymous are bytes of this process."""
-    with joined_worker(address, rank, num_floats, optimizer, "raw", lane) as worker:
+    with joined_worker(address, rank, num_floats, optimizer, "raw", transport) as worker:
 
         def measured(count: int) -> Samples:
             for _ in range(_NUM_STEPS):
@@ -189,8 +189,8 @@ def _own_memory() -> Samples:
     return {name: [float(now[name])] for name in ("peak", "anonymous")}
 
 
-def _row(found: dict[str, float], parts: dict[str, float], body: int, bare: dict[str, float]) -> dict[str, Any]:
-    expected, model = sum(parts.values()) * body, found["peak"] - found["before"]
+def _row(found: dict[str, float], parts: dict[str, float], payload: int, bare: dict[str, float]) -> dict[str, Any]:
+    expected, model = sum(parts.values()) * payload, found["peak"] - found["before"]
     return {
         "before_mb": found["before"] / 1e6,
         "peak_mb": found["peak"] / 1e6,
@@ -200,17 +200,26 @@ def _row(found: dict[str, float], parts: dict[str, float], body: int, bare: dict
         "anonymous_mb": found["anonymous"] / 1e6,
         "shared_mb": found["shared"] / 1e6,
         "bare_worker_mb": bare["peak"] / 1e6,
-        "worker_copies": (found["worker_peak"] - bare["peak"]) / body,
-        "worker_anonymous_copies": (found["worker_anonymous"] - bare["anonymous"]) / body,
-        "expected_parts_mb": {name: count * body / 1e6 for name, count in parts.items()},
+        "worker_copies": (found["worker_peak"] - bare["peak"]) / payload,
+        "worker_anonymous_copies": (found["worker_anonymous"] - bare["anonymous"]) / payload,
+        "expected_parts_mb": {name: count * payload / 1e6 for name, count in parts.items()},
     }
 
 
 def _table(options: MemoryOptions, runs: list[dict[str, Any]]) -> RenderableType:
-    columns = ["mode, lane, workers", *_PARTS, "sum", "peak", "peak / sum", "anonymous", "shared", "worker's copies"]
+    columns = [
+        "mode, transport, workers",
+        *_PARTS,
+        "sum",
+        "peak",
+        "peak / sum",
+        "anonymous",
+        "shared",
+        "worker's copies",
+    ]
     rows = [
         [
-            f"{run['mode']}, {run['lane']}, {run['workers']}",
+            f"{run['mode']}, {run['transport']}, {run['workers']}",
             *(f"{run['expected_parts_mb'][part]:,.0f}" for part in _PARTS),
             *(f"{run[key]:,.0f}" for key in ("expected_mb", "model_mb")),
             f"{run['ratio']:.2f}",

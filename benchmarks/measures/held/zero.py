@@ -59,10 +59,10 @@ def _of_run(mb: int, stage: int, workers: int) -> dict[str, float]:
         team(workers, held_life, server.address, stage, workers, mb, port) as members,
     ):
         found = members.turns(_NUM_STEPS)
-    held = [{part: values[-1] / 1e6 for part, values in one.items()} for one in found]
-    most = {f"{part}_mb": max(one[part] for one in held) for part in (*HELD, "peak")}
-    most["least_peak_mb"] = min(one["peak"] for one in held)
-    return most | {"held_mb": max(sum(one[part] for part in HELD) for one in held)}
+    held = [{part: values[-1] / 1e6 for part, values in samples.items()} for samples in found]
+    most = {f"{part}_mb": max(number[part] for number in held) for part in (*HELD, "peak")}
+    most["least_peak_mb"] = min(number["peak"] for number in held)
+    return most | {"held_mb": max(sum(number[part] for part in HELD) for number in held)}
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def held_life(rank: int, address: str, stage: int, workers: int, mb: int, port: 
             for _ in range(count):
                 optimizer.zero_grad()
                 F.mse_loss(model(inputs), inputs).backward()
-                gradients = [one.grad for one in parameters if one.grad is not None]
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 found = {"parameters": _num_bytes(parameters), "gradients": _num_bytes(gradients)}
                 optimizer.step()
             states = [*inner.state.values(), *getattr(session._strategy, "_state", {}).values()]
@@ -126,8 +126,12 @@ def _model(mb: int) -> Any:
 
 def _num_bytes(tensors: Iterable[Any]) -> int:
     """Of what lies in this process."""
-    here = (one.to_local() if hasattr(one, "to_local") else one for one in tensors if hasattr(one, "dim") and one.dim())
-    return sum(one.numel() * one.itemsize for one in here)
+    here = (
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for tensor in tensors
+        if hasattr(tensor, "dim") and tensor.dim()
+    )
+    return sum(tensor.numel() * tensor.itemsize for tensor in here)
 
 
 def _table(options: ZeroOptions, runs: list[dict[str, Any]]) -> Any:

@@ -2,7 +2,7 @@
 
 A tensor of one dimension (a bias, a norm's scale), or a small one, is hardly any of the bytes and much of the result:
 it travels as bf16. Any other is cut into pieces of `piece` elements, in C order, the last one shorter; each piece is
-encoded by itself, from float32. Tensors are in the order of the body, each from a multiple of 8 bytes on. Pieces fit
+encoded by itself, from float32. Tensors are in the order of the payload, each from a multiple of 8 bytes on. Pieces fit
 into a core's cache, so that all that is done with one costs one pass over the memory.
 """
 
@@ -29,7 +29,8 @@ _MAX_VIEWS = 256  # of kept memory: making one takes as long as work on 10 KiB
 
 
 class Piece(NamedTuple):
-    """Elements of `dtype` that are encoded together: bytes [offset, offset_end) of a body, bytes [start, end) of what
+    """Elements of `dtype` that are encoded together: bytes [offset, offset_end) of a payload, bytes [start, end) of
+    what
     is sent."""
 
     dtype: torch.dtype
@@ -40,9 +41,9 @@ class Piece(NamedTuple):
     is_encoded: bool  # else it is bf16, or as it is where that is no longer
     rows: int  # of the whole tensor
 
-    def of_body(self, body: torch.Tensor) -> torch.Tensor:
+    def of_payload(self, payload: torch.Tensor) -> torch.Tensor:
         """[n] of `dtype` of uint8 [>= offset_end]; shares memory."""
-        return body[self.offset : self.offset_end].view(self.dtype)
+        return payload[self.offset : self.offset_end].view(self.dtype)
 
 
 class ByTensor(SelfContained):
@@ -91,18 +92,18 @@ class ByTensor(SelfContained):
     def encoded_bytes(self, layout: Layout) -> int:
         return max((piece.end for pieces in pieces_of(self, layout) for piece in pieces), default=0)
 
-    def encode(self, layout: Layout, body: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None:
         for pieces in pieces_of(self, layout):
             for piece in pieces:
-                self.write(piece, piece.of_body(body), out)
+                self.write(piece, piece.of_payload(payload), out)
 
-    def decode(self, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
+    def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
         for pieces in pieces_of(self, layout):
             for piece in pieces:
-                self.read(piece, encoded, piece.of_body(body))
+                self.read(piece, encoded, piece.of_payload(payload))
         for spec, offset, end in layout.entries if self.without else ():
             if spec.kind is Kind.PARAMETER and spec.name in self.without:
-                body[offset:end].zero_()
+                payload[offset:end].zero_()
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
         """`values` [n] of the piece's dtype, to its place in `out`, uint8 [encoded_bytes]."""
@@ -174,7 +175,7 @@ class PieceEncoder:
 
 @lru_cache(256)
 def only_rest(codec: ByTensor, without: frozenset[str]) -> ByTensor:
-    """The codec for bodies that have nothing of these tensors, such as other fragments'; the same one each time."""
+    """The codec for payloads that have nothing of these tensors, such as other fragments'; the same one each time."""
     if without == codec.without:
         return codec
     rest = copy.copy(codec)
@@ -184,7 +185,7 @@ def only_rest(codec: ByTensor, without: frozenset[str]) -> ByTensor:
 
 @lru_cache(256)  # asked for with every contribution
 def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
-    """Of every parameter, in the order of a body; none of those that are not sent."""
+    """Of every parameter, in the order of a payload; none of those that are not sent."""
     found: list[list[Piece]] = []
     at, last = 0, ""
     for spec, offset, end in layout.entries:

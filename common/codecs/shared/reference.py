@@ -1,4 +1,4 @@
-"""One body that a server and its workers move by the same encoded differences, so that all have the same bits.
+"""One payload that a server and its workers move by the same encoded differences, so that all have the same bits.
 
 The server moves it towards its weights, w: d = C(w - r) is what it sends, and r <- r + D(d). A worker does the second
 half with the bytes it gets. What a d leaves out is in the next w - r: nothing is kept for it (a preserved central
@@ -20,49 +20,55 @@ from .by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
 
 
 def moves_reference(codec: Codec | None) -> bool:
-    """Answers in it are differences of a reference, and not weights."""
+    """Replies in it are differences of a reference, and not weights."""
     return isinstance(codec, ByTensor) and not codec.takes_weights
 
 
 def approach(
-    codec: ByTensor, encoder: PieceEncoder, layout: Layout, weights: torch.Tensor, body: torch.Tensor, out: torch.Tensor
+    codec: ByTensor,
+    encoder: PieceEncoder,
+    layout: Layout,
+    weights: torch.Tensor,
+    payload: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
-    """The difference of `weights`, uint8 [>= exchange_bytes], to `body`, uint8 [exchange_bytes], into `out`, uint8
-    [body_bytes]; `body` is moved by what it decodes to, and takes the buffers. `encoder` is the codec's, the same each
+    """The difference of `weights`, uint8 [>= exchange_bytes], to `payload`, uint8 [exchange_bytes], into `out`, uint8
+    [payload_bytes]; `payload` is moved by what it decodes to, and takes the buffers. `encoder` is the codec's, the
+    same each
     time: what it remembers of earlier ones need not be known to decode."""
     for piece in _pieces(codec, layout):
-        here = piece.of_body(body)
-        left = torch.sub(piece.of_body(weights), here, out=ROOM.of("difference", here.shape, here.dtype))
+        here = piece.of_payload(payload)
+        left = torch.sub(piece.of_payload(weights), here, out=ROOM.of("difference", here.shape, here.dtype))
         encoder.write(piece, left, out)
         _move(codec, piece, out, here)
     encoder.commit()
     encoded_bytes, buffers = codec.encoded_bytes(layout), slice(layout.parameter_bytes, layout.exchange_bytes)
-    body[buffers].copy_(weights[buffers])
+    payload[buffers].copy_(weights[buffers])
     out[encoded_bytes:].copy_(weights[buffers])
 
 
-def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, body: torch.Tensor) -> None:
-    """As `approach`, with what it made. Refuses BAD_REQUEST what cannot be decoded; `body` is torn then."""
+def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
+    """As `approach`, with what it made. Refuses BAD_REQUEST what cannot be decoded; `payload` is torn then."""
     try:
         for piece in _pieces(codec, layout):
-            _move(codec, piece, encoded, piece.of_body(body))
+            _move(codec, piece, encoded, piece.of_payload(payload))
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {what}") from error
-    body[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[codec.encoded_bytes(layout) :])
+    payload[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[codec.encoded_bytes(layout) :])
 
 
-def check_sum(layout: Layout, body: torch.Tensor) -> int:
+def check_sum(layout: Layout, payload: torch.Tensor) -> int:
     """CRC-32 of the parameters."""
-    return zlib.crc32(as_bytes(body)[: layout.parameter_bytes])
+    return zlib.crc32(as_bytes(payload)[: layout.parameter_bytes])
 
 
-def distance(layout: Layout, weights: torch.Tensor, body: torch.Tensor) -> float:
+def distance(layout: Layout, weights: torch.Tensor, payload: torch.Tensor) -> float:
     """norm(weights - reference) / norm(weights), of the parameters; 0 where all weights are 0."""
     left = of = 0.0
     for run in layout.runs_of(Kind.PARAMETER):
         here = run.view(weights)
-        left += float((here - run.view(body)).double().norm()) ** 2
+        left += float((here - run.view(payload)).double().norm()) ** 2
         of += float(here.double().norm()) ** 2
     return math.sqrt(left / of) if of else 0.0
 

@@ -126,7 +126,7 @@ def _parameters(node: ast.AST | None) -> list[str] | None:
             return None
         if not bound["__init__"]:
             return []
-        make = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+        make = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if not isinstance(make, ast.FunctionDef) or make.args.kwarg is not None or make.decorator_list:
         return None
     return [argument.arg for argument in (*make.args.args[is_class:], *make.args.kwonlyargs)]

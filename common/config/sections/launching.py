@@ -159,7 +159,7 @@ class LaunchConfig(Section):
         False, description="copy the task file or script to every host that has workers"
     )
     ssh: str = Field("ssh", min_length=1, description="the ssh command, with options of your own")
-    connect_s: float = Field(10.0, gt=0, description="seconds a host has to answer")
+    connect_s: float = Field(10.0, gt=0, description="seconds a host has to reply")
     lost_after_s: float = Field(
         20.0, ge=5, description="seconds of silence until a host is lost and ends its processes"
     )

@@ -18,7 +18,7 @@ class PolicyConfig(Section):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    pipelined: Annotated[bool, Flag()] = Field(
+    delayed_update: Annotated[bool, Flag()] = Field(
         False,
         description="async, ssp, localsgd, diloco, async_diloco: workers compute the next step during the exchange",
     )

@@ -15,7 +15,7 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 Codec = Annotated[str, AfterValidator(CODECS.check)]
 CodecOrAuto = Annotated[str, AfterValidator(lambda name: name if name == AUTO else CODECS.check(name, AUTO))]
-Lane = Literal["shared", "direct", "grpc"]
+Transport = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
 ReachedOrNone = Annotated[str, AfterValidator(reached_or_none)]
@@ -83,10 +83,10 @@ class WorkerConfig(Section):
     codec: CodecOrAuto = Field(
         "raw", description="codec of contributions: bf16 and fp16 halve them, int8 is 1/3.9, q4 1/7.8; auto measures"
     )
-    answer_codec: Codec = Field(
+    reply_codec: Codec = Field(
         "raw", description="codec of the server's weights; workers compute on rounded weights, the server on exact ones"
     )
-    lanes: tuple[Lane, ...] = Field(
+    transports: tuple[Transport, ...] = Field(
         ("shared", "direct", "grpc"), description="how tensors travel: the first that is possible; grpc must be named"
     )
     max_mbit: float | None = Field(None, ge=1, description="most Mbit/s of tensors each way over the network")
@@ -116,25 +116,25 @@ class WorkerConfig(Section):
             )
         return zero
 
-    @field_validator("lanes", mode="before")
+    @field_validator("transports", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """`direct,grpc` is a list as well."""
         return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
-    @field_validator("lanes")
+    @field_validator("transports")
     @classmethod
-    def _are_possible(cls, lanes: tuple[Lane, ...]) -> tuple[Lane, ...]:
-        if "grpc" not in lanes:
+    def _are_possible(cls, transports: tuple[Transport, ...]) -> tuple[Transport, ...]:
+        if "grpc" not in transports:
             raise ValueError("grpc must be among them: a worker that can have none of the others goes over it")
-        if len(set(lanes)) < len(lanes):
-            raise ValueError(f"each once, got {', '.join(lanes)}")
-        return lanes
+        if len(set(transports)) < len(transports):
+            raise ValueError(f"each once, got {', '.join(transports)}")
+        return transports
 
     @property
-    def wanted_lanes(self) -> tuple[Lane, ...]:
+    def wanted_transports(self) -> tuple[Transport, ...]:
         """Down to the one that is always there."""
-        return self.lanes[: self.lanes.index("grpc") + 1]
+        return self.transports[: self.transports.index("grpc") + 1]
 
 
 class CheckpointConfig(Section):
@@ -189,4 +189,4 @@ class LimitsConfig(Section):
     state_bytes: int = Field(1 << 30, ge=1, description="size of what one worker's script remembers (session.state)")
     joins_per_s: float = Field(500.0, gt=0, description="joins taken in a second; more wait")
     upload_bytes_per_s: float | None = Field(None, gt=0, description="of one worker; none: any")
-    progress_s: float = Field(30.0, gt=0, description="an upload or an answer that does not move for so long is ended")
+    progress_s: float = Field(30.0, gt=0, description="an upload or an reply that does not move for so long is ended")

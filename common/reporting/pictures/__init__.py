@@ -100,7 +100,7 @@ def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = 
     names = list(dict.fromkeys(name for name, _ in curves))
     for name, points in curves:
         index = names.index(name)
-        label = _literal(name) if name not in [one.get_gid() for one in axes.lines] else None
+        label = _literal(name) if name not in [line.get_gid() for line in axes.lines] else None
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, color=_COLORS[index % len(_COLORS)], label=label, gid=name)
     for index, name in enumerate(names):

@@ -37,7 +37,9 @@ class Card:
         names = "".join(f"<th scope=col style='text-align:right'>{escape(name)}</th>" for name, _ in self.figures)
         values = "".join(f"<td style='text-align:right'>{escape(value)}</td>" for _, value in self.figures)
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        drawn = "".join(_picture(*one) for one in self.pictures if sum(len(points) for _, points in one[1]) > 1)
+        drawn = "".join(
+            _picture(*picture) for picture in self.pictures if sum(len(points) for _, points in picture[1]) > 1
+        )
         table = f"<table><tr>{names}</tr><tr>{values}</tr></table>" if self.figures else ""
         return f"<div><strong>{escape(self.title)}</strong>{table}{notes}{drawn}</div>"
 

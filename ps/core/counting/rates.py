@@ -41,7 +41,9 @@ class Rates:
         return self._of_rank.get(rank)
 
     def saved(self) -> dict[str, list[Any]]:
-        return {str(rank): [list(one.first), list(one.last), one.num_changes] for rank, one in self._of_rank.items()}
+        return {
+            str(rank): [list(item.first), list(item.last), item.num_changes] for rank, item in self._of_rank.items()
+        }
 
     def restore(self, saved: Any) -> None:
         """What is not there, or not what it should be, is not known."""
@@ -58,4 +60,4 @@ def rate_of(group: dict[str, Any]) -> float:
 
 
 def _are_rates(found: list[Any]) -> bool:
-    return all(type(one) in (int, float) and math.isfinite(one) for one in found)
+    return all(type(item) in (int, float) and math.isfinite(item) for item in found)

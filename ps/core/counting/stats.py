@@ -81,12 +81,12 @@ class WorkerStats:
         self.residual_lost += self.residual
         self.residual, self.residuals_told, self.residual_told = 0.0, 0, 0.0
 
-    def note_residual(self, told: ResidualInfo) -> None:
+    def note_residual(self, residual_info: ResidualInfo) -> None:
         """Take the residual's norm from the worker, and add what was lost since the worker said it last."""
-        norm, lost = told.norm, told.lost_norm if 0 < told.lost_norm < math.inf else 0.0
-        self.residuals_lost += max(0, told.num_lost - self.residuals_told)
+        norm, lost = residual_info.norm, residual_info.lost_norm if 0 < residual_info.lost_norm < math.inf else 0.0
+        self.residuals_lost += max(0, residual_info.num_lost - self.residuals_told)
         self.residual_lost += max(0.0, lost - self.residual_told)
-        self.residual, self.residuals_told = norm if 0 < norm < math.inf else 0.0, told.num_lost
+        self.residual, self.residuals_told = norm if 0 < norm < math.inf else 0.0, residual_info.num_lost
         self.residual_told = lost
 
     def exchange_s(self, incarnation: int) -> float:
@@ -98,7 +98,7 @@ class WorkerStats:
 
     def saved(self, num_open: int) -> dict[str, int | float]:
         """What a snapshot keeps; contributions that no version holds yet are not counted."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_SAVED}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
         staleness_sum = self.staleness_sum - sum(self.newest_staleness(num_open))
         newest = [samples for _, samples, _, _ in self._newest(num_open)]
         training_steps = self.training_steps - sum(steps for *_, steps in self._newest(num_open))
@@ -119,7 +119,7 @@ class WorkerStats:
     def restored(cls, rank: int, values: dict[str, Any]) -> WorkerStats:
         """From what a snapshot kept; what is not there, or not what it should be, is counted from zero."""
         known = {name: value for name, value in values.items() if type(value) in (int, float)}
-        names = {one.name for one in fields(cls)} - _NOT_SAVED
+        names = {field.name for field in fields(cls)} - _NOT_SAVED
         known.setdefault("training_steps", known.get("steps", 0))  # older snapshots say no more
         return cls(rank, known.get("steps", 0), **{name: known[name] for name in names & known.keys()})
 

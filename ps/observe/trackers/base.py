@@ -91,7 +91,7 @@ class TrackerSink(Sink):
                     self._tracker.log(status.step, _finite(figures_of(status)))
             case Evaluated():
                 self._start(fact.step)
-                self._tracker.log(fact.step, _finite({f"eval/{name}": one for name, one in fact.figures.items()}))
+                self._tracker.log(fact.step, _finite({f"eval/{name}": figure for name, figure in fact.figures.items()}))
 
     def _start(self, step: int) -> None:
         """With the first figures, and in the sink's thread: one that takes seconds to connect holds up nobody."""

@@ -18,7 +18,8 @@ come one by one are momentum by themselves.
     delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `common/tensors/delayed.py`), by
              what the weights moved since. A round of k deltas takes c k of it, the one with the N-th what is left of 1
 
-Pipelined, workers go on while what they sent is exchanged, as in diloco (`diloco.py`); a worker is told how many steps
+DelayedUpdate, workers go on while what they sent is exchanged, as in diloco (`diloco.py`); a worker is told how many
+steps
 to take while it takes others already, so that goes for those after them, and it says how many it took.
 
 Every worker takes all training steps of the run, so its contributions differ in number from others'.
@@ -37,7 +38,7 @@ from pydantic import Field, model_validator
 from ....common.config.option import Flag
 from ....common.kinds import ContributionKind
 from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Policy
-from ..shared.decisions import Answer, Merge, Outer
+from ..shared.decisions import Merge, Outer, Reply
 from ..shared.standing import Standing
 from .diloco import OuterOptions, OverlapOptions
 
@@ -134,7 +135,7 @@ class AsyncDilocoPolicy(Policy):
     Options = AsyncDilocoOptions
     options: AsyncDilocoOptions
     kind = ContributionKind.DELTA
-    may_pipeline = True
+    may_delay_update = True
     may_scale = True
 
     def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
@@ -145,8 +146,10 @@ class AsyncDilocoPolicy(Policy):
         self._since_moved = 0  # deltas in commits since the delayed momentum moved
         self._opened_at = self._closes_at = 0.0
         self._missing: dict[int, None] = {}  # live ranks that take more steps and are not in the round
-        self._answered: dict[int, tuple[float, int]] = {}  # since when it computes, how many steps it was told to take
-        self._handed_over: dict[int, float] = {}  # pipelined: when its newest contribution came, with which it went on
+        self._replied: dict[int, tuple[float, int]] = {}  # since when it computes, how many steps it was told to take
+        self._handed_over: dict[
+            int, float
+        ] = {}  # delayed_update: when its newest contribution came, with which it went on
         self._speeds, self._weights = Speeds(), Weights()
         self._by_steps, self._placed = Standing(), dict[int, int]()  # live ranks by training steps done
 
@@ -181,7 +184,7 @@ class AsyncDilocoPolicy(Policy):
         return most if most < wanted else wanted
 
     def told_steps(self, rank: int) -> int | None:
-        return self._answered[rank][1] if rank in self._answered else None
+        return self._replied[rank][1] if rank in self._replied else None
 
     @property
     def min_steps_done(self) -> int:
@@ -226,7 +229,7 @@ class AsyncDilocoPolicy(Policy):
         """What it contributed stays in the round; who comes back may be another machine."""
         self._unplace(rank)
         self._missing.pop(rank, None)
-        self._answered.pop(rank, None)
+        self._replied.pop(rank, None)
         self._handed_over.pop(rank, None)
         self._speeds.forget(rank)
         self._weights.forget(rank)
@@ -240,17 +243,17 @@ class AsyncDilocoPolicy(Policy):
     def _settle(self, now: float) -> list[Decision]:
         decisions = super()._settle(now)
         for decision in decisions:
-            if isinstance(decision, Answer):
+            if isinstance(decision, Reply):
                 began_at = self._handed_over.pop(decision.rank, now)
-                self._answered[decision.rank] = began_at, self.next_local_steps(decision.rank)
+                self._replied[decision.rank] = began_at, self.next_local_steps(decision.rank)
         return decisions
 
     # ---- rounds -------------------------------------------------------------------------------
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank = member.rank
-        answered = self._answered.pop(rank, None)
-        answered_at, told = answered if answered is not None else (now, self.next_local_steps(rank))
+        replied = self._replied.pop(rank, None)
+        replied_at, told = replied if replied is not None else (now, self.next_local_steps(rank))
         num_steps = contribution.counts.num_training_steps
         steps = told if num_steps is None else num_steps
         self._count(member)
@@ -258,9 +261,9 @@ class AsyncDilocoPolicy(Policy):
         self._offsets[rank] = self._offsets.get(rank, self._offset) - (self.local_steps - steps)
         self._place(rank)
         self._missing.pop(rank, None)
-        if self.common.pipelined:
+        if self.common.delayed_update:
             self._handed_over[rank] = now
-        if steps and (took_s := round(contribution.timing.compute_s, 6) or now - answered_at) > 0:
+        if steps and (took_s := round(contribution.timing.compute_s, 6) or now - replied_at) > 0:
             self._speeds.measured(rank, steps / took_s)
         weight = self._weight(contribution)
         if self.common.weighting == "samples":
@@ -268,7 +271,7 @@ class AsyncDilocoPolicy(Policy):
         self._weights.put(rank, weight)
         self._opened_at = self._opened_at if self._round else now
         self._round[rank], self._open_steps[rank] = weight, steps
-        self._took_s += now - answered_at
+        self._took_s += now - replied_at
         if len(self._round) == self.options.quorum:
             took_s, waited_s = self._took_s / len(self._round), now - self._opened_at
             self._closes_at = now + min(max(self.options.grace * (took_s - waited_s), 0.0), self.options.grace_cap_s)

@@ -7,7 +7,7 @@ weighted by samples, the server's own *outer* optimizer, Nesterov's of torch.opt
     buf <- mu buf + D;   weights <- weights - lr (D + mu buf)
 
 and every worker goes on from the new weights; its own optimizer (AdamW, say), with what that remembers, stays with it.
-With lr 1 and mu 0 it is localsgd, also where it is pipelined. A persistent direction is multiplied by up to
+With lr 1 and mu 0 it is localsgd, also where it is delayed_update. A persistent direction is multiplied by up to
 1 + mu / (1 - mu), which many rounds make good and few do not: measured, mu 0.9 is worse than plain averaging in runs of
 24 to 96 rounds, and 0.5 better.
 
@@ -15,7 +15,7 @@ In P fragments (Streaming DiLoCo, arXiv:2501.18512) a round is H / P steps and e
 that of number version mod P; the others go on locally. Each still is exchanged every H steps, and has its own buf. The
 last round of a run exchanges all.
 
-Pipelined, workers go on while what they sent is exchanged, and after tau = `overlap_steps` local steps put both
+DelayedUpdate, workers go on while what they sent is exchanged, and after tau = `overlap_steps` local steps put both
 together:
 
     shift   weights <- new + (weights now - weights at sending)
@@ -67,17 +67,17 @@ def _alpha(value: float) -> float:
 
 
 class OverlapOptions(Section):
-    """Of local steps that go on during an exchange (policy.pipelined)."""
+    """Of local steps that go on during an exchange (policy.delayed_update)."""
 
     overlap_steps: int | None = Field(
         None,
         ge=1,
-        description="diloco, async_diloco, pipelined: local steps during an exchange, after which its weights are "
+        description="diloco, async_diloco, delayed_update: local steps during an exchange, after which its weights are "
         "taken, at most local_steps / fragments; none: as many",
     )
     merge: Literal["shift", "blend"] = Field(
         "shift",
-        description="diloco, async_diloco, pipelined: weights after those steps: new + own steps meanwhile, or "
+        description="diloco, async_diloco, delayed_update: weights after those steps: new + own steps meanwhile, or "
         "merge_alpha own + the rest new",
     )
     merge_alpha: Annotated[float, AfterValidator(_alpha)] = Field(
@@ -109,7 +109,7 @@ class DilocoPolicy(RoundPolicy):
     options: DilocoOptions
     kind = ContributionKind.DELTA
     may_aggregate = True
-    may_pipeline = True
+    may_delay_update = True
 
     @classmethod
     def told(cls, options: DilocoOptions) -> str:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 
 class Outcome(Enum):
-    """What became of a contribution, with the sentence that an answer says; names are those of Answer.Outcome in the
+    """What became of a contribution, with the sentence that an reply says; names are those of Reply.Outcome in the
     proto."""
 
     START = "start from these weights"
@@ -95,7 +95,7 @@ class Commit:
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """Let `rank` go on, with the newest weights."""
 
     rank: int
@@ -112,4 +112,4 @@ class Refuse:
     reason: str
 
 
-Decision = Fold | Discard | Wait | Accept | Commit | Answer | Refuse
+Decision = Fold | Discard | Wait | Accept | Commit | Reply | Refuse

@@ -6,7 +6,7 @@ A gradient's staleness tau is the number of versions made since the weights it w
              (1 + tau)^-1/2 (FedAsync, Xie et al. 2019)
     cut      at tau or later it is dropped, and its worker goes on from fresh weights (Ringmaster ASGD)
     compensation  it is moved to the weights of now by what it tells of how it changes with them (DC-ASGD:
-             `ps/tensors/answers/delivered.py`)
+             `ps/tensors/replies/delivered.py`)
     momentum N workers that step one by one are a momentum of 1 - 1/N by themselves (Mitliagkas et al. 2016), so of the
              mu that was asked for max(0, 1 - N (1 - mu)) is left: 0.9 is 0.6 with 4 workers, and none from 10 on.
              Beyond that there is none to take away, and with more than MANY live workers the scale is polynomial where

@@ -22,7 +22,7 @@ class Common:
     min_workers: int = 1  # with fewer, training holds
     max_staged: int | None = None  # uploads that lie in memory at once; None: one of each worker may
     weighting: Literal["samples", "equal"] = "samples"
-    pipelined: bool = False  # workers compute their next contribution while an exchange is in flight
+    delayed_update: bool = False  # workers compute their next contribution while an exchange is in flight
     leaves_out: bool = False  # a codec of the run's does, more than weights themselves survive
     keeps_most: bool = False  # contributions' does for later, which outer momentum would add up
 
@@ -32,7 +32,7 @@ class Member:
     """A live worker."""
 
     rank: int
-    pending: Outcome | None = None  # what it will be answered with; None: it computes
+    pending: Outcome | None = None  # what it will be replied to with; None: it computes
     is_away: bool = False  # its connection is lost: what is pending stays so until it asks again
     is_fresh: bool = True  # nothing contributed since it was let in
 

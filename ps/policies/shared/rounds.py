@@ -100,7 +100,7 @@ class RoundPolicy(Policy):
             self._part if self._weights else contribution.counts.part
         )
         if not is_of_round:
-            self._owe(member, Outcome.DROPPED)  # answered by _settle, so not while training holds
+            self._owe(member, Outcome.DROPPED)  # replied by _settle, so not while training holds
             return [Discard(member.rank)]
         self._count(member)
         self._continues = contribution.counts.continues_step and (self._continues or not self._weights)
@@ -211,8 +211,8 @@ class RoundPolicy(Policy):
         if timeout_s is not None and self._opened_at is not None and now - self._opened_at >= timeout_s:
             return f"{contributed} contributed within {timeout_s:g} s, rank {names(self._missing)} did not"
         if self._deadline is not None and self._deadline.has_passed(self._missing, now):
-            told = f"{contributed} contributed within {self._deadline.after_s:.3g} s (policy.straggler_mad)"
-            return f"{told}, rank {names(self._missing)} did not"
+            message = f"{contributed} contributed within {self._deadline.after_s:.3g} s (policy.straggler_mad)"
+            return f"{message}, rank {names(self._missing)} did not"
         return None
 
     def _num_in_round(self) -> int:

@@ -1,4 +1,4 @@
-"""Who waits for an answer, and whose gate is to be asked when: nobody is asked again before it can have opened."""
+"""Who waits for an reply, and whose gate is to be asked when: nobody is asked again before it can have opened."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Closed(NamedTuple):
 
 @dataclass
 class Waiting:
-    """Ranks with an answer pending that would reach them."""
+    """Ranks with an reply pending that would reach them."""
 
     ranks: set[int] = field(default_factory=set)
     _to_ask: set[int] = field(default_factory=set)  # whose gate is asked after this event, or this hold
     _until: dict[int, set[int]] = field(default_factory=dict)  # who is asked again when progress has come there;
-    _bounds: list[int] = field(default_factory=list)  # a heap of those. Some may have been answered, or have left
+    _bounds: list[int] = field(default_factory=list)  # a heap of those. Some may have been replied, or have left
 
     def add(self, rank: int) -> None:
         self.ranks.add(rank)

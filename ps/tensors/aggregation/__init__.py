@@ -1,1 +1,1 @@
-"""How the contributions of a round become one body: one file, one way."""
+"""How the contributions of a round become one payload: one file, one way."""

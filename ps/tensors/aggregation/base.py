@@ -1,10 +1,11 @@
-"""What every aggregation shares: the bodies of the round that is open, and how buffers are averaged.
+"""What every aggregation shares: the payloads of the round that is open, and how buffers are averaged.
 
-    fold(body, weight, rank) ... fold(body, weight, rank)       as contributions come
+    fold(payload, weight, rank) ... fold(payload, weight, rank)       as contributions come
     complete(window), for every window; close()                 at the commit
 
-The first body of a round becomes the result, without a copy. A file in this folder is an aggregation,
-named by its `ENTRY`; it says what to do with a body after the first (`_add`: keep it until the commit) and how a window
+The first payload of a round becomes the result, without a copy. A file in this folder is an aggregation,
+named by its `ENTRY`; it says what to do with a payload after the first (`_add`: keep it until the commit) and how a
+window
 of the result is made (`complete`: as a weighted mean). All of it runs on the tensor thread.
 """
 
@@ -22,16 +23,17 @@ Buffers = Literal["average", "lowest_rank", "keep"]
 
 
 class Kept(NamedTuple):
-    """A body that waits to be taken into the result, its share of the mean of those up to it, and whether its rank is
+    """A payload that waits to be taken into the result, its share of the mean of those up to it, and whether its rank
+    is
     the lowest so far, whose buffers are taken where no mean is made of them."""
 
-    body: torch.Tensor
+    payload: torch.Tensor
     share: float
     is_lowest: bool
 
 
 class Aggregator:
-    """Makes one body, uint8 [exchange_bytes], of those folded in a round.
+    """Makes one payload, uint8 [exchange_bytes], of those folded in a round.
 
     `trim` is policy.trim, for those that read it. `result` is None while nothing is folded; its bytes in a
     window are right once the window is complete. `lowest_rank` is the lowest that was folded.
@@ -58,22 +60,22 @@ class Aggregator:
         """Contributions of a round with fewer of which it withstands less than it says."""
         return 1
 
-    def fold(self, body: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
-        """Take a contribution; returns bodies that may be reused at once.
+    def fold(self, payload: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
+        """Take a contribution; returns payloads that may be reused at once.
 
-        A body that may be kept is read again at the commit, when its windows pass through the cache anyway.
+        A payload that may be kept is read again at the commit, when its windows pass through the cache anyway.
         """
         self.num_folded += 1
         self._weight += weight
         # Of a rank that contributed twice the newer one counts.
         is_lowest, self.lowest_rank = rank <= self.lowest_rank, min(rank, self.lowest_rank)
         if self.result is None:
-            self.result = body
+            self.result = payload
             return []
-        return self._add(Kept(body, weight / self._weight, is_lowest), may_keep)
+        return self._add(Kept(payload, weight / self._weight, is_lowest), may_keep)
 
     def _add(self, kept: Kept, may_keep: bool) -> list[torch.Tensor]:
-        """Take in one more body after the first; returns bodies that may be reused at once."""
+        """Take in one more payload after the first; returns payloads that may be reused at once."""
         self._kept.append(kept)
         return []
 
@@ -84,15 +86,15 @@ class Aggregator:
                 self._blend(piece, kept)
 
     @property
-    def bodies(self) -> list[torch.Tensor]:
+    def payloads(self) -> list[torch.Tensor]:
         """All that are held, the result first."""
-        return [] if self.result is None else [self.result, *(kept.body for kept in self._kept)]
+        return [] if self.result is None else [self.result, *(kept.payload for kept in self._kept)]
 
     def close(self) -> list[torch.Tensor]:
-        """End the round; returns bodies that may be reused, the result's first."""
-        bodies = self.bodies
+        """End the round; returns payloads that may be reused, the result's first."""
+        payloads = self.payloads
         self._reset()
-        return bodies
+        return payloads
 
     def _blend(self, piece: FlatRun, kept: Kept) -> None:
         """One more value into a weighted mean: mean += (x - mean) w / (sum of weights so far).
@@ -102,8 +104,8 @@ class Aggregator:
         assert self.result is not None
         view = self._view
         if self.sums and piece.kind is Kind.PARAMETER:
-            view(piece, self.result).add_(view(piece, kept.body))
+            view(piece, self.result).add_(view(piece, kept.payload))
         elif piece.is_averaged and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
-            view(piece, self.result).lerp_(view(piece, kept.body), kept.share)
+            view(piece, self.result).lerp_(view(piece, kept.payload), kept.share)
         elif kept.is_lowest:
-            view(piece, self.result).copy_(view(piece, kept.body))
+            view(piece, self.result).copy_(view(piece, kept.payload))

@@ -17,7 +17,7 @@ class Direction:
 
     def __init__(self, windows: list[Window], view: View) -> None:
         self._view = view
-        self._pieces = [[one for one in window.pieces if one.kind is Kind.PARAMETER] for window in windows]
+        self._pieces = [[piece for piece in window.pieces if piece.kind is Kind.PARAMETER] for window in windows]
         num_elements = sum(piece.num_elements for pieces in self._pieces for piece in pieces)
         self._stride = -(-num_elements // _MAX_SAMPLED)
         self._before: dict[

@@ -1,6 +1,6 @@
 """The weighted mean: the exact gradient of all samples, which one worker that lies moves as far as it likes.
 
-At most one body waits to be taken in, so memory does not grow with the number of workers.
+At most one payload waits to be taken in, so memory does not grow with the number of workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Mean(Aggregator):
         return reusable if may_keep else reusable + self._take_in()
 
     def _take_in(self) -> list[torch.Tensor]:
-        reusable = [kept.body for kept in self._kept]
+        reusable = [kept.payload for kept in self._kept]
         if reusable:
             for window in self._windows:
                 self.complete(window)

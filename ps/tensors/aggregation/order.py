@@ -1,7 +1,7 @@
 """What median and trimmed mean share: every element's values in order, the outermost left out.
 
 The workers' numbers of samples play no part for parameters: a weight is what a liar would lie about next.
-Buffers are averaged as ever. All bodies of a round are kept until the commit, so memory is one body a worker.
+Buffers are averaged as ever. All payloads of a round are kept until the commit, so memory is one payload a worker.
 
 Where fewer have contributed than leaving out so many needs, as many are left out as leave one or two,
 which is the median: it withstands what a round of that size can.
@@ -18,7 +18,7 @@ from ....common.tensors.layout import FlatRun, Kind
 from ..windows import Window
 from .base import Aggregator
 
-# Of each body at a time, so that those of 16 workers stay in the cache. Measured on 4 MiB windows, 5 workers, one
+# Of each payload at a time, so that those of 16 workers stay in the cache. Measured on 4 MiB windows, 5 workers, one
 # thread: 16 KiB 10.0 ms, 64 KiB 3.9, 128 KiB 3.2, 256 KiB 3.0; 16 workers: 51, 23, 17.8, 19.3. torch.sort: 59, 408.
 _CHUNK_BYTES = 128 << 10
 
@@ -39,7 +39,7 @@ class OrderAggregator(Aggregator):
                     self._blend(piece, kept)
 
     def _order(self, piece: FlatRun) -> None:
-        values = [self._view(piece, body) for body in self.bodies]
+        values = [self._view(piece, payload) for payload in self.payloads]
         count = len(values)
         if count == 1:
             return
@@ -49,7 +49,7 @@ class OrderAggregator(Aggregator):
         rows = torch.empty(count + 1, size, dtype=piece.dtype)
         for start in range(0, piece.num_elements, size):
             chunks = [value[start : start + size] for value in values]
-            mean_of_equals(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=chunks[0])
+            mean_of_peers(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=chunks[0])
 
 
 def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Ten
     return ordered
 
 
-def mean_of_equals(rows: list[torch.Tensor], out: torch.Tensor) -> None:
+def mean_of_peers(rows: list[torch.Tensor], out: torch.Tensor) -> None:
     """The unweighted mean of rows [m], the first of which is overwritten. Sums of large values do not overflow."""
     mean = rows[0]
     for count, row in enumerate(rows[1:], start=2):

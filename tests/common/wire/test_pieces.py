@@ -1,4 +1,4 @@
-"""Pieces of a body, in any order: no byte twice, none past the end."""
+"""Pieces of a payload, in any order: no byte twice, none past the end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from paramserver.common.errors import ParamServerError
 from paramserver.common.wire.frames import (
     MAX_DATA_BYTES,
-    BodyReader,
     Frame,
-    body_frames,
+    PayloadReader,
     left_out_frame,
     parse,
+    payload_frames,
     without_zeros,
 )
 from paramserver.proto import parameter_server_pb2 as pb
@@ -40,9 +40,9 @@ def placed(offset: int, num_bytes: int) -> Frame:
         ([piece(4, 4), piece(0, 5)], "at 0..5"),
         ([piece(4, 4), piece(5, 1)], "at 5..6"),
         ([piece(0, 2), piece(6, 2), piece(0, 8)], "at 0..8"),
-        ([piece(0, 11)], "of a body of 10 bytes"),
-        ([piece(0, 8), piece(8, 3)], "of a body of 10 bytes"),
-        ([piece(8, 2), piece(10, 1)], "of a body of 10 bytes"),
+        ([piece(0, 11)], "of a payload of 10 bytes"),
+        ([piece(0, 8), piece(8, 3)], "of a payload of 10 bytes"),
+        ([piece(8, 2), piece(10, 1)], "of a payload of 10 bytes"),
         ([piece(2**64 - 1, 4)], "goes past the end"),
         ([piece(0, 4), piece(4, 0)], "an empty piece"),
         ([piece(0, 0)], "an empty piece"),
@@ -57,7 +57,7 @@ def test_pieces_out_of_place_are_refused(pieces: list[Frame], says: str) -> None
         assert offset + len(data) <= 10
         written[offset : offset + len(data)] = b"x" * len(data)
 
-    reader = BodyReader(10, write)
+    reader = PayloadReader(10, write)
     for fitting in pieces[:-1]:
         reader.feed(fitting)
     before, received = bytes(written), reader.received
@@ -71,17 +71,17 @@ def left_out(offset: int, num_bytes: int) -> Frame:
 
 def test_what_is_left_out_is_zeros_or_what_is_here_already() -> None:
     written = bytearray(b"x" * 10)
-    reader = BodyReader(10, lambda at, data: written.__setitem__(slice(at, at + len(data)), data))
+    reader = PayloadReader(10, lambda at, data: written.__setitem__(slice(at, at + len(data)), data))
     reader.feed(left_out(3, 4))
     refused_as_bad_request(lambda: reader.feed(left_out(6, 2)))
     refused_as_bad_request(lambda: reader.feed(Frame(None, None, 0, memoryview(b"ab"), left_out=2)))
     refused_as_bad_request(lambda: reader.feed(Frame(None, None, 0, memoryview(b""), 2, 2)))
     reader.feed(left_out(0, 3))
     assert bytes(written) == b"\0" * 7 + b"xxx"
-    reader = BodyReader(3 * MAX_DATA_BYTES, lambda *_: None)
+    reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None)
     assert "at most" in refused_as_bad_request(lambda: reader.feed(left_out(0, MAX_DATA_BYTES + 1)))
     told: list[tuple[int, int]] = []
-    reader = BodyReader(3 * MAX_DATA_BYTES, lambda *_: None, leave=lambda *of: told.append(of))
+    reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None, leave=lambda *of: told.append(of))
     reader.feed(left_out(0, 3 * MAX_DATA_BYTES))
     assert reader.is_complete
     assert told == [(0, 3 * MAX_DATA_BYTES)]
@@ -94,19 +94,19 @@ def test_what_is_left_out_is_zeros_or_what_is_here_already() -> None:
 @settings(max_examples=15, deadline=None)
 def test_zeros_are_found_and_the_rest_arrives(stretches: list[tuple[int, bool]], offset: int) -> None:
     pieces = [memoryview(bytes(num_bytes) if is_zero else b"\0x" * num_bytes) for num_bytes, is_zero in stretches]
-    body = b"".join(pieces)
-    found, sent = bytearray(b"y" * len(body)), 0
-    reader = BodyReader(
-        offset + len(body), lambda at, data: found.__setitem__(slice(at - offset, at - offset + len(data)), data)
+    payload = b"".join(pieces)
+    found, sent = bytearray(b"y" * len(payload)), 0
+    reader = PayloadReader(
+        offset + len(payload), lambda at, data: found.__setitem__(slice(at - offset, at - offset + len(data)), data)
     )
     if offset:
         reader._cover(0, offset)
     for at, parts, num_zeros in without_zeros(pieces, offset):
-        raws = body_frames(parts, at) if parts else [left_out_frame(at, num_zeros)]
+        raws = payload_frames(parts, at) if parts else [left_out_frame(at, num_zeros)]
         for raw in raws:
             sent += len(raw)
             reader.feed(parse(pb.WorkerMessage, raw))
-    assert bytes(found) == body
+    assert bytes(found) == payload
     assert sent <= sum(len(piece) for piece in pieces if any(piece[:2])) + len(pieces) * (1 << 19) + 1000
 
 
@@ -115,7 +115,7 @@ def test_zeros_are_found_and_the_rest_arrives(stretches: list[tuple[int, bool]],
 )
 def test_placed_pieces_are_held_to_the_same_rules(wrong: Frame) -> None:
     told: list[tuple[int, int]] = []
-    reader = BodyReader(10, lambda *_: pytest.fail("nothing came by message"), lambda *piece: told.append(piece))
+    reader = PayloadReader(10, lambda *_: pytest.fail("nothing came by message"), lambda *piece: told.append(piece))
     reader.feed(placed(0, 4))
     refused_as_bad_request(lambda: reader.feed(wrong))
     reader.feed(placed(4, 6))
@@ -124,21 +124,21 @@ def test_placed_pieces_are_held_to_the_same_rules(wrong: Frame) -> None:
 
 
 def test_a_piece_above_the_limit_is_refused() -> None:
-    reader = BodyReader(3 * MAX_DATA_BYTES, lambda *_: None)
+    reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None)
     reader.feed(piece(0, MAX_DATA_BYTES))
     assert "at most" in refused_as_bad_request(lambda: reader.feed(piece(MAX_DATA_BYTES, MAX_DATA_BYTES + 1)))
 
 
 def test_a_header_may_come_without_data() -> None:
-    reader = BodyReader(10, lambda *_: None)
+    reader = PayloadReader(10, lambda *_: None)
     reader.feed(piece(0, 0, kind="contribution"))
     assert not reader.is_complete
     reader.feed(piece(0, 10))
     assert reader.is_complete
 
 
-def test_an_empty_body_is_complete_at_once() -> None:
-    reader = BodyReader(0, lambda *_: pytest.fail("nothing to write"))
+def test_an_empty_payload_is_complete_at_once() -> None:
+    reader = PayloadReader(0, lambda *_: pytest.fail("nothing to write"))
     reader.feed(piece(0, 0, kind="contribution"))
     assert reader.is_complete
     refused_as_bad_request(lambda: reader.feed(piece(0, 1)))
@@ -151,28 +151,28 @@ def test_an_empty_body_is_complete_at_once() -> None:
     ),
 )
 @settings(max_examples=300, deadline=None)
-def test_whatever_comes_the_body_is_whole_or_refused(num_bytes: int, attempts: list[tuple[int, int, bool]]) -> None:
+def test_whatever_comes_the_payload_is_whole_or_refused(num_bytes: int, attempts: list[tuple[int, int, bool]]) -> None:
     """A model of the receiver: every byte is written once, in any order, none past the end."""
-    body = bytes(range(num_bytes))
+    payload = bytes(range(num_bytes))
     written: dict[int, int] = {}
 
-    def write(offset: int, piece_of_body: memoryview) -> None:
-        written.update(enumerate(piece_of_body, offset))
+    def write(offset: int, piece_of_payload: memoryview) -> None:
+        written.update(enumerate(piece_of_payload, offset))
 
     def place(offset: int, length: int) -> None:
-        write(offset, memoryview(body)[offset : offset + length])
+        write(offset, memoryview(payload)[offset : offset + length])
 
-    reader = BodyReader(num_bytes, write, place)
+    reader = PayloadReader(num_bytes, write, place)
     for offset, length, is_placed in [*attempts, *((at, 1, False) for at in range(num_bytes))]:
         fits = length > 0 and offset + length <= num_bytes and written.keys().isdisjoint(range(offset, offset + length))
         before = dict(written)
-        content = (body + b"zzz")[offset : offset + length].ljust(length, b"z")
+        content = (payload + b"zzz")[offset : offset + length].ljust(length, b"z")
         with contextlib.nullcontext() if fits else pytest.raises(ParamServerError):
             reader.feed(placed(offset, length) if is_placed else Frame(None, None, offset, memoryview(content)))
         assert len(written) == reader.received
         assert fits or written == before
     assert reader.is_complete
-    assert bytes(value for _, value in sorted(written.items())) == body
+    assert bytes(value for _, value in sorted(written.items())) == payload
 
 
 @given(data=st.data(), cuts=st.lists(st.integers(1, 999), unique=True, max_size=40))
@@ -181,7 +181,7 @@ def test_pieces_may_come_in_any_order(data: st.DataObject, cuts: list[int]) -> N
     """Whole exactly once: not before the last piece, whichever that is, and nothing fits afterwards."""
     borders = [0, *sorted(cuts), 1000]
     pieces = data.draw(st.permutations(list(itertools.pairwise(borders))))
-    reader = BodyReader(1000, lambda *_: None)
+    reader = PayloadReader(1000, lambda *_: None)
     for start, end in pieces:
         assert not reader.is_complete
         reader.feed(piece(start, end - start))
@@ -190,9 +190,9 @@ def test_pieces_may_come_in_any_order(data: st.DataObject, cuts: list[int]) -> N
     assert reader.is_complete
 
 
-def test_a_body_in_dust_is_refused_before_it_costs_memory() -> None:
+def test_a_payload_in_dust_is_refused_before_it_costs_memory() -> None:
     """Every other byte: nothing joins. In order, the same small pieces are fine."""
-    reader = BodyReader(1 << 20, lambda *_: None)
+    reader = PayloadReader(1 << 20, lambda *_: None)
 
     def scatter() -> None:
         for at in range(0, 1 << 20, 2):
@@ -200,7 +200,7 @@ def test_a_body_in_dust_is_refused_before_it_costs_memory() -> None:
 
     refused_as_bad_request(scatter)
     assert 1000 < reader.received < 10_000
-    reader = BodyReader(1 << 14, lambda *_: None)
+    reader = PayloadReader(1 << 14, lambda *_: None)
     for at in range(1 << 14):
         reader.feed(piece(at, 1))
     assert reader.is_complete

@@ -46,12 +46,12 @@ for line in sys.stdin:
                 reply = {field.name: value for field, value in held["segment"].address.ListFields()}
             case "open":
                 held["segment"] = open_segment(pb.Segment(**order["address"]))
-                reply = held["segment"].body.numel()
+                reply = held["segment"].payload.numel()
             case "fill":
-                held["segment"].body.fill_(order["value"])
+                held["segment"].payload.fill_(order["value"])
                 reply = order["value"]
             case "first":
-                reply = held["segment"].body[0].item()
+                reply = held["segment"].payload[0].item()
             case "close":
                 reply = held["segment"].close()
             case "become":
@@ -122,7 +122,7 @@ def test_two_processes_see_the_same_bytes(child: Child) -> None:
     mine = new_segment(NUM_BYTES)
     assert child.order("open", address=fields_of(address_of(mine))) == NUM_BYTES
     child.order("fill", value=7)
-    assert mine.body.unique().tolist() == [7]
+    assert mine.payload.unique().tolist() == [7]
     mine.bytes[0] = 9
     assert child.order("first") == 9
     theirs = open_segment(pb.Segment(**child.order("make", num_bytes=4096)))
@@ -137,14 +137,14 @@ def test_memory_outlives_its_owner_and_then_goes(child: Child) -> None:
     child.order("fill", value=5)
     assert holders(address.label) == sorted([os.getpid(), child.popen.pid])
     child.kill()
-    assert segment.body.unique().tolist() == [5]
+    assert segment.payload.unique().tolist() == [5]
     assert holders(address.label) == [os.getpid()]
     with pytest.raises(SegmentError, match="does not share"):
         open_segment(address)
-    body = segment.body
+    payload = segment.payload
     del segment
-    assert body[-1] == 5, "a tensor keeps its memory"
-    del body
+    assert payload[-1] == 5, "a tensor keeps its memory"
+    del payload
     gc.collect()
     assert holders(address.label) == []
 
@@ -155,7 +155,7 @@ def test_who_opened_it_is_killed(child: Child) -> None:
     child.order("open", address=fields_of(address_of(segment)))
     child.order("fill", value=5)
     child.kill()
-    assert segment.body.unique().tolist() == [5]
+    assert segment.payload.unique().tolist() == [5]
     assert holders(label) == [os.getpid()]
     del segment
     gc.collect()
@@ -291,7 +291,7 @@ def test_a_child_inherits_no_descriptor() -> None:
 def test_private_memory_has_no_address() -> None:
     segment = private_segment(100)
     segment.bytes[3] = 7
-    assert segment.body[3] == 7
+    assert segment.payload[3] == 7
     assert segment.address is None
     segment.close()
-    assert segment.body[3] == 7
+    assert segment.payload[3] == 7

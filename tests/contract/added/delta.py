@@ -1,6 +1,7 @@
 """A codec with memory on both sides, for tests: the difference from what the other side has, in sixteenths.
 
-What rounding leaves out comes with the next difference (error feedback). A body says how many were counted before it,
+What rounding leaves out comes with the next difference (error feedback). A payload says how many were counted before
+it,
 so a decoder that counts one twice, or not at all, fails at once, and what it holds differs from then on.
 """
 
@@ -15,7 +16,7 @@ _COUNT_BYTES = 8
 
 
 class Memory:
-    """What both sides hold: the values that came so far, float32 [elements], and how many bodies counted."""
+    """What both sides hold: the values that came so far, float32 [elements], and how many payloads counted."""
 
     def __init__(self, layout: Layout) -> None:
         self.runs = layout.runs_of(Kind.PARAMETER)
@@ -35,11 +36,11 @@ class Memory:
 
 
 class DeltaEncoder(Memory):
-    def begin(self, body: torch.Tensor, out: torch.Tensor) -> None:
+    def begin(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         out[:_COUNT_BYTES].view(torch.int64).fill_(self.num_counted)
         at, values = _COUNT_BYTES, []
         for run, held in zip(self.runs, self.values, strict=True):
-            steps = ((run.view(body).float() - held) * 16).round().clamp(-127, 127)
+            steps = ((run.view(payload).float() - held) * 16).round().clamp(-127, 127)
             out[at : at + run.num_elements].view(torch.int8).copy_(steps)
             values.append(held + steps / 16)
             at += run.num_elements
@@ -47,15 +48,15 @@ class DeltaEncoder(Memory):
 
 
 class DeltaDecoder(Memory):
-    def begin(self, encoded: torch.Tensor, body: torch.Tensor) -> None:
+    def begin(self, encoded: torch.Tensor, payload: torch.Tensor) -> None:
         count = int(encoded[:_COUNT_BYTES].view(torch.int64))
         if count != self.num_counted:
-            raise ValueError(f"{count} bodies were counted there, {self.num_counted} here")
+            raise ValueError(f"{count} payloads were counted there, {self.num_counted} here")
         at, values = _COUNT_BYTES, []
         for run, held in zip(self.runs, self.values, strict=True):
             steps = encoded[at : at + run.num_elements].view(torch.int8).float()
             values.append(held + steps / 16)
-            run.view(body).copy_(values[-1])
+            run.view(payload).copy_(values[-1])
             at += run.num_elements
         self.attempt(values)
 

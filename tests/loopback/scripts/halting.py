@@ -1,6 +1,6 @@
 """onehot.py with a large second parameter; halts for ever in the middle of an exchange.
 
-argv: STEPS WHERE STEP: in contribution STEP, after part of it was placed ("placing"), or of its answer
+argv: STEPS WHERE STEP: in contribution STEP, after part of it was placed ("placing"), or of its reply
 was read ("reading").
 """
 

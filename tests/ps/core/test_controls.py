@@ -46,38 +46,38 @@ def ask(run: Run, do: str, rank: int | None = None, name: str = "", value: objec
 
 
 def told(found: list[effects.Effect]) -> tuple[bool, str]:
-    (taken,) = [one for one in found if isinstance(one, effects.ControlTaken)]
+    (taken,) = [effect for effect in found if isinstance(effect, effects.ControlTaken)]
     assert taken.number == 7
     return taken.is_done, taken.told
 
 
-def answered(found: list[effects.Effect]) -> list[int]:
-    return [one.rank for one in found if isinstance(one, effects.Answer)]
+def replied(found: list[effects.Effect]) -> list[int]:
+    return [effect.rank for effect in found if isinstance(effect, effects.Reply)]
 
 
 def commits(found: list[effects.Effect]) -> list[effects.Commit]:
-    return [one for one in found if isinstance(one, effects.Commit)]
+    return [effect for effect in found if isinstance(effect, effects.Commit)]
 
 
-def test_who_is_held_is_answered_when_it_is_released() -> None:
+def test_who_is_held_gets_a_reply_when_it_is_released() -> None:
     run = run_of("async")
-    assert told(ask(run, "hold", 1)) == (True, "worker 1 is held: its next answer waits until it is released")
-    assert answered(contribute(run, 0)) == [0]
-    assert answered(contribute(run, 1)) == []
+    assert told(ask(run, "hold", 1)) == (True, "worker 1 is held: its next reply waits until it is released")
+    assert replied(contribute(run, 0)) == [0]
+    assert replied(contribute(run, 1)) == []
     assert run.policy.waiting(0.0) == {1: "its release: somebody holds it"}
-    assert answered(ask(run, "release", 1)) == [1]
-    assert answered(contribute(run, 1)) == [1]
+    assert replied(ask(run, "release", 1)) == [1]
+    assert replied(contribute(run, 1)) == [1]
 
 
 def test_in_a_round_all_wait_for_who_is_held() -> None:
     run = run_of("sync")
     ask(run, "hold", 1)
     contribute(run, 0)
-    assert answered(contribute(run, 1)) == [0]
+    assert replied(contribute(run, 1)) == [0]
     contribute(run, 0)
     assert run.policy.holders() == (1,)
-    assert answered(ask(run, "release", 1)) == [1]
-    assert answered(contribute(run, 1)) == [0, 1]
+    assert replied(ask(run, "release", 1)) == [1]
+    assert replied(contribute(run, 1)) == [0, 1]
 
 
 def test_who_is_held_and_leaves_holds_nobody() -> None:
@@ -86,7 +86,7 @@ def test_who_is_held_and_leaves_holds_nobody() -> None:
     contribute(run, 0)
     contribute(run, 1)
     contribute(run, 0)
-    assert answered(run.apply(events.Left(1, 1))) == [0]
+    assert replied(run.apply(events.Left(1, 1))) == [0]
     assert not run.policy.held
 
 
@@ -94,10 +94,10 @@ def test_a_larger_lead_lets_those_go_on_who_waited() -> None:
     run = run_of("ssp", staleness=1)
     for _ in range(2):
         found = contribute(run, 0)
-    assert answered(found) == []
+    assert replied(found) == []
     found = ask(run, "set", name="staleness", value=3)
     assert told(found) == (True, "staleness is 3, was 1")
-    assert answered(found) == [0]
+    assert replied(found) == [0]
     assert run.policy.staleness_bound == 3
 
 
@@ -107,23 +107,23 @@ def test_another_mode_takes_over_with_all_that_counts() -> None:
         contribute(run, 0)
     found = ask(run, "set", name="mode", value="ssp")
     assert told(found) == (True, "mode is ssp, was async")
-    (taken,) = [one for one in found if isinstance(one, effects.ControlTaken)]
+    (taken,) = [item for item in found if isinstance(item, effects.ControlTaken)]
     assert (taken.now["mode"], taken.now["staleness"]) == ("ssp", 1)
     assert (run.policy.version, run.policy.num_counted) == (4, {0: 4, 1: 0})
-    assert answered(contribute(run, 0)) == []
+    assert replied(contribute(run, 0)) == []
     assert "5 contributions ahead, at most 1 allowed" in run.policy.waiting(0.0)[0]
     for number in range(1, 4):
-        assert answered(contribute(run, 1)) == [1], number
-    assert answered(contribute(run, 1)) == [0, 1]
-    assert answered(contribute(run, 0)) == [] and run.mode == "ssp"
-    assert answered(ask(run, "set", name="mode", value="async")) == [0]
+        assert replied(contribute(run, 1)) == [1], number
+    assert replied(contribute(run, 1)) == [0, 1]
+    assert replied(contribute(run, 0)) == [] and run.mode == "ssp"
+    assert replied(ask(run, "set", name="mode", value="async")) == [0]
     again = restored(run, mode="async", staleness=1)
     assert (again.mode, again.policy.version) == ("async", 10)
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp", "dssp"])
 @pytest.mark.parametrize("then", ["async", "ssp", "dssp"])
-def test_who_waits_when_the_mode_changes_is_answered_by_the_new_one(mode: str, then: str) -> None:
+def test_who_waits_when_the_mode_changes_gets_a_reply_by_the_new_one(mode: str, then: str) -> None:
     run = run_of(mode, num_workers=3, staleness=2)
     for _ in range(3):
         for rank in (0, 1):
@@ -134,7 +134,7 @@ def test_who_waits_when_the_mode_changes_is_answered_by_the_new_one(mode: str, t
     is_done, _ = told(ask(run, "set", name="mode", value=then))
     assert is_done == (mode != then)
     assert run.policy.held == {2}
-    assert answered(ask(run, "release", 2)) == [2]
+    assert replied(ask(run, "release", 2)) == [2]
     for _ in range(30):
         for rank in range(3):
             if rank not in run.policy.waiting(0.0):
@@ -148,13 +148,13 @@ def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
     contribute(run, 2)  # it is folded after rank 0 and 1
     found = ask(run, "set", name="straggler_timeout_s", value=1.0)
     assert told(found)[0]
-    assert [one.id.rank for one in found if isinstance(one, effects.Fold)] == [2]
+    assert [item.id.rank for item in found if isinstance(item, effects.Fold)] == [2]
     (commit,) = commits(run.apply(events.Ticked(at=2.0)))
-    assert [one.rank for one in commit.contributions] == [2]
+    assert [contribution.rank for contribution in commit.contributions] == [2]
     assert told(ask(run, "set", name="straggler_timeout_s", value=None))[0]
     for rank in (2, 1, 0):
         found = contribute(run, rank)
-    assert [one.rank for one in commits(found)[0].contributions] == [0, 1, 2]  # in order again
+    assert [contribution.rank for contribution in commits(found)[0].contributions] == [0, 1, 2]  # in order again
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "diloco"])
@@ -169,12 +169,12 @@ def test_an_evicted_worker_is_missed_by_nobody_and_stays_out() -> None:
     run = run_of("sync")
     contribute(run, 0)
     found = ask(run, "evict", 1)
-    assert answered(found) == [0]
-    (refused,) = [one for one in found if isinstance(one, effects.Refuse)]
+    assert replied(found) == [0]
+    (refused,) = [item for item in found if isinstance(item, effects.Refuse)]
     assert (refused.rank, refused.error.exit_code) == (1, 13)
-    (answer,) = run.apply(events.Joined(9, 1, process="another"))
-    assert isinstance(answer, effects.NotSeated) and "was evicted" in answer.error.message
-    assert answered(contribute(run, 0)) == [0]
+    (reply,) = run.apply(events.Joined(9, 1, process="another"))
+    assert isinstance(reply, effects.NotSeated) and "was evicted" in reply.error.message
+    assert replied(contribute(run, 0)) == [0]
 
 
 def test_a_snapshot_is_taken_with_the_next_commit() -> None:
@@ -183,7 +183,7 @@ def test_a_snapshot_is_taken_with_the_next_commit() -> None:
     run.apply(events.Stored(attempt, 0))
     assert "snapshot" in controls.offered(run)
     assert told(ask(run, "snapshot"))[0]
-    assert any(isinstance(one, effects.TakeSnapshot) for one in contribute(run, 0))
+    assert any(isinstance(item, effects.TakeSnapshot) for item in contribute(run, 0))
 
 
 def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
@@ -192,7 +192,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
     contribute(run, 0)
     assert told(ask(run, "drain"))[0]
     found = contribute(run, 1)
-    assert [one.next_local_steps for one in found if isinstance(one, effects.Answer)] in ([0], [0, 0])
+    assert [item.next_local_steps for item in found if isinstance(item, effects.Reply)] in ([0], [0, 0])
     assert run.ended_by == "drained: somebody asked for it"
     assert told(ask(run, "hold", 0)) == (False, "the run is ending")
 
@@ -226,10 +226,10 @@ def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> 
     assert len(found) == 1 and run.digest() == before
 
 
-def test_pipelined_the_slowest_must_not_wait_for_itself() -> None:
-    run = run_of("ssp", staleness=2, pipelined=True)
+def test_delayed_update_the_slowest_must_not_wait_for_itself() -> None:
+    run = run_of("ssp", staleness=2, delayed_update=True)
     assert told(ask(run, "set", name="staleness", value=0)) == (
-        False, "pipelined, staleness must be 1 or more, got 0: the slowest itself would wait"
+        False, "delayed_update, staleness must be 1 or more, got 0: the slowest itself would wait"
     )  # fmt: skip
 
 
@@ -261,7 +261,7 @@ _ASKED = st.one_of(
 
 @given(st.sampled_from(["sync", "async", "ssp", "localsgd"]), st.lists(_ASKED, max_size=40))
 def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked: list[tuple]) -> None:
-    """Who waits for nobody held is answered sooner or later, and each contribution is in one commit."""
+    """Who waits for nobody held gets its reply sooner or later, and each contribution is in one commit."""
     run, at = run_of(mode, num_workers=3), 0.0
     committed: list[ContributionId] = []
     kept: list[ContributionId] = []
@@ -283,7 +283,7 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
             event = events.Controlled(what, *how)
         event.at = at
         for effect in run.apply(event):
-            if isinstance(effect, effects.Answer):
+            if isinstance(effect, effects.Reply):
                 busy.add(effect.rank)
             elif isinstance(effect, effects.Commit):
                 committed += effect.contributions
@@ -323,7 +323,7 @@ class Commanded:
         self.at += 0.1
         event.at = self.at
         for effect in self.run.apply(event):
-            if isinstance(effect, effects.Answer):
+            if isinstance(effect, effects.Reply):
                 self.busy.add(effect.rank)
             elif isinstance(effect, effects.TakeSnapshot):
                 self.apply(events.Stored(effect.attempt, effect.version))
@@ -334,8 +334,8 @@ class Commanded:
     def happens(self, what: str, rank: int) -> None:
         worker = self.run.roster.workers.get(rank)
         if what == "tick":
-            for one in self.run.roster.workers.values():
-                self.run.roster.spoke(one, self.at)
+            for item in self.run.roster.workers.values():
+                self.run.roster.spoke(item, self.at)
             self.apply(events.Ticked())
         elif what == "join" and worker is None:
             self.apply(events.Joined(100 + len(self.run.roster.num_joins), rank, process=f"p{self.at}"))
@@ -364,14 +364,14 @@ class Commanded:
 
 @given(
     st.sampled_from(["sync", "async", "ssp", "dssp", "localsgd", "diloco", "buffered", "async_diloco"]),
-    st.sampled_from([{}, {"staleness": 2}, {"pipelined": True, "staleness": 1}]),
+    st.sampled_from([{}, {"staleness": 2}, {"delayed_update": True, "staleness": 1}]),
     st.lists(st.one_of(_COMMANDS, _EVENTS), max_size=30),
 )
 @example("ssp", {}, [("set", None, "staleness", 5), ("set", None, "mode", "async"), ("step", 0)])
 @example("async", {}, [("set", None, "lr_scale", 10**400)])
 @example("ssp", {}, [("set", None, "staleness", 10**4000)])
 def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happened: list[tuple]) -> None:
-    if mode == "sync" and settings.get("pipelined"):
+    if mode == "sync" and settings.get("delayed_update"):
         settings = {}
     commanded = Commanded(mode, settings)
     for what, *told in happened:
@@ -387,10 +387,10 @@ def test_what_was_set_in_a_mode_holds_when_it_comes_back() -> None:
     ask(run, "set", name="mode", value="async")
     again = restored(run, staleness=1)
     assert again.mode == "async"
-    for one in (run, again):
-        one.policy.joined(0, 0.0)
-        assert told(ask(one, "set", name="mode", value="ssp"))[0]
-        assert one.policy.staleness_bound == 5
+    for item in (run, again):
+        item.policy.joined(0, 0.0)
+        assert told(ask(item, "set", name="mode", value="ssp"))[0]
+        assert item.policy.staleness_bound == 5
     ask(restored(run, staleness=2), "set", name="mode", value="ssp")
     anew = restored(run, staleness=2)  # the configuration says something new
     ask(anew, "set", name="mode", value="ssp")
@@ -405,8 +405,8 @@ def test_who_was_evicted_stays_out_when_the_run_goes_back() -> None:
     run = run_of("sync", has_begun=False)
     run.restore(0, ("", ""), saved)
     keep_out(run, before.roster.evicted)
-    (answer,) = run.apply(events.Joined(9, 1, process="another"))
-    assert isinstance(answer, effects.NotSeated) and "was evicted" in answer.error.message
+    (reply,) = run.apply(events.Joined(9, 1, process="another"))
+    assert isinstance(reply, effects.NotSeated) and "was evicted" in reply.error.message
     assert run.policy.out == {1}
     run.apply(events.Joined(10, 0, process="w0"))
-    assert answered(run.apply(events.Offered(0, 2, "", ""))) == [0], "nobody waits for rank 1"
+    assert replied(run.apply(events.Offered(0, 2, "", ""))) == [0], "nobody waits for rank 1"

@@ -51,7 +51,7 @@ def no_collections() -> Iterator[None]:
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("mode", MODES.names())
 def test_an_event_takes_50_us_at_most_with_10_000_workers(mode: str) -> None:
-    """Means, as one event answers all where a round closes; of rounds the best, the machine being busy."""
+    """Means, as one event replies all where a round closes; of rounds the best, the machine being busy."""
     alone, loops = Alone(mode, VERY_MANY), [loop_s()]
     found = {"an event of a join": mean(alone.join()) / NUM_OF_JOIN}
     rounds = []

@@ -53,7 +53,7 @@ def test_ranks_that_began_with_other_weights_in_between_are_compared_too() -> No
     assert not list(data.told(0, 0, 0, 5))
     assert not list(data.told(1, 3, 0, 7))
     assert not list(data.told(1, 3, 0, 7)), "its own again"
-    assert [one.event for one in data.told(2, 0, 0, 5)] == ["same_batches"]
+    assert [item.event for item in data.told(2, 0, 0, 5)] == ["same_batches"]
 
 
 def test_what_a_rank_began_with_before_is_forgotten() -> None:

@@ -39,14 +39,14 @@ def logged(found: list[effects.Effect], name: str) -> list[dict]:
     return [effect.fields for effect in found if isinstance(effect, effects.Log) and effect.event == name]
 
 
-def answers(found: list[effects.Effect]) -> list[int]:
-    return [effect.next_local_steps for effect in found if isinstance(effect, effects.Answer)]
+def replies(found: list[effects.Effect]) -> list[int]:
+    return [effect.next_local_steps for effect in found if isinstance(effect, effects.Reply)]
 
 
 def test_without_a_length_a_run_goes_on_until_all_have_finished() -> None:
     run = started(run_of())
     for number in range(1, 20):
-        assert answers(contribute(run, number)) == [1, 1]
+        assert replies(contribute(run, number)) == [1, 1]
     for rank in range(2):
         found = run.apply(events.Finished(rank, 1, can_evaluate=True))
     assert any(isinstance(effect, effects.TellDone) for effect in found)
@@ -60,10 +60,10 @@ def test_the_first_word_on_the_length_counts_and_another_is_said(mode: str) -> N
     assert logged(found, "length") == [{"rank": 0, "steps": 6}]
     assert "has 6 training steps (rank 0), rank 1 would take 7" in logged(found, "lengths_differ")[0]["meaning"]
     found = contribute(run, 2, 6, 7)
-    assert answers(found) == ([1, 1] if mode == "sync" else [0, 0])
+    assert replies(found) == ([1, 1] if mode == "sync" else [0, 0])
     for number in range(3, 7 if mode == "sync" else 3):
         found = contribute(run, number)
-    assert answers(found) == [0, 0] and run.policy.min_steps_done == 6
+    assert replies(found) == [0, 0] and run.policy.min_steps_done == 6
 
 
 def test_the_length_survives_and_other_epochs_are_asked_for_again() -> None:
@@ -116,19 +116,19 @@ def test_enough_stops_all_at_one_border() -> None:
     run = started(run_of(stop_when="loss < 1"))
     contribute(run, 1)
     figures(run, 1, 0.5)
-    assert answers(contribute(run, 2)) == [0, 0]
+    assert replies(contribute(run, 2)) == [0, 0]
     assert run.ended_by == "stopped: loss < 1 (run.stop_when): 0.5 at step 1" and run.failure is None
 
 
-@pytest.mark.parametrize(("rank", "who"), [(0, "rank 0"), (None, "the spare evaluator")])
+@pytest.mark.parametrize(("rank", "who"), [(0, "rank 0"), (None, "the evaluator evaluator")])
 def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int | None, who: str) -> None:
     run = started(run_of())
     contribute(run, 1)
     found = figures(run, 1, 0.5, rank, failure="ValueError: no", exit_code=3)
     assert logged(found, "run_failed")[0]["exit_code"] == 3
-    assert answers(contribute(run, 2)) == [0, 0]
-    for one in range(2):
-        found = run.apply(events.Finished(one, 1, can_evaluate=True))
+    assert replies(contribute(run, 2)) == [0, 0]
+    for item in range(2):
+        found = run.apply(events.Finished(item, 1, can_evaluate=True))
     assert [effect.evaluator for effect in found if isinstance(effect, effects.TellDone)] == [None]
     assert (run.failure.message, run.failure.exit_code) == (
         f"{who} failed in the evaluation at step 1: ValueError: no",
@@ -136,19 +136,19 @@ def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int
     )
 
 
-def test_while_a_spare_is_there_workers_are_told() -> None:
+def test_while_a_evaluator_is_there_workers_are_told() -> None:
     run = started(run_of())
 
-    def spares(number: int) -> set[bool]:
-        return {effect.has_spare for effect in contribute(run, number) if isinstance(effect, effects.Answer)}
+    def evaluators(number: int) -> set[bool]:
+        return {effect.has_evaluator for effect in contribute(run, number) if isinstance(effect, effects.Reply)}
 
-    run.apply(events.HeartBegan("spare", evaluates=True))
-    assert spares(1) == {True}
-    run.apply(events.HeartStopped("spare"))
-    assert spares(2) == {False}
+    run.apply(events.HeartbeatBegan("evaluator", evaluates=True))
+    assert evaluators(1) == {True}
+    run.apply(events.HeartbeatStopped("evaluator"))
+    assert evaluators(2) == {False}
 
 
-def test_all_shards_keep_the_version_that_is_newest_when_a_spare_asks_for_it() -> None:
+def test_all_shards_keep_the_version_that_is_newest_when_a_evaluator_asks_for_it() -> None:
     run = run_of("async", keeps_best=True)
     assert run.apply(events.CopyAsked()) == [], "there are no weights yet"
     started(run)
@@ -164,11 +164,11 @@ def test_figures_of_a_worker_that_was_not_asked_change_nothing() -> None:
         found = figures(run, 1, 0.5, 1, **more)
         assert [fields["rank"] for fields in logged(found, "figures_ignored")] == [1]
     assert run.curve.points == [] and run.failure is None
-    assert answers(contribute(run, 2)) == [1, 1]
-    run.apply(events.HeartBegan("spare", evaluates=True))
+    assert replies(contribute(run, 2)) == [1, 1]
+    run.apply(events.HeartbeatBegan("evaluator", evaluates=True))
     for number in range(3, 6):
         contribute(run, number)
-    assert logged(figures(run, 5, 0.5, 0), "figures_ignored"), "the spare is asked, and no worker"
+    assert logged(figures(run, 5, 0.5, 0), "figures_ignored"), "the evaluator is asked, and no worker"
     figures(run, 5, 2.0, None)
     assert [point.figures for point in run.curve.points] == [{"loss": 2.0}]
 

@@ -19,7 +19,7 @@ def roster_of(*ranks: int, lease_s: float) -> Roster:
     return roster
 
 
-def beat(roster: Roster, rank: int, now: float) -> None:
+def heartbeat(roster: Roster, rank: int, now: float) -> None:
     roster.heard(rank, str(rank), now)
 
 
@@ -37,10 +37,10 @@ def looked(roster: Roster, start: float, end: float) -> list[int]:
 
 def test_who_is_silent_for_longer_than_the_lease_is_let_go() -> None:
     roster = roster_of(0, 1, lease_s=5.0)
-    beat(roster, 0, 0.0)
-    beat(roster, 1, 0.0)
+    heartbeat(roster, 0, 0.0)
+    heartbeat(roster, 1, 0.0)
     assert looked(roster, 0.0, 4.0) == []
-    beat(roster, 1, 4.0)
+    heartbeat(roster, 1, 4.0)
     assert looked(roster, 4.2, 5.0) == []
     assert looked(roster, 5.2, 6.0) == [0]
     roster.remove(roster.workers[0])
@@ -58,15 +58,15 @@ def test_who_never_said_a_word_has_no_lease() -> None:
 def test_another_process_has_a_lease_of_its_own() -> None:
     """Not that of the process whose rank it takes, and nothing that one says is for it."""
     roster = roster_of(0, lease_s=1.0)
-    beat(roster, 0, 0.0)
+    heartbeat(roster, 0, 0.0)
     roster.seat(Joined(2, 0, process="another"))
-    beat(roster, 0, 0.2)
+    heartbeat(roster, 0, 0.2)
     assert looked(roster, 0.2, 100.0) == []
 
 
 def test_the_time_this_process_stood_still_does_not_count() -> None:
     roster = roster_of(0, lease_s=5.0)
-    beat(roster, 0, 0.0)
+    heartbeat(roster, 0, 0.0)
     silent(roster, 0.2)
     assert silent(roster, 60.0) == [], "nobody could be heard"
     assert looked(roster, 60.2, 64.4) == [], "5 s of silence, of which 0.4 s passed before this look"
@@ -77,10 +77,10 @@ def test_the_time_this_process_stood_still_does_not_count() -> None:
 def test_a_process_that_stands_still_again_and_again_misses_who_is_dead(
     stall_s: float, between_s: float, lease_s: float
 ) -> None:
-    """Rank 0 is dead, rank 1 beats whenever this process runs. Between two stalls it looks every tick."""
+    """Rank 0 is dead, rank 1 heartbeats whenever this process runs. Between two stalls it looks every tick."""
     roster, now, ran_s = roster_of(0, 1, lease_s=lease_s), 0.0, 0.0
-    beat(roster, 0, now)
-    beat(roster, 1, now)
+    heartbeat(roster, 0, now)
+    heartbeat(roster, 1, now)
     silent(roster, now)
     found: list[int] = []
     while not found and ran_s < lease_s + between_s + 2 * TICK_S:
@@ -88,23 +88,23 @@ def test_a_process_that_stands_still_again_and_again_misses_who_is_dead(
         ran_s += TICK_S
         found = silent(roster, now)
         for _ in range(round((between_s - TICK_S) / TICK_S)):
-            beat(roster, 1, now)
+            heartbeat(roster, 1, now)
             now += TICK_S
             ran_s += TICK_S
             found = found or silent(roster, now)
-        beat(roster, 1, now)
+        heartbeat(roster, 1, now)
     assert found == [0], f"after {ran_s} s, of which this process ran, with a lease of {lease_s} s"
     assert ran_s > lease_s - 1e-6
 
 
 @given(lease_s=st.floats(1.0, 10.0), parts=st.lists(st.floats(0.05, 0.9), min_size=1, max_size=20))
-def test_nobody_who_beats_in_time_is_let_go(lease_s: float, parts: list[float]) -> None:
+def test_nobody_who_heartbeats_in_time_is_let_go(lease_s: float, parts: list[float]) -> None:
     roster, now = roster_of(7, lease_s=lease_s), 0.0
-    beat(roster, 7, now)
+    heartbeat(roster, 7, now)
     for part in parts:
         assert looked(roster, now, now + part * lease_s - TICK_S) == []
         now += part * lease_s
-        beat(roster, 7, now)
+        heartbeat(roster, 7, now)
     assert looked(roster, now, now + lease_s + 2 * TICK_S) == [7]
 
 

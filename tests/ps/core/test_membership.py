@@ -38,7 +38,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def _seated(self, seat: Worker, old: Worker | None, rank: int) -> None:
         assert seat.rank == rank
         assert old is self.live.get(rank)
-        earlier = [one.incarnation for one in self.seats if one.rank == rank]
+        earlier = [seat.incarnation for seat in self.seats if seat.rank == rank]
         assert seat.incarnation == len(earlier) + 1 > max(earlier, default=0)
         self.seats.append(seat)
         self.live[rank] = seat

@@ -14,7 +14,7 @@ from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.wire.records import TrainingInfo
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
-from paramserver.ps.core.replication import Coordinator, Gather, Tape
+from paramserver.ps.core.replication import Coordinator, Gather, Outbox
 from paramserver.ps.core.run import Options, Run
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.shards.messages import LINES, BeginRun, Order, Report
@@ -43,7 +43,7 @@ judgements = st.builds(Judgement, actions, texts, texts, st.booleans(), st.float
 
 
 def _any_of(union: object) -> st.SearchStrategy[Any]:
-    kinds = [kind for one in typing.get_args(union) for kind in (events.KINDS if one is events.Event else (one,))]
+    kinds = [kind for arg in typing.get_args(union) for kind in (events.KINDS if arg is events.Event else (arg,))]
     return st.one_of([st.builds(kind, **_fields(kind)) for kind in kinds])
 
 
@@ -117,7 +117,7 @@ def test_the_norm_of_a_mean_is_that_of_all_its_parts_and_its_step_waits_for_it()
     assert happened == []
     coordinator.hear(1, 1, events.Measured(7, 3.0))
     assert happened == [events.Measured(7, 7.0, at=1.0)]
-    assert [event for _, event in coordinator.tapes[1].after(0)] == happened
+    assert [event for _, event in coordinator.outboxes[1].after(0)] == happened
     assert run.apply(happened[0]) == [effects.Clip(7, 7.0)]
 
 
@@ -133,44 +133,44 @@ def test_the_missing_are_named() -> None:
 
 @given(st.lists(st.sampled_from(["put", "send", "break"]), max_size=60))
 def test_over_connections_that_break_everything_arrives_once_and_in_order(moves: list[str]) -> None:
-    tape, other, got = Tape[int](), Tape[int](), []
+    outbox, other, got = Outbox[int](), Outbox[int](), []
     sent = 0  # on this connection
 
     def send() -> None:
         nonlocal sent
-        for number, message in tape.after(sent)[:1]:
+        for number, message in outbox.after(sent)[:1]:
             sent = number
             if other.hear(number):
                 got.append(message)
 
     for move in [*moves, "break", *["send"] * len(moves)]:
         if move == "put":
-            tape.put(tape.num_put)
+            outbox.put(outbox.num_put)
         elif move == "send":
             send()
         else:  # the other side says how far it has heard; what it had only been sent may be gone
-            assert tape.can_go_on_after(other.num_heard)
-            tape.has_been_heard(other.num_heard)
+            assert outbox.can_go_on_after(other.num_heard)
+            outbox.has_been_heard(other.num_heard)
             sent = other.num_heard
-    assert got == list(range(tape.num_put))
+    assert got == list(range(outbox.num_put))
 
 
 def test_a_gap_is_refused_and_what_came_before_is_not_new() -> None:
-    tape = Tape[str]()
-    assert tape.hear(1)
-    assert not tape.hear(1)
+    outbox = Outbox[str]()
+    assert outbox.hear(1)
+    assert not outbox.hear(1)
     with pytest.raises(ParamServerError, match="message 3 after 1"):
-        tape.hear(3)
+        outbox.hear(3)
 
 
 def test_what_was_heard_is_not_kept_and_cannot_be_gone_back_to() -> None:
-    tape = Tape[str]()
+    outbox = Outbox[str]()
     for text in "abc":
-        tape.put(text)
-    tape.has_been_heard(2)
-    assert tape.after(0) == [(3, "c")]
-    assert tape.can_go_on_after(2) and tape.can_go_on_after(3)
-    assert not tape.can_go_on_after(1) and not tape.can_go_on_after(4)
+        outbox.put(text)
+    outbox.has_been_heard(2)
+    assert outbox.after(0) == [(3, "c")]
+    assert outbox.can_go_on_after(2) and outbox.can_go_on_after(3)
+    assert not outbox.can_go_on_after(1) and not outbox.can_go_on_after(4)
 
 
 # ---- one judgement of several parts -------------------------------------------------------------------

@@ -73,8 +73,8 @@ async def test_another_shard_has_the_best_version_until_there_is_a_better_one(tm
         best.keep(version)
         best.evaluated(version, is_best=version != 2)
         assert (best.get(1) is not None) == (version < 3) and best.get(2) is None
-    body = best.get(3)
-    assert body is not None and body.view(torch.float32).tolist() == [3, 3]
+    payload = best.get(3)
+    assert payload is not None and payload.view(torch.float32).tolist() == [3, 3]
     assert not (tmp_path / "best.safetensors").exists()
 
 

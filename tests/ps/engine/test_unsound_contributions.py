@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.codecs.base import take_body
+from paramserver.common.codecs.base import take_payload
 from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
@@ -41,10 +41,10 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
         await server.settle()
         assert broken.outcomes == ["START", "REJECTED"]
         assert other.outcomes == ["START", "APPLIED"]
-        answer = [received.header for received in broken.stream.received if received.kind == "answer"][-1]
-        assert answer.step == 1
+        reply = [received.header for received in broken.stream.received if received.kind == "reply"][-1]
+        assert reply.step == 1
         assert (
-            "NaN or Inf in 'w' (store.on_nonfinite is skip): counted as a contribution, nothing folded" in answer.reason
+            "NaN or Inf in 'w' (store.on_nonfinite is skip): counted as a contribution, nothing folded" in reply.reason
         )
         assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
         for worker in (broken, other):
@@ -107,9 +107,9 @@ def test_a_gradient_beyond_the_cap_is_scaled_down_to_it(layout: Layout, codec: s
             if codec == "raw":
                 worker.contribute(step, value)
             else:
-                body = torch.full((num_elements,), value, dtype=torch.bfloat16)
+                payload = torch.full((num_elements,), value, dtype=torch.bfloat16)
                 header = worker._header(step, codec="bf16", num_bytes=2 * num_elements)
-                worker.stream.send(*message_frames(header, [as_bytes(body)]))
+                worker.stream.send(*message_frames(header, [as_bytes(payload)]))
             await server.settle()
         assert worker.outcomes == ["START"] + ["APPLIED"] * 3
         assert weight_of(server) == pytest.approx(-0.125 - 0.25 - 0.125, abs=1e-4)
@@ -137,7 +137,9 @@ def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution
             await server.settle()
         assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
         assert any(
-            "codec 'topk' cannot decode" in one.header.reason for one in worker.stream.received if one.kind == "answer"
+            "codec 'topk' cannot decode" in message.header.reason
+            for message in worker.stream.received
+            if message.kind == "reply"
         )
         assert int((server.engine.model.store.weights.view(torch.float32) != 0).sum()) == rows * 41
 
@@ -147,7 +149,8 @@ def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution
 @pytest.mark.parametrize("name", CODECS.names())
 @pytest.mark.parametrize("rows", [2, 70])
 def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) -> None:
-    """NaN for scales and values, places beyond a chunk, places twice, a body that is shorter than it must be; whole in
+    """NaN for scales and values, places beyond a chunk, places twice, a payload that is shorter than it must be; whole
+    in
     a message, and in pieces."""
     matrix = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (rows, 4096))])
     codec = CODECS.load(name)()
@@ -181,14 +184,14 @@ def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) 
 def test_a_few_spoiled_bytes_are_decoded_or_refused(name: str, seed: int) -> None:
     """And what is decoded is looked through as all is: nothing is written elsewhere, and nothing fails otherwise."""
     matrix, generator = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (2, 4100))]), torch.Generator()
-    codec, body = CODECS.load(name)(), torch.full((matrix.total_bytes + 64,), 7, dtype=torch.uint8)
+    codec, payload = CODECS.load(name)(), torch.full((matrix.total_bytes + 64,), 7, dtype=torch.uint8)
     sent = torch.zeros(codec.encoded_bytes(matrix), dtype=torch.uint8)
     codec.encoder(matrix).begin(torch.randn(8200, generator=generator.manual_seed(seed)).view(torch.uint8), sent)
     for place in torch.randint(len(sent), (1 + seed % 9,), generator=generator).tolist():
         sent[place] = int(torch.randint(256, (), generator=generator))
     with suppress(ParamServerError):
-        take_body(codec, codec.decoder(matrix), matrix, sent, body)
-    assert (body[matrix.total_bytes :] == 7).all()
+        take_payload(codec, codec.decoder(matrix), matrix, sent, payload)
+    assert (payload[matrix.total_bytes :] == 7).all()
 
 
 @served(layout=LARGE, workers=1, mode="async", store={"max_norm": 1.0})

@@ -10,7 +10,7 @@ import pytest
 
 from paramserver.common.reporting.history import History
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.ps.core.effects import Answer, Commit, Fact, RunEnded, Seated, StatusTaken, WorkerLeft
+from paramserver.ps.core.effects import Commit, Fact, Reply, RunEnded, Seated, StatusTaken, WorkerLeft
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink
 from paramserver.ps.observe.sinks import StatusSink
@@ -147,12 +147,12 @@ def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
     bus = Bus([HistorySink(str(path))])
     bus.publish(1.25, Seated(5, 0, 1, False, 0))
     bus.publish(1.5, LEFT)
-    bus.publish(1.75, Answer(0, 1, "APPLIED", "applied", 7, 9, True, 1, 7))
+    bus.publish(1.75, Reply(0, 1, "APPLIED", "applied", 7, 9, True, 1, 7))
     bus.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"op": "join", "role": "server", "t": 1.25, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},
         {"op": "leave", "role": "server", "t": 1.5, "rank": 0, "incarnation": 1, "how": "closed"},
-        {"op": "answer", "role": "server", "t": 1.75, "rank": 0, "incarnation": 1, "step": 7, "version": 9,
+        {"op": "reply", "role": "server", "t": 1.75, "rank": 0, "incarnation": 1, "step": 7, "version": 9,
          "outcome": "APPLIED"},
     ]  # fmt: skip
 

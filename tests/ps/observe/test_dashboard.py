@@ -1,4 +1,4 @@
-"""The Grafana dashboard: a real Prometheus that scrapes a live server answers every query of it."""
+"""The Grafana dashboard: a real Prometheus that scrapes a live server replies every query of it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def queries() -> list[str]:
     return [expr.replace("$job", ".*") for expr in found]
 
 
-def answer(port: int, query: str) -> list[dict]:
+def reply(port: int, query: str) -> list[dict]:
     url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     with urllib.request.urlopen(url, timeout=DEADLINE_S) as said:
         return json.loads(said.read())["data"]["result"]
 
 
-def test_every_query_is_answered(cluster: Cluster) -> None:
+def test_every_query_is_replied(cluster: Cluster) -> None:
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no prometheus on this machine: install prometheus")
@@ -59,6 +59,6 @@ def test_every_query_is_answered(cluster: Cluster) -> None:
     left, deadline = queries(), time.monotonic() + DEADLINE_S
     assert len(left) > 20
     while left:  # rates need two scrapes
-        left = [query for query in left if not answer(port, query)]
+        left = [query for query in left if not reply(port, query)]
         assert time.monotonic() < deadline, f"no series for {left}"
         time.sleep(0.2)

@@ -148,7 +148,7 @@ def test_a_run_with_deaths_and_a_restart_as_prometheus_sees_it(cluster: Cluster)
 
 def test_what_a_server_says_holds_together_and_is_all_that_alerts_and_docs_name(cluster: Cluster) -> None:
     server = started(cluster, "--checkpoint-dir", str(cluster.folder / "snapshots"))
-    cluster.worker(0, "--set", "worker.answer_codec=q4")
+    cluster.worker(0, "--set", "worker.reply_codec=q4")
     now = scrape_until(server, lambda now: now["paramserver_version"] > 20, "twenty updates")
     accepted = now['paramserver_contributions_total{outcome="accepted"}']
     assert accepted == now["paramserver_version"] == now["paramserver_updates_total"]
@@ -225,7 +225,7 @@ def taken(outcome: str, stale: int = 0, exchange_s: float = -1.0) -> Contributio
 
 
 def test_outcomes_staleness_and_times_are_counted() -> None:
-    async def body() -> None:
+    async def payload() -> None:
         async with metrics_of() as (bus, sink):
             for outcome in OUTCOMES:
                 bus.publish(0.0, taken(outcome, stale=3))
@@ -238,7 +238,7 @@ def test_outcomes_staleness_and_times_are_counted() -> None:
             assert now["paramserver_exchange_seconds_count"] == 1
             assert now["paramserver_exchange_seconds_sum"] == 0.75
 
-    asyncio.run(body())
+    asyncio.run(payload())
 
 
 def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
@@ -253,7 +253,7 @@ def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
 
 
 def test_what_a_snapshot_brought_is_not_counted_again() -> None:
-    async def body() -> None:
+    async def payload() -> None:
         stats = WorkerStats(3, contributions=500, samples=16_000, wait_s=7.0)
         async with metrics_of(stats) as (_, sink):
             stats.accepted(0, 32, 0, 1.0)
@@ -264,11 +264,11 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
             assert now['paramserver_worker_bytes_sent_total{rank="3"}'] == 0
             assert now['paramserver_worker_wait_seconds_total{rank="3"}'] == 0.5
 
-    asyncio.run(body())
+    asyncio.run(payload())
 
 
 def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
-    async def body() -> None:
+    async def payload() -> None:
         stats, other = WorkerStats(0), WorkerStats(1)
         async with metrics_of(stats, other) as (_, sink):
             stats.accepted(0, 0, 0, 1.0)
@@ -278,7 +278,7 @@ def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
             assert 'paramserver_worker_samples_total{rank="0"}' not in now
             assert now['paramserver_worker_samples_total{rank="1"}'] == 32
 
-    asyncio.run(body())
+    asyncio.run(payload())
 
 
 def test_a_scrape_of_ten_times_the_workers_is_ten_times_the_work() -> None:
@@ -346,7 +346,7 @@ def test_a_caller_that_hangs_up_or_says_nothing_costs_little(
 ) -> None:
     monkeypatch.setattr(metrics, "_SILENT_S", 0.5)
 
-    async def body() -> None:
+    async def payload() -> None:
         async with metrics_of() as (_, sink):
             for part in (b"", b"GET", b"GET /metrics HTTP/1.1\r\n", b"\x16\x03\x01\x02", b"x" * 100_000):
                 _, writer = await asyncio.open_connection(*where(sink))
@@ -362,7 +362,7 @@ def test_a_caller_that_hangs_up_or_says_nothing_costs_little(
             assert b" 200 OK" in reply
             assert b"paramserver_version 0.0" in reply
 
-    asyncio.run(body())
+    asyncio.run(payload())
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -374,7 +374,7 @@ def test_scrapes_in_a_row_read_the_run_once() -> None:
             self.num += 1
             yield from ()
 
-    async def body() -> None:
+    async def payload() -> None:
         async with metrics_of() as (_, sink):
             reads = Reads()
             sink.registry.register(reads)
@@ -384,25 +384,25 @@ def test_scrapes_in_a_row_read_the_run_once() -> None:
             assert sum(b" 200 OK" in reply for reply in replies) == 10
             assert reads.num <= 1 + (time.monotonic() - began) / 0.2
 
-    asyncio.run(body())
+    asyncio.run(payload())
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    async def body(address: str) -> None:
+    async def payload(address: str) -> None:
         with pytest.raises(BindError):
             async with metrics_of(address=address):
                 pass
 
     for address in ("host.invalid:1", "192.0.2.1:1"):
-        asyncio.run(body(address))
+        asyncio.run(payload(address))
 
 
 def test_an_ipv6_address() -> None:
-    async def body() -> None:
+    async def payload() -> None:
         async with metrics_of(address="[::1]:0") as (_, sink):
             assert b" 200 OK" in await ask(sink)
 
     try:
-        asyncio.run(body())
+        asyncio.run(payload())
     except BindError:
         pytest.skip("no IPv6 on this machine")

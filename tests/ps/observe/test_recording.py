@@ -117,7 +117,7 @@ def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: C
     server.popen.wait()
     (before,) = stored(cluster)
     with RunStore(database(cluster)) as store:
-        at = max(one.version for one in store.snapshots(before))
+        at = max(snapshot.version for snapshot in store.snapshots(before))
         num_events = len(store.events(before))
         assert store.series(before)[-1].version > 0
     again = cluster.server("--mode", "async", "--task", "linear", "--steps", "1000000", *kept,
@@ -130,7 +130,7 @@ def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: C
     assert (run.id, run.state, run.ended_by) == (before.id, "stopped", "its server was told to stop")
     with RunStore(database(cluster)) as store:
         series, events = store.series(run), store.events(run)
-    versions, ticks = [one.version for one in series], [one.tick for one in series]
+    versions, ticks = [item.version for item in series], [item.tick for item in series]
     assert versions == sorted(versions) and ticks == sorted(set(ticks))
     began = [event.fields["version"] for event in events if event.kind == "start"]
     assert len(began) == 2 and began[0] == 0 and began[1] >= at
@@ -139,17 +139,17 @@ def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: C
 
 @pytest.mark.slow
 def test_two_runs_at_once_in_one_file(cluster: Cluster) -> None:
-    one, first = gated(cluster)
+    process, first = gated(cluster)
     two, second = gated(cluster)
-    one.until(on_record(cluster, lambda _: len(stored(cluster)) == 2), "two runs")
-    one.until(lambda: all(run.step > 10 for run in stored(cluster)), "steps of both")
+    process.until(on_record(cluster, lambda _: len(stored(cluster)) == 2), "two runs")
+    process.until(lambda: all(run.step > 10 for run in stored(cluster)), "steps of both")
     for worker in (first, second):
         worker.popen.kill()
-    for server in (one, two):
+    for server in (process, two):
         server.signal(2)
         assert server.wait() == 130
         assert not server.events("store_off") and not server.events("store_locked")
-    assert sorted(run.id for run in stored(cluster)) == sorted(s.event("listening")["run"] for s in (one, two))
+    assert sorted(run.id for run in stored(cluster)) == sorted(s.event("listening")["run"] for s in (process, two))
 
 
 def newer(path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_time_between_two_contributions_is_waiting_transfer_and_computing() 
     timeline = Timeline()
     timeline.add(1.0, taken(3, -1.0, 0.0, 0.4))  # the first of a process: there was no exchange before it
     timeline.add(2.0, taken(3, 0.6, 0.25, 0.4))
-    assert [parts(one) for one in timeline.taken()] == [(3, 0.6, 0.0, 0.0, 0.4), (3, 1.0, 0.35, 0.25, 0.4)]
+    assert [parts(item) for item in timeline.taken()] == [(3, 0.6, 0.0, 0.0, 0.4), (3, 1.0, 0.35, 0.25, 0.4)]
     assert timeline.taken() == []
 
 
@@ -42,6 +42,6 @@ def test_of_many_between_two_looks_the_sums_are_kept() -> None:
         timeline.add(0.1 * (number + 1), taken(0, 0.06 if number else -1.0, 0.02, 0.04))
         timeline.add(0.1 * (number + 1), taken(1, -1.0, 0.0, 0.1))
     found = timeline.taken()
-    assert [one.rank for one in found].count(0) == [one.rank for one in found].count(1) == 4
-    sums = [sum(values) for values in zip(*(parts(one)[2:] for one in found if one.rank == 0), strict=True)]
+    assert [item.rank for item in found].count(0) == [item.rank for item in found].count(1) == 4
+    sums = [sum(values) for values in zip(*(parts(item)[2:] for item in found if item.rank == 0), strict=True)]
     assert sums == pytest.approx([99 * 0.04, 99 * 0.02, 100 * 0.04])

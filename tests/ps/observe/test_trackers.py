@@ -98,8 +98,8 @@ def read_wandb(folder: Path) -> dict[str, list[float]]:
 
     found: dict[str, list[float]] = {}
     for path in sorted(folder.glob("runs/wandb/offline-run-*/*.wandb")):
-        for one in wandb_records(path.read_bytes()):
-            record = Record.FromString(one)
+        for chunk in wandb_records(path.read_bytes()):
+            record = Record.FromString(chunk)
             for item in (*record.history.item, *record.summary.update):
                 name = item.key or ".".join(item.nested_key)
                 found.setdefault(name, []).append(json.loads(item.value_json))
@@ -132,11 +132,11 @@ def test_a_run_is_tracked_also_when_its_server_is_killed(cluster: Cluster, name:
     )  # fmt: skip
     server = cluster.server(*flags, **offline)
     worker = cluster.worker(0, "--set", "slowdown.base_s=0.005")
-    server.until(lambda: any(one["version"] >= 100 for one in server.events("snapshot")), "snapshot")
+    server.until(lambda: any(event["version"] >= 100 for event in server.events("snapshot")), "snapshot")
     server.popen.kill()
     server.popen.wait()
     server = cluster.server(*flags, "--listen", cluster.address, **offline)
-    assert [one.wait() for one in (worker, server)] == [0, 0], server.output
+    assert [process.wait() for process in (worker, server)] == [0, 0], server.output
     assert not server.events("sink_off"), server.output
     found, summary = read(cluster.folder), json.loads((cluster.folder / "s.json").read_text())
     assert found["final/accuracy"][-1] == pytest.approx(summary["final"]["accuracy"])

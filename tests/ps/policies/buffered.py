@@ -1,6 +1,6 @@
-"""A mode that answers a contribution before it is committed (FedBuff, Nguyen et al. 2022); for tests.
+"""A mode that replies a contribution before it is committed (FedBuff, Nguyen et al. 2022); for tests.
 
-Each is folded and answered at once; a version is made of `size` of them, from whomever, or of what is left when
+Each is folded and replied at once; a version is made of `size` of them, from whomever, or of what is left when
 everyone has taken all training steps.
 """
 
@@ -23,7 +23,7 @@ class BufferedOptions(Section):
 class Buffered(Policy):
     Options = BufferedOptions
     options: BufferedOptions
-    answers_before_commit = True
+    replies_before_commit = True
 
     def __init__(self, common: Common, options: BufferedOptions) -> None:
         super().__init__(common, options)

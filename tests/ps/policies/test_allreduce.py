@@ -14,12 +14,12 @@ from paramserver.worker.strategies.choice import make_strategy
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "metadata"),
     [
         ({"worker": {"codec": "topk"}}, "worker.codec is topk, and workers of mode allreduce average among themselves"),
         ({"worker": {"codec": "auto"}}, "worker.codec is auto"),
         ({"worker": {"zero": 3}}, "worker.zero is 3 in mode allreduce: fully_shard's collectives are of processes"),
-        ({"worker": {"answer_codec": "int8"}}, "worker.answer_codec is int8"),
+        ({"worker": {"reply_codec": "int8"}}, "worker.reply_codec is int8"),
         ({"store": {"polyak": 0.9}}, "store.polyak is 0.9"),
         ({"store": {"clip_norm": 1.0}}, "store.clip_norm is 1, and mode allreduce does not take one step"),
         ({"store": {"max_norm": 1.0}}, "store.max_norm is 1"),
@@ -27,13 +27,16 @@ from paramserver.worker.strategies.choice import make_strategy
         ({"run": {"steps": 3}, "policy": {"staleness": 3}}, "policy.staleness is 3, and the run has 3 training steps"),
         ({"worker": {"zero": 1}, "policy": {"staleness": 1}}, "worker.zero is 1, and policy.staleness 1"),
         ({"worker": {"zero": 1}, "run": {"mode": "sync"}}, "worker.zero is 1, and workers of mode sync do not average"),
-        ({"policy": {"pipelined": True}}, "with mode allreduce: its workers compute on nothing but the newest weights"),
+        (
+            {"policy": {"delayed_update": True}},
+            "with mode allreduce: its workers compute on nothing but the newest weights",
+        ),
     ],
 )
-def test_a_setting_of_what_passes_the_server_is_refused(settings, words):
+def test_a_setting_of_what_passes_the_server_is_refused(settings, metadata):
     with pytest.raises(UsageError) as found:
         make_policy(Config.model_validate(settings | {"run": {"mode": "allreduce", **settings.get("run", {})}}))
-    assert words in found.value.message
+    assert metadata in found.value.message
     assert found.value.fix
 
 

@@ -18,7 +18,7 @@ def steps_told(policy: Policy, rounds: int, says_compute: bool) -> list[int]:
     told = [policy.next_local_steps(rank) for rank in range(3)]
     arrives = {rank: told[rank] * STEP_S[rank] + EXCHANGE_S[rank] for rank in range(3)}
     for _ in range(rounds * 3):
-        rank = min(arrives, key=lambda one: arrives[one])
+        rank = min(arrives, key=lambda arrive: arrives[arrive])
         now = arrives[rank]
         compute_s = told[rank] * STEP_S[rank] if says_compute else 0.0
         counted = policy.num_counted[rank] + 1

@@ -113,10 +113,10 @@ def plain(num_workers: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_workers", [1, 4, 12])
 def test_what_workers_that_take_turns_end_with_is_what_the_papers_say(mode: str, num_workers: int) -> None:
     """The mode's decisions, carried out by the server's own store."""
-    body = torch.ones(2, dtype=torch.float64)
+    payload = torch.ones(2, dtype=torch.float64)
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (2,))])
     spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": LR, "momentum": MOMENTUM}),))
-    store, policy = Store(layout, body.view(torch.uint8), spec), joined(mode, num_workers)
+    store, policy = Store(layout, payload.view(torch.uint8), spec), joined(mode, num_workers)
     had = [(0, store.tensors()["w"])] * num_workers
     for _ in range(ROUNDS):
         for rank in range(num_workers):
@@ -151,7 +151,7 @@ def test_the_run_says_which_momentum_is_left_when_that_changes(mode: str) -> Non
         for _ in range(2):
             number = run.policy.num_counted[rank] + 1
             happens(contributed(rank, 1, number, run.policy.version, hyperparameters=groups))
-    assert [(one["workers"], one["told"], one["used"]) for one in said] == [(2, 0.9, 0.8), (3, 0.9, 0.7)]
+    assert [(text["workers"], text["told"], text["used"]) for text in said] == [(2, 0.9, 0.8), (3, 0.9, 0.7)]
 
 
 # ---- buffered ----------------------------------------------------------------------------------

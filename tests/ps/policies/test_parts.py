@@ -49,8 +49,8 @@ def test_a_rank_that_comes_to_a_running_job_begins_at_the_slowest_ones_training_
 def test_a_round_is_of_one_part() -> None:
     policy = policy_of("sync")
     send(policy, 0, 1)
-    (_, answer) = send(policy, 1, 2, continues=True)  # as after a first part that had NaN in it
-    assert answer.outcome is Outcome.DROPPED  # type: ignore[attr-defined]
+    (_, reply) = send(policy, 1, 2, continues=True)  # as after a first part that had NaN in it
+    assert reply.outcome is Outcome.DROPPED  # type: ignore[attr-defined]
     send(policy, 1, 1)
     assert (policy.version, policy.num_counted) == (1, {0: 1, 1: 1})
 

@@ -1,7 +1,7 @@
 """ssp bounds version staleness by (2s + 1)(N - 1): by simulation of arbitrary speeds, and reached exactly.
 
 Between two contributions of one worker each other one makes at most 2s + 1: it may begin s behind
-and end s + 1 ahead. Pipelined it is 2s(N - 1) + 1 (see ssp.py).
+and end s + 1 ahead. DelayedUpdate it is 2s(N - 1) + 1 (see ssp.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Answer, Commit, Policy
+from paramserver.ps.policies.base import Commit, Policy, Reply
 
 from ...records import contribution_of
 
@@ -38,7 +38,7 @@ class Simulation:
         commits = [decision for decision in decisions if isinstance(decision, Commit)]
         assert len(commits) <= 1
         for decision in decisions:
-            if isinstance(decision, Answer):
+            if isinstance(decision, Reply):
                 assert self.policy.lead(decision.rank) <= self.policy.staleness_bound
                 self.bases[decision.rank] = self.policy.version
 
@@ -105,41 +105,42 @@ def test_the_bound_is_reached(num_workers: int, staleness: int) -> None:
     assert set(simulation.bases) == set(range(num_workers))
 
 
-# ---- pipelined ------------------------------------------------------------------------------------
+# ---- delayed_update ------------------------------------------------------------------------------------
 
 
 @dataclass
-class Pipelined:
+class DelayedUpdate:
     """A worker that computes while its last contribution is on its way; versions of weights."""
 
     computes_on: int
     in_flight: int | None = None  # base of the contribution handed over, which has not come in
     received: int | None = None  # weights that have come since
-    is_answered: bool = True
+    is_replied: bool = True
 
 
 @dataclass
-class PipelinedSimulation:
-    """N pipelined workers under ssp. When a contribution comes in, and when a step is done, is the caller's choice."""
+class DelayedSimulation:
+    """N delayed_update workers under ssp. When a contribution comes in, and when a step is done, is the caller's
+    choice."""
 
     policy: Policy
-    workers: dict[int, Pipelined]
+    workers: dict[int, DelayedUpdate]
     max_ahead: int = 0  # of the slowest, when a step is started; contributions in flight count
     max_staleness: int = 0
 
     @classmethod
-    def of(cls, num_workers: int, staleness: int) -> PipelinedSimulation:
-        policy = policy_of("ssp", {"num_workers": num_workers, "staleness": staleness, "pipelined": True})
+    def of(cls, num_workers: int, staleness: int) -> DelayedSimulation:
+        policy = policy_of("ssp", {"num_workers": num_workers, "staleness": staleness, "delayed_update": True})
         for rank in range(num_workers):
             policy.joined(rank, 0.0)
         assert policy.waiting(0.0) == {}
-        return cls(policy, {rank: Pipelined(0) for rank in range(num_workers)})
+        return cls(policy, {rank: DelayedUpdate(0) for rank in range(num_workers)})
 
     def hand_over(self, rank: int) -> None:
         """A step is done and the last exchange too: the next step starts at once."""
         worker = self.workers[rank]
-        assert worker.is_answered
-        worker.in_flight, worker.is_answered = worker.computes_on, False
+        assert worker.is_replied
+        worker.in_flight, worker.is_replied = worker.computes_on, False
         if worker.received is not None:
             worker.computes_on, worker.received = worker.received, None
         self.max_ahead = max(self.max_ahead, self.policy.lead(rank) + 1)
@@ -152,9 +153,9 @@ class PipelinedSimulation:
         staleness = self.policy.version - base
         self.max_staleness = max(self.max_staleness, staleness)
         for decision in self.policy.contributed(rank, contribution_of(self.policy.num_counted[rank] + 1, base), 0.0):
-            if isinstance(decision, Answer):
-                answered = self.workers[decision.rank]
-                answered.received, answered.is_answered = self.policy.version, True
+            if isinstance(decision, Reply):
+                replied = self.workers[decision.rank]
+                replied.received, replied.is_replied = self.policy.version, True
         return staleness
 
     def contribute(self, rank: int) -> int:
@@ -162,11 +163,11 @@ class PipelinedSimulation:
         return self.come_in(rank)
 
     def possible(self) -> list[tuple[str, int]]:
-        moves = [("hand_over", rank) for rank, worker in self.workers.items() if worker.is_answered]
+        moves = [("hand_over", rank) for rank, worker in self.workers.items() if worker.is_replied]
         return moves + [("come_in", rank) for rank, worker in self.workers.items() if worker.in_flight is not None]
 
 
-def pipelined_bound(num_workers: int, staleness: int) -> int:
+def delayed_bound(num_workers: int, staleness: int) -> int:
     return 2 * staleness * (num_workers - 1) + 1
 
 
@@ -177,10 +178,10 @@ def pipelined_bound(num_workers: int, staleness: int) -> int:
     choices=st.lists(st.integers(0, 1000), max_size=250),
 )
 @settings(max_examples=300, deadline=None)
-def test_pipelined_workers_stay_within_both_bounds(
+def test_delayed_update_workers_stay_within_both_bounds(
     num_workers: int, staleness: int, favourite: int, choices: list[int]
 ) -> None:
-    simulation = PipelinedSimulation.of(num_workers, staleness)
+    simulation = DelayedSimulation.of(num_workers, staleness)
     for choice in choices:
         possible = simulation.possible()
         assert possible, "everybody waits"
@@ -189,14 +190,14 @@ def test_pipelined_workers_stay_within_both_bounds(
         move, rank = (others or possible)[choice // 5 % len(others or possible)]
         getattr(simulation, move)(rank)
         assert simulation.max_ahead <= staleness
-        assert simulation.max_staleness <= pipelined_bound(num_workers, staleness)
+        assert simulation.max_staleness <= delayed_bound(num_workers, staleness)
         assert all(simulation.policy.lead(rank) <= staleness for rank in range(num_workers))
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_the_pipelined_bounds_are_reached(num_workers: int, staleness: int) -> None:
-    simulation = PipelinedSimulation.of(num_workers, staleness)
+def test_the_delayed_update_bounds_are_reached(num_workers: int, staleness: int) -> None:
+    simulation = DelayedSimulation.of(num_workers, staleness)
     # Rank 0 computes step s + 1 on weights it got when it was s - 1 ahead, with step s on its way.
     for _ in range(staleness - 1):
         simulation.contribute(0)
@@ -207,12 +208,12 @@ def test_the_pipelined_bounds_are_reached(num_workers: int, staleness: int) -> N
     for _ in range(2 * staleness):
         for rank in range(1, num_workers):
             simulation.contribute(rank)
-    assert not any(simulation.workers[rank].is_answered for rank in range(1, num_workers))
-    assert simulation.contribute(0) == pipelined_bound(num_workers, staleness)
+    assert not any(simulation.workers[rank].is_replied for rank in range(1, num_workers))
+    assert simulation.contribute(0) == delayed_bound(num_workers, staleness)
     assert simulation.max_ahead == staleness
 
 
-def test_the_pipelined_bound_is_no_larger_for_two_workers_or_more() -> None:
+def test_the_delayed_update_bound_is_no_larger_for_two_workers_or_more() -> None:
     for num_workers in range(2, 9):
         for staleness in range(1, 9):
-            assert pipelined_bound(num_workers, staleness) <= (2 * staleness + 1) * (num_workers - 1)
+            assert delayed_bound(num_workers, staleness) <= (2 * staleness + 1) * (num_workers - 1)

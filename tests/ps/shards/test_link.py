@@ -20,10 +20,11 @@ WITHIN_S = 10.0
 
 
 class Calls(grpc.GenericRpcHandler):
-    """A coordinator: each call is answered with the next of these, None breaks it off; `heard` is what it was told."""
+    """A coordinator: each call gets its reply with the next of these, None breaks it off; `heard` is what it was
+    told."""
 
-    def __init__(self, *answers: BeginRun | GoOn | None) -> None:
-        self._answers = list(answers)
+    def __init__(self, *replies: BeginRun | GoOn | None) -> None:
+        self._replies = list(replies)
         self.heard: list[list[object]] = []
         self.breaks: list[asyncio.Event] = []
 
@@ -38,10 +39,10 @@ class Calls(grpc.GenericRpcHandler):
         self.heard.append(heard)
         broken = asyncio.Event()
         self.breaks.append(broken)
-        answer = self._answers.pop(0)
-        if answer is None:
+        reply = self._replies.pop(0)
+        if reply is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection was reset")
-        await context.write(pb.ShardOrder(said=LINES.write(answer)))
+        await context.write(pb.ShardOrder(said=LINES.write(reply)))
 
         async def hear() -> None:
             async for report in reports:
@@ -84,7 +85,7 @@ def test_what_is_said_goes_out_on_the_newest_connection() -> None:
         assert await link.register(REGISTER) == BEGIN
         follower = Follower(happens=lambda event: None, digest=lambda: "")
         link.carry(follower)
-        follower.tape.put(Ready())
+        follower.outbox.put(Ready())
         await until(lambda: calls.heard[2][1:] == [Ready()])
 
     asyncio.run(linked(calls, scenario))
@@ -97,7 +98,7 @@ def test_what_must_be_known_is_said_again_on_a_new_connection() -> None:
         await link.register(REGISTER)
         follower = Follower(happens=lambda event: None, digest=lambda: "")
         link.carry(follower)
-        follower.tape.put(Ready())
+        follower.outbox.put(Ready())
         await until(lambda: Ready() in calls.heard[0])
 
         async def follow() -> None:

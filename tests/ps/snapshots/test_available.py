@@ -70,7 +70,7 @@ def of_all(place: Path, shards: int) -> list[Available]:
 
 
 def chosen(place: Path, shards: int):
-    return choose_common({shard: one.entries for shard, one in enumerate(of_all(place, shards))})
+    return choose_common({shard: available.entries for shard, available in enumerate(of_all(place, shards))})
 
 
 def damage(place: Path) -> None:
@@ -82,8 +82,8 @@ def held_after(place: Path, shards: int) -> dict[str, torch.Tensor]:
     """The model put together from what the stores of all shards hold after going on."""
     name = chosen(place, shards)
     found: dict[str, torch.Tensor] = {}
-    for one, share in zip(of_all(place, shards), divide(LAYOUT, shards), strict=True):
-        loaded = one.load(name)
+    for available, share in zip(of_all(place, shards), divide(LAYOUT, shards), strict=True):
+        loaded = available.load(name)
         store = Store(
             loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.manifest.optimizer
         )

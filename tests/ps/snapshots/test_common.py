@@ -76,6 +76,6 @@ def test_what_is_chosen_is_whole_everywhere_and_nothing_newer_is(held):
     except CheckpointError:
         name = None
         assert any(held.values())
-    everywhere = [one for one in {e.name for of in held.values() for e in of}
-                  if all(Entry(one) in of for of in held.values())]  # fmt: skip
+    everywhere = [item for item in {e.name for of in held.values() for e in of}
+                  if all(Entry(item) in of for of in held.values())]  # fmt: skip
     assert name == max(everywhere, default=None)

@@ -23,8 +23,8 @@ def test_the_newest_is_of_the_newest_server(tmp_path: Path) -> None:
     assert next_incarnation(tmp_path) == 11
     newest = load_newest(tmp_path)
     assert newest is not None and newest.manifest.version == 20
-    one = load_newest(tmp_path / names[3])
-    assert one is not None and one.manifest.version == 1000
+    item = load_newest(tmp_path / names[3])
+    assert item is not None and item.manifest.version == 1000
     best = (tmp_path / names[4]).rename(tmp_path / "best")  # a name of one's own
     renamed = load_newest(best)
     assert renamed is not None and renamed.manifest.version == 900

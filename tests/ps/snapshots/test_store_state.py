@@ -58,20 +58,20 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def body_of(seed: int, layout: Layout = LAYOUT, num_bytes: int | None = None) -> torch.Tensor:
-    return random_body(seed, layout)[:num_bytes].clone()
+def payload_of(seed: int, layout: Layout = LAYOUT, num_bytes: int | None = None) -> torch.Tensor:
+    return random_payload(seed, layout)[:num_bytes].clone()
 
 
 @functools.lru_cache(maxsize=64)
-def random_body(seed: int, layout: Layout) -> torch.Tensor:
+def random_payload(seed: int, layout: Layout) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in layout.views(body):
+    payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in layout.views(payload):
         if DTYPES[spec.dtype].is_floating_point:
             view.copy_(torch.randn(spec.shape, generator=generator, dtype=torch.float32))
         else:
             view.copy_(torch.randint(0, 2, spec.shape, generator=generator))
-    return body
+    return payload
 
 
 def optimizer(name: str | None, groups: tuple[tuple[str, ...], ...] = GROUPS, **values: Any) -> OptimizerSpec | None:
@@ -83,13 +83,13 @@ def optimizer(name: str | None, groups: tuple[tuple[str, ...], ...] = GROUPS, **
 
 
 def new_store(spec: OptimizerSpec | None, layout: Layout = LAYOUT, polyak: float | None = 0.9) -> Store:
-    return Store(layout, body_of(999, layout), spec, StoreOptions(polyak=polyak))
+    return Store(layout, payload_of(999, layout), spec, StoreOptions(polyak=polyak))
 
 
 def train(store: Store, first: int, last: int) -> None:
     """Steps first..last - 1, each under a learning rate of its own."""
     for step in range(first, last):
-        store.fold(body_of(step, store.layout, store.layout.exchange_bytes), 1.0, 0)
+        store.fold(payload_of(step, store.layout, store.layout.exchange_bytes), 1.0, 0)
         rates = [{"lr": 0.01 / (step + 1)}, {"lr": 0.02 / (step + 1)}]
         store.commit(2, 0, rates[: len(store.optimizer.torch.param_groups)] if store.optimizer else None)
 
@@ -112,11 +112,11 @@ def restored(loaded: Loaded, polyak: float | None = 0.9) -> Store:
     return store
 
 
-def assert_same(one: Store, other: Store) -> None:
-    assert one.version == other.version
+def assert_same(store: Store, other: Store) -> None:
+    assert store.version == other.version
     for averaged in (False, True):
         theirs = other.tensors(averaged)
-        for name, tensor in one.tensors(averaged).items():
+        for name, tensor in store.tensors(averaged).items():
             assert as_bytes(tensor) == as_bytes(theirs[name]), name  # equal also where training has made a NaN
 
 
@@ -240,15 +240,15 @@ def test_a_capture_is_a_moment_and_its_memory_is_used_again(tmp_path: Path) -> N
     first = capture(store)  # before there is any state
     train(store, 0, 3)
     second = capture(store, first)
-    assert all(second.bodies[file] is body for file, body in first.bodies.items())
+    assert all(second.payloads[file] is payload for file, payload in first.payloads.items())
     assert second.optimizer is not None
-    bodies = dict(second.optimizer.bodies)
-    assert torch.equal(second.bodies[WEIGHTS], store.weights)
+    payloads = dict(second.optimizer.payloads)
+    assert torch.equal(second.payloads[WEIGHTS], store.weights)
     train(store, 3, 6)
-    assert not torch.equal(second.bodies[WEIGHTS], store.weights), "training does not touch it"
+    assert not torch.equal(second.payloads[WEIGHTS], store.weights), "training does not touch it"
     third = capture(store, second)
     assert third.optimizer is not None and third.version == 6
-    assert all(third.optimizer.bodies[key] is body for key, body in bodies.items())
+    assert all(third.optimizer.payloads[key] is payload for key, payload in payloads.items())
     other = new_store(spec)
     train(other, 0, 6)
     fresh = tensors_of(capture(other), LAYOUT, spec)
@@ -262,10 +262,10 @@ def test_commits_into_other_memory_are_captured_too() -> None:
     train(store, 0, 2)
     reused = capture(store)
     target = store.weights.clone()
-    store.fold(body_of(5, LAYOUT, LAYOUT.exchange_bytes), 1.0, 0)
+    store.fold(payload_of(5, LAYOUT, LAYOUT.exchange_bytes), 1.0, 0)
     store.commit(1, 0, None, target)
     assert store.weights is target
-    assert torch.equal(capture(store, reused).bodies[WEIGHTS], target)
+    assert torch.equal(capture(store, reused).payloads[WEIGHTS], target)
 
 
 def test_a_run_may_change_what_it_keeps(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def test_a_table_and_its_state_come_back(tmp_path: Path):
     step(store)
     assert capture(store, captured) is not captured  # in the memory of the one before
     restore(other, load(written(tmp_path, 0, 1, store)))
-    for one in (store, other):
-        step(one)
+    for item in (store, other):
+        step(item)
     mine, theirs = store.tables.state(), other.tables.state()
     assert mine.keys() == theirs.keys() and len(mine) == 4 + 2 + 3 + 1
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -109,5 +109,5 @@ def peak_rss() -> float:
 
 
 def test_the_hash_is_that_of_the_weights_alone(tmp_path: Path) -> None:
-    one, other = (write(tmp_path, manifest_of(1, run=run), files_of(1)) for run in ("one", "other"))
-    assert isinstance(one, Written) and one.sha256 == other.sha256
+    item, other = (write(tmp_path, manifest_of(1, run=run), files_of(1)) for run in ("one", "other"))
+    assert isinstance(item, Written) and item.sha256 == other.sha256

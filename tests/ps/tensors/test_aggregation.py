@@ -1,4 +1,4 @@
-"""Means, medians and trimmed means of bodies against numpy's, and whose memory is whose."""
+"""Means, medians and trimmed means of payloads against numpy's, and whose memory is whose."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ LAYOUT = Layout([
 PARAMETERS = ["a", "b", "c"]
 
 
-def body_of(seed: int, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
+def payload_of(seed: int, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
     """Random values; gaps hold garbage, as they do in memory that is lent again."""
     generator = torch.Generator().manual_seed(seed)
-    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in layout.views(body):
+    payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in layout.views(payload):
         dtype = DTYPES[spec.dtype]
         if dtype.is_floating_point:
             view.copy_(torch.randn(spec.shape, generator=generator, dtype=torch.float64))
         else:
             view.copy_(torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator))
-    return body[: layout.exchange_bytes].clone() if is_contribution else body
+    return payload[: layout.exchange_bytes].clone() if is_contribution else payload
 
 
-def values_of(body: torch.Tensor, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
+def values_of(payload: torch.Tensor, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
     full = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    full[: len(body)] = body
+    full[: len(payload)] = payload
     return {spec.name: view.clone() for spec, view in layout.views(full)}
 
 
-def aggregate(name: str, bodies: list[torch.Tensor], trim: int = 1, layout: Layout = LAYOUT, **more: Any) -> Any:
+def aggregate(name: str, payloads: list[torch.Tensor], trim: int = 1, layout: Layout = LAYOUT, **more: Any) -> Any:
     """The result of a round, by name of the tensor."""
     aggregator = make(name, trim, layout, **more)
-    for rank, body in enumerate(bodies):
-        aggregator.fold(body.clone(), 1.0 + rank, rank, may_keep=bool(rank % 2))
+    for rank, payload in enumerate(payloads):
+        aggregator.fold(payload.clone(), 1.0 + rank, rank, may_keep=bool(rank % 2))
     for window in windows_of(layout):
         aggregator.complete(window)
     return values_of(aggregator.close()[0], layout)
@@ -73,13 +73,13 @@ def make(name: str, trim: int = 1, layout: Layout = LAYOUT, buffers: Any = "aver
     return made
 
 
-def reference(bodies: list[torch.Tensor], left_out: int, layout: Layout = LAYOUT) -> dict[str, np.ndarray]:
+def reference(payloads: list[torch.Tensor], left_out: int, layout: Layout = LAYOUT) -> dict[str, np.ndarray]:
     """numpy's, in float64: sorted, the outermost left out, the mean of the rest."""
-    columns = [values_of(body, layout) for body in bodies]
+    columns = [values_of(payload, layout) for payload in payloads]
     found = {}
     for name in columns[0]:
         ordered = np.sort(np.stack([column[name].double().numpy() for column in columns]), axis=0)
-        found[name] = ordered[left_out : len(bodies) - left_out].mean(axis=0)
+        found[name] = ordered[left_out : len(payloads) - left_out].mean(axis=0)
     return found
 
 
@@ -114,13 +114,13 @@ def test_the_network_grows_slowly() -> None:
 @given(count=st.integers(1, 12), seed=st.integers(0, 1000), trim=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_robust_means_are_numpys(count: int, seed: int, trim: int) -> None:
-    bodies = [body_of(seed + rank) for rank in range(count)]
+    payloads = [payload_of(seed + rank) for rank in range(count)]
     for name, left_out in (("median", (count - 1) // 2), ("trimmed_mean", min(trim, (count - 1) // 2))):
-        found, expected = aggregate(name, bodies, trim), reference(bodies, left_out)
+        found, expected = aggregate(name, payloads, trim), reference(payloads, left_out)
         for parameter in PARAMETERS:
             np.testing.assert_allclose(found[parameter].double().numpy(), expected[parameter], rtol=1e-5, atol=1e-6)
-    stacked = np.stack([values_of(body)["a"].numpy() for body in bodies])
-    np.testing.assert_allclose(aggregate("median", bodies)["a"].numpy(), np.median(stacked, axis=0), atol=1e-6)
+    stacked = np.stack([values_of(payload)["a"].numpy() for payload in payloads])
+    np.testing.assert_allclose(aggregate("median", payloads)["a"].numpy(), np.median(stacked, axis=0), atol=1e-6)
 
 
 @given(data=st.data(), num_liars=st.integers(0, 3), num_honest=st.integers(1, 5), seed=st.integers(0, 99))
@@ -131,18 +131,18 @@ def test_a_minority_never_moves_an_element_beyond_what_the_honest_sent(
     """Whatever it sends, wherever its ranks are."""
     if num_liars >= num_honest:
         num_honest = num_liars + 1
-    honest = [body_of(seed + index) for index in range(num_honest)]
+    honest = [payload_of(seed + index) for index in range(num_honest)]
     lies = [data.draw(st.sampled_from([-3e38, -10.0, 0.0, 1e-30, 7.0, 3e38])) for _ in range(num_liars)]
-    bodies = list(honest)
+    payloads = list(honest)
     for lie in lies:
-        body = body_of(0)
-        for spec, view in LAYOUT.views(torch.cat([body, torch.zeros(500, dtype=torch.uint8)])):
+        payload = payload_of(0)
+        for spec, view in LAYOUT.views(torch.cat([payload, torch.zeros(500, dtype=torch.uint8)])):
             if spec.kind is P:
                 view.fill_(lie)
-        bodies.insert(data.draw(st.integers(0, len(bodies))), body)
-    columns = [values_of(body) for body in honest]
+        payloads.insert(data.draw(st.integers(0, len(payloads))), payload)
+    columns = [values_of(payload) for payload in honest]
     for name in ROBUST:
-        found = aggregate(name, bodies, trim=max(1, num_liars))
+        found = aggregate(name, payloads, trim=max(1, num_liars))
         for parameter in PARAMETERS:
             sent = torch.stack([column[parameter] for column in columns])
             slack = 1e-6 * (1 + sent.abs().amax(0))
@@ -153,7 +153,7 @@ def test_a_minority_never_moves_an_element_beyond_what_the_honest_sent(
 @pytest.mark.parametrize("name", [*ROBUST, "mean"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
 def test_equal_contributions_give_exactly_themselves(name: str, count: int) -> None:
-    found, sent = aggregate(name, [body_of(1)] * count), values_of(body_of(1))
+    found, sent = aggregate(name, [payload_of(1)] * count), values_of(payload_of(1))
     for spec in LAYOUT.specs:
         if spec.kind is not F:
             assert torch.equal(found[spec.name], sent[spec.name]), spec.name
@@ -165,8 +165,8 @@ def test_the_largest_values_do_not_overflow(name: str, dtype: str) -> None:
     """The sum of what is kept would."""
     layout = Layout([TensorSpec("w", P, dtype, (70,))])
     largest = torch.full((70,), torch.finfo(DTYPES[dtype]).max, dtype=DTYPES[dtype])
-    bodies = [largest.clone().view(torch.uint8) for _ in range(6)]
-    assert torch.equal(aggregate(name, bodies, trim=1, layout=layout)["w"], largest)
+    payloads = [largest.clone().view(torch.uint8) for _ in range(6)]
+    assert torch.equal(aggregate(name, payloads, trim=1, layout=layout)["w"], largest)
 
 
 @pytest.mark.parametrize("name", ROBUST)
@@ -175,18 +175,18 @@ def test_numbers_of_samples_play_no_part(name: str, weights: list[float]) -> Non
     """A liar that says it had a billion samples has one vote."""
     aggregator = make(name)
     for rank, weight in enumerate(weights):
-        aggregator.fold(body_of(rank), weight, rank, may_keep=False)
+        aggregator.fold(payload_of(rank), weight, rank, may_keep=False)
     for window in windows_of(LAYOUT):
         aggregator.complete(window)
-    expected = reference([body_of(rank) for rank in range(3)], 1)
+    expected = reference([payload_of(rank) for rank in range(3)], 1)
     assert np.allclose(values_of(aggregator.close()[0])["b"].numpy(), expected["b"])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_round_too_small_to_leave_out_so_many_has_its_median(count: int) -> None:
     """Not an error: workers come and go. The run says so, once (`few_contributions`)."""
-    bodies = [body_of(rank) for rank in range(count)]
-    trimmed, median = aggregate("trimmed_mean", bodies, trim=2), aggregate("median", bodies)
+    payloads = [payload_of(rank) for rank in range(count)]
+    trimmed, median = aggregate("trimmed_mean", payloads, trim=2), aggregate("median", payloads)
     assert all(torch.equal(trimmed[name], median[name]) for name in PARAMETERS)
     assert make("trimmed_mean", trim=2).fewest == 5
     assert (make("median").fewest, make("mean").fewest) == (3, 1)
@@ -198,12 +198,12 @@ def test_a_round_too_small_to_leave_out_so_many_has_its_median(count: int) -> No
 @pytest.mark.parametrize("name", ROBUST)
 @pytest.mark.parametrize("chunk_bytes", [64, 1000])
 def test_windows_and_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int) -> None:
-    bodies = [body_of(rank) for rank in range(5)]
-    whole = aggregate(name, bodies)
+    payloads = [payload_of(rank) for rank in range(5)]
+    whole = aggregate(name, payloads)
     monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
     monkeypatch.setattr(order, "_CHUNK_BYTES", chunk_bytes)
     assert len(windows_of(LAYOUT)) > 10
-    parts = aggregate(name, bodies)
+    parts = aggregate(name, payloads)
     assert all(torch.equal(whole[tensor], parts[tensor]) for tensor in whole)
 
 
@@ -218,7 +218,7 @@ def test_buffers_are_as_with_the_mean(name: str, buffers: Any, ranks: list[int])
     for which in (name, "mean"):
         aggregator = make(which, buffers=buffers)
         for rank in ranks:
-            aggregator.fold(body_of(rank), 1.0 + rank, rank, may_keep=False)
+            aggregator.fold(payload_of(rank), 1.0 + rank, rank, may_keep=False)
         for window in windows_of(LAYOUT):
             aggregator.complete(window)
         assert aggregator.lowest_rank == 0
@@ -233,7 +233,10 @@ def test_buffers_are_as_with_the_mean(name: str, buffers: Any, ranks: list[int])
 def store_of(name: str, **options: Any) -> Store:
     adam = OptimizerSpec("Adam", (GroupSpec(("a", "b", "c"), {"lr": 0.1}),))
     return Store(
-        LAYOUT, body_of(999, is_contribution=False), adam, StoreOptions(aggregation=AGGREGATIONS.load(name), **options)
+        LAYOUT,
+        payload_of(999, is_contribution=False),
+        adam,
+        StoreOptions(aggregation=AGGREGATIONS.load(name), **options),
     )
 
 
@@ -245,29 +248,29 @@ def test_one_step_along_the_robust_mean(name: str, elsewhere: bool) -> None:
     parameter = torch.nn.Parameter(store.tensors()["b"].clone())
     adam = torch.optim.Adam([parameter], lr=0.1)
     for round_, count in enumerate([5, 3, 4]):
-        bodies = [body_of(10 * round_ + rank) for rank in range(count)]
-        for rank, body in enumerate(bodies):
-            assert store.fold(body.clone(), 1.0, rank) == []
+        payloads = [payload_of(10 * round_ + rank) for rank in range(count)]
+        for rank, payload in enumerate(payloads):
+            assert store.fold(payload.clone(), 1.0, rank) == []
         target = torch.full((LAYOUT.total_bytes,), 0xAA, dtype=torch.uint8) if elsewhere else None
-        for body in store.commit(count, 0, None, target):
-            body.fill_(0xFF)
-        parameter.grad = torch.from_numpy(reference(bodies, (count - 1) // 2 if name == "median" else 1)["b"])
+        for payload in store.commit(count, 0, None, target):
+            payload.fill_(0xFF)
+        parameter.grad = torch.from_numpy(reference(payloads, (count - 1) // 2 if name == "median" else 1)["b"])
         adam.step()
         torch.testing.assert_close(store.tensors()["b"], parameter.detach())
 
 
 @pytest.mark.parametrize("name", ROBUST)
 @pytest.mark.parametrize("may_keep", [False, True])
-def test_all_bodies_are_kept_to_the_commit_and_come_back_once(name: str, may_keep: bool) -> None:
+def test_all_payloads_are_kept_to_the_commit_and_come_back_once(name: str, may_keep: bool) -> None:
     store = store_of(name)
     for count in (4, 1, 7):
-        bodies = [body_of(rank) for rank in range(count)]
-        for rank, body in enumerate(bodies):
-            assert store.fold(body, 1.0, rank, may_keep) == []
+        payloads = [payload_of(rank) for rank in range(count)]
+        for rank, payload in enumerate(payloads):
+            assert store.fold(payload, 1.0, rank, may_keep) == []
         assert store.num_bytes["mean"] == count * LAYOUT.exchange_bytes
         returned = store.commit(count, 0, None)
-        assert returned[0] is bodies[0]
-        assert sorted(map(id, returned)) == sorted(map(id, bodies))
+        assert returned[0] is payloads[0]
+        assert sorted(map(id, returned)) == sorted(map(id, payloads))
         assert store.num_bytes["mean"] == 0
 
 

@@ -22,11 +22,11 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def body_of(seed: int, layout: Layout = LAYOUT) -> torch.Tensor:
-    body = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    for spec, view in layout.views(body):
+def payload_of(seed: int, layout: Layout = LAYOUT) -> torch.Tensor:
+    payload = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    for spec, view in layout.views(payload):
         view.copy_(torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed + sum(map(ord, spec.name)))))
-    return body
+    return payload
 
 
 def made(name: str, hyperparameters: dict[str, Any], weights: torch.Tensor) -> FlatOptimizer:
@@ -35,38 +35,38 @@ def made(name: str, hyperparameters: dict[str, Any], weights: torch.Tensor) -> F
 
 
 def step(optimizer: FlatOptimizer, seed: int, without: frozenset[str] = frozenset()) -> None:
-    optimizer.step(0, body_of(seed), FlatRun.view, without)
+    optimizer.step(0, payload_of(seed), FlatRun.view, without)
 
 
 def test_the_ends_of_all_runs_of_a_group_are_one_parameter() -> None:
-    groups = made("Adam", {"lr": 0.1}, body_of(0)).torch.param_groups
-    sizes = [[one.numel() for one in group["params"]] for group in groups]
+    groups = made("Adam", {"lr": 0.1}, payload_of(0)).torch.param_groups
+    sizes = [[param.numel() for param in group["params"]] for group in groups]
     assert sizes == [[48, 32, 96, 48], [16]], "whole lines of 16 elements each, then what is left of all"
 
 
 @pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS)
 def test_a_tensor_gets_the_same_bits_whatever_lies_beside_it(name: str, hyperparameters: dict[str, Any]) -> None:
-    weights = body_of(0)
+    weights = payload_of(0)
     together = made(name, hyperparameters, weights)
     alone = {}
     for spec in LAYOUT.specs:
         layout = Layout([spec])
-        body = body_of(0, layout)
+        payload = payload_of(0, layout)
         only = OptimizerSpec(name, (GroupSpec((spec.name,), hyperparameters),))
-        alone[spec.name] = layout, body, FlatOptimizer(only, layout, body, windows_of(layout))
+        alone[spec.name] = layout, payload, FlatOptimizer(only, layout, payload, windows_of(layout))
     for seed in range(1, 5):
         step(together, seed)
         for layout, _, optimizer in alone.values():
-            optimizer.step(0, body_of(seed, layout), FlatRun.view)
+            optimizer.step(0, payload_of(seed, layout), FlatRun.view)
     for spec, view in LAYOUT.views(weights):
-        layout, body, _ = alone[spec.name]
-        assert torch.equal(view, next(one for _, one in layout.views(body))), spec
+        layout, payload, _ = alone[spec.name]
+        assert torch.equal(view, next(item for _, item in layout.views(payload))), spec
 
 
 @pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS)
 def test_another_goes_on_from_its_state_and_in_other_memory(name: str, hyperparameters: dict[str, Any]) -> None:
     """Also where tensors had no gradient in some steps, so that they are not stepped as one any more."""
-    weights = body_of(0)
+    weights = payload_of(0)
     first = made(name, hyperparameters, weights)
     for seed, without in ((1, {"w1"}), (2, set()), (3, {"b0", "w1"}), (4, {"w0"})):
         step(first, seed, frozenset(without))
@@ -83,7 +83,7 @@ def test_another_goes_on_from_its_state_and_in_other_memory(name: str, hyperpara
 
 
 def test_a_tensor_without_a_gradient_keeps_its_bits() -> None:
-    weights = body_of(0)
+    weights = payload_of(0)
     optimizer = made("AdamW", {"lr": 0.1, "weight_decay": 0.1}, weights)
     for seed in (1, 2):
         before = {spec.name: view.clone() for spec, view in LAYOUT.views(weights)}

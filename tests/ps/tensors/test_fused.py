@@ -28,12 +28,12 @@ def test_kernel_steps_as_the_class_does(name: str, told: dict[str, Any], dtype: 
     def stepped(is_direct: bool) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         draw = lambda: [torch.randn(size, generator=generator).to(dtype) for size in sizes]  # noqa: E731
-        weights = [torch.nn.Parameter(one, requires_grad=False) for one in draw()]
+        weights = [torch.nn.Parameter(item, requires_grad=False) for item in draw()]
         own = build_optimizer(name, [{"params": weights, "lr": 0.1, **told}])
         group, num_direct = own.param_groups[0], 0
         for _ in range(4):
             gradients = draw()
-            step = kernel(group, [own.state.get(one, {}) for one in weights]) if is_direct else None
+            step = kernel(group, [own.state.get(weight, {}) for weight in weights]) if is_direct else None
             if step is not None:
                 num_direct += 1
                 step(list(weights), gradients)
@@ -42,7 +42,7 @@ def test_kernel_steps_as_the_class_does(name: str, told: dict[str, Any], dtype: 
                 weight.grad = gradient
             plain_step(type(own))(own)
         assert num_direct >= 3 * is_direct
-        state = [value for one in weights for value in own.state.get(one, {}).values()]
+        state = [value for weight in weights for value in own.state.get(weight, {}).values()]
         return [*weights, *state]
 
     assert all(map(torch.equal, stepped(True), stepped(False)))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from paramserver.common.wire.frames import parse
 from paramserver.common.wire.segments import Segment, private_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.tensors.answers import publication as module
-from paramserver.ps.tensors.answers.publication import Publication, Publisher
+from paramserver.ps.tensors.replies import publication as module
+from paramserver.ps.tensors.replies.publication import Publication, Publisher
 
 NUM_BYTES, WINDOW = 48, 8
 
@@ -331,7 +331,7 @@ async def test_old_publications_and_their_frames_are_freed(world: World) -> None
     del reader
     gc.collect()
     memories = {id(memory) for memory in world.memories}
-    alive = [one for one in gc.get_objects() if type(one) is Publication and id(one.segment) in memories]
+    alive = [item for item in gc.get_objects() if type(item) is Publication and id(item.segment) in memories]
     assert len(alive) <= 2
 
 
@@ -401,7 +401,7 @@ def test_memory_is_bounded_by_the_limit(limit: int, actions: list[tuple[str, int
     asyncio.run(play())
 
 
-def test_frames_are_made_as_the_body_is_and_say_what_is_left_out() -> None:
+def test_frames_are_made_as_the_payload_is_and_say_what_is_left_out() -> None:
     async def main() -> None:
         segment = private_segment(100)
         segment.bytes[:] = bytes(range(100))
@@ -415,13 +415,13 @@ def test_frames_are_made_as_the_body_is_and_say_what_is_left_out() -> None:
             await turns()
         assert await progress == [(0, 20), (20, 50), (50, 100)]
         found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
-        at = [offset for one in found for offset in range(one.offset, one.offset + len(one.data))]
-        assert at == [*range(100)] == list(b"".join(bytes(one.data) for one in found))
+        at = [offset for item in found for offset in range(item.offset, item.offset + len(item.data))]
+        assert at == [*range(100)] == list(b"".join(bytes(item.data) for item in found))
         found = [parse(pb.ServerMessage, raw) async for raw in publication.frames([(0, 20)])]
-        assert [(one.offset, one.left_out) for one in found if one.left_out] == [(0, 7), (7, 7), (14, 6)]
+        assert [(item.offset, item.left_out) for item in found if item.left_out] == [(0, 7), (7, 7), (14, 6)]
 
     asyncio.run(main())
 
 
 async def collect(publication: Publication) -> list[tuple[int, int]]:
-    return [one async for one in publication.progress()]
+    return [item async for item in publication.progress()]

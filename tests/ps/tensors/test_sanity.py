@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.core.judgement import SOUND, Limits, decide, halted, rejected_too_often
 from paramserver.ps.tensors.sanity import Findings
@@ -31,39 +31,39 @@ LAYOUT = Layout([
     TensorSpec("frozen", F, "float32", (19,)),
 ])  # fmt: skip
 PARAMETERS = ["a", "b", "c", "d"]
-Body = torch.Tensor
+Payload = torch.Tensor
 
 
-def views(body: Body, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
-    """The tensors of a body of total_bytes, sharing its memory."""
-    return {spec.name: view for spec, view in layout.views(body)}
+def views(payload: Payload, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
+    """The tensors of a payload of total_bytes, sharing its memory."""
+    return {spec.name: view for spec, view in layout.views(payload)}
 
 
-def body_of(seed: int, scale: float = 1.0, layout: Layout = LAYOUT) -> Body:
+def payload_of(seed: int, scale: float = 1.0, layout: Layout = LAYOUT) -> Payload:
     generator = torch.Generator().manual_seed(seed)
-    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in layout.views(body):
+    payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in layout.views(payload):
         if view.dtype.is_floating_point:
             view.copy_(scale * torch.randn(spec.shape, generator=generator, dtype=torch.float64))
         else:
             view.fill_(-1)  # NaN, were it a float
-    return body
+    return payload
 
 
 def store_of(limits: Limits, layout: Layout = LAYOUT, sends_gradients: bool = True, **options: Any) -> Store:
     names = tuple(spec.name for spec in layout.specs if spec.kind is P and spec.dtype == "float32")
     spec = OptimizerSpec("Adam", (GroupSpec(names, {"lr": 0.1, "weight_decay": 0.1}),)) if sends_gradients else None
-    return Store(layout, body_of(999, layout=layout), spec, StoreOptions(limits=limits, **options))
+    return Store(layout, payload_of(999, layout=layout), spec, StoreOptions(limits=limits, **options))
 
 
-def norm_of(body: Body, layout: Layout = LAYOUT) -> float:
-    parameters = [v.double().reshape(-1) for (s, v) in layout.views(body) if s.kind is P]
+def norm_of(payload: Payload, layout: Layout = LAYOUT) -> float:
+    parameters = [v.double().reshape(-1) for (s, v) in layout.views(payload) if s.kind is P]
     return torch.linalg.vector_norm(torch.cat(parameters)).item() if parameters else 0.0
 
 
-def measured(store: Store, body: Body) -> Findings:
+def measured(store: Store, payload: Payload) -> Findings:
     findings = Findings()
-    store.sanity.look(body, slice(None), findings)
+    store.sanity.look(payload, slice(None), findings)
     return findings
 
 
@@ -90,9 +90,9 @@ def test_what_the_settings_say(on_nonfinite: Any, on_large: Any, max_norm: float
 @pytest.mark.parametrize("end", [lambda j: halted(3, 17, 41, j), lambda j: rejected_too_often(3, 10, 10, 41, j)])
 def test_the_end_of_a_run_names_whom_what_and_the_limit(end: Callable[[Any], Any]) -> None:
     store = store_of(Limits(max_norm=0.5, on_large="halt"))
-    error = end(store.sanity.examine(body_of(1), store.weights))
+    error = end(store.sanity.examine(payload_of(1), store.weights))
     assert error.exit_code == 16
-    for word in ("rank 3", f"norm {norm_of(body_of(1)):.4g}", "store.max_norm is 0.5", "version 41"):
+    for word in ("rank 3", f"norm {norm_of(payload_of(1)):.4g}", "store.max_norm is 0.5", "version 41"):
         assert word in error.message
     assert "--lr" in error.fix
 
@@ -109,10 +109,10 @@ def test_the_end_of_a_run_names_whom_what_and_the_limit(end: Callable[[Any], Any
 def test_the_norm_is_that_of_all_parameters(sizes: list[tuple[str, int]], seed: int, scale: float) -> None:
     specs = [TensorSpec(f"t{index}", P, dtype, (size,)) for index, (dtype, size) in enumerate(sizes)]
     layout = Layout([*specs, TensorSpec("statistics", B, "float32", (50,))])
-    body = body_of(seed, scale, layout)
-    findings = measured(store_of(Limits(max_norm=1.0), layout, sends_gradients=False), body)
+    payload = payload_of(seed, scale, layout)
+    findings = measured(store_of(Limits(max_norm=1.0), layout, sends_gradients=False), payload)
     assert findings.is_finite
-    assert findings.norm == pytest.approx(norm_of(body, layout), rel=1e-5)
+    assert findings.norm == pytest.approx(norm_of(payload, layout), rel=1e-5)
 
 
 @given(order=st.permutations(range(8)), data=st.data())
@@ -123,13 +123,13 @@ def test_the_order_of_arrival_changes_no_bit_of_the_norm(order: list[int], data:
         patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
         store = store_of(Limits(max_norm=1.0))
     assert len(store.windows) >= 8
-    body, whole = body_of(3), measured(store, body_of(3))
+    payload, whole = payload_of(3), measured(store, payload_of(3))
     findings = Findings()
     borders = [*range(8), len(store.windows)]
     for part in order:
-        store.sanity.look(body, slice(borders[part], borders[part + 1]), findings)
+        store.sanity.look(payload, slice(borders[part], borders[part + 1]), findings)
     assert findings.norm == whole.norm
-    assert whole.norm == pytest.approx(norm_of(body), rel=1e-6)
+    assert whole.norm == pytest.approx(norm_of(payload), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -140,47 +140,47 @@ def test_a_norm_whose_squares_overflow(dtype: str, value: float) -> None:
     """Large is not the same as infinite: measured, and clipped to the cap."""
     layout = Layout([TensorSpec("w", P, dtype, (100,))])
     store = store_of(Limits(max_norm=2.0), layout, sends_gradients=False)
-    body = new_body(layout.total_bytes)
-    views(body, layout)["w"].fill_(value)
-    expected = abs(views(body, layout)["w"][0].double().item()) * 10
-    assert measured(store, body).norm == pytest.approx(expected, rel=1e-6)
-    judgement = store.sanity.examine(body, store.weights)
+    payload = new_payload(layout.total_bytes)
+    views(payload, layout)["w"].fill_(value)
+    expected = abs(views(payload, layout)["w"][0].double().item()) * 10
+    assert measured(store, payload).norm == pytest.approx(expected, rel=1e-6)
+    judgement = store.sanity.examine(payload, store.weights)
     assert judgement.is_taken and judgement.is_clipped
-    assert norm_of(body, layout) == pytest.approx(2.0, rel=1e-2)
+    assert norm_of(payload, layout) == pytest.approx(2.0, rel=1e-2)
 
 
 def test_a_norm_that_no_float_holds_is_clipped_to_nothing() -> None:
     layout = Layout([TensorSpec("w", P, "float64", (100,))])
     store = store_of(Limits(max_norm=2.0), layout, sends_gradients=False)
-    body = new_body(layout.total_bytes)
-    views(body, layout)["w"].fill_(1.7e308)
-    assert store.sanity.examine(body, store.weights).is_clipped
-    assert views(body, layout)["w"].count_nonzero() == 0
+    payload = new_payload(layout.total_bytes)
+    views(payload, layout)["w"].fill_(1.7e308)
+    assert store.sanity.examine(payload, store.weights).is_clipped
+    assert views(payload, layout)["w"].count_nonzero() == 0
 
 
 def test_one_inf_among_ten_million() -> None:
     layout = Layout([TensorSpec("w", P, "float32", (10_000_000,))])
-    body = new_body(layout.total_bytes)
-    views(body, layout)["w"][7_654_321] = math.inf
-    weights = new_body(layout.total_bytes)
+    payload = new_payload(layout.total_bytes)
+    views(payload, layout)["w"][7_654_321] = math.inf
+    weights = new_payload(layout.total_bytes)
     for max_norm in (None, 1.0):
         rejecting = Store(layout, weights, None, StoreOptions(limits=Limits(max_norm=max_norm)))
-        assert rejecting.sanity.examine(body, weights).action == "reject"
+        assert rejecting.sanity.examine(payload, weights).action == "reject"
     clipping = Store(
         layout, weights, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),)), StoreOptions(limits=Limits("clip"))
     )
-    assert clipping.sanity.examine(body, weights).is_clipped
-    assert views(body, layout)["w"].count_nonzero() == 0
+    assert clipping.sanity.examine(payload, weights).is_clipped
+    assert views(payload, layout)["w"].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("specs", [[], [TensorSpec("w", P, "float32", (0,))], [TensorSpec("n", B, "int64", (3,))]])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_nothing_to_measure_is_sound(specs: list[TensorSpec], max_norm: float | None) -> None:
     layout = Layout(specs)
-    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    store = Store(layout, body.clone(), None, StoreOptions(limits=Limits("halt", max_norm, "halt")))
-    assert store.sanity.examine(body, store.weights) == SOUND
-    assert store.sanity.judge(body, Findings(), store.weights) == SOUND
+    payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    store = Store(layout, payload.clone(), None, StoreOptions(limits=Limits("halt", max_norm, "halt")))
+    assert store.sanity.examine(payload, store.weights) == SOUND
+    assert store.sanity.judge(payload, Findings(), store.weights) == SOUND
 
 
 # ---- clipping -------------------------------------------------------------------------------------
@@ -192,33 +192,33 @@ def test_clipping_is_torchs(monkeypatch: pytest.MonkeyPatch, max_norm: float, wi
     """The same values as clip_grad_norm_ gives, which rounds norms of half precision to half precision; buffers,
     integers and gaps stay to the last byte."""
     monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
-    store, body = store_of(Limits(max_norm=max_norm)), body_of(5)
-    before = body.clone()
-    parameters = [torch.nn.Parameter(torch.zeros_like(views(body)[name])) for name in PARAMETERS]
+    store, payload = store_of(Limits(max_norm=max_norm)), payload_of(5)
+    before = payload.clone()
+    parameters = [torch.nn.Parameter(torch.zeros_like(views(payload)[name])) for name in PARAMETERS]
     for name, parameter in zip(PARAMETERS, parameters, strict=True):
-        parameter.grad = views(body)[name].clone()
+        parameter.grad = views(payload)[name].clone()
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
-    judgement = store.sanity.examine(body, store.weights)
+    judgement = store.sanity.examine(payload, store.weights)
     assert judgement.is_taken
     assert judgement.is_clipped == (norm > max_norm)
     for name, parameter in zip(PARAMETERS, parameters, strict=True):
         tolerance = {"rtol": 5e-4, "atol": 0.0} if parameter.dtype.itemsize >= 4 else {"rtol": 1e-2, "atol": 1e-6}
-        torch.testing.assert_close(views(body)[name], parameter.grad, **tolerance)
-    assert torch.equal(body[LAYOUT.parameter_bytes :], before[LAYOUT.parameter_bytes :])
+        torch.testing.assert_close(views(payload)[name], parameter.grad, **tolerance)
+    assert torch.equal(payload[LAYOUT.parameter_bytes :], before[LAYOUT.parameter_bytes :])
     if not judgement.is_clipped:
-        assert torch.equal(body, before)
+        assert torch.equal(payload, before)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0])
 def test_clipping_is_torchs_to_the_last_digits(max_norm: float) -> None:
     layout = Layout([TensorSpec("a", P, "float32", (41, 13)), TensorSpec("b", P, "float32", (9,))])
-    store, body = store_of(Limits(max_norm=max_norm), layout), body_of(5, layout=layout)
-    parameters = [torch.nn.Parameter(torch.zeros_like(view)) for view in views(body, layout).values()]
-    for view, parameter in zip(views(body, layout).values(), parameters, strict=True):
+    store, payload = store_of(Limits(max_norm=max_norm), layout), payload_of(5, layout=layout)
+    parameters = [torch.nn.Parameter(torch.zeros_like(view)) for view in views(payload, layout).values()]
+    for view, parameter in zip(views(payload, layout).values(), parameters, strict=True):
         parameter.grad = view.clone()
     torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    assert store.sanity.examine(body, store.weights).is_clipped
-    for view, parameter in zip(views(body, layout).values(), parameters, strict=True):
+    assert store.sanity.examine(payload, store.weights).is_clipped
+    for view, parameter in zip(views(payload, layout).values(), parameters, strict=True):
         torch.testing.assert_close(view, parameter.grad, rtol=1e-6, atol=0.0)
 
 
@@ -227,53 +227,53 @@ def test_clipping_is_torchs_to_the_last_digits(max_norm: float) -> None:
 @pytest.mark.parametrize("max_norm", [None, 1e6])
 def test_what_is_not_finite_becomes_nothing(name: str, bad: float, max_norm: float | None) -> None:
     """0 in a gradient; in a statistic, where 0 would be a value, what the server has. All else stays."""
-    store, body = store_of(Limits("clip", max_norm)), body_of(5)
-    views(body)[name].reshape(-1)[3] = bad
-    expected = body.clone()
+    store, payload = store_of(Limits("clip", max_norm)), payload_of(5)
+    views(payload)[name].reshape(-1)[3] = bad
+    expected = payload.clone()
     views(expected)[name].reshape(-1)[3] = views(store.weights)["mean"][3] if name == "mean" else 0.0
-    judgement = store.sanity.examine(body, store.weights)
+    judgement = store.sanity.examine(payload, store.weights)
     assert (judgement.action, judgement.is_clipped, judgement.what) == ("take", True, f"NaN or Inf in '{name}'")
-    assert torch.equal(body, expected)
+    assert torch.equal(payload, expected)
 
 
 def test_what_is_not_finite_of_weights_is_what_the_server_has() -> None:
     """localsgd: a weight of 0 would pull the others' there."""
-    store, body = store_of(Limits("clip"), sends_gradients=False), body_of(5)
-    views(body)["a"][4, 4] = math.nan
-    assert store.sanity.examine(body, store.weights).is_clipped
-    assert views(body)["a"][4, 4] == views(store.weights)["a"][4, 4]
+    store, payload = store_of(Limits("clip"), sends_gradients=False), payload_of(5)
+    views(payload)["a"][4, 4] = math.nan
+    assert store.sanity.examine(payload, store.weights).is_clipped
+    assert views(payload)["a"][4, 4] == views(store.weights)["a"][4, 4]
 
 
 @pytest.mark.parametrize("on_large", ACTIONS)
 def test_all_nan_and_what_is_left_is_measured(on_large: Any) -> None:
-    store, body = store_of(Limits("clip", 1e-3, on_large)), body_of(5)
-    views(body)["a"].fill_(math.nan)
-    judgement = store.sanity.examine(body, store.weights)
+    store, payload = store_of(Limits("clip", 1e-3, on_large)), payload_of(5)
+    views(payload)["a"].fill_(math.nan)
+    judgement = store.sanity.examine(payload, store.weights)
     if on_large == "clip":
         assert judgement.is_taken and judgement.is_clipped
-        assert norm_of(body) == pytest.approx(1e-3, rel=1e-2)
+        assert norm_of(payload) == pytest.approx(1e-3, rel=1e-2)
     else:
         assert judgement.action == on_large
         assert "NaN or Inf in 'a', and without them a gradient of norm" in judgement.what
-    body = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)  # NaN, every float of it
-    assert store.sanity.examine(body, store.weights).is_clipped
-    assert norm_of(body) == 0.0
+    payload = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)  # NaN, every float of it
+    assert store.sanity.examine(payload, store.weights).is_clipped
+    assert norm_of(payload) == 0.0
 
 
 @pytest.mark.parametrize("action", ["reject", "skip", "halt"])
 @pytest.mark.parametrize("wrong", ["nan", "large"])
 def test_what_is_not_clipped_is_not_touched(action: Any, wrong: str) -> None:
-    store, body = store_of(Limits(action, 1.0, action)), body_of(5)
+    store, payload = store_of(Limits(action, 1.0, action)), payload_of(5)
     if wrong == "nan":
-        views(body)["a"][0, 0] = math.nan
-    before = body.clone()
-    judgement = store.sanity.examine(body, store.weights)
+        views(payload)["a"][0, 0] = math.nan
+    before = payload.clone()
+    judgement = store.sanity.examine(payload, store.weights)
     assert (judgement.action, judgement.is_clipped) == (action, False)
-    assert torch.equal(body, before)
+    assert torch.equal(payload, before)
 
 
 def test_without_a_cap_no_norm_is_computed() -> None:
-    findings = measured(store_of(Limits()), body_of(1))
+    findings = measured(store_of(Limits()), payload_of(1))
     assert findings.is_finite
     assert findings.norm == 0.0
 
@@ -287,7 +287,7 @@ def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool,
     """No step of the optimizer: its momentum and its weight decay would move the weights along zeros too."""
     stores = [store_of(Limits(), sends_gradients=sends_gradients, polyak=0.9) for _ in range(2)]
     for store in stores:
-        store.fold(body_of(1), 1.0, 0)
+        store.fold(payload_of(1), 1.0, 0)
         store.commit(2, 0, None)
     skipping = stores[0]
     before, averaged, told = skipping.weights.clone(), skipping.averaged.clone(), []
@@ -305,7 +305,7 @@ def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool,
         assert skipping.weights is target
         skipping_old.fill_(0xFF)  # another version is made there
     for store in stores:
-        store.fold(body_of(2), 1.0, 0)
+        store.fold(payload_of(2), 1.0, 0)
         store.commit(2, 0, None)
     for name, tensor in stores[1].tensors().items():
         assert torch.equal(skipping.tensors()[name], tensor), name

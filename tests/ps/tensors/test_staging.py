@@ -43,15 +43,15 @@ async def finished(awaitable: Awaitable[Any]) -> Any:
 @in_loop
 async def test_lends_up_to_the_limit_at_once() -> None:
     pool = StagingPool(2, 16)
-    bodies = [await finished(pool.borrow(lambda: 0)) for _ in range(2)]
-    assert bodies[0] is not bodies[1]
-    assert [body.numel() for body in bodies] == [16, 16]
+    payloads = [await finished(pool.borrow(lambda: 0)) for _ in range(2)]
+    assert payloads[0] is not payloads[1]
+    assert [payload.numel() for payload in payloads] == [16, 16]
     assert pool.num_lent == 2
     waiting = ask(pool, 0)
     await turn()
     assert not waiting.done()
-    pool.give_back(bodies[0])
-    assert await finished(waiting) is bodies[0], "memory is used again"
+    pool.give_back(payloads[0])
+    assert await finished(waiting) is payloads[0], "memory is used again"
     assert pool.try_borrow(lambda: 0) is None
 
 
@@ -89,7 +89,7 @@ async def test_the_lowest_position_is_served_first() -> None:
 
 
 @in_loop
-async def test_a_donated_body_makes_room_and_comes_back() -> None:
+async def test_a_donated_payload_makes_room_and_comes_back() -> None:
     pool = StagingPool(1, 16)
     mean = await finished(pool.borrow(lambda: 0))
     waiting = ask(pool, 0)
@@ -105,12 +105,12 @@ async def test_a_donated_body_makes_room_and_comes_back() -> None:
 
 
 @in_loop
-async def test_a_body_that_is_not_the_pools_changes_nothing() -> None:
-    """A worker's own segment passes through the same hands as the pool's bodies, and is never lent to others."""
+async def test_a_payload_that_is_not_the_pools_changes_nothing() -> None:
+    """A worker's own segment passes through the same hands as the pool's payloads, and is never lent to others."""
     pool = StagingPool(1, 16)
-    body = await finished(pool.borrow(lambda: 0))
+    payload = await finished(pool.borrow(lambda: 0))
     foreign = torch.zeros(16, dtype=torch.uint8)
-    assert pool.is_own(body)
+    assert pool.is_own(payload)
     assert not pool.is_own(foreign)
     waiting = ask(pool, 0)
     pool.give_back(foreign)
@@ -119,38 +119,38 @@ async def test_a_body_that_is_not_the_pools_changes_nothing() -> None:
     await turn()
     assert not waiting.done()
     assert pool.num_lent == 1
-    pool.give_back(body)
-    assert await finished(waiting) is body
+    pool.give_back(payload)
+    assert await finished(waiting) is payload
 
 
 @in_loop
 async def test_who_gives_up_waiting_takes_nothing() -> None:
     pool = StagingPool(1, 16)
-    body = await finished(pool.borrow(lambda: 0))
+    payload = await finished(pool.borrow(lambda: 0))
     quitter, next_one = ask(pool, 0), ask(pool, 0)
     await turn()
     quitter.cancel()
     await turn()
     assert quitter.cancelled()
-    pool.give_back(body)
-    assert await finished(next_one) is body
+    pool.give_back(payload)
+    assert await finished(next_one) is payload
     assert pool.num_lent == 1
 
 
 @in_loop
 async def test_who_gives_up_in_the_moment_of_getting_passes_it_on() -> None:
-    """Its future is resolved, its coroutine has not run: the body must not be lost."""
+    """Its future is resolved, its coroutine has not run: the payload must not be lost."""
     pool = StagingPool(1, 16)
-    body = await finished(pool.borrow(lambda: 0))
+    payload = await finished(pool.borrow(lambda: 0))
     quitter, next_one = ask(pool, 0), ask(pool, 0)
     await turn()
-    pool.give_back(body)
+    pool.give_back(payload)
     quitter.cancel()
     await turn()
     assert quitter.cancelled()
-    assert await finished(next_one) is body
+    assert await finished(next_one) is payload
     assert pool.num_lent == 1
-    pool.give_back(body)
+    pool.give_back(payload)
     assert pool.num_lent == 0
 
 
@@ -186,12 +186,12 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
         for task in [task for task in asking if task.done()]:
             asking.remove(task)
             held.append(task.result())
-        created = {id(body) for body in held + donated}
-        assert len(created) == len(held) + len(donated), "one body in two hands"
+        created = {id(payload) for payload in held + donated}
+        assert len(created) == len(held) + len(donated), "one payload in two hands"
         assert pool.num_lent == len(held) <= limit
         # Who still waits does so for a reason: all is lent, or its position is not served.
-        for body in held:
-            pool.give_back(body)
+        for payload in held:
+            pool.give_back(payload)
         await turn()
         for task in asking:
             task.cancel()
@@ -212,10 +212,10 @@ def test_memory_does_not_grow_with_rounds(limit: int) -> None:
             mean = await finished(pool.borrow(lambda: 0))
             pool.donate(mean)
             others = [await finished(pool.borrow(lambda: 0)) for _ in range(limit)]
-            for body in others:
-                pool.give_back(body)
+            for payload in others:
+                pool.give_back(payload)
             pool.reclaim([mean])
-            seen |= {id(body) for body in (mean, *others)}
+            seen |= {id(payload) for payload in (mean, *others)}
         assert len(seen) <= limit + 1
 
     asyncio.run(play())

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_body
+from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.tensors.sanity import Findings, Unsound
 from paramserver.ps.tensors.store import Store, StoreOptions
@@ -38,9 +38,9 @@ VAR_TOO = TensorSpec("var_too", B, "float64", (3,))
 SGD = OptimizerSpec("SGD", (GroupSpec(("conv", "scale", "nothing", "wide", "bias"), {"lr": 0.5}),))
 
 
-def is_finite(store: Store, body: torch.Tensor, windows: slice = slice(None)) -> bool:
+def is_finite(store: Store, payload: torch.Tensor, windows: slice = slice(None)) -> bool:
     findings = Findings()
-    store.sanity.look(body, windows, findings)
+    store.sanity.look(payload, windows, findings)
     return findings.is_finite
 
 
@@ -58,22 +58,22 @@ def random_values(seed: int, layout: Layout = LAYOUT) -> Values:
     return values
 
 
-def body_of(values: Values, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
-    """A body; gaps hold garbage, as they do in memory that is lent again."""
-    body = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in layout.views(body):
+def payload_of(values: Values, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
+    """A payload; gaps hold garbage, as they do in memory that is lent again."""
+    payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in layout.views(payload):
         if spec.name in values:
             view.copy_(torch.as_tensor(values[spec.name]))
-    return body[: layout.exchange_bytes].clone() if is_contribution else body
+    return payload[: layout.exchange_bytes].clone() if is_contribution else payload
 
 
 def store_of(values: Values, optimizer: OptimizerSpec | None = SGD, layout: Layout = LAYOUT, **options: Any) -> Store:
-    return Store(layout, body_of(values, layout, is_contribution=False), optimizer, StoreOptions(**options))
+    return Store(layout, payload_of(values, layout, is_contribution=False), optimizer, StoreOptions(**options))
 
 
 def apply(store: Store, contributions: list[tuple[Values, float, int]], layout: Layout = LAYOUT, **commit: Any) -> None:
     for values, weight, rank in contributions:
-        store.fold(body_of(values, layout), weight, rank)
+        store.fold(payload_of(values, layout), weight, rank)
     live = commit.pop("live", [rank for _, _, rank in contributions])
     store.commit(len(live), min(live), commit.pop("hyperparameters", None))
 
@@ -227,10 +227,10 @@ def two_contributions() -> list[tuple[Values, float, int]]:
 def test_float_buffers_are_averaged_integers_come_from_the_lowest_rank(optimizer: OptimizerSpec | None) -> None:
     store = store_of(random_values(0), optimizer)
     apply(store, two_contributions())
-    one, two = random_values(1), random_values(2)
+    item, two = random_values(1), random_values(2)
     expected = {
-        "mean": (3 * one["mean"] + two["mean"]) / 4,
-        "var": (3 * one["var"] + two["var"]) / 4,
+        "mean": (3 * item["mean"] + two["mean"]) / 4,
+        "var": (3 * item["var"] + two["var"]) / 4,
         "count": two["count"],
         "seen": two["seen"],
     }
@@ -283,13 +283,13 @@ def test_a_departed_workers_contribution_still_counts() -> None:
     """More were folded than are live: the share stays one. The departed rank is below every live one."""
     store = store_of(random_values(0))
     apply(store, [(random_values(1), 1.0, 0), (random_values(2), 1.0, 4)], live=[4])
-    one, two = random_values(1), random_values(2)
-    assert_same(store, {"mean": (one["mean"] + two["mean"]) / 2, "count": one["count"]}, ["mean", "count"])
+    item, two = random_values(1), random_values(2)
+    assert_same(store, {"mean": (item["mean"] + two["mean"]) / 2, "count": item["count"]}, ["mean", "count"])
 
 
 def test_nobody_is_live_any_more() -> None:
     store = store_of(random_values(0))
-    store.fold(body_of(random_values(1)), 1.0, 0)
+    store.fold(payload_of(random_values(1)), 1.0, 0)
     store.commit(0, 0, None)
     assert_same(store, random_values(1), ["mean", "count"], rtol=0, atol=0)
 
@@ -336,23 +336,23 @@ def test_without_polyak_the_averaged_tensors_are_the_weights() -> None:
 @pytest.mark.parametrize("name", ["conv", "scale", "wide", "bias", "mean", "var"])
 def test_one_bad_value_anywhere_is_seen(name: str, bad: float) -> None:
     store, values = store_of(random_values(0)), random_values(1)
-    assert is_finite(store, body_of(values))
+    assert is_finite(store, payload_of(values))
     flat = values[name].reshape(-1)
     for at in {0, flat.numel() // 2, flat.numel() - 1}:
         spoiled = dict(values)
         changed = flat.clone()
         changed[at] = bad
         spoiled[name] = changed.view(values[name].shape)
-        assert not is_finite(store, body_of(spoiled))
+        assert not is_finite(store, payload_of(spoiled))
 
 
 def test_integers_and_gaps_are_always_finite() -> None:
     """-1 as bytes is NaN to a float; neither integer buffers nor the gaps between runs are looked at."""
     store, values = store_of(random_values(0)), random_values(1)
     values["count"] = torch.tensor(-1)
-    body = body_of(values)
-    assert (body == 0xFF).sum() > 8, "the gaps hold NaN patterns"
-    assert is_finite(store, body)
+    payload = payload_of(values)
+    assert (payload == 0xFF).sum() > 8, "the gaps hold NaN patterns"
+    assert is_finite(store, payload)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
@@ -360,62 +360,62 @@ def test_a_sum_that_overflows_is_not_a_bad_value(dtype: str) -> None:
     layout = Layout([TensorSpec("w", P, dtype, (64,))])
     store = store_of({"w": torch.zeros(64)}, None, layout)
     largest = torch.finfo(DTYPES[dtype]).max
-    assert is_finite(store, body_of({"w": torch.full((64,), largest, dtype=torch.float64)}, layout))
+    assert is_finite(store, payload_of({"w": torch.full((64,), largest, dtype=torch.float64)}, layout))
     mixed = torch.full((64,), largest, dtype=torch.float64)
     mixed[1::2] *= -1
-    assert is_finite(store, body_of({"w": mixed}, layout))
+    assert is_finite(store, payload_of({"w": mixed}, layout))
     mixed[63] = math.inf
     mixed[62] = -math.inf
-    assert not is_finite(store, body_of({"w": mixed}, layout)), "Inf and -Inf hide in a sum as NaN, not as zero"
+    assert not is_finite(store, payload_of({"w": mixed}, layout)), "Inf and -Inf hide in a sum as NaN, not as zero"
 
 
 def test_an_empty_model_is_finite() -> None:
     layout = Layout([TensorSpec("w", P, "float32", (0,))])
-    assert is_finite(store_of({}, None, layout), new_body(layout.exchange_bytes))
+    assert is_finite(store_of({}, None, layout), new_payload(layout.exchange_bytes))
 
 
 # ---- memory ----------------------------------------------------------------------------------------
 
 
-def test_the_first_body_becomes_the_mean_the_others_come_back() -> None:
+def test_the_first_payload_becomes_the_mean_the_others_come_back() -> None:
     store = store_of(random_values(0))
-    bodies = [body_of(random_values(rank)) for rank in range(3)]
-    assert store.fold(bodies[0], 1.0, 0) == []
-    assert [id(b) for b in store.fold(bodies[1], 1.0, 1)] == [id(bodies[1])]
-    assert [id(b) for b in store.fold(bodies[2], 1.0, 2)] == [id(bodies[2])]
+    payloads = [payload_of(random_values(rank)) for rank in range(3)]
+    assert store.fold(payloads[0], 1.0, 0) == []
+    assert [id(b) for b in store.fold(payloads[1], 1.0, 1)] == [id(payloads[1])]
+    assert [id(b) for b in store.fold(payloads[2], 1.0, 2)] == [id(payloads[2])]
     assert store.num_bytes["mean"] == LAYOUT.exchange_bytes
-    assert [id(b) for b in store.commit(3, 0, None)] == [id(bodies[0])]
+    assert [id(b) for b in store.commit(3, 0, None)] == [id(payloads[0])]
     assert store.num_bytes["mean"] == 0
 
 
 @pytest.mark.parametrize("optimizer", [SGD, None], ids=["gradients", "weights"])
 @pytest.mark.parametrize("buffers", ["average", "lowest_rank", "keep"])
-def test_a_body_that_came_back_may_be_overwritten(optimizer: OptimizerSpec | None, buffers: Any) -> None:
+def test_a_payload_that_came_back_may_be_overwritten(optimizer: OptimizerSpec | None, buffers: Any) -> None:
     """Nothing of the store may point into it: uploads write there while the next step runs."""
     twins = [store_of(random_values(0), optimizer, buffers=buffers, polyak=0.5) for _ in range(2)]
     for round_ in range(3):
         for spoil, store in enumerate(twins):
             for rank in range(2):
                 may_keep = bool(round_ % 2)
-                returned = store.fold(body_of(random_values(10 * round_ + rank)), 1.0, rank, may_keep)
+                returned = store.fold(payload_of(random_values(10 * round_ + rank)), 1.0, rank, may_keep)
                 if spoil:
-                    for body in returned:
-                        body.fill_(0xFF)
+                    for payload in returned:
+                        payload.fill_(0xFF)
             returned = store.commit(2, 0, None)
             if spoil:
-                for body in returned:
-                    body.fill_(0xFF)
+                for payload in returned:
+                    payload.fill_(0xFF)
     assert torch.equal(twins[0].weights, twins[1].weights)
     assert torch.equal(twins[0].averaged, twins[1].averaged)
 
 
-def test_folding_leaves_the_other_body_as_it_is() -> None:
+def test_folding_leaves_the_other_payload_as_it_is() -> None:
     store = store_of(random_values(0))
-    store.fold(body_of(random_values(1)), 1.0, 0)
-    body = body_of(random_values(2))
-    before = body.clone()
-    store.fold(body, 1.0, 1)
-    assert torch.equal(body, before)
+    store.fold(payload_of(random_values(1)), 1.0, 0)
+    payload = payload_of(random_values(2))
+    before = payload.clone()
+    store.fold(payload, 1.0, 1)
+    assert torch.equal(payload, before)
 
 
 def test_the_weights_keep_their_place() -> None:
@@ -496,12 +496,12 @@ def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
     """Cosines of successive means: 1, 0 and -1 have the mean 0; where nothing was folded nothing is measured."""
     layout = Layout([TensorSpec("w", P, "float32", (2, 1_000)), TensorSpec("b", B, "float32", (4,))])
     sgd = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
-    store = Store(layout, new_body(layout.total_bytes).zero_(), sgd, StoreOptions(measures_direction=True))
+    store = Store(layout, new_payload(layout.total_bytes).zero_(), sgd, StoreOptions(measures_direction=True))
     for east, north in ((1.0, 0.0), (2.0, 0.0), (0.0, 3.0), (0.0, -1.0)):
-        body = new_body(layout.exchange_bytes).zero_()
-        (_, w), _ = layout.views(body)
+        payload = new_payload(layout.exchange_bytes).zero_()
+        (_, w), _ = layout.views(payload)
         w[0], w[1] = east, north
-        store.fold(body, 1.0, 0)
+        store.fold(payload, 1.0, 0)
         store.commit(1, 0, None)
         store.commit(1, 0, None)
     assert store.direction is not None and store.direction.cosine == pytest.approx(0.0, abs=1e-9)
@@ -516,7 +516,7 @@ def test_finite_gradients_that_overflow_weights_are_seen_at_the_commit(name: str
     zeros = dict.fromkeys([spec.name for spec in layout.specs], 0)
     store = store_of(zeros | {name: -1.0})
     largest = torch.finfo(DTYPES[next(spec.dtype for spec in layout.specs if spec.name == name)]).max
-    store.fold(body_of(zeros | {name: largest}), 1.0, 0)
+    store.fold(payload_of(zeros | {name: largest}), 1.0, 0)
     with pytest.raises(Unsound, match=f"-inf in '{name}'"):
         store.commit(1, 0, [{"lr": 3.0}])
 
@@ -535,6 +535,6 @@ def test_weights_whose_sum_overflows_are_sound() -> None:
 def test_an_optimizer_that_divides_by_zero_is_seen() -> None:
     spec = OptimizerSpec("Adam", (GroupSpec(("conv", "scale", "nothing", "wide", "bias"), {"lr": 0.1, "eps": 0.0}),))
     store = store_of(random_values(0), spec)
-    store.fold(body_of(dict.fromkeys([one.name for one in SPECS], 0)), 1.0, 0)
+    store.fold(payload_of(dict.fromkeys([spec.name for spec in SPECS], 0)), 1.0, 0)
     with pytest.raises(Unsound, match="nan in "):
         store.commit(1, 0, None)

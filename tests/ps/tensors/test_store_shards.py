@@ -62,7 +62,7 @@ class Case:
         )
         at = draw(0, len(names))
         groups = [names[::2], names[1::2]] if draw(0, 1) else [names[:at], names[at:]]
-        self.optimizer = OptimizerSpec(name, tuple(GroupSpec(tuple(one), told) for one in groups if one))
+        self.optimizer = OptimizerSpec(name, tuple(GroupSpec(tuple(group), told) for group in groups if group))
         self.weights = self.values()
         self.rounds = [[(self.values(), float(draw(1, 32))) for _ in range(draw(1, 3))] for _ in range(4)]
         self.without = [frozenset(name for name in names if draw(0, 9) == 0) for _ in self.rounds]
@@ -79,7 +79,7 @@ class Case:
         found = []
         for share in divide(self.layout, num_shards):
             parts = {part.name: part for part in share.parts}
-            weights = body_of(share.layout, self.weights, parts)
+            weights = payload_of(share.layout, self.weights, parts)
             found.append(
                 (Store(share.layout, weights, share.optimizer(self.optimizer), StoreOptions(**options)), parts)
             )
@@ -92,8 +92,8 @@ class Case:
             for store, parts in stores:
                 here = frozenset(name for name, part in parts.items() if part.spec.name in without)
                 for rank, (values, weight) in enumerate(contributions):
-                    body = body_of(store.layout, values, parts)[: store.layout.exchange_bytes].clone()
-                    store.fold(body, weight, rank, without=here)
+                    payload = payload_of(store.layout, values, parts)[: store.layout.exchange_bytes].clone()
+                    store.fold(payload, weight, rank, without=here)
             norm = math.hypot(*(store.measure() for store, _ in stores)) if "clip_norm" in options else None
             for store, _ in stores:
                 store.commit(len(contributions), 0, None, norm=norm)
@@ -104,11 +104,11 @@ class Case:
         return found
 
 
-def body_of(layout: Layout, values: Values, parts: dict[str, Part]) -> torch.Tensor:
-    body = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    for spec, view in layout.views(body):
+def payload_of(layout: Layout, values: Values, parts: dict[str, Part]) -> torch.Tensor:
+    payload = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    for spec, view in layout.views(payload):
         view.copy_(parts[spec.name].of(values[parts[spec.name].spec.name]))
-    return body
+    return payload
 
 
 def cases(name: str, count: int, dtypes: tuple[str, ...] = ("float32",)) -> list[tuple[int, Case]]:

@@ -36,16 +36,16 @@ GROUPS = (("a", "d"), ("b", "c", "f"))  # "e" in none
 ONE_WINDOW = 1 << 30
 
 
-def body_of(seed: int, is_contribution: bool = True) -> torch.Tensor:
+def payload_of(seed: int, is_contribution: bool = True) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    body = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in LAYOUT.views(body):
+    payload = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)
+    for spec, view in LAYOUT.views(payload):
         dtype = DTYPES[spec.dtype]
         if dtype.is_floating_point:
             view.copy_(torch.randn(spec.shape, generator=generator, dtype=torch.float64))
         else:
             view.copy_(torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator))
-    return body[: LAYOUT.exchange_bytes].clone() if is_contribution else body
+    return payload[: LAYOUT.exchange_bytes].clone() if is_contribution else payload
 
 
 def optimizer(name: str | None, **hyperparameters: Any) -> OptimizerSpec | None:
@@ -63,21 +63,21 @@ class Twin:
         self, monkeypatch: pytest.MonkeyPatch, window_bytes: int, spec: OptimizerSpec | None, **options: Any
     ) -> None:
         monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
-        self.store = Store(LAYOUT, body_of(999, is_contribution=False), spec, StoreOptions(**options))
+        self.store = Store(LAYOUT, payload_of(999, is_contribution=False), spec, StoreOptions(**options))
 
     def round(self, number: int, count: int, *, may_keep: bool = False, elsewhere: bool = False) -> list[int]:
         """`count` contributions and a commit; returns the progress told."""
         for rank in range(count):
-            for body in self.store.fold(body_of(10 * number + rank), 1.0 + rank, 5 - rank, may_keep):
-                body.fill_(0xFF)  # whoever gets it uploads into it at once
+            for payload in self.store.fold(payload_of(10 * number + rank), 1.0 + rank, 5 - rank, may_keep):
+                payload.fill_(0xFF)  # whoever gets it uploads into it at once
         told: list[int] = []
         hyperparameters = [{"lr": 0.1 / number}, {"lr": 0.2 / number}]
         target = None
         if elsewhere:
             target = torch.full((LAYOUT.total_bytes,), 0xAA, dtype=torch.uint8)
             target[LAYOUT.exchange_bytes :] = self.store.weights[LAYOUT.exchange_bytes :]
-        for body in self.store.commit(3, 3, hyperparameters, target, told.append):
-            body.fill_(0xFF)
+        for payload in self.store.commit(3, 3, hyperparameters, target, told.append):
+            payload.fill_(0xFF)
         assert target is None or self.store.weights is target
         return told
 
@@ -86,9 +86,9 @@ class Twin:
         return self.store.tensors() | averaged
 
 
-def assert_equal(one: Twin, other: Twin, tolerance: float = 0.0) -> None:
+def assert_equal(twin: Twin, other: Twin, tolerance: float = 0.0) -> None:
     theirs = other.values()
-    for name, tensor in one.values().items():
+    for name, tensor in twin.values().items():
         torch.testing.assert_close(tensor, theirs[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
@@ -143,7 +143,7 @@ def test_new_memory_now_and_then_changes_nothing(
 @pytest.mark.parametrize("buffers", ["average", "lowest_rank", "keep"])
 @pytest.mark.parametrize("name", [None, "Adam"])
 @pytest.mark.parametrize("window_bytes", [64, ONE_WINDOW])
-def test_bodies_folded_late_are_folded_the_same(
+def test_payloads_folded_late_are_folded_the_same(
     monkeypatch: pytest.MonkeyPatch, buffers: Any, name: str | None, window_bytes: int
 ) -> None:
     spec = optimizer(name)
@@ -155,16 +155,16 @@ def test_bodies_folded_late_are_folded_the_same(
         assert_equal(eager, late)
 
 
-def test_bodies_come_back_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_come_back_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Twin(monkeypatch, 1024, optimizer("SGD")).store
     for keeps in ([False] * 4, [True] * 4, [True, False, True, False], [False, True, False, True]):
-        bodies = [body_of(rank) for rank in range(4)]
+        payloads = [payload_of(rank) for rank in range(4)]
         returned = []
-        for rank, (body, may_keep) in enumerate(zip(bodies, keeps, strict=True)):
-            returned += store.fold(body, 1.0, rank, may_keep)
-            assert all(one is not body for one in returned) or not may_keep
+        for rank, (payload, may_keep) in enumerate(zip(payloads, keeps, strict=True)):
+            returned += store.fold(payload, 1.0, rank, may_keep)
+            assert all(item is not payload for item in returned) or not may_keep
         returned += store.commit(4, 0, None)
-        assert sorted(map(id, returned)) == sorted(map(id, bodies))
+        assert sorted(map(id, returned)) == sorted(map(id, payloads))
 
 
 @pytest.mark.parametrize("window_bytes", [64, 192, 1024, ONE_WINDOW])
@@ -188,15 +188,15 @@ def test_what_progress_says_is_made_stays_as_it_is(monkeypatch: pytest.MonkeyPat
         nonlocal taken
         taken = torch.cat([taken, target[len(taken) : num_bytes]])
 
-    twin.store.fold(body_of(1), 1.0, 0)
-    twin.store.fold(body_of(2), 1.0, 1, may_keep=True)
+    twin.store.fold(payload_of(1), 1.0, 0)
+    twin.store.fold(payload_of(2), 1.0, 1, may_keep=True)
     twin.store.commit(2, 0, None, target, progress)
     assert torch.equal(taken, target[: LAYOUT.exchange_bytes])
 
 
-def is_finite(store: Store, body: torch.Tensor, windows: slice = slice(None)) -> bool:
+def is_finite(store: Store, payload: torch.Tensor, windows: slice = slice(None)) -> bool:
     findings = Findings()
-    store.sanity.look(body, windows, findings)
+    store.sanity.look(payload, windows, findings)
     return findings.is_finite
 
 
@@ -204,10 +204,10 @@ def is_finite(store: Store, body: torch.Tensor, windows: slice = slice(None)) ->
 @pytest.mark.parametrize("name", ["a", "c", "d", "e", "f", "mean", "var"])
 def test_a_bad_value_is_found_in_its_window_alone(monkeypatch: pytest.MonkeyPatch, name: str, bad: float) -> None:
     store = Twin(monkeypatch, 192, None).store
-    views: Callable[[torch.Tensor], dict[str, torch.Tensor]] = lambda body: {  # noqa: E731
-        spec.name: view for spec, view in LAYOUT.views(body)
+    views: Callable[[torch.Tensor], dict[str, torch.Tensor]] = lambda payload: {  # noqa: E731
+        spec.name: view for spec, view in LAYOUT.views(payload)
     }
-    full = body_of(5, is_contribution=False)
+    full = payload_of(5, is_contribution=False)
     flat = views(full)[name].reshape(-1)
     entry = next(entry for entry in LAYOUT.entries if entry.spec.name == name)
     for at in {0, flat.numel() // 2, flat.numel() - 1}:
@@ -219,7 +219,7 @@ def test_a_bad_value_is_found_in_its_window_alone(monkeypatch: pytest.MonkeyPatc
     assert is_finite(store, full)
 
 
-def test_windows_cover_every_body_once() -> None:
+def test_windows_cover_every_payload_once() -> None:
     windows = windows_of(LAYOUT)
     assert [window.start for window in windows] == [0]
     assert windows[-1].end == LAYOUT.exchange_bytes

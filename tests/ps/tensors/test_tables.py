@@ -88,10 +88,10 @@ def test_what_is_no_part_of_a_contribution_is_refused(ids: list[int], table: int
 
 
 def test_a_row_comes_once_in_a_contribution() -> None:
-    tables, one = Tables([SPEC], 1), torch.zeros(1, DIM, dtype=torch.float64)
-    first = tables.read(0, 1, sent([4], one), [])
+    tables, item = Tables([SPEC], 1), torch.zeros(1, DIM, dtype=torch.float64)
+    first = tables.read(0, 1, sent([4], item), [])
     with pytest.raises(ParamServerError, match="not ascending"):
-        tables.read(0, 1, sent([4], one), [first])
+        tables.read(0, 1, sent([4], item), [first])
 
 
 def test_rows_are_pulled_in_the_order_asked_for() -> None:
@@ -176,14 +176,14 @@ def test_rows_count_in_the_norm_that_a_step_is_clipped_to(
         for share, store in zip(parts, stores, strict=True):
             (part,), (table,) = share.parts, store.tables.specs
             here = (ids >= table.first) & (ids < table.end)
-            body = part.of(gradient).contiguous().view(-1).view(torch.uint8)
+            payload = part.of(gradient).contiguous().view(-1).view(torch.uint8)
             for index, factor in enumerate(factors):  # of two workers, one of which may have none
                 rows = [Rows(0, ids[here], values[here] * factor)] if here.any() else []
                 weight = 1.0 if reduction == "mean" else 1.0 + index
-                store.fold((body.view(torch.float64) * factor).view(torch.uint8), weight, 0, rows=rows)
+                store.fold((payload.view(torch.float64) * factor).view(torch.uint8), weight, 0, rows=rows)
         norm = math.hypot(*(store.measure() for store in stores)) if shards > 1 else None
         for store in stores:
             store.commit(2, 0, None, norm=norm, clip_norm=bounds[1])
         now = torch.cat([store.weights.view(torch.float64).view(-1, 2) for store in stores])
         assert torch.allclose(now, w, rtol=1e-12)
-        assert torch.allclose(torch.cat([one.tables.state()["weight/items"] for one in stores]), items, rtol=1e-12)
+        assert torch.allclose(torch.cat([store.tables.state()["weight/items"] for store in stores]), items, rtol=1e-12)

@@ -87,11 +87,11 @@ def test_work_that_holds_is_gone_on_with_before_all_that_came_after_it(num_bytes
             tensors.submit(lambda name=name: found.append(f"after {name}"))
             tensors.then(lambda name=name: found.append(f"then {name}"))
         await tensors.run(lambda: None)
-        found = [one for one in found if one is not None]
-        work = [one for one in found if one.startswith(("step", "after"))]
+        found = [item for item in found if item is not None]
+        work = [item for item in found if item.startswith(("step", "after"))]
         assert work == ["step a", "after a", "step b", "after b"]
         told = ["a is measured", "at once after a", "then a", "b is measured", "at once after b", "then b"]
-        assert [one for one in found if one not in work] == told
+        assert [item for item in found if item not in work] == told
         assert all(found.index(f"step {name}") < found.index(f"at once after {name}") for name in ("a", "b"))
         tensors.submit(fail, holds=True)
         with pytest.raises(TensorsBroken):

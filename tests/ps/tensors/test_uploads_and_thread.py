@@ -26,7 +26,7 @@ def test_a_median_holds_every_workers_gradient_to_the_commit(shares: bool) -> No
         for step in (1, 2):
             for worker, value in zip(workers, [1.0, -900.0, 2.0, 3.0, 900.0], strict=True):
                 if shares:
-                    worker.segment.body.view(torch.float32).fill_(value)
+                    worker.segment.payload.view(torch.float32).fill_(value)
                     worker.announce(step, in_shared_memory=True, version=step - 1)
                     worker.send(placed=LARGE.exchange_bytes)
                 else:

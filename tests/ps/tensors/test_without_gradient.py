@@ -45,36 +45,38 @@ def values(seed: int, rows: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, 3, generator=generator) for name in NAMES}
 
 
-def body_of(layout: Layout, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    body = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    for spec, view in layout.views(body):
+def payload_of(layout: Layout, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    payload = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    for spec, view in layout.views(payload):
         view.copy_(tensors[spec.name])
-    return body
+    return payload
 
 
 def plain(name: str, rows: int) -> dict[str, torch.Tensor]:
     weights = {key: torch.nn.Parameter(value) for key, value in values(0, rows).items()}
     spec = optimizer(name)
-    groups = [{"params": [weights[one] for one in group.tensors], **group.hyperparameters} for group in spec.groups]
-    optimizers = [known_optimizers()[one]([group]) for one, group in zip(spec.classes, groups, strict=True)]
+    groups = [
+        {"params": [weights[tensor] for tensor in group.tensors], **group.hyperparameters} for group in spec.groups
+    ]
+    optimizers = [known_optimizers()[class_]([group]) for class_, group in zip(spec.classes, groups, strict=True)]
     for number, present in enumerate(STEPS, 1):
         gradients = values(number, rows)
         for key, weight in weights.items():
             weight.grad = gradients[key] if key in present else None
-        for one in optimizers:
-            one.step()
+        for item in optimizers:
+            item.step()
     return {key: weight.detach() for key, weight in weights.items()}
 
 
 def contribute(store: Store, number: int, present: str, rows: int) -> None:
     gradients = {key: value * (key in present) for key, value in values(number, rows).items()}
-    store.fold(body_of(store.layout, gradients), 1.0, 0, without=frozenset(NAMES) - set(present))
+    store.fold(payload_of(store.layout, gradients), 1.0, 0, without=frozenset(NAMES) - set(present))
     store.commit(1, 0, None)
 
 
 def new_store(name: str, rows: int) -> Store:
     of = layout(rows)
-    return Store(of, body_of(of, values(0, rows)), optimizer(name))
+    return Store(of, payload_of(of, values(0, rows)), optimizer(name))
 
 
 def assert_equal(store: Store, expected: dict[str, torch.Tensor]) -> None:
@@ -118,11 +120,11 @@ def test_it_outlives_a_snapshot(name, tmp_path: Path):
 def test_one_gradient_in_a_round_is_enough():
     store, other = new_store("adamw", 5), new_store("adamw", 5)
     gradients = values(1, 5)
-    store.fold(body_of(store.layout, gradients), 1.0, 0)
+    store.fold(payload_of(store.layout, gradients), 1.0, 0)
     store.fold(
-        body_of(store.layout, {key: value * 0 for key, value in gradients.items()}), 1.0, 1, without=frozenset("b")
+        payload_of(store.layout, {key: value * 0 for key, value in gradients.items()}), 1.0, 1, without=frozenset("b")
     )
     store.commit(2, 0, None)
-    other.fold(body_of(store.layout, {key: value / 2 for key, value in gradients.items()}), 1.0, 0)
+    other.fold(payload_of(store.layout, {key: value / 2 for key, value in gradients.items()}), 1.0, 0)
     other.commit(1, 0, None)
     assert_equal(store, other.tensors())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.common.codecs.base import body_bytes
+from paramserver.common.codecs.base import payload_bytes
 from paramserver.common.config.schema import Config
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
@@ -64,13 +64,13 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
             first = worker.outcomes[0], server.engine.run.policy.num_counted[0] + 1
             assert first[0] == "START"
             before = weight_of(server)
-            sizes = {name: body_bytes(CODECS.load(name)(), layout) for name in ("q2", "int8", "raw")}
+            sizes = {name: payload_bytes(CODECS.load(name)(), layout) for name in ("q2", "int8", "raw")}
             for number, name in ((first[1], "q2"), (first[1], "int8"), (first[1] + 1, "raw")):
                 header = {"codec": name, "num_bytes": sizes[name]}
                 worker.send_encoded(number, bytes(sizes[name]), **header)
                 await server.settle()
             assert worker.outcomes == ["START", "REJECTED", "APPLIED", "APPLIED"]
-            reasons = [one.header.reason for one in worker.stream.received if one.kind == "answer"]
+            reasons = [message.header.reason for message in worker.stream.received if message.kind == "reply"]
             assert "was not agreed on (worker.codec is q2: the server's SGD has momentum 0.9" in reasons[1]
             assert weight_of(server) == before  # zeros
             server.check_no_memory_is_kept()
@@ -103,6 +103,6 @@ def test_outer_momentum_with_a_codec_that_sends_few_values_is_warned_of_once(mom
     ],
 )  # fmt: skip
 def test_what_localsgd_sends_is_decided_by_the_codecs_that_the_server_was_told(up: str, down: str, sent: str) -> None:
-    told = {"run": {"mode": "localsgd"}, "worker": {"codec": up, "answer_codec": down}}
+    told = {"run": {"mode": "localsgd"}, "worker": {"codec": up, "reply_codec": down}}
     policy = make_policy(Config.model_validate(told))
     assert policy.kind == sent and (policy.outer is None) == (sent == ContributionKind.WEIGHTS)

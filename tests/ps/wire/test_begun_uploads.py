@@ -126,7 +126,7 @@ def test_every_end_of_a_begun_upload_gives_its_memory_back_once(how: str, is_bus
         assert await broken.end() == BEGUN_ENDS[how]
         server.check_no_memory_is_kept()
         free = server.engine.model.staging._free
-        assert len({id(body) for body in free}) == len(free) == 1
+        assert len({id(payload) for payload in free}) == len(free) == 1
         other.contribute()
         await server.settle()
         assert other.outcomes == ["START", "APPLIED"]

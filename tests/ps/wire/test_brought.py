@@ -12,9 +12,9 @@ from paramserver.ps.snapshots.store_state import optimizer_tensors
 from ..streams import LARGE, SMALL, Server, Worker, served
 
 
-def tell(worker: Worker, body: bytes, size: int, **fields: int) -> None:
-    for offset in range(0, len(body), size):
-        told = {"num_bytes": len(body), "offset": offset, "piece": body[offset : offset + size], **fields}
+def tell(worker: Worker, payload: bytes, size: int, **fields: int) -> None:
+    for offset in range(0, len(payload), size):
+        told = {"num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields}
         worker.send(optimizer=pb.State(**told))
 
 
@@ -43,7 +43,7 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("payload", "told"),
     [
         (b"no safetensors file", {}),
         (save({"momentum_buffer/w": torch.zeros(7)}), {}),
@@ -53,11 +53,11 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
         (save({"momentum_buffer/w": torch.zeros(8)}), {"num_bytes": 1 << 40}),
     ],
 )
-def test_what_is_none_of_this_model_is_refused(body, told):
+def test_what_is_none_of_this_model_is_refused(payload, told):
     @served(workers=1, layout=SMALL, mode="allreduce")
     async def refuse(server: Server) -> None:
         (worker,) = await server.workers(1)
-        tell(worker, body, 1 << 18, **told)
+        tell(worker, payload, 1 << 18, **told)
         worker.contribute(1, generation=1)
         await server.settle()
         assert await worker.end() == "BAD_REQUEST"
@@ -66,15 +66,15 @@ def test_what_is_none_of_this_model_is_refused(body, told):
 
 
 @pytest.mark.parametrize("goes", [False, True])
-def test_it_waits_for_memory_as_a_body_does(goes: bool):
+def test_it_waits_for_memory_as_a_payload_does(goes: bool):
     """With room for one upload another worker's is not taken before the first has contributed, or gone."""
 
     @served(workers=2, layout=SMALL, max_staged=1, mode="localsgd")
     async def wait(server: Server) -> None:
         workers = await server.workers(2)
-        body = save({"momentum_buffer/w": torch.arange(8, dtype=torch.float32)})
+        payload = save({"momentum_buffer/w": torch.arange(8, dtype=torch.float32)})
         for worker in workers:
-            tell(worker, body, 1 << 18)
+            tell(worker, payload, 1 << 18)
             await server.settle()
         staging = server.engine.model.staging
         assert (staging.num_lent, staging.num_waiting) == (1, 1)

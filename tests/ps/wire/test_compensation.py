@@ -17,7 +17,7 @@ from paramserver.ps.engine.modes import make_policy, policy_of
 from ..streams import LARGE, SMALL, Server, Worker, served, weight_of
 
 LR = 0.5
-# (rank, gradient), those of a round all on their way before any is answered.
+# (rank, gradient), those of a round all on their way before any gets its reply.
 ROUNDS = [[(0, 1.0), (1, -2.0), (2, 0.5)], [(2, 3.0), (0, -1.0)], [(1, 2.0), (0, 1.5), (2, -2.5)], [(1, 1.0)]]
 
 
@@ -33,17 +33,17 @@ def by_formula(
 
 def told(worker: Worker) -> tuple[int, float]:
     """Version and weight that it has got."""
-    answer = next(one.header for one in reversed(worker.stream.received) if one.kind == "answer")
-    return answer.version, worker.weights()[0].item()
+    reply = next(message.header for message in reversed(worker.stream.received) if message.kind == "reply")
+    return reply.version, worker.weights()[0].item()
 
 
 @pytest.mark.parametrize("layout", [SMALL, LARGE])
 @pytest.mark.parametrize(("kind", "given", "strength"), [("adaptive", None, 2.0), ("constant", 0.3, 0.3)])
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("delayed_update", [False, True])
 def test_a_late_gradient_is_moved_to_the_weights_of_now(
-    layout: Layout, kind: str, given: float | None, strength: float, pipelined: bool
+    layout: Layout, kind: str, given: float | None, strength: float, delayed_update: bool
 ) -> None:
-    options: dict[str, Any] = {"late_compensation": kind, "late_lambda": given, "pipelined": pipelined}
+    options: dict[str, Any] = {"late_compensation": kind, "late_lambda": given, "delayed_update": delayed_update}
 
     @served(layout=layout, max_staged=3, policy=options, mode="async", workers=3)
     async def play(server: Server) -> None:
@@ -53,16 +53,16 @@ def test_a_late_gradient_is_moved_to_the_weights_of_now(
         for turn in ROUNDS:
             of = {}
             for rank, gradient in turn:
-                of[rank] = base = has[rank][-2:][0] if pipelined else has[rank][-1]
+                of[rank] = base = has[rank][-2:][0] if delayed_update else has[rank][-1]
                 workers[rank].contribute(server.engine.run.policy.num_counted[rank] + 1, gradient, version=base[0])
             await server.settle()
             for rank, _ in turn:
                 has[rank].append(told(workers[rank]))
-            for rank, gradient in sorted(turn, key=lambda one: has[one[0]][-1][0]):  # as they were taken
+            for rank, gradient in sorted(turn, key=lambda item: has[item[0]][-1][0]):  # as they were taken
                 weight, ms = by_formula(weight, of[rank][1], gradient, kind, strength, ms)
                 assert has[rank][-1][1] == pytest.approx(weight, rel=1e-5)
         assert weight_of(server) == pytest.approx(weight, rel=1e-5)
-        num_copies = (2 if pipelined else 1) * 3 + (kind == "adaptive")
+        num_copies = (2 if delayed_update else 1) * 3 + (kind == "adaptive")
         assert server.engine.state.bytes["delivered"] == num_copies * layout.exchange_bytes
         server.check_no_memory_is_kept()
         server.check_nobody_reads()
@@ -81,7 +81,7 @@ async def test_weights_that_others_move_before_they_are_sent_are_those_that_are_
 
     slow.stream.write = write_later  # type: ignore[method-assign]
     for _ in range(2):  # one is written while the next is made
-        server.engine.peers[0, 1].say("a word before the answer")
+        server.engine.peers[0, 1].say("a word before the reply")
     slow.contribute(1, 1.0)
     await server.settle()
     other.contribute(1, 1.0)
@@ -110,13 +110,13 @@ async def test_of_weights_that_are_gone_it_is_taken_as_it_came(server: Server) -
 @served(policy={"late_compensation": "constant"}, mode="async", workers=1)
 async def test_weights_that_are_encoded_are_refused_with_it(server: Server) -> None:
     worker = Worker(server, 0)
-    await worker.join(answer_codec="q4")
+    await worker.join(reply_codec="q4")
     assert await worker.end() == "BAD_REQUEST"
 
 
 def test_they_are_refused_before_anybody_comes() -> None:
-    told = {"run": {"mode": "async"}, "policy": {"late_compensation": "constant"}, "worker": {"answer_codec": "q4"}}
-    with pytest.raises(UsageError, match=r"worker.answer_codec is q4"):
+    told = {"run": {"mode": "async"}, "policy": {"late_compensation": "constant"}, "worker": {"reply_codec": "q4"}}
+    with pytest.raises(UsageError, match=r"worker.reply_codec is q4"):
         make_policy(Config.model_validate(told))
 
 

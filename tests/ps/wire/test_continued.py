@@ -1,4 +1,4 @@
-"""A body whose stream was lost in its middle: what has come stays, and the rest comes on the next stream."""
+"""A payload whose stream was lost in its middle: what has come stays, and the rest comes on the next stream."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ MODEL = pb.Model(tensors=layout_to_proto(BIG), fingerprint=BIG.fingerprint, opti
 
 
 async def seated(server: Server, rank: int = 0, incarnation: int = 0) -> Worker:
-    """A worker whose heart beats, back from an older stream where it was of an `incarnation`."""
+    """A worker whose heartbeat heartbeats, back from an older stream where it was of an `incarnation`."""
     worker, process = Worker(server, rank), f"process {rank}"
     join = pb.Join(rank=rank, process=process, incarnation=incarnation, run="run" if incarnation else "")
     join.server_incarnation = int(incarnation > 0)
     if not incarnation:
-        server.engine.offer(events.HeartBegan(process))
+        server.engine.offer(events.HeartbeatBegan(process))
     worker.stream.send(frame(pb.WorkerMessage(join=join)), frame(pb.WorkerMessage(model=MODEL)))
     await server.settle()
     if worker.kinds[-1] == "send_weights":
-        header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=BIG.total_bytes))
+        header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=BIG.total_bytes))
         worker.stream.send(*message_frames(header, [as_bytes(torch.zeros(600_000))]))
     server.engine.offer(events.Heard(rank, process))
     await server.settle()
@@ -73,9 +73,9 @@ async def back(server: Server, rank: int = 0) -> tuple[Worker, pb.Held | None]:
 async def test_the_rest_comes_on_the_next_stream(server: Server) -> None:
     await broken(server)
     worker, held = await back(server)
-    ones = torch.ones(PIECE // 4).numpy().tobytes()
-    assert (held.step, held.body_bytes, held.codec, list(held.ranges)) == (1, NUM_BYTES, "raw", [0, PIECE])
-    assert held.crc == zlib.crc32(ones)
+    items_ = torch.ones(PIECE // 4).numpy().tobytes()
+    assert (held.step, held.payload_bytes, held.codec, list(held.ranges)) == (1, NUM_BYTES, "raw", [0, PIECE])
+    assert held.crc == zlib.crc32(items_)
     worker.announce(continues=True)
     worker.piece(PIECE, NUM_BYTES - PIECE)
     await server.settle()
@@ -169,7 +169,7 @@ def test_it_goes_with_its_process(how: str) -> None:
         assert server.engine.model.staging.num_lent == 1
         match how:
             case "the process died":
-                server.engine.offer(events.HeartStopped("process 0"))
+                server.engine.offer(events.HeartbeatStopped("process 0"))
             case "another process":
                 await Worker(server, 0).join()
             case _:
@@ -214,7 +214,7 @@ def test_a_worker_that_lies_about_it_is_refused(how: str, reason: str) -> None:
                 worker.announce(continues=True, num_bytes=NUM_BYTES - 4)
         await server.settle()
         assert await worker.end() == reason
-        server.engine.offer(events.HeartStopped("process 0"))
+        server.engine.offer(events.HeartbeatStopped("process 0"))
         await server.settle()
         server.check_no_memory_is_kept()
 
@@ -233,7 +233,7 @@ async def test_many_halves_take_no_more_than_uploads_may(server: Server) -> None
 
 
 @served(layout=BIG, workers=1, mode="async")
-async def test_a_mistake_after_the_whole_body_gives_its_memory_back(server: Server) -> None:
+async def test_a_mistake_after_the_whole_payload_gives_its_memory_back(server: Server) -> None:
     """The script's State was to be longer."""
     worker = await seated(server)
     worker.send(state=pb.State(num_bytes=8, piece=b"half"))

@@ -93,7 +93,7 @@ class Guarded:
 
 
 def test_tls_is_used_by_one_thread_at_a_time(tmp_path: Path) -> None:
-    """OpenSSL allows no two, and Python keeps none out: a large answer may leave on a thread while a small message is
+    """OpenSSL allows no two, and Python keeps none out: a large reply may leave on a thread while a small message is
     read on the loop."""
     ca = make_ca("test")
     write(tmp_path, "server", issue(ca, "server", 1, ["127.0.0.1"]))
@@ -133,7 +133,7 @@ def test_tls_is_used_by_one_thread_at_a_time(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-# ---- large bodies ------------------------------------------------------------------------------------
+# ---- large payloads ------------------------------------------------------------------------------------
 
 MB = 1 << 20
 
@@ -154,21 +154,21 @@ def over_tcp() -> tuple[Connection, socket.socket]:
     return Connection(ours), theirs
 
 
-def test_a_body_in_pieces_less_than_one_is_woken_for() -> None:
+def test_a_payload_in_pieces_less_than_one_is_woken_for() -> None:
     """What follows it is read as ever; and the end is seen at once."""
 
     async def play() -> None:
         connection, peer = over_tcp()
-        body, target = os.urandom(3 * MB + 5), bytearray(3 * MB + 5)
+        payload, target = os.urandom(3 * MB + 5), bytearray(3 * MB + 5)
 
         def send() -> None:
-            for at in range(0, len(body), 300_001):
-                peer.sendall(body[at : at + 300_001])
+            for at in range(0, len(payload), 300_001):
+                peer.sendall(payload[at : at + 300_001])
             peer.sendall(b"\x02\x00\x00\x00hi")
 
         sending = asyncio.create_task(asyncio.to_thread(send))
         await asyncio.wait_for(received(connection, target), 10)
-        assert target == body
+        assert target == payload
         assert await asyncio.wait_for(connection.read(), 10) == b"hi"
         await sending
         reading = asyncio.ensure_future(connection.receive_some(memoryview(target)))
@@ -245,7 +245,7 @@ def test_those_who_send_nothing_keep_no_other_waiting() -> None:
 
     async def play() -> None:
         silent = [over_tcp() for _ in range(12)]
-        waiting = [asyncio.ensure_future(received(one, bytearray(MB))) for one, _ in silent]
+        waiting = [asyncio.ensure_future(received(item, bytearray(MB))) for item, _ in silent]
         for _, peer in silent:
             peer.sendall(b"x" * 1000)
         connection, peer = over_tcp()
@@ -254,11 +254,11 @@ def test_those_who_send_nothing_keep_no_other_waiting() -> None:
         await asyncio.wait_for(received(connection, target), 10)
         assert target == b"y" * len(target)
         await sending
-        for one in waiting:
-            one.cancel()
+        for number in waiting:
+            number.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        for one, other in [*silent, (connection, peer)]:
-            one.close()
+        for number, other in [*silent, (connection, peer)]:
+            number.close()
             other.close()
 
     asyncio.run(play())
@@ -385,9 +385,9 @@ def test_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> N
     def arrive(port: int, ticket: bytes) -> None:
         silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(16)]
         Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close()
-        assert [one.recv(1) for one in silent[:8]] == [b""] * 8
-        for one in silent:
-            one.close()
+        assert [item.recv(1) for item in silent[:8]] == [b""] * 8
+        for entry in silent:
+            entry.close()
 
     assert met(config_of(), arrive)
 
@@ -431,14 +431,14 @@ def test_no_descriptors_are_left(capfd: pytest.CaptureFixture[str]) -> None:
             while True:
                 late.append(late[0].dup())
         try:
-            for one in late[:2]:
-                one.connect(("127.0.0.1", port))
+            for number in late[:2]:
+                number.connect(("127.0.0.1", port))
             assert silent.recv(1) == b""
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (was, most))
         Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close()
-        for one in (silent, *late):
-            one.close()
+        for number in (silent, *late):
+            number.close()
 
     assert met(config_of(), arrive)
     assert "direct_not_accepted" in "".join(capfd.readouterr())
@@ -449,16 +449,16 @@ def test_no_descriptors_are_left(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_cannot_be_made_ends_the_connection() -> None:
-    """A body comes of a generator, on a thread of its own: whoever waits for the answer is told."""
+    """A payload comes of a generator, on a thread of its own: whoever waits for the reply is told."""
 
-    def body() -> Iterator[bytes]:
+    def payload() -> Iterator[bytes]:
         yield b"its beginning"
         raise MemoryError
 
     def arrive(port: int, ticket: bytes) -> None:
         connection = Direct("127.0.0.1:1", port, ticket, PLAINTEXT)
         connection._socket.settimeout(5)
-        connection.send(body())
+        connection.send(payload())
         with pytest.raises(EOFError):
             connection.receive()
         connection.close()

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_body
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.wire.frames import frame, left_out_frame
 from paramserver.common.wire.segments import open_segment
 from paramserver.proto import parameter_server_pb2 as pb
@@ -24,7 +24,7 @@ class Trainer:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.held = new_body(PARTS.exchange_bytes)
+        self.held = new_payload(PARTS.exchange_bytes)
         self.base = self.number = self.num_left_out = 0
         self.num_seen = len(worker.stream.received)
 
@@ -37,16 +37,16 @@ class Trainer:
         self.worker.stream.send(frame(None, part * BYTES, [gradient]))
 
     def take(self) -> None:
-        """The answer, into what it has."""
+        """The reply, into what it has."""
         came, self.num_seen = self.worker.stream.received[self.num_seen :], len(self.worker.stream.received)
         for received in came:
-            if received.kind == "answer":
-                self.base, segment = received.header.version if received.header.body_bytes else self.base, None
+            if received.kind == "reply":
+                self.base, segment = received.header.version if received.header.payload_bytes else self.base, None
                 if received.header.HasField("segment"):
                     segment = open_segment(received.header.segment)
             start = received.offset
             if received.placed:
-                self.held[start : start + received.placed] = segment.body[start : start + received.placed]
+                self.held[start : start + received.placed] = segment.payload[start : start + received.placed]
             elif len(received.data):
                 as_bytes(self.held)[start : start + len(received.data)] = received.data
             self.num_left_out += received.left_out
@@ -66,53 +66,53 @@ async def trainers(server: Server, count: int, shares: bool) -> list[Trainer]:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_worker_has_all_weights_though_only_what_has_changed_comes(shares: bool) -> None:
-    """Two workers in async, answers that are not asked for, and one that may have lost its weights."""
+    """Two workers in async, replies that are not asked for, and one that may have lost its weights."""
 
     @served(layout=PARTS, max_staged=2, workers=2, mode="async")
     async def play(server: Server) -> None:
         chance = random.Random(0)
         both = await trainers(server, 2, shares)
         for _ in range(16):
-            one, fate = chance.choice(both), chance.random()
-            one.contribute(chance.randrange(2), has_base=fate > 0.2, wants_weights=fate < 0.8)
+            item, fate = chance.choice(both), chance.random()
+            item.contribute(chance.randrange(2), has_base=fate > 0.2, wants_weights=fate < 0.8)
             await server.settle()
-            one.take()
+            item.take()
             if fate < 0.8:
-                assert torch.equal(one.held, server.engine.model.store.weights)
-        assert sum(one.num_left_out for one in both) > 3 * BYTES
+                assert torch.equal(item.held, server.engine.model.store.weights)
+        assert sum(trainer.num_left_out for trainer in both) > 3 * BYTES
         server.check_no_memory_is_kept()
 
     play()
 
 
 @served(layout=PARTS, max_staged=2, workers=2, mode="sync")
-async def test_each_answer_of_a_round_has_the_part_that_it_was_of(server: Server) -> None:
+async def test_each_reply_of_a_round_has_the_part_that_it_was_of(server: Server) -> None:
     both = await trainers(server, 2, False)
     for part in (0, 1, 1, 0):
-        before = [one.num_left_out for one in both]
-        for one in both:
-            one.contribute(part)
+        before = [trainer.num_left_out for trainer in both]
+        for item in both:
+            item.contribute(part)
         await server.settle()
-        for one, left_out in zip(both, before, strict=True):
-            one.take()
-            assert torch.equal(one.held, server.engine.model.store.weights)
-            assert BYTES - (2 << 20) < one.num_left_out - left_out <= BYTES
+        for item, left_out in zip(both, before, strict=True):
+            item.take()
+            assert torch.equal(item.held, server.engine.model.store.weights)
+            assert BYTES - (2 << 20) < item.num_left_out - left_out <= BYTES
     assert both[0].worker.outcomes == ["START"] + ["APPLIED"] * 4
 
 
 @served(layout=PARTS, max_staged=2, workers=1, mode="async")
 async def test_who_does_not_say_that_it_has_them_is_sent_all_weights(server: Server) -> None:
-    (one,) = await trainers(server, 1, False)
-    one.contribute(0, has_base=False)
+    (item,) = await trainers(server, 1, False)
+    item.contribute(0, has_base=False)
     await server.settle()
-    one.take()
-    assert one.num_left_out == 0
+    item.take()
+    assert item.num_left_out == 0
 
 
 @served(layout=PARTS, max_staged=2, workers=1, mode="async")
 async def test_zeros_that_came_already_are_refused(server: Server) -> None:
-    (one,) = await trainers(server, 1, False)
-    one.worker.announce(1)
-    one.worker.stream.send(left_out_frame(0, BYTES), left_out_frame(BYTES - 4, 8))
-    assert await one.worker.end() == "BAD_REQUEST"
+    (item,) = await trainers(server, 1, False)
+    item.worker.announce(1)
+    item.worker.stream.send(left_out_frame(0, BYTES), left_out_frame(BYTES - 4, 8))
+    assert await item.worker.end() == "BAD_REQUEST"
     server.check_no_memory_is_kept()

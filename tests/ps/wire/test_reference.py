@@ -1,4 +1,4 @@
-"""Answers that are differences of one reference: what comes over the real service, read by a real worker's `Down` and
+"""Replies that are differences of one reference: what comes over the real service, read by a real worker's `Down` and
 by a few lines of numpy after the wire's own words, against the reference that the server holds and its exact weights.
 """
 
@@ -16,19 +16,19 @@ import torch
 from prometheus_client import generate_latest
 from torch import nn
 
-from paramserver.common.codecs.base import begin_body
+from paramserver.common.codecs.base import begin_payload
 from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Layout, as_bytes, new_body
+from paramserver.common.tensors.layout import Layout, as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.frames import frame, message_frames
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.observe.metrics import MetricsSink
 from paramserver.worker.conversation.messages import read_news
-from paramserver.worker.lanes.down import Down
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
+from paramserver.worker.transports.down import Down
 
 from ..streams import Server, Worker, served, turns
 
@@ -58,14 +58,14 @@ def decoded(codec: str, encoded: bytes, n: int) -> np.ndarray:
     return np.where(codes & 8, -sizes, sizes) * scales
 
 
-def follow(codec: str, layout: Layout, body: bytearray, difference: bytes) -> None:
+def follow(codec: str, layout: Layout, payload: bytearray, difference: bytes) -> None:
     """What a worker in another language would do."""
     at = 0
     for spec, offset, _ in layout.entries:
         if spec.kind.name != "PARAMETER":
             continue
         at, n = -(-at // 8) * 8, spec.num_elements
-        values = np.frombuffer(body, "<f4", n, offset)
+        values = np.frombuffer(payload, "<f4", n, offset)
         if len(spec.shape) < 2 or n < 1024:
             bits = np.frombuffer(difference, "<u2", n, at).astype("<u4") << 16
             values += bits.view("<f4")
@@ -76,11 +76,11 @@ def follow(codec: str, layout: Layout, body: bytearray, difference: bytes) -> No
             size = 4 * -(-len(part) // 256) + (len(part) if codec == "int8" else -(-len(part) // 2))
             part += decoded(codec, difference[at : at + size], len(part))
             at += size
-    body[layout.parameter_bytes : layout.exchange_bytes] = difference[at:]
+    payload[layout.parameter_bytes : layout.exchange_bytes] = difference[at:]
 
 
 class Follower(Worker):
-    """A worker that is answered in `codec`; `mine` is numpy's copy of the reference."""
+    """A worker that gets its reply in `codec`; `mine` is numpy's copy of the reference."""
 
     def __init__(self, server: Server, rank: int, codec: str = "q4") -> None:
         super().__init__(server, rank)
@@ -88,33 +88,33 @@ class Follower(Worker):
         self.net = Net(40 if self.layout.fingerprint == SMALL.fingerprint else 3000)
         tensors = ModelTensors(self.net)
         self.down = Down(CODECS.load(codec)(), tensors, make_transfer(tensors))
-        self.mine, self.number, self.step, self.kinds_of_answers = bytearray(), 0, 0, []
+        self.mine, self.number, self.step, self.kinds_of_replies = bytearray(), 0, 0, []
 
     async def join(self, offered: pb.Segment | None = None) -> None:
         names = tuple(spec.name for spec in self.layout.specs if spec.kind.name == "PARAMETER")
         contribution = pb.RunSettings.DELTA if self.is_delta else 0
         model = pb.Model(
-            tensors=layout_to_proto(self.layout), fingerprint=self.layout.fingerprint, answer_codec=self.codec,
+            tensors=layout_to_proto(self.layout), fingerprint=self.layout.fingerprint, reply_codec=self.codec,
             optimizer=optimizer_to_proto(OptimizerSpec("SGD", (GroupSpec(names, {"lr": 0.5}),))),
             contribution=contribution,
         )  # fmt: skip
         self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
         await turns()
         if self.kinds[-1] == "send_weights":
-            weights = new_body(self.layout.total_bytes)
+            weights = new_payload(self.layout.total_bytes)
             for _, view in self.layout.views(weights):
                 view.copy_(torch.randn(view.shape)) if view.is_floating_point() else view.zero_()
-            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(body_bytes=weights.numel()))
+            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=weights.numel()))
             self.stream.send(*message_frames(header, [as_bytes(weights)]))
             await turns()
 
     is_delta = False
 
-    def push(self, body: torch.Tensor, **fields: Any) -> None:
+    def push(self, payload: torch.Tensor, **fields: Any) -> None:
         self.step += 1
         told = {"reference": self.down.reference, "version": self.version, **fields}
         header = self._header(self.step, **told)
-        self.stream.send(*message_frames(header, [as_bytes(body)]))
+        self.stream.send(*message_frames(header, [as_bytes(payload)]))
 
     @property
     def version(self) -> int:
@@ -122,59 +122,59 @@ class Follower(Worker):
 
     @property
     def header(self) -> Any:
-        return next(one.header for one in reversed(self.stream.received) if one.kind == "answer")
+        return next(message.header for message in reversed(self.stream.received) if message.kind == "reply")
 
     def take(self) -> None:
-        """The newest answer: by `Down`, and by numpy."""
-        at = max(index for index, one in enumerate(self.stream.received) if one.kind == "answer")
-        answer, pieces = self.stream.received[at].header, self.stream.received[at:]
-        self.step = answer.step
-        if answer.outcome == pb.Answer.START:
+        """The newest reply: by `Down`, and by numpy."""
+        at = max(index for index, item in enumerate(self.stream.received) if item.kind == "reply")
+        reply, pieces = self.stream.received[at].header, self.stream.received[at:]
+        self.step = reply.step
+        if reply.outcome == pb.Reply.START:
             self.down.started()
 
         def receive(write: Callable[[int, memoryview], None]) -> None:
-            for one in pieces:
-                write(one.offset, memoryview(bytes(one.data)))
+            for piece in pieces:
+                write(piece.offset, memoryview(bytes(piece.data)))
 
-        news = read_news(answer)
-        self.down.take(answer.body_bytes, answer.codec, receive, news=news)
-        body = bytearray(answer.body_bytes)
-        for one in pieces:
-            body[one.offset : one.offset + len(one.data)] = one.data
-        self.kinds_of_answers.append(f"{answer.codec or 'raw'}{answer.reference - self.number if answer.codec else ''}")
-        if not answer.reference:
+        news = read_news(reply)
+        self.down.take(reply.payload_bytes, reply.codec, receive, news=news)
+        payload = bytearray(reply.payload_bytes)
+        for piece in pieces:
+            payload[piece.offset : piece.offset + len(piece.data)] = piece.data
+        self.kinds_of_replies.append(f"{reply.codec or 'raw'}{reply.reference - self.number if reply.codec else ''}")
+        if not reply.reference:
             return
-        if not answer.codec:
-            self.mine = body[: self.layout.exchange_bytes]
-        elif answer.reference > self.number:
-            count = answer.reference - self.number
-            size = len(body) // count
-            for one in range(count):
-                follow(self.codec, self.layout, self.mine, bytes(body[one * size : (one + 1) * size]))
-        self.number = answer.reference
-        if answer.checked_reference == answer.reference:
-            assert zlib.crc32(memoryview(self.mine)[: self.layout.parameter_bytes]) == answer.reference_crc
+        if not reply.codec:
+            self.mine = payload[: self.layout.exchange_bytes]
+        elif reply.reference > self.number:
+            count = reply.reference - self.number
+            size = len(payload) // count
+            for piece in range(count):
+                follow(self.codec, self.layout, self.mine, bytes(payload[piece * size : (piece + 1) * size]))
+        self.number = reply.reference
+        if reply.checked_reference == reply.reference:
+            assert zlib.crc32(memoryview(self.mine)[: self.layout.parameter_bytes]) == reply.reference_crc
 
     def check(self, server: Server) -> None:
         """All that have the newest number have the server's bits, in the copy and, but for local steps, the model."""
         reference = server.engine.model.references._of_codec[self.codec]
         assert self.down.reference == self.number
-        copy = self.down._reference._body  # type: ignore[union-attr]
+        copy = self.down._reference._payload  # type: ignore[union-attr]
         assert bytes(as_bytes(copy)) == bytes(self.mine)
         if self.number == reference.number:
-            assert torch.equal(copy, reference._body)
+            assert torch.equal(copy, reference._payload)
 
 
-def random_body(layout: Layout, chance: torch.Generator) -> torch.Tensor:
-    body = new_body(layout.total_bytes)
-    for _, view in layout.views(body):
+def random_payload(layout: Layout, chance: torch.Generator) -> torch.Tensor:
+    payload = new_payload(layout.total_bytes)
+    for _, view in layout.views(payload):
         if view.is_floating_point():
             view.copy_(torch.randn(view.shape, generator=chance))
-    return body[: layout.exchange_bytes]
+    return payload[: layout.exchange_bytes]
 
 
-def parameters(layout: Layout, body: torch.Tensor) -> torch.Tensor:
-    return body[: layout.parameter_bytes].view(torch.float32).clone()
+def parameters(layout: Layout, payload: torch.Tensor) -> torch.Tensor:
+    return payload[: layout.parameter_bytes].view(torch.float32).clone()
 
 
 @pytest.mark.parametrize(
@@ -197,28 +197,28 @@ def test_workers_have_the_same_bits_and_the_servers_weights_stay_exact(mode: str
         for worker in workers:
             worker.take()
             worker.check(server)
-            assert worker.kinds_of_answers == ["raw"]
+            assert worker.kinds_of_replies == ["raw"]
         exact = parameters(layout, store.weights)
         for _ in range(6):
-            bodies = [random_body(layout, chance) for _ in workers]
-            for worker, body in zip(workers, bodies, strict=True):
-                worker.push(body)
+            payloads = [random_payload(layout, chance) for _ in workers]
+            for worker, payload in zip(workers, payloads, strict=True):
+                worker.push(payload)
                 await server.settle()
             for worker in workers:
                 worker.take()
                 worker.check(server)
             if mode == "sync":
-                exact -= 0.5 * (parameters(layout, bodies[0]) + parameters(layout, bodies[1])) / 2
+                exact -= 0.5 * (parameters(layout, payloads[0]) + parameters(layout, payloads[1])) / 2
                 torch.testing.assert_close(parameters(layout, store.weights), exact)
                 assert workers[0].mine == workers[1].mine
                 left = exact - torch.frombuffer(workers[0].mine, dtype=torch.float32, count=len(exact))
                 assert 0 < left.norm() / exact.norm() < (0.03 if codec == "int8" else 0.4)
             elif mode == "async":
-                for body in bodies:
-                    exact -= 0.5 * parameters(layout, body)
+                for payload in payloads:
+                    exact -= 0.5 * parameters(layout, payload)
         if mode == "async":
             assert store.version == 12
-        assert set(workers[0].kinds_of_answers[1:]) <= {codec + "0", codec + "1"}
+        assert set(workers[0].kinds_of_replies[1:]) <= {codec + "0", codec + "1"}
         number = server.engine.model.references._of_codec[codec].number
         assert number == 7, "once in a round, or in as many contributions as there are workers"
         for worker in workers:  # the model is a copy, buffers included; what never changes came with the start
@@ -253,29 +253,29 @@ def _kinds_with_losses(seed: int) -> list[str]:
         saved: list[tuple[int, bytes, torch.Tensor]] = []
         for _ in range(30):
             reference = worker.down._reference
-            assert reference is not None and reference._body is not None
-            saved.append((worker.number, bytes(worker.mine), reference._body.clone()))
-            worker.push(random_body(SMALL, chance), wants_weights=order.random() < 0.5)
+            assert reference is not None and reference._payload is not None
+            saved.append((worker.number, bytes(worker.mine), reference._payload.clone()))
+            worker.push(random_payload(SMALL, chance), wants_weights=order.random() < 0.5)
             await server.settle()
             fault, says = order.choice(["none", "lost", "long lost", "torn"]), None
             if fault == "none" and worker.header.reference:
                 worker.take()
                 worker.check(server)
                 continue
-            worker.step = worker.header.step  # its answer was lost, or brought nothing
+            worker.step = worker.header.step  # its reply was lost, or brought nothing
             if fault == "torn":
                 says = order.choice([0, 2**64 - 1])  # or what nobody has
                 worker.number = reference.number = 0
             elif fault == "long lost":  # as of a process that stood still
-                worker.number, mine, body = saved[max(0, len(saved) - order.randint(1, 8))]
+                worker.number, mine, payload = saved[max(0, len(saved) - order.randint(1, 8))]
                 worker.mine, reference.number = bytearray(mine), worker.number
-                reference._body.copy_(body)
+                reference._payload.copy_(payload)
             worker.send(ask_again=pb.AskAgain(seq=worker.step, reference=says or worker.number))
             await server.settle()
             worker.take()
             worker.check(server)
             assert worker.number == server.engine.model.references._of_codec["q4"].number
-        found.extend(worker.kinds_of_answers[1:])
+        found.extend(worker.kinds_of_replies[1:])
 
     test()
     return found
@@ -290,7 +290,7 @@ def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weigh
         await server.settle()
         first.take()
         for _ in range(3):
-            first.push(random_body(SMALL, chance))
+            first.push(random_payload(SMALL, chance))
             await server.settle()
             first.take()
         late = Follower(server, 1)
@@ -301,18 +301,18 @@ def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weigh
         first.check(server)
         assert late.mine == first.mine and late.number == first.number == 4
         before = bytes(first.mine)
-        first.push(random_body(SMALL, chance), evaluates=True)
+        first.push(random_payload(SMALL, chance), evaluates=True)
         await server.settle()
         first.take()
-        assert first.header.reference == 0 and first.kinds_of_answers[-1] == "raw"
+        assert first.header.reference == 0 and first.kinds_of_replies[-1] == "raw"
         exact = dict(server.engine.model.store.tensors())
         assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())
         assert bytes(first.mine) == before
-        first.push(random_body(SMALL, chance))
+        first.push(random_payload(SMALL, chance))
         await server.settle()
         first.take()  # two contributions of two workers: a new difference, from where its copy is
         first.check(server)
-        assert first.kinds_of_answers[-1] == "q41"
+        assert first.kinds_of_replies[-1] == "q41"
 
     test()
 
@@ -320,17 +320,17 @@ def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weigh
 def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
     tensors, codec = ModelTensors(Net(100)), CODECS.load("topk")()
     layout = tensors.layout
-    nothing = bytes(as_bytes(begin_body(codec, codec.encoder(layout), layout, new_body(layout.exchange_bytes))))
+    nothing = bytes(as_bytes(begin_payload(codec, codec.encoder(layout), layout, new_payload(layout.exchange_bytes))))
     size, crc = len(nothing), zlib.crc32(bytes(layout.parameter_bytes))
 
     def take(data: bytes, told: dict[str, Any], held: int = 3) -> int:
         down = Down(codec, tensors, make_transfer(tensors))
         reference = down._reference
         assert reference is not None
-        reference.number, reference._body = held, new_body(layout.exchange_bytes)
-        answer = pb.Answer(**{"reference": 4, "codec": "topk", **told})
-        news = read_news(answer)
-        down.take(len(data), answer.codec, lambda write: write(0, memoryview(data)), news=news)
+        reference.number, reference._payload = held, new_payload(layout.exchange_bytes)
+        reply = pb.Reply(**{"reference": 4, "codec": "topk", **told})
+        news = read_news(reply)
+        down.take(len(data), reply.codec, lambda write: write(0, memoryview(data)), news=news)
         return down.reference
 
     assert take(nothing, {"checked_reference": 4, "reference_crc": crc}) == 4
@@ -355,7 +355,7 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
 
 
 def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.ps.tensors.answers.reference._CHECKED_EVERY", 8)
+    monkeypatch.setattr("paramserver.ps.tensors.replies.reference._CHECKED_EVERY", 8)
 
     @served(SMALL, mode="async", workers=1, steps=1000)
     async def test(server: Server) -> None:
@@ -366,7 +366,7 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.take()
         checked = []
         for _ in range(9):
-            worker.push(random_body(SMALL, chance))
+            worker.push(random_payload(SMALL, chance))
             await server.settle()
             checked += [worker.header.checked_reference] * bool(worker.header.checked_reference)
             worker.take()
@@ -377,10 +377,10 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         sink.close()
         assert 0 < float(told) < 0.05
         reference = worker.down._reference
-        assert reference is not None and reference._body is not None
-        as_bytes(reference._body)[3] ^= 0x80  # a bit of its memory turns over
+        assert reference is not None and reference._payload is not None
+        as_bytes(reference._payload)[3] ^= 0x80  # a bit of its memory turns over
         for _ in range(6):
-            worker.push(random_body(SMALL, chance))
+            worker.push(random_payload(SMALL, chance))
             await server.settle()
             if worker.header.reference < 16:
                 worker.take()

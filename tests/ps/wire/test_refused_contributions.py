@@ -86,7 +86,7 @@ def test_pieces_that_do_not_fit(pieces: list[tuple[int, int]]) -> None:
 
 
 @served(max_staged=1, workers=2)
-async def test_a_contribution_with_nan_is_answered_and_not_folded(server: Server) -> None:
+async def test_a_contribution_with_nan_gets_a_reply_and_not_folded(server: Server) -> None:
     broken, other = await server.workers(2)
     broken.contribute(value=math.nan)
     await turns()

@@ -1,4 +1,4 @@
-"""Gradients of rows wait for memory as the body does that they come with: they count as one of server.max_staged."""
+"""Gradients of rows wait for memory as the payload does that they come with: they count as one of server.max_staged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ones_of(server: Server, before: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_rows_of_a_second_worker_wait_for_the_first_ones(is_shared: bool) -> None:
-    """In whatever memory the bodies themselves come; and rows without a contribution go with their worker."""
+    """In whatever memory the payloads themselves come; and rows without a contribution go with their worker."""
 
     @served(workers=3, layout=SMALL, max_staged=1, mode="async")
     async def wait(server: Server) -> None:
@@ -57,6 +57,8 @@ def test_rows_of_a_second_worker_wait_for_the_first_ones(is_shared: bool) -> Non
             assert worker.outcomes == ["START", "APPLIED"]
         assert ones_of(server, before) == [0, 2, 2, 0, 0, 2, *[0] * 6]
         server.check_no_memory_is_kept()
-        assert [server.engine.traffic[rank].lane for rank in (1, 2)] == ["shared memory" if is_shared else "grpc"] * 2
+        assert [server.engine.traffic[rank].transport for rank in (1, 2)] == [
+            "shared memory" if is_shared else "grpc"
+        ] * 2
 
     wait()

@@ -1,4 +1,4 @@
-"""Small contributions on a direct connection are taken and answered where they come; all else is left to the
+"""Small contributions on a direct connection are taken and replied where they come; all else is left to the
 conversation, as if it had just come."""
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import pytest
 from paramserver.common.errors import Reason, refusal
 from paramserver.common.wire.direct import on_the_wire
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.core.effects import Answer
+from paramserver.ps.core.effects import Reply
 from paramserver.ps.engine.peers import Go, Item, Peer
 from paramserver.ps.wire.direct import Connection
 from paramserver.ps.wire.small import SmallExchanges
 
 from ...records import contribution_proto
 
-GO = Go(Answer(0, 1, "APPLIED", "", 1, 1, True, 1, 1), b"weights")
+GO = Go(Reply(0, 1, "APPLIED", "", 1, 1, True, 1, 1), b"weights")
 
 
 def message(item: Item) -> bytes | None:
-    return item.body if isinstance(item, Go) else b"waiting"
+    return item.payload if isinstance(item, Go) else b"waiting"
 
 
 class Stage:
@@ -57,14 +57,14 @@ class Stage:
         message = pb.WorkerMessage(contribution=contribution_proto(1)).SerializeToString()
         self.worker.sendall(b"".join(map(bytes, on_the_wire(message))) * count)
 
-    def answers(self) -> int:
+    def replies(self) -> int:
         try:
             return len(self.worker.recv(1 << 16)) // len(b"\x07\0\0\0weights")
         except BlockingIOError:
             return 0
 
 
-def answered(stage: Stage) -> bool:
+def replied(stage: Stage) -> bool:
     stage.peer.say(GO)
     return True
 
@@ -79,19 +79,19 @@ def played(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(play())
 
 
-def test_each_is_answered_and_one_that_came_too_early_after_it() -> None:
+def test_each_gets_a_reply_and_one_that_came_too_early_after_it() -> None:
     async def play() -> None:
-        stage = Stage(answered)
+        stage = Stage(replied)
         stage.contribute(3)
         await until(lambda: stage.num_taken == 3)
-        assert stage.answers() == 3 and not stage.other.done() and stage.peer.outbox.empty()
+        assert stage.replies() == 3 and not stage.other.done() and stage.peer.outbox.empty()
 
         later = Stage()
         later.contribute(2)
         await until(lambda: later.num_taken == 1)
         later.contribute()
         await asyncio.sleep(0.01)
-        assert (later.num_taken, later.answers()) == (1, 0)  # the first is not answered yet
+        assert (later.num_taken, later.replies()) == (1, 0)  # the first is not replied yet
         later.peer.say("a reason to wait")
         later.peer.say(GO)
         await until(lambda: later.num_taken == 2)
@@ -103,14 +103,14 @@ def test_each_is_answered_and_one_that_came_too_early_after_it() -> None:
 
 def test_what_is_none_is_read_by_the_conversation() -> None:
     async def play() -> None:
-        stage = Stage(answered)
+        stage = Stage(replied)
         stage.contribute()
         stage.worker.sendall(b"".join(map(bytes, on_the_wire(pb.WorkerMessage(leave={}).SerializeToString()))))
         assert await asyncio.wait_for(stage.other, 5) is False
         raw = await asyncio.wait_for(stage.connection.read(), 5)
         assert raw is not None and pb.WorkerMessage.FromString(raw).HasField("leave")
 
-        for ending in (lambda one: one.worker.close(), lambda one: one.worker.sendall(b"\xff\xff\xff\xff")):
+        for ending in (lambda item: item.worker.close(), lambda item: item.worker.sendall(b"\xff\xff\xff\xff")):
             stage = Stage()
             ending(stage)
             assert await asyncio.wait_for(stage.other, 5) is False
@@ -118,13 +118,13 @@ def test_what_is_none_is_read_by_the_conversation() -> None:
     played(play)
 
 
-def test_an_answer_that_cannot_be_said_at_once_is_the_conversations() -> None:
+def test_an_reply_that_cannot_be_said_at_once_is_the_conversations() -> None:
     async def play() -> None:
-        for item in (GO, Go(GO.answer)):  # the connection is full; weights that are no small message
+        for item in (GO, Go(GO.reply)):  # the connection is full; weights that are no small message
             stage = Stage()
             stage.contribute()
             await until(lambda stage=stage: stage.num_taken)
-            stage.is_stuck = item.body is not None
+            stage.is_stuck = item.payload is not None
             stage.peer.say(item)
             assert await asyncio.wait_for(stage.other, 5) is True
             assert stage.peer.outbox.get_nowait() is item

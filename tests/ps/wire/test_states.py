@@ -14,22 +14,22 @@ from ...records import contribution_proto
 from ..streams import LARGE, Server, Worker, served, turns
 
 
-def tell(worker: Worker, body: bytes, size: int = 3, **fields: Any) -> None:
-    for offset in range(0, len(body), size):
-        told = {"num_bytes": len(body), "offset": offset, "piece": body[offset : offset + size], **fields}
+def tell(worker: Worker, payload: bytes, size: int = 3, **fields: Any) -> None:
+    for offset in range(0, len(payload), size):
+        told = {"num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields}
         worker.send(state=pb.State(**told))
 
 
 def contribute(worker: Worker, step: int, place: int | None = None, **fields: Any) -> None:
-    at = {} if place is None else {"position": pb.Position(step=place, local_steps=1, batches=4 * place, epoch=0)}
+    at = {} if place is None else {"position": pb.Position(step=place, local_steps=1, batches=4 * place, generation=0)}
     worker.contribute(step, **at, **fields)
 
 
 def begun(worker: Worker) -> tuple[int, bytes] | None:
     """What came with the START."""
-    start = next(one.header for one in worker.stream.received if one.kind == "answer")
-    body = b"".join(one.header.piece for one in worker.stream.received if one.kind == "state")
-    return (start.began.step, body) if start.HasField("began") else None
+    start = next(message.header for message in worker.stream.received if message.kind == "reply")
+    payload = b"".join(message.header.piece for message in worker.stream.received if message.kind == "state")
+    return (start.began.step, payload) if start.HasField("began") else None
 
 
 async def replaced(server: Server, rank: int) -> Worker:
@@ -77,7 +77,7 @@ async def test_what_was_dropped_or_refused_is_not_remembered(server: Server) -> 
 
 
 @served(LARGE, workers=1)
-async def test_it_may_come_between_the_pieces_of_a_body(server: Server) -> None:
+async def test_it_may_come_between_the_pieces_of_a_payload(server: Server) -> None:
     (worker,) = await server.workers(1)
     worker.begin()
     worker.piece(0, 200_000)

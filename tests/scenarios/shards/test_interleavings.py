@@ -31,7 +31,7 @@ class Client:
         self.num_processes = self.incarnation = self.stream = 0
         self.phase = "gone"  # joining, offering, waiting, bringing, computing, contributing, asking, done
         self.to_tell: list[int] = []  # shards that have not been told yet
-        self.heard: dict[int, effects.Answer] = {}
+        self.heard: dict[int, effects.Reply] = {}
         self.looked_at = [0] * NUM_SHARDS
         self.number = self.counted = self.version = 0
         self.is_resumed = self.has_started = False
@@ -51,7 +51,7 @@ class Client:
         """A new process."""
         self.num_processes += 1
         self.incarnation, self.has_started, self.is_resumed = 0, False, False
-        self.shards.offer(events.HeartBegan(self.process))
+        self.shards.offer(events.HeartbeatBegan(self.process))
         self._join()
 
     def _join(self) -> None:
@@ -74,7 +74,7 @@ class Client:
             return
         if self.incarnation:
             self.shards.offer(events.Disconnected(*self.seat))
-        self.shards.offer(events.HeartStopped(self.process))
+        self.shards.offer(events.HeartbeatStopped(self.process))
         self.phase = "gone"
 
     def act(self, chance: random.Random) -> None:
@@ -145,16 +145,16 @@ class Client:
                     self.refusals.append(error.reason)
                     self.shards.offer(events.Left(*self.seat, "closed", error.message))
                     self.die()
-            case effects.Answer(rank, incarnation) if (rank, incarnation) == self.seat:
+            case effects.Reply(rank, incarnation) if (rank, incarnation) == self.seat:
                 if self.phase in ("gone", "joining"):
                     return  # it came to a stream that has ended
                 self.heard[shard] = effect
                 if len(self.heard) == NUM_SHARDS:
-                    self._answered()
+                    self._replied()
 
-    def _answered(self) -> None:
+    def _replied(self) -> None:
         first, *others = self.heard.values()
-        assert all(other == first for other in others), "the parts of one answer"
+        assert all(other == first for other in others), "the parts of one reply"
         self.heard, self.has_started = {}, True
         self.number, self.version = first.number, first.version
         self.phase = "computing" if first.next_local_steps else "done"
@@ -167,11 +167,13 @@ def check(shards: Shards) -> None:
     done = [effect for _, found in shards.shards[0].applied for effect in found]
     kept = Counter(effect.id for effect in done if isinstance(effect, effects.Keep))
     folded = Counter(effect.id for effect in done if isinstance(effect, effects.Fold))
-    committed = Counter(one for effect in done if isinstance(effect, effects.Commit) for one in effect.contributions)
+    committed = Counter(
+        contribution for effect in done if isinstance(effect, effects.Commit) for contribution in effect.contributions
+    )
     empty = [effect.id for effect in done if isinstance(effect, effects.Discard) and effect.is_counted]
     assert kept == folded == committed and max(kept.values(), default=1) == 1
     for rank in range(NUM_WORKERS):
-        numbers = sorted(one.seq for one in [*kept, *empty] if one.rank == rank)
+        numbers = sorted(snapshot.seq for snapshot in [*kept, *empty] if snapshot.rank == rank)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), "each number counts once"
     versions = [effect.version for effect in done if isinstance(effect, effects.Commit)]
     assert versions == list(range(1, len(versions) + 1))

@@ -83,13 +83,13 @@ def _learn(shards: Shards, workers: Workers, since: int) -> None:
 
 def _says(shards: Shards, workers: Workers, shard: int, what: str) -> None:
     """Its next report is what no shard says."""
-    tape = shards.shards[shard].sequencer.tape
+    outbox = shards.shards[shard].sequencer.outbox
     if what.startswith("text "):
         LINES.read(what.removeprefix("text "))
     elif what == "a report after a gap":
-        shards.coordinator.hear(shard, tape.num_put + 2, events.Stored(1, 0))
+        shards.coordinator.hear(shard, outbox.num_put + 2, events.Stored(1, 0))
     else:
-        tape.put(workers.event(what))
+        outbox.put(workers.event(what))
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)

@@ -30,7 +30,7 @@ THINGS = [
 
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    steps, is_pipelined = session.settings.steps, session.settings.pipelined
+    steps, is_delayed = session.settings.steps, session.settings.delayed_update
     for step, _ in enumerate(session.shard(TensorDataset(torch.zeros(64, 1)), batch_size=8)):
         THINGS[step % len(THINGS)](model, optimizer)
         optimizer.zero_grad(set_to_none=False)
@@ -38,10 +38,10 @@ with paramserver.connect() as session:
         with torch.no_grad():
             model[1].running_mean += 1
         optimizer.step()
-        behind = int(is_pipelined and step + 1 < steps)  # the weights of a step come with the next one
+        behind = int(is_delayed and step + 1 < steps)  # the weights of a step come with the next one
         for name, parameter in model[0].named_parameters():
             values = parameter.unique().tolist()
             assert values == [behind - step - 1], f"{name} is {values} after step {step + 1}"
-        assert is_pipelined or model[1].running_mean.unique().tolist() == [step + 1], model[1].running_mean
+        assert is_delayed or model[1].running_mean.unique().tolist() == [step + 1], model[1].running_mean
     session.finish()
     assert model[0].weight.unique().tolist() == [-steps], model[0].weight

@@ -11,10 +11,13 @@ import paramserver
 def make():
     torch.manual_seed(0)
     model = torch.nn.ModuleDict(
-        {"a": torch.nn.Linear(3, 5), "spare": torch.nn.Linear(3, 1), "b": torch.nn.Linear(5, 1)}
+        {"a": torch.nn.Linear(3, 5), "evaluator": torch.nn.Linear(3, 1), "b": torch.nn.Linear(5, 1)}
     )
     model.double()
-    groups = [{"params": model["b"].parameters()}, {"params": [*model["a"].parameters(), *model["spare"].parameters()]}]
+    groups = [
+        {"params": model["b"].parameters()},
+        {"params": [*model["a"].parameters(), *model["evaluator"].parameters()]},
+    ]
     return model, torch.optim.AdamW([{**groups[0], "lr": 0.01}, groups[1]], lr=0.02)
 
 

@@ -14,7 +14,7 @@ torch.manual_seed(0)
 x = torch.randn(320, 8, dtype=torch.float64)
 y = (x[:, 0] * x[:, 1] > 0).long()
 model = nn.ModuleDict(
-    {"body": nn.Linear(8, 16), "even": nn.Linear(16, 2), "odd": nn.Linear(16, 2), "spare": nn.Linear(16, 2)}
+    {"payload": nn.Linear(8, 16), "even": nn.Linear(16, 2), "odd": nn.Linear(16, 2), "evaluator": nn.Linear(16, 2)}
 ).double()
 
 with paramserver.connect() as session:
@@ -25,7 +25,7 @@ with paramserver.connect() as session:
     for step in range(STEPS):
         inputs, labels = next(batches)
         head = model["odd" if step % 3 == 2 else "even"]
-        loss = F.cross_entropy(head(torch.tanh(model["body"](inputs))), labels)
+        loss = F.cross_entropy(head(torch.tanh(model["payload"](inputs))), labels)
         optimizer.zero_grad()
         loss.backward()
         if os.environ.get("CLIP"):

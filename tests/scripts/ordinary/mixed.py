@@ -31,4 +31,4 @@ with paramserver.connect() as session:
         nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # of the mean where it matters: --clip-norm
         optimizer.step()
     if session.finish():
-        torch.save({name: one.double() for name, one in model.state_dict().items()}, os.environ["OUT"])
+        torch.save({name: item.double() for name, item in model.state_dict().items()}, os.environ["OUT"])

@@ -71,7 +71,7 @@ def main():
         if session.finish():
             parts = {"generator": generator.state_dict(), "critic": critic.state_dict()}
             torch.save(
-                {f"{part}.{name}": one for part, state in parts.items() for name, one in state.items()},
+                {f"{part}.{name}": item for part, state in parts.items() for name, item in state.items()},
                 os.environ["OUT"],
             )
 

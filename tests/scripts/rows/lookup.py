@@ -35,7 +35,7 @@ with paramserver.connect() as session:
         made = {name: nn.Embedding(SIZES[name], 4, sparse=True, _weight=first[name]) for name in NAMES}
         tables, classes = made, (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
         others = [cls(table.parameters(), lr=0.1) for cls, table in zip(classes, tables.values(), strict=True)]
-    schedules = [torch.optim.lr_scheduler.StepLR(one, 6, gamma=0.5) for one in (optimizer, *others[1:])]
+    schedules = [torch.optim.lr_scheduler.StepLR(other, 6, gamma=0.5) for other in (optimizer, *others[1:])]
     session.state(schedule=schedules[0])
     for step, (row, labels) in enumerate(session.shard(TensorDataset(ids, y), batch_size=BATCH)):
         if hasattr(optimizer, "progress"):  # a process that replaces another one does not begin at 0

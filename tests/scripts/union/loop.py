@@ -60,7 +60,7 @@ def main() -> None:
                 optimizer.clip_grad_norm(float(clip))
             optimizer.step()
         session.finish()
-        torch.save(model.state_dict(), f"{env['OUT']}-{session.rank}-{session.inner_rank}.pt")
+        torch.save(model.state_dict(), f"{env['OUT']}-{session.rank}-{session.group_rank}.pt")
 
 
 if __name__ == "__main__":

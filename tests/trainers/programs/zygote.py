@@ -1,6 +1,6 @@
 """Imports a program once and forks it for every line of its input: trainers take longer to import than to train.
 
-A line is {"log": FILE, "environ": {...}, "argv": [...]}; the answer is the process' id, and FILE.code its exit code.
+A line is {"log": FILE, "environ": {...}, "argv": [...]}; the reply is the process' id, and FILE.code its exit code.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ def test_four_workers_with_stale_gradients_reach_97_percent_in_250_steps():
 
 def test_the_held_out_fifth_is_disjoint_and_the_same_whatever_the_seed():
     torch.manual_seed(1)
-    one = Digits()
+    digits = Digits()
     torch.manual_seed(2)
     other = Digits()
-    images, labels = one.train_data().tensors
+    images, labels = digits.train_data().tensors
     assert images.shape == (1438, 1, 8, 8)
     assert images.min() == 0
     assert images.max() == 1
@@ -50,7 +50,7 @@ def test_the_held_out_fifth_is_disjoint_and_the_same_whatever_the_seed():
     assert torch.equal(images, other.train_data().tensors[0])
     # The 1797 images are all different from one another, so comparing pixels tells train from test.
     train = {image.numpy().tobytes() for image in images}
-    test = {image.numpy().tobytes() for image in one._test[0]}
+    test = {image.numpy().tobytes() for image in digits._test[0]}
     assert len(train) + len(test) == 1797
     assert not train & test
 

@@ -82,9 +82,9 @@ def test_files_of_a_glob_are_joined_in_sorted_order_up_to_max_bytes(tmp_path):
 
 
 def test_the_default_text_is_python_and_the_same_every_time():
-    one, other = Gpt(**TINY).train_data(), Gpt(**TINY).train_data()
-    assert torch.equal(one.tensors[0], other.tensors[0])
-    assert 3_500_000 < 16 * len(one) <= 3_600_000
+    item, other = Gpt(**TINY).train_data(), Gpt(**TINY).train_data()
+    assert torch.equal(item.tensors[0], other.tensors[0])
+    assert 3_500_000 < 16 * len(item) <= 3_600_000
     assert b"\nimport " in _bytes_of(Gpt(max_bytes=100_000, **TINY))
 
 
@@ -115,7 +115,7 @@ def test_position_matters():
     assert not torch.allclose(ab[0, 2], ba[0, 2])  # without positions the last token could not tell
 
 
-def test_it_beats_the_unigrams_within_a_few_steps():
+def test_it_heartbeats_the_unigrams_within_a_few_steps():
     task = Gpt(max_bytes=200_000, eval_bytes=4096, context=32, num_layers=2, num_heads=2, width=48)
     torch.manual_seed(0)
     model = task.model()

@@ -41,10 +41,10 @@ def test_without_noise_the_data_are_exact():
 
 
 def test_the_seed_decides_the_data():
-    one, same, other = Linear(seed=4), Linear(seed=4), Linear(seed=5)
-    assert torch.equal(one.train_data().tensors[1], same.train_data().tensors[1])
-    assert torch.equal(one.w_star, same.w_star)
-    assert not torch.equal(one.w_star, other.w_star)
+    item, same, other = Linear(seed=4), Linear(seed=4), Linear(seed=5)
+    assert torch.equal(item.train_data().tensors[1], same.train_data().tensors[1])
+    assert torch.equal(item.w_star, same.w_star)
+    assert not torch.equal(item.w_star, other.w_star)
 
 
 def test_data_are_made_on_the_given_device():

@@ -55,12 +55,12 @@ def test_label_noise_flips_that_fraction_of_the_training_labels_and_nothing_else
 
 
 def test_another_seed_is_another_data_set_and_held_out_samples_are_new():
-    one, other = Xor(d=4, num_samples=10_000, seed=0), Xor(d=4, num_samples=10_000, seed=1)
-    rows = [{row.numpy().tobytes() for row in task.train_data().tensors[0]} for task in (one, other)]
+    item, other = Xor(d=4, num_samples=10_000, seed=0), Xor(d=4, num_samples=10_000, seed=1)
+    rows = [{row.numpy().tobytes() for row in task.train_data().tensors[0]} for task in (item, other)]
     held_out: set[bytes] = set()
-    model = one.model()
+    model = item.model()
     model.register_forward_pre_hook(lambda _, args: held_out.update(row.numpy().tobytes() for row in args[0]))
-    one.evaluate(model)
+    item.evaluate(model)
     assert not rows[0] & rows[1]
     assert len(held_out) == 10_000
     assert not held_out & (rows[0] | rows[1])

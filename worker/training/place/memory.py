@@ -70,16 +70,16 @@ class Memory:
         if self.has_begun:
             fix = "call it after session.optimizer() and before the loop"
             raise UsageError("session.state() after the first batch: it could not come back as it was", fix=fix)
-        for name, one in objects.items():
+        for name, item in objects.items():
             if name in self._objects:
                 raise UsageError(f"session.state({name}=...) was said before", fix="give it another name")
-            self._objects[name] = one
-        body = self._pack()
+            self._objects[name] = item
+        payload = self._pack()
         self.use()
         if (begun := self._strategy.begun()) is not None:
-            self._load(begun.body, [*objects, _GROUPS])
+            self._load(begun.payload, [*objects, _GROUPS])
         else:
-            self._first = body
+            self._first = payload
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -89,10 +89,10 @@ class Memory:
         if not self._objects:
             return pack({})
         told = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-        return pack({name: one.state_dict() for name, one in self._objects.items()} | {_GROUPS: told})
+        return pack({name: item.state_dict() for name, item in self._objects.items()} | {_GROUPS: told})
 
-    def _load(self, body: bytes, names: list[str]) -> None:
-        found = unpack(body)
+    def _load(self, payload: bytes, names: list[str]) -> None:
+        found = unpack(payload)
         for name in names:
             if name not in found:
                 log.warning("state_not_there", name=name, meaning="the rank had no such state: it begins anew")
@@ -106,9 +106,9 @@ class Memory:
         try:
             self._objects[name].load_state_dict(saved)
         except Exception as error:
-            told = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
+            message = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
             raise UsageError(
-                f"session.state({name}=...) does not take what the run remembers: {told}",
+                f"session.state({name}=...) does not take what the run remembers: {message}",
                 fix="go on with the script that the run was begun with, or give it another name: it begins anew then",
             ) from error
 
@@ -156,7 +156,7 @@ class Memory:
         begun = self._strategy.begun()
         names = [*self._objects, _GROUPS] if self._objects else []
         if begun is not None:
-            self._load(begun.body, names)
+            self._load(begun.payload, names)
         elif self._first:
             self._load(self._first, names)
         place = self._beginning()
@@ -165,18 +165,20 @@ class Memory:
         elif begun is None:
             self._taken.begin_anew()
 
-    def _go_back(self, place: Position) -> None:
-        log.info("replaying", step=place.step, meaning="the rank's last step is computed once more, and not sent")
-        self._taken.go_back(place)
-        self._strategy.replay(place)
+    def _go_back(self, position: Position) -> None:
+        log.info("replaying", step=position.step, meaning="the rank's last step is computed once more, and not sent")
+        self._taken.go_back(position)
+        self._strategy.replay(position)
 
     def replayed(self) -> None:
         """The contribution has been computed once more."""
         num_missed = self._strategy.replayed()
         self._taken.go_on()
         if num_missed:
-            told = f"the run took {num_missed} training steps without this rank, which its script's state has not seen"
-            log.warning("state_is_behind", meaning=told)
+            message = (
+                f"the run took {num_missed} training steps without this rank, which its script's state has not seen"
+            )
+            log.warning("state_is_behind", meaning=message)
 
 
 class Generators:
@@ -218,14 +220,14 @@ class _Generator:
 def stateful(objects: Mapping[str, Any], rng: bool) -> dict[str, Any]:
     """As things with state_dict() and load_state_dict(). UsageError, which names it, for what is none."""
     found: dict[str, Any] = {}
-    for name, one in objects.items():
-        if isinstance(one, torch.Generator):
-            found[name] = _Generator(one)
-        elif callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)):
-            found[name] = one
+    for name, item in objects.items():
+        if isinstance(item, torch.Generator):
+            found[name] = _Generator(item)
+        elif callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)):
+            found[name] = item
         else:
             raise UsageError(
-                f"session.state({name}=...) is a {type(one).__name__}, without state_dict() and load_state_dict()",
+                f"session.state({name}=...) is a {type(item).__name__}, without state_dict() and load_state_dict()",
                 fix="give it these two: state_dict() returns tensors and JSON, load_state_dict() takes them back",
             )
     if rng:

@@ -96,7 +96,7 @@ class Restarted:
 
 def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[float, ...]:
     """The learning rate of each group, now."""
-    return tuple(float(group.get("lr", 0.0)) for one in optimizers for group in one.param_groups)
+    return tuple(float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
@@ -105,8 +105,8 @@ def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     No scheduler is known to its optimizer, so all objects of the process are looked at: a tenth of a second, once.
     """
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
-    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
-    return [type(one).__name__ for one in found if any(id(group) in groups for group in one.optimizer.param_groups)]
+    found = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]
+    return [type(item).__name__ for item in found if any(id(group) in groups for group in item.optimizer.param_groups)]
 
 
 def _variable(setting: str) -> str:

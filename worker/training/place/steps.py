@@ -201,7 +201,7 @@ class Steps:
             first=self._first(),
             position=began.position if began is not None else None,
         )
-        outgoing = Outgoing(contribution, began.body if began is not None else None, self._rows())
+        outgoing = Outgoing(contribution, began.payload if began is not None else None, self._rows())
         self.strategy.contribute(outgoing, part.parameters if number else None)
         self._begin_anew()
         self.memory.after_step()
@@ -248,7 +248,7 @@ class Steps:
         if self._digested_at == self.progress.num_starts or self.progress.is_replaying:
             return
         self._digested_at = self.progress.num_starts
-        gradients = [one.grad for one in part.parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
         self._digest = 0 if self.taken.is_used else digest_of(gradients)
 
     def _slow_down(self) -> None:

@@ -163,11 +163,13 @@ class Taken:
 
     # ---- going back, and on -------------------------------------------------------------------
 
-    def go_back(self, place: Position) -> None:
+    def go_back(self, position: Position) -> None:
         """A contribution that began there is to be computed once more."""
         self._ends_at = self.place
-        self._go(place.batches)
-        self._stand_in(place.epoch or 0, place.batches - place.epoch_batches if place.epoch is not None else 0)
+        self._go(position.batches)
+        self._stand_in(
+            position.epoch or 0, position.batches - position.epoch_batches if position.epoch is not None else 0
+        )
 
     def begin_anew(self) -> None:
         """Nothing is known of where the script was."""
@@ -213,7 +215,9 @@ class Taken:
     def add(self, loop: Loop) -> None:
         if not self.is_used:
             for optimizer in self._optimizers:
-                parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+                parameters = [
+                    param for group in optimizer.param_groups for param in group["params"] if param.requires_grad
+                ]
                 parameters[-1].register_post_accumulate_grad_hook(self._computed)
         self.is_used = True
         self._loops.add(loop)
@@ -293,8 +297,8 @@ class Taken:
         own, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
         if own is not None and total is not None and own > total:
             given = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
-            told = f"the run ends after {total} training steps ({given}), this script's loop would take {own}"
-            log.warning("cut_short", reason=told, fix=f"--steps {own}; or leave it out, and the loop decides")
+            message = f"the run ends after {total} training steps ({given}), this script's loop would take {own}"
+            log.warning("cut_short", reason=message, fix=f"--steps {own}; or leave it out, and the loop decides")
 
     def drop(self) -> bool:
         """Forget what was asked for before the run was known to end; False when that is nothing."""

@@ -48,16 +48,16 @@ def load_named_by_server(
     except UserCodeError as error:
         if not isinstance(error.original, (MemoryError, RuntimeError)):
             raise
-        what = (str(error.original) or "no memory").splitlines()[0]
-        raise UsageError(f"the server's arguments of task {name} are too much for this worker: {what}") from None
+        line = (str(error.original) or "no memory").splitlines()[0]
+        raise UsageError(f"the server's arguments of task {name} are too much for this worker: {line}") from None
 
 
 def check_named_by_server(name: str, args: dict[str, Any], own_args: dict[str, Any]) -> None:
     """A server must not be able to run code or to read a file on a worker. So the name is one of the built-in tasks',
     and an argument is a number, a switch or a list of numbers. Raises UsageError for anything else."""
     if name not in TASKS.names():
-        told = f"the server names the task {shown(name)!r}, which is no built-in task of this worker"
-        raise UsageError(f"{told}; a file or module is never taken from a server", fix=_GIVE_IT_HERE)
+        message = f"the server names the task {shown(name)!r}, which is no built-in task of this worker"
+        raise UsageError(f"{message}; a file or module is never taken from a server", fix=_GIVE_IT_HERE)
     parameters = inspect.signature(TASKS.load(name)).parameters
     for key, value in args.items():
         if key not in parameters:
@@ -74,16 +74,16 @@ def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> N
     default = parameter.default
     if value == default and type(value) is type(default):
         return
-    told = f"the server gives task.args.{parameter.name} of task {name} as {shown(repr(value))}"
+    message = f"the server gives task.args.{parameter.name} of task {name} as {shown(repr(value))}"
     if not isinstance(default, int | float | tuple):
         here = f"ps-worker --set task.args.{parameter.name}=VALUE"
-        raise UsageError(f"{told}, and a file or a device is never taken from a server", fix=f"give it here: {here}")
+        raise UsageError(f"{message}, and a file or a device is never taken from a server", fix=f"give it here: {here}")
     items, like = (value, default[0]) if isinstance(default, tuple) and isinstance(value, list) else ([value], default)
     kinds = (int, float) if type(like) is float else (type(like),)
-    is_sound = len(items) <= _MOST_ITEMS and all(type(one) in kinds and abs(one) <= _MOST for one in items)
+    is_sound = len(items) <= _MOST_ITEMS and all(type(item) in kinds and abs(item) <= _MOST for item in items)
     if not is_sound:
         expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(type(default), "a list")
-        raise UsageError(f"{told}, where {expected} of at most {_MOST:,} is expected", fix=_GIVE_IT_HERE)
+        raise UsageError(f"{message}, where {expected} of at most {_MOST:,} is expected", fix=_GIVE_IT_HERE)
 
 
 def _from_file(name: str) -> Callable[..., Any]:

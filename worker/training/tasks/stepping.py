@@ -60,7 +60,7 @@ class Stepper:
 
     def _even_out(self) -> None:
         factor = self._weights[0] * len(self._weights) / sum(self._weights)
-        gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
 

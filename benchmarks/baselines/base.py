@@ -1,0 +1,72 @@
+"""What a peer is, and which of those asked for can be measured here.
+
+A class with a name, what it needs, and one method for each measurement it takes part in:
+
+    exchange(num_floats)         parts up, down, exchange and whole of a flat float32 tensor (exchange.py)
+    latency(floats)              part exchange: gradients there and weights back, in one call
+    round(num_floats, workers)   part round: all workers have contributed and have the new weights
+    allreduce(sizes, workers)    the mean or sum of tensors over all workers, a part for each size in bytes
+    profile(size, workers)       parts forward, backward, step and whole of a transformer's training step
+    xor(options)                 part step: the xor task, asynchronous, s per step of all workers together
+
+Each returns a contestant (turns.py). Wherever there is a choice it is the peer's fastest way: one
+flat tensor instead of many, no optimizer where none is said, results left where they arrive.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+from . import BASELINES
+
+
+class Peer:
+    """Base of the peers; `name` is as typed, `install` the command that brings what is missing."""
+
+    name: ClassVar[str]
+    install: ClassVar[str]
+    modules: ClassVar[tuple[str, ...]] = ()
+    programs: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def is_installed(self) -> bool:
+        return all(map(shutil.which, self.programs)) and all(map(_has_module, self.modules))
+
+    def offers(self, what: str) -> bool:
+        return hasattr(self, what)
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Whatever has to run for as long as anything of this peer is measured."""
+        return nullcontext()
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
+
+
+def split_names(text: str | None) -> list[str]:
+    """`torch-rpc,gloo` or `all` as checked names of files. UsageError with the nearest name for an unknown one."""
+    asked = [name.strip().lower().replace("-", "_") for name in (text or "").split(",") if name.strip()]
+    names = BASELINES.names() if asked == ["all"] else [BASELINES.check(name) for name in asked]
+    return list(dict.fromkeys(names))
+
+
+def choose(names: Iterable[str], what: str) -> tuple[list[Any], list[str]]:
+    """The peers that take part in measurement `what`, and a line for each that does not."""
+    chosen, lines = [], []
+    for name in names:
+        peer = BASELINES.load(name)()
+        if not peer.offers(what):
+            lines.append(f"{peer.name}: has no part in {what}")
+        elif not peer.is_installed:
+            lines.append(f"{peer.name}: NOT INSTALLED, not measured ({peer.install})")
+        else:
+            chosen.append(peer)
+    return chosen, lines

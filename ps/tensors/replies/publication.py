@@ -1,0 +1,230 @@
+"""The weights of a version, on their way to workers while they are still being made.
+
+A commit is decided on the event loop and carried out window by window on the tensor thread. The publication of its
+version exists from the decision on; who reads it follows `ready`. Workers on this host read the weights' own memory;
+for the others frames are encoded once and shared.
+
+Nobody ever reads two versions: while somebody reads one, the next commit writes elsewhere (into the memory of an old
+version). At most `limit` versions are on their way at once; who comes when there are as many waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+
+from ....common.tensors.layout import Kind, Layout
+from ....common.wire.frames import CHUNK_BYTES, left_out_frame, payload_frames
+from ....common.wire.segments import Segment
+
+# Readers are woken once in so many bytes: a wake-up costs as much as copying 1 MiB.
+_STRIDE_BYTES = 8 << 20
+# Less is sent rather than spoken of.
+_LEAST_LEFT_OUT = 64 << 10
+
+Range = tuple[int, int]  # bytes [start, end) of a payload
+
+
+class Changes:
+    """Which trained tensors have changed since a version: others need not be sent to who has that version. Used on the
+    event loop, at the decisions."""
+
+    def __init__(self, layout: Layout, version: int) -> None:
+        self._entries = [entry for entry in layout.entries if entry.spec.kind is Kind.PARAMETER]
+        self._changed_in = [version] * len(self._entries)
+        self._all_in = version  # the last version in which all have changed
+
+    def made(self, version: int, without: Collection[str]) -> None:
+        """A version is decided in which all have changed but these."""
+        if not without:
+            self._all_in = version
+            return
+        for index, entry in enumerate(self._entries):
+            if entry.spec.name not in without:
+                self._changed_in[index] = version
+
+    def kept(self, base: int) -> list[Range]:
+        """Where in a payload of the newest weights lies what has not changed since version `base`, in order."""
+        found: list[Range] = []
+        if self._all_in > base:
+            return found
+        was_kept = False
+        for entry, version in zip(self._entries, self._changed_in, strict=True):
+            if is_kept := version <= base:
+                found.append((found.pop()[0] if was_kept else entry.offset, entry.end))
+            was_kept = is_kept
+        return [(start, end) for start, end in found if end - start >= _LEAST_LEFT_OUT]
+
+
+def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, int, bool]]:
+    """Bytes [start, end) of a payload in order, each stretch with whether it is left out."""
+    for first, last in left_out:
+        first, last = max(first, start), min(last, end)
+        if first < last:
+            if start < first:
+                yield start, first, False
+            yield first, last, True
+            start = last
+    if start < end:
+        yield start, end, False
+
+
+class Publication:
+    """One version in `segment`, of which the first `ready` of `num_bytes` bytes are made."""
+
+    def __init__(
+        self,
+        version: int,
+        segment: Segment,
+        num_bytes: int,
+        notify: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.version = version
+        self.segment = segment
+        self.num_bytes = num_bytes
+        self.ready = 0
+        self._notify = notify
+        self.owns_segment = True
+        self.num_users = 0  # workers it is on its way to
+        self.num_readers = 0  # of the segment: workers of this host, and the encoder
+        self._frames: list[tuple[bytes, int, int]] = []  # and the bytes of the payload that are in each
+        self._num_encoded = 0
+        self._encoder: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    def made(self, num_bytes: int) -> None:
+        """Called on the tensor thread: so many bytes are made."""
+        if num_bytes - self.ready >= _STRIDE_BYTES or num_bytes == self.num_bytes:
+            self.ready = num_bytes
+            self._notify(self._wake)
+
+    async def progress(self) -> AsyncIterator[tuple[int, int]]:
+        """(start, end) of what is made, as it is made."""
+        done = 0
+        while done < self.num_bytes:
+            while self.ready <= done:
+                await self._news.wait()
+            start, done = done, self.ready
+            yield start, done
+
+    async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
+        """The encoded payload, shared by all who ask; of frames that hold nothing but what is left out only a word."""
+        num_sent = 0
+        while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
+            while num_sent == len(self._frames):
+                await self._news.wait()
+            raw, start, end = self._frames[num_sent]
+            is_left_out = any(first <= start and end <= last for first, last in left_out)
+            yield left_out_frame(start, end - start) if is_left_out else raw
+            num_sent += 1
+
+    def encode(self, done: Callable[[Publication], None]) -> None:
+        """Begin to make frames, unless that was begun before; `done` is called when the segment has been read."""
+        if self._encoder is None:
+            self.num_readers += 1
+            self._encoder = asyncio.create_task(self._encode(done))
+
+    async def _encode(self, done: Callable[[Publication], None]) -> None:
+        """As fast as the weights are made, however slow the connections are."""
+        try:
+            async for start, end in self.progress():
+                for at in range(start, end, CHUNK_BYTES):
+                    part = self.segment.bytes[at : min(at + CHUNK_BYTES, end)]
+                    self._num_encoded += len(part)
+                    self._frames += ((raw, at, at + len(part)) for raw in payload_frames([part], offset=at))
+                    self._wake()
+                    await asyncio.sleep(0)  # a frame takes 0.1 ms: let others have the loop between
+        finally:
+            self.num_readers -= 1
+            done(self)
+
+    def _wake(self) -> None:
+        if self.num_users or self.num_readers:  # the encoder goes on when those it encodes for have left
+            self._news.set()
+            self._news = asyncio.Event()
+
+    def forget_frames(self) -> None:
+        """Nobody wants them any more."""
+        if self._encoder is not None and self._encoder.done():
+            self._encoder, self._frames, self._num_encoded = None, [], 0
+
+
+class Publisher:
+    """Gives every commit the memory it writes to, and every worker the version it may read.
+
+    Used on the event loop only. `new_memory` makes memory that holds what commits never write;
+    `notify` calls something on the loop from the thread that commits.
+    """
+
+    def __init__(
+        self,
+        first: Segment,
+        num_bytes: int,
+        limit: int,
+        new_memory: Callable[[], Segment],
+        notify: Callable[[Callable[[], None]], None],
+        version: int = 0,
+    ) -> None:
+        self.latest = Publication(version, first, num_bytes, notify)
+        self.latest.ready = num_bytes
+        self._notify = notify
+        self.num_memories = 1
+        self._num_bytes = num_bytes
+        self._limit = limit
+        self._new_memory = new_memory
+        self._free: list[Segment] = []
+        self._used: set[Publication] = set()
+        self._released = asyncio.Event()
+
+    def next(self, version: int) -> Publication:
+        """The publication of a commit just decided; in the same memory unless its predecessor is being read."""
+        old = self.latest
+        if old.num_readers == 0:
+            segment, old.owns_segment = old.segment, False
+        elif self._free:
+            segment = self._free.pop()
+        else:
+            segment = self._new_memory()
+            self.num_memories += 1
+        self.latest = Publication(version, segment, self._num_bytes, self._notify)
+        self._tidy(old)
+        return self.latest
+
+    async def acquire(self, min_version: int, as_frames: bool) -> Publication:
+        """The latest version, at least `min_version`, to be given back with `release`."""
+        while self.latest not in self._used and len(self._used) >= self._limit:
+            self._released.clear()
+            await self._released.wait()
+        assert self.latest.version >= min_version
+        return self.hold(as_frames)
+
+    def hold(self, as_frames: bool) -> Publication:
+        """The latest version, whatever is on its way besides; to be given back with `release`."""
+        publication = self.latest
+        self._used.add(publication)
+        publication.num_users += 1
+        if as_frames:
+            publication.encode(self._tidy)
+        else:
+            publication.num_readers += 1
+        return publication
+
+    def release(self, publication: Publication, as_frames: bool) -> None:
+        """A worker has all of it, or is gone."""
+        publication.num_users -= 1
+        if not as_frames:
+            publication.num_readers -= 1
+        if publication.num_users == 0:
+            self._used.remove(publication)
+            self._released.set()
+        self._tidy(publication)
+
+    def _tidy(self, publication: Publication) -> None:
+        """An old version nobody needs any more leaves its memory to others."""
+        if publication is self.latest:
+            return
+        if publication.num_users == 0:
+            publication.forget_frames()
+        if publication.num_readers == 0 and publication.owns_segment:
+            publication.owns_segment = False
+            self._free.append(publication.segment)

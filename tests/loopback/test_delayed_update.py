@@ -1,0 +1,391 @@
+"""Computing while an exchange is in flight: nothing is applied twice or lost, and all ends in good order.
+
+A worker is held in mid-flight without any waiting for time to pass: with staleness 1 and rank 0 at its gate
+before its first contribution, rank 1's first contribution is applied and not replied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import textwrap
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.common.registry import MODES
+
+STEPS = 25
+DELAYED_UPDATE = [mode for mode in MODES.names() if MODES.load(mode).may_delay_update]
+XOR = ("--task", "xor", "--optimizer", "adam", "--lr", "0.05", "--batch-size", "64")
+
+
+def _start(cluster, mode: str, num_workers: int, *flags: str):
+    return cluster.server(
+        "--mode", mode, "--delayed-update", "--workers", str(num_workers), "--steps", str(STEPS), "--save",
+        "w.safetensors", "--summary", "s.json", "--set", "policy.weighting=equal",
+        "--set", "server.status_interval_s=0.05", *flags,
+    )  # fmt: skip
+
+
+def _applied(cluster, num_workers: int) -> torch.Tensor:
+    """[num_workers, STEPS]: how often each contribution was applied."""
+    return -load_file(cluster.folder / "w.safetensors")["seen"].view(-1, STEPS)[:num_workers]
+
+
+def _rows(cluster) -> list[dict]:
+    return json.loads((cluster.folder / "s.json").read_text())["workers"]
+
+
+def _in_flight(cluster, server):
+    """Two workers under ssp with staleness 1: the second computes its step 2 while its first is not replied."""
+    first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "0")
+    second = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go"), "1")
+    for script in (first, second):
+        script.until(lambda script=script: "at the gate" in script.output, "gate")
+    server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
+    return first, second
+
+
+def _is_waiting(status: dict, rank: int) -> bool:
+    return any(row["rank"] == rank and row["state"] == "waiting" for row in status["workers"])
+
+
+# ---- exactly once -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_alone_every_gradient_but_the_first_is_one_version_old(cluster):
+    server = _start(cluster, "async", 1)
+    assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), server.wait()] == [0, 0]
+    assert torch.equal(_applied(cluster, 1), torch.ones(1, STEPS))
+    row = _rows(cluster)[0]
+    assert (row["training_steps"], row["staleness_max"], row["staleness_mean"]) == (STEPS, 1, (STEPS - 1) / STEPS)
+
+
+@pytest.mark.slow
+def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
+    bound = 2
+    server = _start(cluster, "ssp", 3, "--staleness", str(bound))
+    workers = [cluster.script(rank, "onehot.py", str(STEPS)) for rank in range(3)]
+    assert [worker.wait() for worker in workers] == [0, 0, 0], workers[0].output
+    assert server.wait() == 0
+    assert torch.equal(_applied(cluster, 3), torch.ones(3, STEPS))
+    rows = _rows(cluster)
+    assert [row["training_steps"] for row in rows] == [row["samples"] for row in rows] == [STEPS] * 3
+    assert max(row["lead_max"] for row in rows) <= bound
+    assert 1 <= max(row["staleness_max"] for row in rows) <= 2 * bound * 2 + 1
+
+
+@pytest.mark.slow
+def test_pull_every_counts_from_the_weights_it_holds(cluster):
+    """Weights come with every fifth contribution, and are computed on one step later than they come."""
+    server = _start(cluster, "async", 1, "--set", "policy.pull_every=5")
+    assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), server.wait()] == [0, 0]
+    assert torch.equal(_applied(cluster, 1), torch.ones(1, STEPS))
+    assert _rows(cluster)[0]["staleness_max"] == 5
+
+
+@pytest.mark.slow
+def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
+    server = _start(cluster, "ssp", 2, "--staleness", "1")
+    first, victim = _in_flight(cluster, server)
+    victim.signal(signal.SIGKILL)
+    victim.wait()
+    server.until(lambda: bool(server.events("left")), "departure")
+    replacement = cluster.script(1, "onehot.py", str(STEPS))
+    server.until(lambda: len(server.events("joined")) == 3, "replacement")
+    (cluster.folder / "go").touch()
+    assert [first.wait(), replacement.wait(), server.wait()] == [0, 0, 0], replacement.output
+    assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
+    assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
+
+
+class Link:
+    """Forwards TCP connections to a server until they are cut; new ones are forwarded again."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            self._sockets += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+
+    def cut(self) -> None:
+        cut, self._sockets = self._sockets, []
+        for end in cut:
+            with contextlib.suppress(OSError):  # it had ended by itself
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+@pytest.mark.slow
+def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twice(cluster):
+    server = _start(cluster, "ssp", 2, "--staleness", "1", "--set", "policy.min_workers=2")  # nobody ends alone
+    link = Link(cluster.address)
+    try:
+        cluster.address = link.address
+        first, second = _in_flight(cluster, server)
+        link.cut()
+        server.until(lambda: len(server.events("left")) == 2, "departures")
+        (cluster.folder / "go").touch()
+        assert [first.wait(), second.wait(), server.wait()] == [0, 0, 0], second.output
+    finally:
+        link.close()
+    assert second.events("rejoined")
+    assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
+    assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
+
+
+# ---- localsgd ---------------------------------------------------------------------------------------
+
+
+def _delayed_averaging(num_workers: int, steps: int, local_steps: int) -> tuple[list[list[float]], float]:
+    """The weights every worker begins its steps with, and the last average, in plain arithmetic.
+
+    The mean is kept as the server keeps it, m += (x - m) / n, so that equality is to the last bit.
+    """
+    begun: list[list[float]] = [[] for _ in range(num_workers)]
+    now = [10.0] * num_workers
+    sent: list[float] | None = None
+    average = 10.0
+    for step in range(steps):
+        for rank in range(num_workers):
+            begun[rank].append(now[rank])
+            now[rank] -= 0.1 * ((rank + 1) * (now[rank] - rank))
+        if (step + 1) % local_steps and step + 1 < steps:
+            continue
+        if sent is not None:  # the average of what was sent a round ago has come meanwhile
+            now = [now[rank] - sent[rank] + average for rank in range(num_workers)]
+        sent = list(now)
+        average = 0.0
+        for rank in range(num_workers):
+            average += (sent[rank] - average) / (rank + 1)
+    return begun, average
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_workers", "local_steps"),
+    [(1, 1), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 1), (2, 4), (3, 7)))],
+)
+def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_workers, local_steps):
+    server = _start(cluster, "localsgd", num_workers, "--local-steps", str(local_steps))
+    workers = [cluster.script(rank, "delayed.py") for rank in range(num_workers)]
+    assert [worker.wait() for worker in workers] == [0] * num_workers, workers[0].output
+    assert server.wait() == 0
+    begun, average = _delayed_averaging(num_workers, STEPS, local_steps)
+    for rank, worker in enumerate(workers):
+        told = [line.split() for line in worker.output.splitlines() if line.startswith(("before", "at the end"))]
+        assert [float.fromhex(words[-1]) for words in told[:-1]] == pytest.approx(begun[rank], rel=1e-13)
+        assert told[-1][3] == str(STEPS)
+        assert float.fromhex(told[-1][-1]) == pytest.approx(average, rel=1e-13)
+    rounds = -(-STEPS // local_steps)
+    rows = _rows(cluster)
+    told = [(row["contributions"], row["training_steps"], row["samples"]) for row in rows]
+    assert told == [(rounds, STEPS, STEPS)] * num_workers
+    assert [row["staleness_max"] for row in rows] == [1] * num_workers
+    assert rows[0]["staleness_mean"] == pytest.approx((rounds - 1) / rounds)
+
+
+@pytest.mark.slow
+def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
+    """What the victim sent stays in its round; the survivor's own steps are not lost."""
+    server = _start(cluster, "localsgd", 2, "--local-steps", "5")
+    survivor = cluster.script(0, "delayed.py", str(cluster.folder / "go"), "3")
+    victim = cluster.script(1, "delayed.py", str(cluster.folder / "never"), "7")
+    for script in (survivor, victim):
+        script.until(lambda script=script: "at the gate" in script.output, "gate")
+    server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
+    victim.signal(signal.SIGKILL)
+    victim.wait()
+    server.until(lambda: bool(server.events("left")), "departure")
+    (cluster.folder / "go").touch()
+    assert [survivor.wait(), server.wait()] == [0, 0], survivor.output
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert summary["version"] == 5
+    assert [(row["contributions"], row["training_steps"]) for row in summary["workers"]] == [(5, 25), (1, 5)]
+    # Alone from round 2 on: the average of one is what it sent, so every later step is plain gradient descent.
+    steps = [float.fromhex(line.split()[-1]) for line in survivor.output.splitlines() if line.startswith("before")]
+    assert steps[11:] == pytest.approx([0.9 * value for value in steps[10:-1]], rel=1e-12)
+
+
+# ---- the end, in order ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
+def test_a_signal_in_mid_flight_ends_the_worker_in_order(cluster, number, code):
+    server = _start(cluster, "ssp", 2, "--staleness", "1", *XOR, "--set", "task.args={num_samples: 1000}")
+    stays = cluster.worker(0, "--set", "slowdown.base_s=60")
+    goes = cluster.worker(1)
+    server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
+    goes.signal(number)
+    assert goes.wait() == code, goes.output
+    assert "Traceback" not in goes.output
+    server.until(lambda: bool(server.events("left")), "departure")
+    assert stays.popen.poll() is None
+
+
+@pytest.mark.slow
+def test_the_error_of_a_flight_comes_out_of_the_next_step(cluster):
+    """The server is started anew in mid-flight: the worker belongs to a run that is no more."""
+    server = _start(cluster, "ssp", 2, "--staleness", "1")
+    scripts = _in_flight(cluster, server)
+    server.signal(signal.SIGKILL)
+    server.wait()
+    _start(cluster, "ssp", 2, "--staleness", "1", "--listen", cluster.address)
+    (cluster.folder / "go").touch()
+    for script in scripts:
+        assert script.wait() == 12
+        assert "started anew" in script.output
+
+
+def _own_script(cluster, payload: str):
+    """A script whose training loop ends after two steps, the second in flight."""
+    path = cluster.folder / "own.py"
+    path.write_text(
+        textwrap.dedent("""
+        import torch, paramserver
+        model = torch.nn.Linear(1, 1)
+        with paramserver.connect() as session:
+            optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+        """)
+        + textwrap.indent(textwrap.dedent(payload), "    ")
+    )
+    return cluster.script(0, path)
+
+
+@pytest.mark.slow
+def test_a_script_that_breaks_off_completes_what_it_handed_over(cluster):
+    server = _start(cluster, "async", 1)
+    assert _own_script(cluster, "print('enough')").wait() == 0
+    server.until(lambda: bool(server.events("left")), "departure")
+    assert server.events("left")[0]["reason"] == "said goodbye"
+    server.signal(signal.SIGTERM)
+    server.wait()
+    assert _rows(cluster)[0]["training_steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_in_mid_flight_ends_at_once(cluster):
+    server = _start(cluster, "async", 1)
+    script = _own_script(cluster, "raise RuntimeError('my own mistake')")
+    assert script.wait() == 1
+    assert "my own mistake" in script.output
+    server.until(lambda: bool(server.events("left")), "departure")
+
+
+@pytest.mark.slow
+def test_nan_in_flight_is_rejected_and_ends_the_run(cluster):
+    server = _start(cluster, "async", 1, "--set", "store.max_nonfinite=4")
+    sick = cluster.script(0, "nan.py", str(STEPS))
+    assert [sick.wait(), server.wait()] == [16, 16], sick.output
+
+
+# ---- whole runs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", DELAYED_UPDATE)
+def test_delayed_update_modes_train(cluster, mode):
+    server = cluster.server(
+        "--mode", mode, "--delayed-update", "--workers", "2", "--steps", "303", "--summary", "s.json", *XOR,
+        "--set", "task.args={num_samples: 40000}",
+    )  # fmt: skip
+    workers = [cluster.worker(rank) for rank in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0], workers[0].output
+    assert server.wait() == 0
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert summary["final"]["loss"] < 0.3
+    assert [row["samples"] for row in summary["workers"]] == [303 * 64] * 2
+
+
+@pytest.mark.slow
+def test_the_transport_changes_no_bit(cluster):
+    """Alone a delayed_update run is the same every time: through shared memory and through the connection."""
+    weights = []
+    for transports in ("shared,direct,grpc", "direct,grpc"):
+        server = cluster.server(
+            "--mode", "async", "--delayed-update", "--workers", "1", "--steps", "12", "--task", "digits",
+            "--optimizer", "adam", "--lr", "1e-3", "--save", "w.safetensors",
+        )  # fmt: skip
+        worker = cluster.worker(0, "--set", f"worker.transports={transports}")
+        assert [worker.wait(), server.wait()] == [0, 0], worker.output
+        weights.append(load_file(cluster.folder / "w.safetensors"))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.slow
+def test_batchnorm_statistics_are_averaged_by_localsgd_too(cluster):
+    server = cluster.server(
+        "--mode", "localsgd", "--local-steps", "5", "--delayed-update", "--workers", "2", "--steps", "30",
+        "--save", "w.safetensors",
+    )  # fmt: skip
+    scripts = [cluster.script(rank, "batchnorm.py") for rank in range(2)]
+    assert [script.wait() for script in scripts] == [0, 0], scripts[0].output
+    assert server.wait() == 0
+    saved = load_file(cluster.folder / "w.safetensors")
+    assert saved["0.running_mean"].mean().item() == pytest.approx(1.0, abs=0.1)  # of 0 and 2
+    assert saved["0.num_batches_tracked"].item() == 30
+
+
+@pytest.mark.slow
+def test_dataloader_workers_forked_in_mid_flight_do_not_hang(cluster):
+    server = cluster.server("--mode", "async", "--delayed-update", "--workers", "1", "--steps", "40")
+    script = cluster.script(0, "forking_loader.py")
+    assert [script.wait(), server.wait()] == [0, 0], script.output
+
+
+# ---- refusals ---------------------------------------------------------------------------------------
+
+
+ABLE = "async, async_diloco, diloco, dssp, localsgd, ssp"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("ps", "--mode", "sync"), ["mode sync", "--delayed-update", ABLE]),
+        (("ps", "--mode", "ssp", "--staleness", "0"), ["staleness 0", "--staleness 1"]),
+        (("launch", "--mode", "async,sync"), ["mode sync", "--delayed-update", ABLE]),
+        (("launch", "--mode", "ssp", "--staleness", "0"), ["staleness 0", "--staleness 1"]),
+    ],
+)
+def test_what_cannot_be_delayed_update_is_refused_in_the_same_words(cluster, argv, words):
+    result = cluster.command(*argv, "--delayed-update")
+    assert result.returncode == 2, result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "listening" not in result.stderr

@@ -1,0 +1,234 @@
+"""A mode may reply a contribution before it is committed: what happens to it then, told as in tests/scenarios/run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paramserver.common.errors import CheckpointError
+from paramserver.drills.check import check as check_histories
+from paramserver.ps.core import effects
+from paramserver.ps.core.run import Run
+from paramserver.ps.observe.history import line_of
+from paramserver.tests.ps.policies.buffered import BUFFERED
+from paramserver.tests.scenarios.run.test_run_stories import begin
+from paramserver.tests.scenarios.telling import Workers, make_run, play, said
+
+TWO_WORKERS = """\
+option num_workers 2
+option size 3
+
+enter w0                -> seat w0.1; adopt the model of w0; ask w0 for weights
+enter w1                -> seat w1.1
+bring w0                -> begin with the weights of w0; reply w0 START v0; reply w1 START v0
+"""
+
+
+def check(story: str, mode: str = BUFFERED) -> None:
+    """Two workers' story has the effects that it has now."""
+    story = TWO_WORKERS + story
+    told = play(story, lambda options, restored: begin({"mode": mode, **options}, restored))
+    assert _spaced(told) == _spaced(story)
+
+
+def _spaced(story: str) -> list[list[str]]:
+    return [line.split() for line in story.splitlines()]
+
+
+def test_it_is_folded_and_replied_at_once_and_committed_with_the_others() -> None:
+    check("""\
+contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
+contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v0
+contribute w1 s1 x4     -> keep w1#1; fold w1#1*4; commit v1 [w0#1 w0#2 w1#1]; reply w1 v1
+contribute w0 s3        -> keep w0#3; fold w0#3; reply w0 v1
+""")
+
+
+def test_one_sent_again_after_a_reset_gets_a_reply_and_not_folded_again() -> None:
+    """Whether it sends the contribution once more, or asks for the reply only."""
+    check("""\
+contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
+disconnect w0           -> fence w0.1; (away)
+resume w0               -> refuse w0.1: REPLACED; fence w0.1; seat w0.2 again at s1
+contribute w0 s1        -> discard w0#1; reply w0 REPEATED v0
+disconnect w0           -> fence w0.2; (away)
+contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
+contribute w1 s2        -> keep w1#2; fold w1#2; commit v1 [w0#1 w1#1 w1#2]; reply w1 v1
+resume w0               -> refuse w0.2: REPLACED; fence w0.2; seat w0.3 again at s1
+repeat w0 s1            -> reply w0 REPEATED v1
+contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v1
+""")
+
+
+def test_it_is_committed_when_its_sender_has_died_since() -> None:
+    """Its next process goes on after it."""
+    check("""\
+contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
+heartbeat w0 stops          -> (nothing)
+disconnect w0           -> fence w0.1; (left)
+contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
+enter w0                -> seat w0.2 at s1; reply w0 START v0
+contribute w0 s2        -> keep w0#2; fold w0#2; commit v1 [w0#1 w1#1 w0#2]; reply w0 v1
+""")
+
+
+def test_one_that_is_skipped_counts_and_is_not_folded() -> None:
+    check("""\
+contribute w0 s1 skip   -> (skipped); discard w0#1, which counts; reply w0 REJECTED v0
+contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v0
+contribute w1 s1        -> keep w1#1; fold w1#1; commit v1 [w0#2 w1#1]; reply w1 v1
+""")
+
+
+def test_scales_are_those_of_each_contribution_also_of_several_of_one_rank() -> None:
+    """Rates 1, 1/2 and 1/3, of 1, 1 and 2 samples: (1 + 1/2 + 2/3) / 4. The first one was empty in the second version:
+    (1/2 + 1/3) / 2."""
+    check(
+        """\
+contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
+contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
+contribute w0 s2 x2     -> keep w0#2; fold w0#2*2; commit v1 [w0#1 w1#1 w0#2] scaled 0.541667; reply w0 v1
+contribute w0 s3 skip   -> (skipped); discard w0#3, which counts; reply w0 REJECTED v1
+contribute w0 s4        -> keep w0#4; fold w0#4; reply w0 v1
+contribute w0 s5        -> keep w0#5; fold w0#5; commit v2 [w0#4 w0#5] scaled 0.416667; reply w0 v2
+""",
+        BUFFERED.replace("Buffered", "Scaled"),
+    )
+
+
+# ---- a snapshot in between ------------------------------------------------------------------------
+
+
+class Told:
+    """A run that keeps snapshots, told as a story; `saved` is in its newest snapshot, after it has been JSON."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.workers = Workers(run.incarnation)
+        self.now = 0.0
+        self.saved: dict[str, Any] = {}
+        self.facts: list[effects.Fact] = []
+
+    def tell(self, text: str) -> str:
+        if text.startswith("after "):
+            self.now += float(text.split()[1])
+        found: list[effects.Effect] = []
+        for event in self.workers.events_of(text):
+            event.at = self.now
+            new = self.run.apply(event)
+            self.workers.learn(new)
+            found += new
+        self.facts += [effect for effect in found if isinstance(effect, effects.Fact)]
+        for effect in found:
+            if isinstance(effect, effects.TakeSnapshot):
+                self.saved = json.loads(json.dumps(effect.saved))
+                for name in ("steps", "num_joins"):  # the manifest has numbers again
+                    self.saved[name] = {int(rank): number for rank, number in self.saved[name].items()}
+        return said(found)
+
+
+def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() -> None:
+    """The last snapshot is of version 1; contributions 3 of rank 0 and 2 of rank 1 were replied and are not in it."""
+    settings = {"mode": BUFFERED, "num_workers": 2, "size": 3, "keeps_snapshots": True, "every_s": 1e6}
+    before = Told(make_run(settings))
+    for event in ("enter w0", "enter w1", "bring w0", "stored 1 v0"):
+        before.tell(event)
+    for event in ("contribute w0 s1", "contribute w0 s2", "contribute w1 s1", "contribute w0 s3"):
+        before.tell(event)
+    assert before.tell("contribute w1 s2") == "keep w1#2; fold w1#2; reply w1 v1"
+    assert before.tell("stop").endswith("snapshot 2 of v1")
+    assert before.saved["steps"] == {0: 2, 1: 1}
+    stats, bins = before.saved["training"]["stats"], before.saved["training"]["staleness"]
+    assert stats["0"]["steps"] == 2
+    assert sum(bins.values()) == sum(stats_entry["steps"] for stats_entry in stats.values()) == 3
+    assert sum(int(behind) * count for behind, count in bins.items()) == sum(
+        stats_entry["staleness_sum"] for stats_entry in stats.values()
+    )
+    assert sum(before.run.contributions.staleness.values()) == 5
+
+    run = make_run(settings)
+    run.restore(1, ("model", "sgd"), before.saved)
+    assert run.contributions.staleness == {int(behind): count for behind, count in bins.items()}
+    after = Told(run)
+    assert after.tell("enter w0") == "seat w0.2 at s2"
+    assert after.tell("enter w1") == "seat w1.2 at s1; reply w0 START v1; reply w1 START v1"
+    # An old process that goes on where it was told begins there too: what it had been replied for is a gap.
+    assert after.tell("contribute w1 s3").startswith("discard w1#3; refuse w1.2: STEP_GAP")
+    assert after.tell("leave w1").startswith("fence w1.2")
+    assert after.tell("contribute w0 s3") == "keep w0#3; fold w0#3; reply w0 v1"
+    assert after.tell("enter w1") == "seat w1.3 at s1; reply w1 START v1"
+    assert after.tell("contribute w1 s2") == "keep w1#2; fold w1#2; reply w1 v1"
+    committed = "keep w1#3; fold w1#3; commit v2 [w0#3 w1#2 w1#3]; reply w1 v2"
+    assert after.tell("contribute w1 s3") == committed
+    assert run.policy.num_committed() == run.policy.num_counted == {0: 3, 1: 3}
+
+
+def test_a_snapshot_taken_while_the_buffer_is_half_full_has_what_its_version_has() -> None:
+    told = Told(make_run({"mode": BUFFERED, "num_workers": 1, "size": 2, "keeps_snapshots": True, "every_s": 5.0}))
+    for event in ("enter w0", "bring w0", "stored 1 v0", "contribute w0 s1", "contribute w0 s2", "contribute w0 s3"):
+        told.tell(event)
+    assert told.tell("after 5 s") == "snapshot 2 of v1"
+    assert told.saved["steps"] == {0: 2}
+    assert told.tell("stored 2 v1") == "prune below v1"
+    assert told.tell("contribute w0 s4").startswith("keep w0#4; fold w0#4; commit v2 [w0#3 w0#4]")
+
+
+def test_its_history_is_sound_for_the_checker_that_knows_the_mode() -> None:
+    """As the run tells it; also where one of a rank's steps in a version is empty. In another mode it is not sound."""
+    told = Told(make_run({"mode": BUFFERED, "num_workers": 2, "size": 3}))
+    for event in ("enter w0", "enter w1", "bring w0", "contribute w0 s1 skip", "contribute w0 s2", "contribute w1 s1"):
+        told.tell(event)
+    for event in ("contribute w0 s3", "contribute w0 s4", "contribute w1 s2", "leave w1"):
+        told.tell(event)
+    problems = problems_of(told, BUFFERED)
+    assert problems == []
+    assert "rank 0 gets its reply for contribution 1, which is not committed" in problems_of(told, "async")[0]
+
+
+def problems_of(told: Told, mode: str) -> list[str]:
+    start = effects.RunStarted("run", 1, mode, 0, {}, 2, None, None, (), {})
+    lines = [line_of(fact) for fact in (start, *told.facts)]
+    history = [json.dumps({"op": op, "role": "server", "t": 0.0, **fields}).encode() + b"\n" for op, fields in lines]
+    return [problem.message for problem in check_histories({"h": history}, [BUFFERED]).problems]
+
+
+# ---- what a mode saves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        ({"good": 1, "seen": {1, 2}}, "'seen' of its saved_state is {1, 2}"),
+        ({"by_rank": {0: 1}}, "'by_rank' of its saved_state is {0: 1}"),  # would come back as {"0": 1}
+        ({"pair": (1, 2)}, "'pair' of its saved_state is (1, 2)"),
+        ({"rate": float("nan")}, "'rate' of its saved_state is nan"),
+    ],
+)
+def test_a_saved_state_that_is_not_json_is_refused_when_it_is_made(state: dict[str, Any], shown: str) -> None:
+    run = make_run({"mode": "async", "keeps_snapshots": True})
+    run.policy.saved_state = lambda: state  # type: ignore[method-assign]
+    told = Told(run)
+    told.tell("enter w0")
+    end = told.tell("bring w0")
+    assert end.startswith("begin with the weights of w0; refuse w0.1: ")
+    assert f"end with 2: mode async cannot be saved: {shown}, which is not the same after it has been JSON" in end
+    assert run.is_closed
+
+
+def test_a_restore_that_raises_is_a_sentence_with_the_mode_and_the_snapshot() -> None:
+    run = make_run({"mode": "async"})
+
+    def restore(*arguments: Any) -> None:
+        raise KeyError("scale")
+
+    run.policy.restore = restore  # type: ignore[method-assign]
+    saved = {"run": "r", "server_incarnation": 1, "policy": {"x": 1}, "steps": {}, "num_joins": {}, "training": {}}
+    with pytest.raises(CheckpointError) as caught:
+        run.restore(4, ("model", "sgd"), saved, "/somewhere/v4")
+    assert caught.value.exit_code == 14
+    assert caught.value.message == (
+        "mode async cannot go on from snapshot /somewhere/v4: its restore of {'x': 1} raised KeyError: 'scale'"
+    )
+    assert "--resume never" in caught.value.fix

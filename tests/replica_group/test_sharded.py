@@ -1,0 +1,186 @@
+"""A model that fully_shard has divided among the processes of a worker: as if it were whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.tests.faults.proxy import Plan, Proxy
+from paramserver.tests.replica_group.conftest import Run
+from paramserver.tests.replica_group.member import WIDTH, make, make_wide
+from paramserver.tests.replica_group.test_groups import EXTRA, alone, difference, ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.campaign)])
+def test_in_sync_two_groups_of_two_are_one_process_with_the_union_batch(run: Run, optimizer: str) -> None:
+    """The last batch of each epoch has two samples for four processes. What is saved loads into the bare model."""
+    run.serve("--mode", "sync", "--workers", "2", "--steps", "40", "--batch-size", "8",
+              "--save", str(run.folder / "w.safetensors"))  # fmt: skip
+    groups = [run.group(rank, 2, optimizer, "fsdp") for rank in range(2)]
+    ended(run)
+    saved = load_file(run.folder / "w.safetensors")
+    make().load_state_dict(saved)
+    assert difference(saved, alone(40, 16, optimizer)) <= 1e-9
+    for rank in range(2):
+        assert difference(torch.load(run.folder / f"w{rank}-0.pt"), saved) == 0
+    whole, has_whole_row = 8 * (5 * 8 + 8 + 8 + 1), 8 * (8 + 1)  # bytes; the last layer's only row is group rank 0's
+    parts = [int(group.output.split("parts ")[1].split()[0]) for group in groups[0]]
+    assert parts == [(whole - has_whole_row) // 2 + has_whole_row, (whole - has_whole_row) // 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode", ["localsgd", *(pytest.param(item, marks=pytest.mark.campaign) for item in (
+        "async", "ssp", "buffered", "diloco", "async_diloco", "async delayed_update", "localsgd delayed_update"))]
+)  # fmt: skip
+def test_every_mode_in_which_a_server_steps_or_averages_takes_it(run: Run, mode: str) -> None:
+    """Processes end with the same weights as the server, after as many steps as asked."""
+    more = EXTRA.get(mode, ("--delayed-update",) if "delayed_update" in mode else ())
+    run.serve("--mode", mode.split()[0], "--workers", "2", "--steps", "20", "--batch-size", "8",
+              "--save", str(run.folder / "w.safetensors"), *more)  # fmt: skip
+    for rank in range(2):
+        run.group(rank, 2, "fsdp", "momentum")
+    ended(run)
+    summary = json.loads((run.folder / "s.json").read_text())
+    if mode != "async_diloco":  # whose contributions may be of fewer steps
+        contributions = 20 // (4 if len(more) > 1 else 1)
+        told = [(worker["training_steps"], worker["contributions"]) for worker in summary["workers"]]
+        assert told == [(20, contributions)] * 2
+    saved = load_file(run.folder / "w.safetensors")
+    for rank in range(2):
+        assert difference(torch.load(run.folder / f"w{rank}-0.pt"), saved) == 0
+
+
+@pytest.mark.slow
+def test_local_steps_along_the_mean_of_a_group_are_those_of_one_process(run: Run) -> None:
+    run.serve("--mode", "localsgd", "--workers", "1", "--steps", "24", "--batch-size", "16", "--local-steps", "4",
+              "--save", str(run.folder / "w.safetensors"))  # fmt: skip
+    run.group(0, 2, "fsdp", "adam")
+    ended(run)
+    assert difference(load_file(run.folder / "w.safetensors"), alone(24, 16, "adam")) <= 1e-9
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_takes_the_worker_with_it_which_goes_on_as_a_whole(run: Run) -> None:
+    run.serve("--mode", "sync", "--workers", "1", "--steps", "40", "--batch-size", "16", "--set", "server.absent_s=60",
+              "--save", str(run.folder / "w.safetensors"))  # fmt: skip
+    group = run.group(0, 2, "fsdp", PS_SLOWDOWN__BASE_S="0.02")
+    group[1].until(lambda: "step 15" in group[1].output, "step 15")
+    os.kill(group[1].popen.pid, signal.SIGKILL)
+    assert [forked.wait() for forked in group] == [15, -9], group[0].output
+    assert "group rank 1 of this worker's 2 processes has ended, and with it the worker" in group[0].output
+    again = run.group(0, 2, "fsdp", life=1)
+    assert [forked.wait() for forked in again] == [0, 0], again[0].output
+    assert run.processes[0].wait() == 0
+    assert difference(load_file(run.folder / "w.safetensors"), alone(40, 16, "sgd")) <= 1e-9
+
+
+@pytest.mark.slow
+def test_the_worker_divides_the_model_of_a_task_and_evaluates_it(run: Run) -> None:
+    """Whole in each process or divided: the same weights."""
+    found, folder = [], run.folder
+    for zero in ("0", "3"):
+        run.folder = folder / zero
+        run.folder.mkdir()
+        saved = str(run.folder / f"{zero}.safetensors")
+        run.serve("--mode", "sync", "--workers", "1", "--steps", "10", "--batch-size", "8", "--task", "digits",
+                  "--eval-every", "5", "--save", saved)  # fmt: skip
+        run.group(0, 2, of="paramserver.worker.main", PS_WORKER__ZERO=zero)
+        ended(run)
+        summary = json.loads((run.folder / "s.json").read_text())
+        found.append((load_file(saved), summary["final"]))
+        run.processes.clear()
+    assert difference(found[0][0], found[1][0]) <= 1e-6
+    assert found[0][1]["accuracy"] == pytest.approx(found[1][1]["accuracy"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words", "env", "said"),
+    [
+        ("sync", (), {"PS_WORKER__ZERO": "3"}, "worker.zero is 3, and the model of this script is whole"),
+        ("allreduce", ("fsdp",), {}, "(fully_shard), and workers of mode allreduce step whole models themselves"),
+        ("localsgd", ("fsdp", "adafactor"), {}, "Adafactor does not treat each element by itself"),
+    ],
+)
+def test_what_cannot_be_is_said(run: Run, mode: str, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
+    more = ("--local-steps", "4") if mode == "localsgd" else ()
+    run.serve("--mode", mode, "--workers", "1", "--steps", "20", "--batch-size", "8", *more)
+    group = run.group(0, 2, *words, **env)
+    assert {forked.wait() for forked in group} <= {2, 15}, group[0].output + group[1].output
+    assert any(said in forked.output for forked in group), group[0].output + group[1].output
+
+
+@pytest.mark.slow
+def test_all_are_killed_and_go_on_from_the_servers_snapshot_in_groups_of_another_size(run: Run) -> None:
+    """Adam's moments are the server's: nothing of the processes is needed."""
+    saved = run.folder / "w.safetensors"
+    told = ("--mode", "sync", "--workers", "1", "--steps", "60", "--batch-size", "16", "--set", "server.absent_s=60",
+            "--save", str(saved), "--checkpoint-dir", str(run.folder / "snapshots"),
+            "--checkpoint-every", "5")  # fmt: skip
+    run.serve(*told)
+    group = run.group(0, 2, "fsdp", "adam", PS_SLOWDOWN__BASE_S="0.05")
+    run.processes[0].until(lambda: '"version": 15, "path"' in run.processes[0].output, "a snapshot of version 15")
+    for item in (run.processes[0], *group):
+        with suppress(ProcessLookupError):  # who has lost another one ends
+            os.kill(item.popen.pid, signal.SIGKILL)
+    for item in (run.processes[0], *group):
+        item.wait()
+    run.processes.clear()
+    run.folder = run.folder / "again"
+    run.folder.mkdir()
+    run.serve(*told)
+    again = run.group(0, 4, "fsdp", "adam", life=1)
+    assert [forked.wait() for forked in again] == [0, 0, 0, 0], again[0].output
+    assert run.processes[0].wait() == 0
+    assert "snapshot-0000000000" in run.processes[0].output.partition('"admitted"')[0]  # that it goes on from
+    assert difference(load_file(saved), alone(60, 16, "adam")) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "direct", "grpc"])
+def test_a_large_model_goes_window_by_window_over_every_transport(run: Run, transport: str) -> None:
+    """Gradients up, weights down: no process ever has the whole of either."""
+    run.serve("--mode", "sync", "--workers", "1", "--steps", "6", "--batch-size", "16", 
+              "--save", str(run.folder / "w.safetensors"))  # fmt: skip
+    transports = ",".join(dict.fromkeys((transport, "grpc")))
+    group = run.group(0, 2, "fsdp", "wide", PS_WORKER__TRANSPORTS=transports)
+    ended(run)
+    name = {"shared": "shared memory"}.get(transport, transport)
+    assert f'"transport": "{name}"' in group[0].output or f"transport={name}" in group[0].output, group[0].output
+    saved = load_file(run.folder / "w.safetensors")
+    assert difference(saved, alone(6, 16, "sgd", make=make_wide)) <= 1e-9
+    assert difference(torch.load(run.folder / "w0-0.pt"), saved) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["direct", "grpc"])
+@pytest.mark.parametrize("mode", ["sync", "localsgd", "localsgd delayed_update", "async delayed_update"])
+def test_connections_that_break_in_the_middle_of_a_payload_cost_nothing(run: Run, mode: str, transport: str) -> None:
+    """Up or down: what was on its way is asked of all processes again."""
+    more = EXTRA.get(mode, ("--delayed-update",) if "delayed_update" in mode else ())
+    server = run.serve("--mode", mode.split()[0], "--workers", "1", "--steps", "8", "--batch-size", "16",
+                       "--save", str(run.folder / "w.safetensors"), *more)  # fmt: skip
+    size = 8 * 7 * WIDTH
+    plans = [
+        *([Plan(reset_after_up=size * 3 // 2)] * 2),  # of the heartbeat's nothing becomes so much
+        *([Plan(reset_after_down=size // 2)] * 3),
+        *([Plan(reset_after_up=size // 3)] * 3),
+    ]
+    port = server.event("listening")["direct_port"] if transport == "direct" else 0
+    with Proxy(run.address, lambda number: plans[number] if number < len(plans) else Plan(), port) as proxy:
+        transports = ",".join(dict.fromkeys((transport, "grpc")))
+        group = run.group(0, 2, "fsdp", "wide", PS_SERVER=proxy.address, PS_WORKER__TRANSPORTS=transports)
+        assert [forked.wait() for forked in group] == [0, 0], group[0].output
+    assert server.wait() == 0
+    assert proxy.num_resets >= 2
+    saved = load_file(run.folder / "w.safetensors")
+    assert difference(torch.load(run.folder / "w0-1.pt"), saved) == 0
+    if mode in ("sync", "localsgd"):
+        assert difference(saved, alone(8, 16, "sgd", make=make_wide)) <= 1e-9

@@ -1,0 +1,477 @@
+"""Computing while an exchange is in flight: what the exchange sees, what the model sees, and when.
+
+The server is a stand-in inside the exchange: the test says when an reply lands and what it holds.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paramserver.common.errors import UnreachableError
+from paramserver.common.kinds import ContributionKind
+from paramserver.worker.conversation import interrupts
+from paramserver.worker.conversation.messages import Final, Outgoing, Reply
+from paramserver.worker.conversation.pool import Helper, Stopped
+from paramserver.worker.session import Progress
+from paramserver.worker.strategies import delayed_update as pipeline
+from paramserver.worker.strategies.choice import make_strategy
+from paramserver.worker.strategies.delayed_update import DelayedUpdate
+from paramserver.worker.strategies.direct import Direct
+from paramserver.worker.strategies.shadow import Shadow
+from paramserver.worker.tensors.overlap import Merge
+from paramserver.worker.tensors.staged import make_transfer
+from paramserver.worker.tensors.transfer import ModelTensors
+
+from ..records import contribution_of
+
+WORK = Outgoing(contribution_of(1, 0, 4, loss=0.5, compute_s=0.1))
+DEADLINE_S = 10.0
+
+
+class Net(nn.Module):
+    """One parameter, one buffer, one frozen tensor, each a single float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        self.unused = nn.Parameter(torch.zeros(1))
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1))
+
+
+class FakeExchange:
+    """An exchange whose flights land when the test lets them, each with weights of a version, or an error."""
+
+    def __init__(
+        self, kind: ContributionKind, steps: int = 100, local_steps: int = 1, merge: Merge | None = None
+    ) -> None:
+        self.settings = SimpleNamespace(
+            kind=kind, steps=steps, delayed_update=True, fragments=1, merge=merge or Merge()
+        )
+        self.zero = 0
+        self.progress = Progress(total_steps=steps)
+        self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
+        self.cut: list[int | None] = []  # local steps of each, where they are fewer than the server expects
+        self.threads: set[str] = set()
+        self.may_land = threading.Semaphore(0)
+        self.landings: list[Any] = []  # of each flight: outcome, or an exception
+        self.left: list[str] = []
+        self.measured: list[dict[str, Any]] = []
+        self._local_steps = local_steps
+        self._applied = 0
+
+    def start(self, model: ModelTensors, optimizer: Any) -> None:
+        self.model = model
+        self._reply("START", 0)
+
+    def contribute(self, outgoing: Outgoing) -> Any:
+        self.threads.add(threading.current_thread().name)
+        while not self.may_land.acquire(timeout=0.01):
+            with interrupts.uninterrupted:
+                pass  # what a waiting worker hears from its server
+        self.cut.append(self.progress.local_steps if self.progress.is_cut_short else None)
+        w, _, seen = self.model.sources(self.settings.kind)
+        self.sent.append((w.item(), seen.item(), self.progress.version))
+        landing = self.landings.pop(0) if self.landings else "APPLIED"
+        if isinstance(landing, BaseException):
+            raise landing
+        self._applied += landing == "APPLIED"
+        return self._reply(landing, self._applied)
+
+    def _reply(self, outcome: str, version: int) -> Any:
+        with torch.no_grad():
+            for tensor, value in zip(self.model.tensors, (100.0, 200.0, 300.0, 400.0), strict=True):
+                tensor.fill_(value + version)
+        left = self.settings.steps - self._applied * self._local_steps
+        self.progress.replied(self._applied, version, max(0, min(self._local_steps, left)), True)
+        self.progress.divided(1, 0, min(self.settings.steps, self._applied * self._local_steps))
+        return Reply(outcome=outcome, payload_bytes=16)
+
+    def finish(self, can_evaluate: bool) -> Final:
+        self._reply("APPLIED", 50)
+        return Final(version=50, evaluate=True)
+
+    def leave(self, figures: dict[str, float]) -> None:
+        self.left.append("leave")
+
+    def drop(self) -> None:
+        self.left.append("drop")
+
+
+class Bench:
+    """A delayed_update worker on the fake exchange."""
+
+    def __init__(self, kind: ContributionKind = ContributionKind.GRADIENT, **options: Any) -> None:
+        self.net = Net()
+        self.exchange = FakeExchange(kind, **options)
+        self.delayed_update: Any = make_strategy(self.exchange, may_send_early=False)
+        self.delayed_update.start(ModelTensors(self.net), None)
+
+    def step(self, gradient: float = 0.0) -> None:
+        """Compute: the gradient is put where the last one was; the buffer counts."""
+        if self.net.w.grad is None:
+            self.net.w.grad = torch.zeros(1)
+        self.net.w.grad.fill_(gradient)
+        self.net.seen += 1
+        self.delayed_update.progress.took_step()
+        self.delayed_update.contribute(WORK)
+
+    def land(self) -> None:
+        """Let the flight under way land, and wait until it has."""
+        self.exchange.may_land.release()
+        flight = self.delayed_update._flight
+        deadline = time.monotonic() + DEADLINE_S
+        while not flight.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+# ---- gradients --------------------------------------------------------------------------------------
+
+
+def test_the_exchange_sees_the_snapshot_and_the_model_gets_weights_at_the_next_step() -> None:
+    bench = Bench()
+    assert (bench.net.w.item(), bench.net.seen.item(), bench.net.frozen.item()) == (100.0, 300.0, 400.0)
+    bench.step(1.0)
+    bench.net.w.grad.fill_(99.0)  # the next backward, while the exchange has not looked yet
+    bench.land()
+    assert bench.exchange.sent == [(1.0, 301.0, 0)]
+    assert bench.net.w.item() == 100.0, "the weights that came are taken at the next step"
+    bench.step(2.0)
+    assert bench.net.w.item() == 101.0
+    assert bench.net.seen.item() == 301.0
+    bench.land()
+    bench.step(3.0)
+    bench.land()
+    # Step 2 was computed on version 0, step 3 on version 1; buffers as they were when each was done.
+    assert bench.exchange.sent == [(1.0, 301.0, 0), (2.0, 302.0, 0), (3.0, 302.0, 1)]
+    assert bench.exchange.threads == {"exchange"}
+
+
+def test_memory_is_kept_and_a_missing_gradient_is_zero() -> None:
+    bench = Bench()
+    places = set()
+    for step in range(4):
+        bench.step(float(step))
+        model = bench.exchange.model
+        places.add(tuple(t.data_ptr() for t in [*model.sources(ContributionKind.GRADIENT), *model.tensors]))
+        assert bench.exchange.model.sources(ContributionKind.GRADIENT)[1].item() == 0.0
+        bench.land()
+    assert len(places) == 1
+    own = {tensor.data_ptr() for tensor in (bench.net.w, bench.net.seen, bench.net.w.grad)}
+    assert not own & set(next(iter(places)))
+
+
+def test_progress_counts_the_contribution_in_flight_and_the_last_one_is_waited_for() -> None:
+    bench = Bench(steps=2)
+    progress = bench.delayed_update.progress
+    bench.step()
+    assert (progress.num_counted, progress.training_steps, progress.steps_left, progress.is_done) == (1, 1, 1, False)
+    bench.exchange.may_land.release(2)
+    bench.step()
+    assert bench.delayed_update._flight is None
+    assert (progress.num_counted, progress.training_steps, progress.is_done) == (2, 2, True)
+    assert bench.delayed_update.progress is progress, "whoever holds it sees it change"
+    bench.delayed_update.finish(can_evaluate=True)
+    assert bench.net.w.item() == 150.0
+
+
+def test_after_a_lost_connection_the_step_of_the_flight_is_thrown_away() -> None:
+    bench = Bench()
+    bench.exchange.landings = ["START"]
+    bench.step(1.0)
+    bench.land()
+    bench.step(2.0)
+    assert bench.delayed_update._flight is None
+    assert bench.delayed_update.progress.num_counted == 0
+    assert len(bench.exchange.sent) == 1
+    bench.step(3.0)
+    bench.land()
+    assert bench.exchange.sent[1][0] == 3.0
+
+
+def test_a_rejected_gradient_does_not_take_the_next_one_with_it() -> None:
+    bench = Bench()
+    bench.exchange.landings = ["REJECTED"]
+    bench.step(float("nan"))
+    bench.land()
+    bench.step(2.0)
+    assert bench.delayed_update.progress.num_counted == 1
+    bench.land()
+    assert bench.exchange.sent[1][0] == 2.0
+
+
+# ---- weights ----------------------------------------------------------------------------------------
+
+
+def test_weights_go_on_from_the_average_and_their_own_steps_since() -> None:
+    bench = Bench(ContributionKind.WEIGHTS)
+    bench.net.w.data += 1.0
+    bench.step()
+    assert bench.net.w.item() == 101.0
+    bench.net.w.data += 5.0
+    bench.land()
+    assert bench.exchange.sent == [(101.0, 301.0, 0)]
+    bench.step()
+    # The average of version 1 is 101; 5 was added since the snapshot. The buffer stays the worker's own.
+    assert bench.net.w.item() == 106.0
+    assert bench.net.seen.item() == 302.0
+    bench.land()
+    assert bench.exchange.sent[1] == (106.0, 302.0, 1), "it stands on the average that it contains"
+
+
+def test_deltas_are_of_the_steps_since_the_last_one_and_go_on_from_new_weights() -> None:
+    bench = Bench(ContributionKind.DELTA)
+    bench.net.w.data += 1.0
+    bench.step()
+    assert bench.net.w.item() == 101.0
+    bench.net.w.data += 5.0
+    bench.land()
+    bench.step()
+    assert bench.net.w.item() == 106.0, "the weights of version 1 are 101"
+    bench.net.w.data -= 2.0
+    bench.land()
+    bench.step()
+    assert bench.net.w.item() == 100.0, "those of version 2 are 102"
+    bench.land()
+    assert bench.exchange.sent == [(-1.0, 301.0, 0), (-5.0, 302.0, 1), (2.0, 303.0, 2)]
+
+
+def test_deltas_are_merged_after_so_many_steps_and_an_evaluation_changes_nothing() -> None:
+    bench = Bench(ContributionKind.DELTA, local_steps=3, merge=Merge("blend", 0.25, after_steps=2))
+    bench.net.w.data += 1.0
+    for _ in range(2):
+        bench.delayed_update.progress.took_step()
+    bench.step()
+    bench.land()
+    assert bench.delayed_update.settle() == 1
+    assert (bench.net.w.item(), bench.net.seen.item()) == (101.0, 301.0), "the server's"
+    bench.delayed_update.measured(1, {"loss": 0.5})
+    assert bench.exchange.measured[0]["version"] == 1
+    assert bench.net.w.item() == 101.0
+    bench.net.w.data += 4.0
+    for wanted in (105.0, 0.25 * 105.0 + 0.75 * 101.0):
+        bench.delayed_update.progress.took_step()
+        bench.delayed_update.went_on()
+        assert bench.net.w.item() == wanted
+    bench.net.w.data += 2.0
+    bench.step()
+    bench.land()
+    assert bench.exchange.sent == [(-1.0, 301.0, 0), (101.0 - (102.0 + 2.0), 302.0, 1)]
+    bench.net.w.data += 8.0
+    assert bench.delayed_update.settle() == 2
+    assert bench.net.w.item() == 102.0
+    bench.delayed_update.measured(2, {})
+    assert bench.net.w.item() == 104.0 + 8.0
+
+
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
+@pytest.mark.parametrize("outcome", ["START", "REJECTED"])
+def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, kind: ContributionKind) -> None:
+    bench = Bench(kind)
+    bench.exchange.landings = [outcome]
+    bench.step()
+    bench.net.w.data += 5.0
+    bench.land()
+    bench.step()
+    assert bench.net.w.item() == 100.0
+    assert bench.delayed_update._flight is None
+
+
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
+def test_a_loop_that_ends_in_the_middle_of_a_round_says_so(kind: ContributionKind) -> None:
+    bench = Bench(kind, local_steps=5)
+    for _ in range(2):
+        for _ in range(4):
+            bench.delayed_update.progress.took_step()
+        bench.step()
+        bench.land()
+    for _ in range(3):
+        bench.delayed_update.progress.took_step()
+    assert bench.delayed_update.progress.cut_short()
+    bench.delayed_update.contribute(WORK)
+    bench.land()
+    assert bench.exchange.cut == [None, None, 3]
+    assert bench.delayed_update.progress.position == 13
+
+
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
+def test_a_dropped_round_keeps_the_steps_since(kind: ContributionKind) -> None:
+    bench = Bench(kind)
+    bench.exchange.landings = ["DROPPED"]
+    bench.step()
+    bench.net.w.data += 5.0
+    bench.land()
+    bench.step()
+    assert bench.net.w.item() == 105.0
+
+
+@pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
+def test_a_run_that_ended_in_mid_flight_is_over_at_the_next_round(kind: ContributionKind) -> None:
+    """The rounds of others count: a straggler may hear that the run is over while it computes another round."""
+    bench = Bench(kind, steps=8, local_steps=2)
+    bench.step()
+    bench.exchange._applied = 3
+    bench.land()
+    bench.step()
+    assert bench.delayed_update.progress.is_done
+    assert bench.net.w.item() == 104.0
+    assert len(bench.exchange.sent) == 1
+
+
+# ---- errors, signals, the end -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "go_on",
+    [
+        lambda bench: bench.step(),
+        lambda bench: bench.delayed_update.finish(can_evaluate=True),
+        lambda bench: bench.delayed_update.leave({}, is_interrupted=False),
+    ],
+    ids=["step", "finish", "leave"],
+)
+def test_an_error_of_the_flight_comes_out_on_the_training_thread(go_on: Callable[[Bench], None]) -> None:
+    bench = Bench()
+    bench.exchange.landings = [UnreachableError("no server")]
+    bench.step()
+    bench.exchange.may_land.release()
+    with pytest.raises(UnreachableError, match="no server"):
+        go_on(bench)
+    assert bench.exchange.left == []
+
+
+def test_leaving_waits_for_the_flight() -> None:
+    bench = Bench()
+    bench.step(1.0)
+    bench.exchange.may_land.release()
+    bench.delayed_update.leave({}, is_interrupted=False)
+    assert len(bench.exchange.sent) == 1
+    assert bench.exchange.left == ["leave"]
+
+
+def test_an_interrupted_worker_does_not_wait_for_its_reply() -> None:
+    bench = Bench()
+    bench.step()
+    bench.delayed_update.leave({}, is_interrupted=True)
+    assert bench.exchange.sent == []
+    assert bench.exchange.left == ["leave"]
+    with pytest.raises(Stopped):
+        bench.delayed_update._flight.result(0)
+
+
+def test_an_interrupted_worker_drops_a_flight_that_reaches_no_safe_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_STOP_S", 0.05)
+    bench = Bench()
+    stuck = threading.Event()
+    monkeypatch.setattr(bench.exchange, "contribute", lambda *_: stuck.wait(DEADLINE_S))
+    bench.step()
+    bench.delayed_update.leave({}, is_interrupted=True)
+    assert bench.exchange.left == ["drop"]
+    stuck.set()
+
+
+def test_a_signal_ends_the_wait_for_a_flight_and_leaves_it_pending() -> None:
+    class Ended(BaseException):
+        pass
+
+    bench = Bench()
+    bench.step()
+    before = signal.getsignal(signal.SIGUSR1)
+    interrupts.install({signal.SIGUSR1: Ended})
+    timer = threading.Timer(0.05, signal.raise_signal, (signal.SIGUSR1,))
+    try:
+        timer.start()
+        with pytest.raises(Ended):
+            bench.step()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert bench.delayed_update._flight is not None
+    bench.delayed_update.leave({}, is_interrupted=True)
+    assert bench.exchange.left == ["leave"]
+
+
+# ---- parts --------------------------------------------------------------------------------------------
+
+
+def test_stop_reaches_only_the_thread_it_is_meant_for() -> None:
+    helper = Helper()
+    begun, go = threading.Event(), threading.Event()
+
+    def job() -> None:
+        with interrupts.uninterrupted:
+            begun.set()
+            assert go.wait(DEADLINE_S)
+
+    future = helper.submit(job)
+    assert begun.wait(DEADLINE_S)
+    helper.stop()
+    with interrupts.uninterrupted:
+        pass  # nothing is pending here
+    go.set()
+    with pytest.raises(Stopped):
+        future.result(DEADLINE_S)
+    assert helper.submit(lambda: 7).result(DEADLINE_S) == 7
+
+
+def test_a_shadow_is_a_model_to_a_transfer() -> None:
+    """Tied, empty, scalar, bfloat16, channels-last: bytes are those of the model itself."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.BatchNorm2d(4))
+    net.register_parameter("scalar", nn.Parameter(torch.tensor(3.0)))
+    net.register_parameter("empty", nn.Parameter(torch.zeros(0, 2)))
+    net.register_parameter("narrow", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    model = ModelTensors(net)
+    shadow = Shadow(model)
+    for kind in (ContributionKind.GRADIENT, ContributionKind.WEIGHTS):
+        shadow.snapshot(kind)
+        own = b"".join(make_transfer(model).gather(kind)[0].pieces)
+        assert b"".join(make_transfer(shadow).gather(kind)[0].pieces) == own
+    transfer = make_transfer(shadow)
+    payload = bytearray(b"".join(transfer.gather(ContributionKind.WEIGHTS)[0].pieces))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for value in net.state_dict().values():
+        value.zero_()
+    transfer.write(0, memoryview(payload))
+    transfer.finish_write(transfer._model.layout.total_bytes)
+    assert all(not value.any() for value in net.state_dict().values())
+    shadow.take()
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def test_the_settings_choose_the_strategy_once() -> None:
+    exchange = FakeExchange(ContributionKind.GRADIENT)
+    assert isinstance(make_strategy(exchange, may_send_early=True), DelayedUpdate)
+    exchange.settings.delayed_update = False
+    assert isinstance(make_strategy(exchange, may_send_early=True), Direct)
+
+
+def test_what_was_meant_for_a_thread_that_has_ended_reaches_no_other() -> None:
+    """The system gives numbers of threads again."""
+    seen = set()
+    for _ in range(50):
+        helper = Helper()
+        seen.add(helper.submit(threading.get_ident).result(DEADLINE_S))
+        helper.stop()
+        helper.end()
+        helper.stop()
+
+        def through_a_safe_place() -> int:
+            with interrupts.uninterrupted:
+                return 7
+
+        other = Helper()
+        assert other.submit(through_a_safe_place).result(DEADLINE_S) == 7
+        other.end()
+    assert len(seen) < 50  # or the test has shown nothing

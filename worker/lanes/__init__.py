@@ -1,1 +1,0 @@
-"""How bodies travel between a worker and a shard: one file for each place bytes may go, one for each direction."""

@@ -1,0 +1,77 @@
+"""torch.nn.SyncBatchNorm among the processes of a worker: statistics of all their samples, as one process has them.
+
+torch's own needs a GPU and the script's init_process_group(); without the latter it is plain BatchNorm, and says
+nothing. So such layers get this forward pass, over the group's own connections, unless torch's can do it. Mean and
+variance are two sums over the group, and the gradient of a sum over all is the sum of all gradients (Ioffe and Szegedy
+2015; SyncBatchNorm of torch does the same in kernels of its own).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .group import Group
+
+_group: Group | None = None  # of this process; no attribute of a layer, or no model could be copied
+
+
+class _Sum(torch.autograd.Function):
+    """Over all processes."""
+
+    @staticmethod
+    def forward(_: Any, mine: torch.Tensor) -> torch.Tensor:
+        assert _group is not None
+        return _group.sum_of(mine)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        assert _group is not None
+        return _group.sum_of(gradient)
+
+
+class GroupBatchNorm(nn.SyncBatchNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training or _group is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        axes, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        here = values.new_full((1,), values.numel() // values.shape[1])
+        sums, count = _Sum.apply(torch.cat([values.sum(axes), here])).split([values.shape[1], 1])
+        count = count.detach()
+        if count.item() < 2:  # as torch's other layers; its variance without bias would be no number
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+        mean = sums / count
+        apart = values - mean.view(shape)
+        variance = _Sum.apply((apart * apart).sum(axes)) / count
+        self._follow(mean.detach(), variance.detach(), count)
+        found = apart * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            found = found * self.weight.view(shape) + self.bias.view(shape)
+        return found.to(input.dtype)
+
+    def _follow(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """The running statistics do, as torch's: of the variance without bias."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        part = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
+        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), part)
+
+
+def synchronize(model: nn.Module, group: Group) -> bool:
+    """Give the SyncBatchNorm layers of a model this forward pass; False where it has none that needs it."""
+    layers = [module for module in model.modules() if type(module) is nn.SyncBatchNorm]
+    is_torchs = dist.is_initialized() and all(parameter.is_cuda for parameter in model.parameters())
+    if not layers or is_torchs or group.size < 2:
+        return False
+    global _group
+    _group = group
+    for layer in layers:
+        layer.__class__ = GroupBatchNorm
+    return True

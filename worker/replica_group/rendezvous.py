@@ -1,0 +1,192 @@
+"""Where the processes of one worker find each other: the address of group rank 0's rendezvous store, and its secret.
+
+On one host a file says both, which nobody but this user can read. Over several hosts the store that the environment
+names (MASTER_ADDR, MASTER_PORT) says the address. That store is torch's, in which everybody may read and write: so the
+secret is made of the run's token, which each process has. Where there is no token, the store says the secret too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ...common.errors import AuthError, UsageError
+from ...common.wire.json_text import read_json
+from ..strategies.collectives.cut import Address
+from ..strategies.group import own_address
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MOST = 254
+_HERE = "127.0.0.1"
+_KEY = "rendezvous"
+_SIOCGIFADDR = 0x8915  # sockios.h
+
+
+class Member(NamedTuple):
+    """Who this process is in its worker."""
+
+    rank: int  # 0: has the session with the server
+    size: int
+    store: Address
+    attempt: str  # of torchrun
+    is_host: bool  # of the store
+    is_on_one_host: bool = False  # all of them
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """Of this group, as no other on this host is called."""
+        of_host = f"{os.uname().nodename}/{self.store[1]}/" if self.is_on_one_host else ""
+        return f"group/{of_host}{self.attempt}"
+
+
+def find_member(environ: Mapping[str, str]) -> Member:
+    """As torchrun says it. UsageError where it says nothing, or nonsense."""
+    missing = [name for name in _VARIABLES if not environ.get(name)]
+    fix = "torchrun --nproc-per-node G -m paramserver.worker --group, or ps-launch --group G"
+    if missing:
+        raise UsageError(f"worker.group, and {', '.join(missing)} not in the environment: nobody says which of a "
+                         "worker's processes this is", fix=fix)  # fmt: skip
+    try:
+        rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError:
+        told = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
+        raise UsageError(f"worker.group: {told} are not whole numbers", fix=fix) from None
+    if not 0 <= rank < size <= _MOST:
+        raise UsageError(f"worker.group: RANK is {rank} and WORLD_SIZE {size}; 0..{_MOST} processes, from 0", fix=fix)
+    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = "/".join([environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
+    is_on_one_host = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+    is_host = rank == 0 and not is_agents
+    return Member(rank, size, (environ["MASTER_ADDR"], port), attempt, is_host, is_on_one_host)
+
+
+class Place:
+    """Where the processes of this worker find each other. `publish` is group rank 0's, `look_up` the others'."""
+
+    def __init__(self, member: Member, token: str | None) -> None:
+        """`token`: the run's."""
+        self._member = member
+        self._token = token
+        self._file = Path()
+        if member.is_on_one_host:
+            self._file = _folder() / hashlib.sha256(member.name.encode()).hexdigest()[:24]
+        self._store: dist.Store | None = None  # that the environment names
+
+    @property
+    def host(self) -> str:
+        """The address of this process that the others reach."""
+        return _HERE if self._member.is_on_one_host else own_address("{}:{}".format(*self._member.store))
+
+    def publish(self, address: Address) -> bytes:
+        """Say that the store is at `address`; returns its secret. RuntimeError where it cannot be said."""
+        if self._member.is_on_one_host:
+            secret = secrets.token_bytes(32)
+            _write(self._file, {"address": address, "secret": secret.hex()})
+            return secret
+        secret = self._secret() or secrets.token_bytes(32)
+        told = {"address": address, "secret": "" if self._secret() else secret.hex()}
+        self._named_store(timeout_s=60.0).set(_KEY, json.dumps(told))
+        return secret
+
+    def look_up(self, timeout_s: float) -> tuple[Address, bytes]:
+        """Address and secret of the store. OSError where nobody has said them yet, RuntimeError where the store that
+        the environment names is not there within `timeout_s`."""
+        if self._member.is_on_one_host:
+            told = read_json(self._file.read_text())
+        else:
+            store = self._named_store(timeout_s)
+            if not store.check([_KEY]):
+                raise FileNotFoundError("group rank 0 has not said where it listens")
+            told = read_json(store.get(_KEY))
+        host, port = told["address"]
+        return (str(host), int(port)), self._secret() or bytes.fromhex(told["secret"])
+
+    def leave(self) -> None:
+        """All are together: nobody else may find the way."""
+        self._store = None
+        if self._member.is_leader and self._member.is_on_one_host:
+            self._file.unlink(missing_ok=True)
+
+    def _secret(self) -> bytes:
+        """Of the token; empty where there is none, or none is needed."""
+        if self._token is None or self._member.is_on_one_host:
+            return b""
+        return hmac.digest(self._token.encode(), self._member.name.encode(), "sha256")
+
+    def _named_store(self, timeout_s: float) -> dist.Store:
+        if self._store is None:
+            prefix = f"paramserver/{self._member.attempt}"
+            self._store = dist.PrefixStore(prefix, _tcp_store(self._member, self.host, timeout_s))
+        return self._store
+
+
+def _tcp_store(member: Member, own: str, timeout_s: float) -> dist.Store:
+    """That the environment names. Made here, it listens on this process's own address, where a script's
+    `init_process_group()` finds it too; not where that one was first."""
+    host, port = member.store
+    more: dict[str, Any] = {}
+    if member.is_host:
+        with contextlib.suppress(OSError):
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            more = {"master_listen_fd": socket.create_server((own, port), family=family).detach()}
+    return dist.TCPStore(
+        host, port, is_master=member.is_host, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        multi_tenant=True, **more,
+    )  # fmt: skip
+
+
+def interface_of(host: str) -> str | None:
+    """Name of the network interface that has this address; None where the system does not say (Linux, IPv4)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    return None
+
+
+def _folder() -> Path:
+    """Of this user alone. AuthError where it is somebody else's."""
+    folder = Path(tempfile.gettempdir()) / f"paramserver-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise AuthError(
+            f"{folder}: {error.strerror}; the processes of a worker find each other there",
+            fix="set TMPDIR to a folder of your own",
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise AuthError(
+            f"{folder} can be written or read by other users, and the processes of a worker find each other there",
+            fix="remove it, or set TMPDIR to a folder of your own",
+        )
+    return folder
+
+
+def _write(path: Path, told: Any) -> None:
+    """Whole, or not at all."""
+    number, temporary = tempfile.mkstemp(dir=path.parent)  # for this user's eyes only
+    with os.fdopen(number, "w") as file:
+        json.dump(told, file)
+    os.replace(temporary, path)

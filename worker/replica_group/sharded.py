@@ -1,0 +1,189 @@
+"""A model that FSDP2 (`fully_shard`) has divided among the processes of a worker: each has its rows of every tensor.
+
+Each runs the run's strategy over its own part (`Local`), so what a strategy keeps of a model (an anchor, a copy to send
+from) is divided too. To the server the model is whole, though it lies nowhere whole: `redistribution.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...common.errors import UsageError
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Entry, Layout
+from ...common.tensors.statistics import statistics_of
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Settings
+from ..tensors.transfer import ModelTensors, check_still, named_tensors
+from .group import Group
+from .member import GroupMember
+from .redistribution import RedistributedTransfer, Redistribution
+
+log = get_logger()
+
+
+class Sharded:
+    """`tensors` is this process's part of the model, `whole` what all have: its layout, without memory."""
+
+    def __init__(
+        self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str] = ()
+    ) -> None:
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._group = group
+        held = {id(tensor) for tensor in stepped}
+        whole, made = nn.Module(), dict[int, torch.Tensor]()
+        found = named_tensors(model)
+        for name, item in found.items():
+            if id(item) not in made:
+                shape = torch.empty(item.shape, dtype=item.dtype, device="meta")
+                is_parameter = isinstance(item, nn.Parameter)
+                needs = item.requires_grad or id(item) in held
+                made[id(item)] = nn.Parameter(shape, requires_grad=needs) if is_parameter else shape
+            place, key = _place_of(whole, name, isinstance(item, nn.Parameter))
+            place[key] = made[id(item)]
+        self.whole = ModelTensors(whole, (), statistics_of(model, found, averaged_buffers))
+        self.tensors = Local(model, self.whole.layout, found)
+        borders = [
+            self._borders(entry, self.tensors.own[index]) for index, entry in enumerate(self.whole.layout.entries)
+        ]
+        self._redistribution = redistribution = Redistribution(group.channel("exchange"), borders)
+        self.whole.transfer_of = lambda part: RedistributedTransfer(part, redistribution)
+        own, num = sum(tensor.nbytes for tensor in self.tensors.tensors), self.whole.layout.total_bytes
+        log.routine("sharded", inner=group.rank, of=group.size, bytes=own, model_bytes=num)
+
+    def exchange(self, own: Exchange | None, settings: Settings) -> GroupMember:
+        """What all do with the server: `own` is group rank 0's."""
+        return GroupMember(own, self.whole, self._redistribution, settings)
+
+    def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int] | None:
+        """Of a tensor's bytes, as torch.chunk divides rows: where each process's begin. UsageError where they are
+        divided in another way."""
+        name, size = entry.spec.name, self._group.size
+        if not isinstance(tensor, DTensor):
+            return None
+        mesh = tensor.device_mesh
+        if mesh.mesh.flatten().tolist() != list(range(size)) or mesh.ndim != 1:
+            raise UsageError(
+                f"'{name}' is divided over a mesh of shape {tuple(mesh.mesh.shape)}, and the {size} processes of "
+                "this worker are a line",
+                fix="fully_shard(model) over all of them: no replicas (HSDP), no tensor parallelism",
+            )
+        (placement,) = tensor.placements
+        if isinstance(placement, Replicate):
+            return None
+        if type(placement) is not Shard or placement.dim:
+            raise UsageError(f"'{name}' is divided as {placement}", fix="Shard(0), which is fully_shard's own")
+        rows, row_bytes = tensor.shape[0], entry.num_bytes // max(1, tensor.shape[0])
+        each = -(-rows // size)
+        borders = [min(rows, rank * each) * row_bytes for rank in range(size + 1)]
+        here = borders[self._group.rank + 1] - borders[self._group.rank]
+        assert tensor.to_local().nbytes == here, (name, tensor.to_local().shape)
+        return borders
+
+    def plain_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of which each process has the whole."""
+        return [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+
+    def reshard(self) -> None:
+        """Layers that an evaluation has gathered would keep their old weights."""
+        for module in self._modules:
+            module.reshard()
+
+
+class Local(ModelTensors):
+    """What this process has of each tensor, in a layout of its own; of names and order as in the whole model's."""
+
+    def __init__(self, model: nn.Module, whole: Layout, found: Mapping[str, torch.Tensor]) -> None:
+        self.module = model
+        homes = {
+            id(tensor): (kept, key)
+            for module in model.modules()
+            for kept in (module._parameters, module._buffers)
+            for key, tensor in kept.items()
+        }
+        self.own = [found[entry.spec.name] for entry in whole.entries]
+        # A module may put another tensor in the place of one that is not divided; FSDP2 does so with divided ones, for
+        # a while.
+        self._kept = [
+            ({"": optimizer}, "") if isinstance(optimizer, DTensor) else homes.get(id(optimizer), ({"": optimizer}, ""))
+            for optimizer in self.own
+        ]
+        self.names = {id(optimizer): entry.spec.name for optimizer, entry in zip(self.own, whole.entries, strict=True)}
+        self.tensors, self.places = list[torch.Tensor](), list[int]()
+        self._look()
+        shapes = {
+            entry.spec.name: tuple(tensor.shape) for tensor, entry in zip(self.tensors, whole.entries, strict=True)
+        }
+        self.layout = Layout(replace(spec, shape=shapes[spec.name]) for spec in whole.specs)
+        assert [entry.spec.name for entry in self.layout.entries] == [entry.spec.name for entry in whole.entries]
+
+    def _look(self) -> None:
+        self.tensors = [_local(optimizer) for optimizer in self.own]
+        self.places = [tensor.data_ptr() for tensor in self.tensors]
+
+    def has_moved(self) -> bool:
+        for index, (kept, key) in enumerate(self._kept):
+            tensor = kept.get(key)
+            if tensor is not self.own[index]:
+                check_still(self.layout.entries[index].spec, tensor, self.own[index])
+                assert tensor is not None
+                self.own[index] = tensor
+        before = self.places
+        self._look()
+        if self.places == before:
+            self.places = before  # who watches goes by which list it is
+            return False
+        for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
+            check_still(entry.spec, tensor, tensor)
+        return True
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        gradient = self.own[index].grad
+        return None if gradient is None else _local(gradient)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _place_of(root: nn.Module, name: str, is_parameter: bool) -> tuple[dict[str, Any], str]:
+    *path, key = name.split(".")
+    for item in path:
+        root = root._modules.setdefault(item, nn.Module())  # type: ignore[assignment]
+    return (root._parameters if is_parameter else root._buffers), key
+
+
+def sharded_names(model: nn.Module) -> Iterator[str]:
+    """Of what is divided among processes."""
+    return (name for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor))
+
+
+def divide(model: nn.Module, group: Group) -> nn.Module:
+    """The model of a task, divided among the processes of this group: layers of a list one by one, what is left at
+    once. A layer that shares a parameter with another is left."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        with group.listening():
+            dist.init_process_group(backend, store=group.apart("model"), rank=group.rank, world_size=group.size)
+    device = next(model.parameters()).device
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for item in module.parameters(recurse=False):
+            users[id(item)] = users.get(id(item), 0) + 1
+    for module in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]):
+        for layer in module.children():
+            own = list(layer.parameters())
+            if own and not isinstance(layer, nn.ModuleList) and all(users[id(parameter)] == 1 for parameter in own):
+                fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model

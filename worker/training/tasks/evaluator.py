@@ -1,0 +1,189 @@
+"""A process that trains nothing, but evaluates a run whose workers go on meanwhile: a task (`ps-worker --evaluate`), or
+a script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
+
+import torch
+
+from ....common.config.conditions import Every, every
+from ....common.config.schema import Config
+from ....common.errors import UsageError
+from ....common.reporting.log import get_logger
+from ....common.tensors.clipping import check_max_norm
+from ....common.tensors.optimizers import Reduction, TableSpec
+from ....common.user_code import user_code
+from ...conversation.evaluator import Evaluator
+from ...conversation.interrupts import sleep
+from ...session import Progress
+from ...tasks.base import Task
+from ...tensors.transfer import ModelTensors, together
+from ..batches import Batches
+from ..ending import ending_of
+from ..evaluation import Evaluation, untouched
+from ..place.taken import Taken
+from ..rows import Pull
+from ..session import Part, Session, check_parts, check_reduction, too_early
+
+log = get_logger()
+
+_LOOK_S = 0.1
+
+
+def evaluate_for(evaluator: Evaluator, task: Task, device: torch.device, how_often: str | None) -> None:
+    """Until the run is over, every so many steps of its slowest worker, seconds or epochs (as its settings say where
+    `how_often` does not; an epoch where neither does)."""
+    settings, interval = evaluator.settings, every(how_often or evaluator.settings.eval_every or "1epoch")
+    torch.manual_seed(settings.seed)
+    epoch_steps = 0
+    with user_code():
+        model = task.model().to(device)
+        if interval.unit == "epochs":
+            union = settings.batch_size * max(1, settings.num_workers)
+            epoch_steps = -(-len(task.train_data()) // union)  # type: ignore[arg-type]
+
+    def figures() -> dict[str, float]:
+        with user_code(), untouched(model):
+            return {name: float(value) for name, value in task.evaluate(model).items()}
+
+    tensors = ModelTensors.of(model, (), getattr(task, "averaged_buffers", ()))
+    _watch(evaluator, tensors, interval, epoch_steps, figures)
+
+
+def _watch(
+    evaluator: Evaluator,
+    model: ModelTensors,
+    interval: Every,
+    epoch_steps: int,
+    figures: Callable[[], dict[str, float]],
+) -> None:
+    """Until the run is over."""
+    each = interval.amount * (epoch_steps if interval.unit == "epochs" else 1)
+    done = evaluated = count = 0
+    began_at = time.monotonic()
+    while True:
+        _, step, version = evaluator.look()
+        if evaluator.is_over:
+            break
+        over = int((time.monotonic() - began_at if interval.unit == "seconds" else step) // each)
+        if over > done and version > evaluated and (pulled := evaluator.pull(model)) is not None:
+            done, evaluated, count = over, pulled, count + 1
+            _evaluate(evaluator, figures, pulled, step)
+        else:
+            sleep(_LOOK_S)
+    log.info("run_over", evaluations=count)
+    evaluator.close()
+
+
+def _evaluate(evaluator: Evaluator, measure: Callable[[], dict[str, float]], version: int, step: int) -> None:
+    try:
+        figures = measure()
+    except Exception as error:
+        _, failure, exit_code = ending_of(error)
+        evaluator.tell(version, step, failure=failure, exit_code=exit_code)
+        raise
+    evaluator.tell(version, step, figures=figures)
+    log.info("evaluated", step=step, version=version, **figures)
+
+
+class EvaluatorSession(Session):
+    """What a script gets that is started to evaluate (worker.evaluate). Where its loop would begin it evaluates with
+    the function of `evaluate()` until the run is over, and there it ends: what comes after a loop is the workers'."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._evaluator = Evaluator(config)
+        self.settings = self._evaluator.settings
+        self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
+        self._epoch_steps = 0  # of the data it was shown
+        self._taken: Taken | None = None
+        self._tensors: ModelTensors | None = None
+
+    @property
+    def num_workers(self) -> int:
+        return max(1, self.settings.num_workers)
+
+    @property
+    def _position(self) -> int:
+        return self._evaluator.look()[1]
+
+    @property
+    def is_done(self) -> bool:
+        self._evaluate()
+
+    def optimizer(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        averaged_buffers: Collection[str] = (),
+        reduction: Reduction = "mean",
+    ) -> torch.optim.Optimizer:
+        check_reduction(reduction)
+        return self._begin(model, [optimizer], averaged_buffers)[0]
+
+    def optimizers(
+        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
+    ) -> tuple[torch.optim.Optimizer, ...]:
+        check_reduction(reduction)
+        inner = check_parts(parts, self.settings, bool(self._tables))
+        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner, averaged_buffers)
+
+    def _begin(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], averaged_buffers: Collection[str]
+    ) -> tuple[torch.optim.Optimizer, ...]:
+        self._model, self._taken = model, Taken(Progress, optimizers, self.length)
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        stepped = (parameter for group in groups for parameter in group["params"])
+        self._tensors = ModelTensors.of(model, stepped, averaged_buffers)
+        for item in optimizers:
+            item.register_step_pre_hook(lambda *_: self._evaluate())
+            item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # there is no step to clip
+        return tuple(optimizers)
+
+    def shard(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Batches:
+        if hasattr(dataset, "__len__"):
+            union = (batch_size or self.settings.batch_size) * self.num_workers
+            self._epoch_steps = -(-len(dataset) // union)
+        return super().shard(dataset, batch_size, **options)
+
+    def _evaluate(self) -> NoReturn:
+        if self._tensors is None:
+            raise too_early()
+        interval = self.evaluation.every
+        if interval is None or (interval.unit == "epochs" and not self._epoch_steps):
+            raise UsageError(
+                "a evaluator evaluator (worker.evaluate) whose script "
+                + ("has no function to evaluate with" if interval is None else "does not say how long an epoch is"),
+                fix="session.evaluate(fn, every=100) before the loop, fn(model) giving a dict of figures",
+            )
+        _watch(
+            self._evaluator, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.figures(self._model)
+        )
+        raise SystemExit(0)
+
+    def _make_rows(self, spec: TableSpec) -> Pull:
+        raise UsageError(
+            f"table '{spec.name}' in a evaluator evaluator (worker.evaluate): it pulls one version, and rows go on",
+            fix="let a worker evaluate",
+        )
+
+    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+        if self._taken is None:
+            raise too_early()
+        return Progress, self._taken
+
+    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+        pass
+
+    def stop(self, reason: str) -> None:
+        self._evaluate()
+
+    def finish(self) -> bool:
+        self._evaluate()
+
+    def close(self) -> None:
+        self._evaluator.close()

@@ -1,0 +1,248 @@
+"""`worker.codec=auto`: measures link, codecs and loop, and says which codec contributions go up in (`rule.py`).
+
+What is measured are contributions: from the first byte until the server says that it goes on, less what it was held
+for, are the bytes on their way up; from then on until the weights are there, those on their way down. What overlaps
+with computing says nothing about a link, so while it measures nothing leaves early.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from ....common.codecs.base import payload_bytes
+from ....common.errors import UsageError
+from ....common.registry import CODECS
+from ....common.reporting.log import get_logger
+from ....common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
+from ...tensors.transfer import Stretch
+from ..encoding import Encoding
+from .rule import MIN_GAIN, ORDER, WANTED, Choice, Cost, Measured, choose
+
+log = get_logger()
+
+EVERY = 100  # contributions from one measurement to the next
+_NUM_MEASURED = 4
+_NUM_SKIPPED = 1  # at first: memory is touched for the first time
+_SAMPLE_BYTES = 2 << 20  # of parameters, encoded to see how long it takes
+_TIMES = 3
+_LONG_S = 0.1  # a machine that is busy with others: once says it
+
+
+class Passed(NamedTuple):
+    """One contribution to one shard, and the weights that came. Bytes as they travel."""
+
+    up_bytes: int
+    up_s: float  # until the reply was there, less what it was held for
+    came_bytes: int  # of the weights, with it
+    down_bytes: int  # of the weights, after it
+    down_s: float
+
+
+class Seen(NamedTuple):
+    """One contribution."""
+
+    up_bytes: int
+    up_s: float
+    down_bytes: int
+    down_s: float
+    compute_s: float
+
+
+class Auto:
+    """Of one worker. `candidates`: what may be chosen. `codec` is that of the next contribution."""
+
+    def __init__(self, reply_codec: str, max_mbit: float | None) -> None:
+        self.candidates: tuple[str, ...] = ("raw",)
+        self._chosen = ""  # nothing yet
+        self._may_encode = False
+        self._reply_codec = reply_codec
+        self._most = max_mbit * 1e6 / 8 if max_mbit else math.inf  # bytes a second
+        self._costs: dict[str, Cost] = {}
+        self._seen: list[Seen] = []
+        self._num_to_skip, self._num_until_next = _NUM_SKIPPED, 0
+
+    def meet(self, layout: Layout, round_trip_s: float, is_delayed: bool) -> None:
+        """The model, and what does not change."""
+        self._layout, self._round_trip_s, self._is_delayed = layout, round_trip_s, is_delayed
+
+    def joined(self, carries_codecs: bool, is_here: bool) -> None:
+        """New streams. Shared memory takes nothing but raw, and nothing else is faster; what a server at a loopback
+        address of this host (`is_here`) takes is the processor's time, unless `worker.max_mbit` makes a link of it."""
+        if not carries_codecs:
+            log.info("auto_codec", codec="raw", reason="the server's memory is shared: nothing is sent")
+        elif is_here and math.isinf(self._most):
+            log.info("auto_codec", codec="raw", reason="the server is on this host: a codec would only cost time")
+        self._may_encode = carries_codecs and not (is_here and math.isinf(self._most))
+        self._seen = []
+
+    @property
+    def codec(self) -> str:
+        return self._chosen if self._chosen and self._may_encode else "raw"
+
+    @property
+    def measures(self) -> bool:
+        """The next contribution: all of it is to be sent when it is complete, and the weights waited for."""
+        return self._may_encode and len(self.candidates) > 1 and self._num_until_next <= 0
+
+    def counted(self, passed: Sequence[Passed], compute_s: float, local_steps: int, step: int) -> None:
+        """A contribution counts; `passed` to each shard, nothing where it took several attempts. `step`: training steps
+        that this worker has taken."""
+        if not self.measures:
+            self._num_until_next -= 1
+            return
+        if not passed:
+            return
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return
+        self._seen.append(self._together(passed, compute_s))
+        if len(self._seen) < _NUM_MEASURED:
+            return
+        measured = self._measured(max(1, local_steps))
+        found = choose(measured, self.costs, self._cost(self._reply_codec), self._chosen or None)
+        if found.codec != self._chosen:
+            self._say(step, measured, found)
+        self._chosen, self._seen, self._num_until_next = found.codec, [], EVERY
+
+    def _together(self, passed: Sequence[Passed], compute_s: float) -> Seen:
+        """Shards are sent to side by side. What came with the reply was on its way in the same time."""
+        up_s, down_s = max(item.up_s for item in passed), max(item.down_s for item in passed)
+        up = sum(item.up_bytes for item in passed)
+        came, after = sum(item.came_bytes for item in passed), sum(item.down_bytes for item in passed)
+        of_came_s = max(0.0, up_s - self._round_trip_s) * came / (up + came)
+        return Seen(up, up_s - of_came_s, came + after, down_s + of_came_s, compute_s)
+
+    @property
+    def costs(self) -> dict[str, Cost]:
+        return {name: self._cost(name) for name in ORDER if name in self.candidates}
+
+    def _cost(self, name: str) -> Cost:
+        if name not in self._costs:
+            self._costs[name] = cost_of(name, self._layout)
+        return self._costs[name]
+
+    def _measured(self, local_steps: int) -> Measured:
+        up, down = self._cost(self.codec), self._cost(self._reply_codec)
+        num_bytes, trip_s = self._layout.exchange_bytes, self._round_trip_s
+
+        def bandwidth(of: list[tuple[int, float]], codec_s: float) -> float:
+            seconds = median(seconds for _, seconds in of) - codec_s
+            return min(self._most, median(num for num, _ in of) / seconds if seconds > 0 else math.inf)
+
+        of_codec_s = num_bytes * (1 / up.encode + 1 / up.decode)
+        ups = bandwidth([(item.up_bytes, item.up_s) for item in self._seen], of_codec_s + trip_s)
+        replied = [(item.down_bytes, item.down_s) for item in self._seen if item.down_bytes]
+        downs = bandwidth(replied, num_bytes / down.decode) if replied else math.inf
+        compute_s = median(item.compute_s for item in self._seen)
+        return Measured(num_bytes, ups, downs, compute_s, trip_s, local_steps, self._is_delayed)
+
+    def _say(self, step: int, measured: Measured, found: Choice) -> None:
+        predicted = ", ".join(f"{name} {1 / period_s:.4g}/s" for name, period_s in found.periods.items())
+        pays = ", ".join(f"{name} {_mbit(cost.pays_below)}" for name, cost in self.costs.items() if name != "raw")
+        speeds = ", ".join(
+            f"{name} {cost.encode / 1e9:.2g}, {cost.decode / 1e9:.2g} GB/s"
+            for name, cost in self.costs.items()
+            if name != "raw"
+        )
+        log.info(
+            "auto_codec",
+            codec=found.codec,
+            step=step,
+            up=_mbit(measured.up),
+            down=_mbit(measured.down),
+            round_trip_ms=round(measured.round_trip_s * 1e3, 2),
+            compute_ms=round(measured.compute_s * 1e3, 2),
+            predicted=predicted,
+            pays_below=pays,
+            encodes_decodes=speeds,
+            advice=self._advice(measured, found),
+        )
+
+    def _advice(self, measured: Measured, found: Choice) -> str:
+        """What the choice cannot do; empty where it does all that is wanted."""
+        advice = []
+        costs = self.costs
+        if self._reply_codec == "raw" and found.diloco is not None and "q4" in costs:
+            period_s = measured.period_s(costs[found.codec], costs["q4"])
+            if MIN_GAIN * period_s <= found.periods[found.codec]:
+                advice.append(f"worker.reply_codec=q4 makes it {1 / period_s:.4g}/s")
+        if found.diloco is not None:
+            name, local_steps = found.diloco
+            ways = f"worker.codec and worker.reply_codec {name}"
+            advice.append(
+                f"{WANTED:.0%} of the time computing takes --mode diloco, {ways}, policy.local_steps {local_steps}"
+            )
+        return "; ".join(advice)
+
+
+def suits(check: Callable[[], None]) -> bool:
+    """Whether a check of a codec lets it pass."""
+    try:
+        check()
+    except UsageError:
+        return False
+    return True
+
+
+def _mbit(bandwidth: float) -> str:
+    if math.isinf(bandwidth):
+        return "any"
+    mbit = bandwidth * 8e-6
+    return f"{mbit:,.0f} Mbit/s" if mbit >= 10 else f"{mbit:.2g} Mbit/s"
+
+
+def round_trip_s(ask: Callable[[], object]) -> float:
+    """The shortest of a few."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        ask()
+        return time.perf_counter() - began
+
+    return min(once() for _ in range(_TIMES))
+
+
+def cost_of(name: str, layout: Layout) -> Cost:
+    """Of a codec, tried here on tensors of the model's sizes. The server's machine is taken to be as fast."""
+    codec = CODECS.load(name)()
+    if codec.is_identity:
+        return Cost()
+    part = Layout(_some(layout))
+    encoding, payload = Encoding(codec, part, len(part.entries)), new_payload(part.exchange_bytes)
+    generator = torch.Generator().manual_seed(0)  # not the script's
+    for run in part.runs_of(Kind.PARAMETER):
+        run.view(payload).normal_(0, 1e-3, generator=generator)
+    stretch = Stretch(0, [as_bytes(payload)])
+    decoder, decoded = codec.decoder(part), new_payload(part.exchange_bytes)
+    encode_s = decode_s = math.inf
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        sent = torch.frombuffer(encoding.whole(stretch), dtype=torch.uint8)
+        encoded = time.perf_counter()
+        decoder.begin(sent[: codec.encoded_bytes(part)], decoded)
+        decode_s = min(decode_s, time.perf_counter() - encoded)
+        encode_s = min(encode_s, encoded - began)
+        encoding.commit()
+        if time.perf_counter() - began > _LONG_S:
+            break
+    ratio = layout.exchange_bytes / payload_bytes(codec, layout)
+    return Cost(ratio, part.exchange_bytes / encode_s, part.exchange_bytes / decode_s)
+
+
+def _some(layout: Layout) -> Iterable[TensorSpec]:
+    """Parameters as the model has them, up to _SAMPLE_BYTES; a larger one as two dimensions of so many."""
+    num_bytes = 0
+    for entry in layout.entries:
+        spec = entry.spec
+        if spec.kind is Kind.PARAMETER and num_bytes < _SAMPLE_BYTES:
+            if spec.num_bytes > _SAMPLE_BYTES:
+                shape = (1024, _SAMPLE_BYTES // 4096) if len(spec.shape) > 1 else (_SAMPLE_BYTES // 4,)
+                spec = TensorSpec(spec.name, spec.kind, spec.dtype, shape)
+            num_bytes += spec.num_bytes
+            yield spec

@@ -1,0 +1,191 @@
+"""Contributions on their way to one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+
+from ...common.codecs.base import Codec, payload_bytes
+from ...common.kinds import ContributionKind
+from ...common.reporting.log import get_logger
+from ...common.wire.direct import Placed
+from ...common.wire.frames import INLINE_BYTES, check_sum, divided, frame
+from ...common.wire.messages import contribution_message
+from ...common.wire.records import Contribution, PayloadInfo
+from ...proto import parameter_server_pb2 as pb
+from ..tensors.staged import Transfer
+from ..tensors.transfer import ModelTensors
+from .base import Messages, Transport
+from .encoding import Encoding
+
+log = get_logger()
+
+COUNTED = (pb.Reply.APPLIED, pb.Reply.REPEATED)
+
+
+class Up:
+    """One shard's part of this worker's contributions. `send` gives messages to the stream; `transport` says where the
+    bytes
+    of payloads go while it lasts."""
+
+    transport: Transport
+
+    def __init__(
+        self,
+        codec: Codec,
+        model: ModelTensors,
+        transfer: Transfer,
+        send: Callable[[Iterable[bytes | Placed]], None],
+    ) -> None:
+        self._layout, self._num_exchanged = model.layout, model.num_exchanged
+        self.transfer, self._stretches = transfer, model.stretches
+        self._send = send
+        self.encoding = Encoding(codec, model.layout, model.num_exchanged)
+        self._kind = ContributionKind.GRADIENT  # of the newest contribution
+        self._held: pb.Held | None = None  # what the server has of a contribution, as long as it may be continued
+        self.departed: set[int] = set()  # tensors whose gradients were sent ahead
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a contribution, as it travels."""
+        return payload_bytes(self.encoding.codec, self._layout)
+
+    def joined(self, transport: Transport, held: pb.Held | None = None) -> None:
+        """A new stream: what was sent on the old one may be lost, but for what is `held`."""
+        self.transport, self._held = transport, held
+        self.departed.clear()
+        self.encoding.recall()
+
+    def replied(self, outcome: pb.Reply.Outcome) -> None:
+        """What became of the contribution: the server's decoder does the same."""
+        if outcome in COUNTED:
+            self.encoding.commit()
+        elif outcome != pb.Reply.START:
+            # The difference that steps have made is still where it was, up to the weights that come now.
+            is_work = self._kind.holds_differences and outcome == pb.Reply.DROPPED
+            self.encoding.rollback(self.transfer.gather(self._kind, None)[0] if is_work else None)
+        else:
+            self.encoding.start()
+
+    # ---- ahead of the contribution ----------------------------------------------------------------
+
+    def prepare(self, indices: list[int]) -> bool:
+        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        return self.transfer.prepare(indices, self.transport.segment)
+
+    def depart(self, indices: list[int]) -> None:
+        """Send the gradients of these tensors ahead of the contribution they belong to; not in every codec."""
+        if not self.departed:
+            self._begin()
+        self.departed.update(indices)
+        self._send_tensors(ContributionKind.GRADIENT, indices)
+
+    def recall(self) -> None:
+        """What has departed is not what is to be contributed."""
+        if self.departed:
+            self.departed.clear()
+            self.encoding.recall()
+            self._begin()
+
+    def _begin(self) -> None:
+        codec = self.encoding.codec
+        is_placed = codec.is_identity and self._is_placed
+        begin = pb.Begin(num_bytes=self.num_bytes, codec=codec.name, in_shared_memory=is_placed)
+        self._send([frame(pb.WorkerMessage(begin=begin))])
+
+    # ---- the contribution -------------------------------------------------------------------------
+
+    def contribute(self, contribution: Contribution) -> None:
+        """Send it; one that was not replied before is sent again as it was, or what of it has not come."""
+        self._kind = kind = contribution.kind
+        if not kind.has_payload:
+            self._send([frame(contribution_message(contribution))])
+            return
+        rest: list[int] | None = None
+        if self.departed:
+            rest = [index for index in range(self._num_exchanged) if index not in self.departed]
+            self.departed.clear()
+        if not self.encoding.codec.is_identity or self.encoding.owes:
+            self._contribute_encoded(contribution, rest)
+            return
+        announced = _announced(contribution, self._layout.exchange_bytes, "raw", self._is_placed)
+        may_continue = (
+            rest is None and self._held is not None and self.transport.segment is None and self.transfer.lies_here
+        )
+        if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
+            return
+        if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
+            self._send([frame(announced, 0, self.transfer.gather(kind, None)[0].pieces)])
+        else:
+            self._send([frame(announced)])
+            self._send_tensors(kind, rest)
+
+    def _contribute_encoded(self, contribution: Contribution, rest: list[int] | None) -> None:
+        kind, announced = contribution.kind, _announced(contribution, self.num_bytes, self.encoding.codec.name)
+        if rest is not None:
+            self._send([frame(announced)])
+            self._send_tensors(kind, rest)
+            self.encoding.completed()
+            return
+        payload = self.encoding.payload
+        if payload is None:
+            payload = self.encoding.whole(self.transfer.gather(kind, None)[0])
+        if self._continue(announced, [payload], self.transport.messages):
+            return
+        is_small = len(payload) <= INLINE_BYTES
+        self._send([frame(announced, 0, [payload] if is_small else [])])
+        for frames in self.transport.messages([] if is_small else [payload]):
+            self._send(frames)
+
+    def _continue(
+        self,
+        announced: pb.WorkerMessage,
+        pieces: list[memoryview],
+        carry: Callable[[list[memoryview], int], Iterator[Messages]],
+    ) -> bool:
+        """Send what the server does not have of this payload, if what it has is of this one; False: nothing was
+        sent."""
+        held, self._held = self._held, None
+        payload = announced.contribution.payload
+        facts = announced.contribution.seq, payload.num_bytes, payload.codec
+        if held is None or (held.step, held.payload_bytes, held.codec) != facts:
+            return False
+        ranges = list(zip(held.ranges[::2], held.ranges[1::2], strict=False))
+        if check_sum(pieces, ranges) != held.crc:
+            log.warning(
+                "not_continued", step=held.step, meaning="the bytes that came before are other ones: all are sent"
+            )
+            return False
+        payload.continues = True
+        missing = [(at, parts) for at, parts, is_held in divided(pieces, ranges) if not is_held]
+        num_bytes = sum(len(piece) for _, parts in missing for piece in parts)
+        log.info("continued", step=held.step, num_bytes=num_bytes, of=payload.num_bytes)
+        self._send([frame(announced)])
+        for at, parts in missing:
+            for frames in carry(parts, at):
+                self._send(frames)
+        return True
+
+    def _send_tensors(self, kind: ContributionKind, indices: list[int] | None) -> None:
+        if self.encoding.codec.is_identity:
+            sent = self.transport.send(self.transfer, kind, indices)
+            # What is brought here to be sent is brought as fast as the connection takes it.
+            for frames in sent if self.transfer.lies_here else [chain.from_iterable(sent)]:
+                self._send(frames)
+            return
+        for stretch, tensors in zip(self.transfer.gather(kind, indices), self._stretches(indices), strict=True):
+            start, encoded = self.encoding.part(stretch, tensors)
+            for frames in self.transport.messages([encoded], start):
+                self._send(frames)
+
+    @property
+    def _is_placed(self) -> bool:
+        is_small = self._layout.exchange_bytes <= INLINE_BYTES
+        return self.transport.segment is not None or (self.transport.is_placed and not is_small)
+
+
+def _announced(contribution: Contribution, num_bytes: int, codec: str, is_placed: bool = False) -> pb.WorkerMessage:
+    """The message that announces a payload of so many bytes."""
+    payload = PayloadInfo(codec, num_bytes, is_placed, contribution.payload.without_gradient)
+    return contribution_message(replace(contribution, payload=payload))
