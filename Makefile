@@ -30,9 +30,9 @@ test: .venv/installed  ## every test but those of 10 seconds and more, about 8 m
 test-slow: .venv/trainers  ## of those that take longer one case each, about an hour: slow links, transports, kills, peers; ALL=1 every case
 	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" $(if $(ALL),,--one-of-each test)
 
-# What a change must pass to land: the same tests every time.
+# What a change must pass to land. The hash of the commit draws the tests: SEED=HASH repeats a draw.
 test-sample: .venv/installed  ## of test-slow one test of each file, about a quarter of an hour
-	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" --one-of-each file
+	$(BIN)/pytest -q -rs -n 2 --dist worksteal -m "slow and not campaign" --one-of-each file $(if $(SEED),--sample-seed $(SEED))
 
 # A process for each trainer, forked for every case: two at a time.
 trainers: .venv/trainers  ## Lightning, Hugging Face and Accelerate through every mode and case, about 5 minutes
@@ -54,7 +54,7 @@ docker-test: .venv/installed  ## docker/ built and run on a Docker engine, about
 	$(BIN)/pytest -q -rs -m docker tests/docker
 
 campaigns: .venv/installed  ## every fault of docs/robustness.md in every mode, by the minute: about half an hour, as root; TRANSPORT=grpc is the other
-	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign --transport $(or $(TRANSPORT),direct)
+	$(BIN)/pytest -q -n 2 --dist worksteal -m campaign --hypothesis-profile fresh --transport $(or $(TRANSPORT),direct)
 
 # PYTHON= on the command line: that interpreter with its own torch, and nothing is installed.
 DEVICE ?= cuda

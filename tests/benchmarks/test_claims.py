@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
-import torch
 
 from paramserver.benchmarks.claims import outer
 from paramserver.benchmarks.claims.__main__ import CLAIMS, command
 from paramserver.benchmarks.claims.codecs import run
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

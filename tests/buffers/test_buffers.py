@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 
 from paramserver.tests.buffers.member import KEYS
 from paramserver.tests.buffers.member import digest as digest_of
-from paramserver.tests.replica_group.conftest import Run
-from paramserver.tests.trainers.conftest import Forked
+from paramserver.tests.forks import Forked, Run
 
 MEMBER, SERVER = "paramserver.tests.buffers.member", "paramserver.ps.main"
 STEPS = 12
@@ -33,7 +32,7 @@ IN_ROUNDS = ("sync", "localsgd", "diloco", "allreduce")
 def serve(run: Run, mode: str, *more: str, life: int = 0) -> Forked:
     told = ("--mode", mode.split()[0], "--workers", "2", "--steps", str(STEPS), *MODES[mode])
     where = ("--listen", "127.0.0.1:0", "--save", str(run.folder / "w.safetensors"))
-    server = run._forks[SERVER].fork(f"server-{life}", run.folder, *told, *where, *more)
+    server = run.forks[SERVER].fork(f"server-{life}", run.folder, *told, *where, *more)
     run.processes.append(server)
     run.address = server.event("listening")["address"]
     return server
@@ -41,7 +40,7 @@ def serve(run: Run, mode: str, *more: str, life: int = 0) -> Forked:
 
 def worker(run: Run, rank: int, *words: str, life: int = 0) -> Forked:
     place = {"RANK": str(rank), "PS_SERVER": run.address}
-    item = run._forks[MEMBER].fork(f"w{rank}-{life}", run.folder, *words, **place)
+    item = run.forks[MEMBER].fork(f"w{rank}-{life}", run.folder, *words, **place)
     run.processes.append(item)
     return item
 
@@ -146,7 +145,7 @@ def test_a_resumed_run_keeps_the_rule(run: Run, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async", "localsgd"])
 def test_several_shards_take_each_part_of_the_lowest(run: Run, mode: str) -> None:
     server = serve(run, mode, "--shards", "2")
-    other = run._forks[SERVER].fork(
+    other = run.forks[SERVER].fork(
         "shard1", run.folder, "--shard", "1", "--shards", "2", "--coordinator", run.address, "--listen", "127.0.0.1:0"
     )
     run.processes.append(other)

@@ -29,7 +29,7 @@ from paramserver.common.runstore.reading import RunStore
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.common.runstore.writing import Beginning, RunWriter
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.web.stored import Store, view_of
 
 EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Cluster
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
+from paramserver.tests.cluster import Cluster
 
 
 def test_it_loads_no_torch() -> None:

@@ -19,7 +19,7 @@ from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor import advice, results, run
 from paramserver.drills.doctor.measure import Figures, Link, Measured, Plan, measure
 from paramserver.drills.doctor.rounds import Rounds
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.overlap.slow_link import why_not
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +28,6 @@ HEALTHY = {
     "host": "a", "program": "1", "torch": "2", "python": "3.11", "free_memory": 8 << 30, "free_disk": 1 << 40,
     "fsync_s": 0.01, "files": 65536, "load": 0.1, "cores": 4, "folder": "/work", "cuda": 0, "free_shm": 1 << 30,
 }  # fmt: skip
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 @given(st.floats(1e-4, 100), st.floats(1e-4, 10))

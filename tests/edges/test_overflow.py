@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
-from paramserver.tests.replica_group.conftest import Run
-from paramserver.tests.trainers.conftest import Forked
+from paramserver.tests.forks import Forked, Run
 
 MEMBER, SERVER = "paramserver.tests.edges.overflowing", "paramserver.ps.main"
 STEPS, STEP_AT = 8, 4
@@ -29,7 +28,7 @@ def serve(run: Run, *flags: str) -> Forked:
 
 def worker(run: Run, rank: int, *words: str) -> Forked:
     place = {"RANK": str(rank), "PS_SERVER": run.address}
-    item = run._forks[MEMBER].fork(f"w{rank}", run.folder, *words, **place)
+    item = run.forks[MEMBER].fork(f"w{rank}", run.folder, *words, **place)
     run.processes.append(item)
     return item
 
@@ -85,7 +84,7 @@ def test_the_run_ends_as_diverged_and_says_where(run: Run, mode: str, optimizer:
 def test_of_several_shards_any_ends_all(run: Run) -> None:
     """The tensor that overflows lies on shard 1."""
     server = serve(run, "--mode", "sync", "--shards", "2")
-    other = run._forks[SERVER].fork(
+    other = run.forks[SERVER].fork(
         "shard1", run.folder, "--shard", "1", "--shards", "2", "--coordinator", run.address, "--listen", "127.0.0.1:0",
         "--checkpoint-dir", str(run.folder / "kept"),
     )  # fmt: skip

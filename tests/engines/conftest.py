@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.engines import slurm
 from paramserver.tests.engines.slurm import SlurmCluster
-from paramserver.tests.loopback.conftest import Cluster, Process
 
 BATCH = 4
 

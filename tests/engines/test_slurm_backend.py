@@ -16,9 +16,9 @@ import pytest
 from paramserver.common.errors import UsageError
 from paramserver.launch.plan.allocation import Allocation, Place, parse_counts, place
 from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
+from paramserver.tests.cluster import Process
 from paramserver.tests.engines.conftest import EngineRun
 from paramserver.tests.engines.slurm import SlurmCluster
-from paramserver.tests.loopback.conftest import Process
 from paramserver.worker.main import local_device
 
 PS_LAUNCH = str(Path(sys.executable).with_name("ps-launch"))

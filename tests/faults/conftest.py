@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from paramserver.tests.cluster import DEADLINE_S, Cluster, Process, cluster
 from paramserver.tests.faults import network
 from paramserver.tests.faults.evidence import History, applied
 from paramserver.tests.faults.network import Network
 from paramserver.tests.faults.proxy import Plan, Proxy
 from paramserver.tests.late import come_late
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process, cluster
 
 __all__ = ["cluster"]
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
+from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
 
 TASK = ("--task", f"{Path(__file__).parent / 'scripts' / 'large.py'}:Large", "--batch-size", "4")
 OUTPUTS = ("--steps", "3", "--save", "w.safetensors", "--summary", "s.json")

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.tests.cluster import Process
 from paramserver.tests.faults.proxy import Proxy
-from paramserver.tests.loopback.conftest import Process
 
 PADDING = 60_000  # floats, divided over the shards: each counts the commits
 LEASE_S = 3.0

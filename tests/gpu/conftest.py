@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 
 HERE = Path(__file__).parent
 VARIABLE = "GPU_TEST_DEVICE"  # cuda, or cpu: the dry run
@@ -43,13 +42,6 @@ def cuda(device: str) -> None:
     """For tests of what a CPU does not have."""
     if device != "cuda":
         pytest.skip("NOT RUN: a dry run on the CPU has no GPU's memory to look at")
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def task(devices: str, precision: str = "float32") -> tuple[str, ...]:

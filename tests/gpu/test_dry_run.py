@@ -12,10 +12,10 @@ import pytest
 import typer
 
 from paramserver.benchmarks.main import app
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.gpu import run as runner
 from paramserver.tests.gpu.conftest import why_not
 from paramserver.tests.gpu.test_runs import run
-from paramserver.tests.loopback.conftest import Cluster
 
 RUNNER = Path(runner.__file__)
 

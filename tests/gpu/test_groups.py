@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.gpu.conftest import events, launched, task
-from paramserver.tests.loopback.conftest import Cluster
 
 pytestmark = pytest.mark.gpu
 

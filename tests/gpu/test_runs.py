@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.common.registry import MODES
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.gpu.conftest import HERE, events, launched, task
-from paramserver.tests.loopback.conftest import Cluster
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ import yaml
 from paramserver.common.config.schema import Config
 from paramserver.launch.plan.process import Child
 from paramserver.launch.supervise.restarts import can_mend
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker" / "kubernetes"

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary
 from paramserver.launch import estimate
-from paramserver.tests.loopback.conftest import Cluster
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
+from paramserver.tests.cluster import Cluster
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +11,7 @@ from statistics import fmean
 import pytest
 
 from paramserver.common.reporting.summary import Summary
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 # The first step of a process takes long, as loading kernels or a compiler does; each call says when it was, of how many
@@ -39,13 +38,6 @@ class Slow:
     def evaluate(self, model):
         return {"loss": 0.5}
 """
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def calls(folder: Path) -> list[tuple[float, int]]:

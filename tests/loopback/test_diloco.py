@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.loopback.scripts import outer
 
 # With this momentum torch's fused SGD rounds the same in vectors and in what is left over; with 0.9 it does not.

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.sharding import divide
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.loopback.scripts import outer
 from paramserver.worker.tensors.fragments import divided
 from paramserver.worker.tensors.transfer import ModelTensors

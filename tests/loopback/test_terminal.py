@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 
 STEPS = 20
 RUN = ("--task", "xor", "--set", "task.args={num_samples: 2000}", "--workers", "2", "--steps", str(STEPS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -117,15 +117,6 @@ def policy(num_workers: int, h: int = H, steps: int | None = STEPS, **options: f
 
 def assert_equal(tensor: torch.Tensor, two: torch.Tensor, within: float) -> None:
     assert ((tensor - two).abs().max() / two.abs().max()).item() <= within
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices: threads cost more than they give."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

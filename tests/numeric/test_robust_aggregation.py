@@ -7,7 +7,6 @@ gradient of its own samples, so the honest ones differ by chance as they do in t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -113,14 +112,6 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limi
     with torch.no_grad():
         loss = nn.functional.cross_entropy(workers[-1].model(inputs), classes).item()
     return loss if math.isfinite(loss) else math.inf
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_liars", [0, 1, 2, 3])

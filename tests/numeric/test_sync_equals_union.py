@@ -169,15 +169,6 @@ def relative_difference(item: dict[str, torch.Tensor], two: dict[str, torch.Tens
     return max((item[key] - two[key]).abs().max().item() for key in item) / largest
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices: threads cost more than they give, and the reference is to be the same everywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def alone() -> dict[str, tuple[dict[str, torch.Tensor], list[float]]]:
     return {name: train_alone(name) for name in OPTIMIZERS}

@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.replica_group.conftest import Run
+from paramserver.tests.forks import Forked, Run
 from paramserver.tests.replica_group.test_groups import alone, difference
-from paramserver.tests.trainers.conftest import Forked
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paramserver.tests.replica_group.conftest import Run
+from paramserver.tests.forks import Run
 from paramserver.tests.replica_group.member import data, make, optimizer_of
 from paramserver.worker.training.data import Shares
 

@@ -13,7 +13,7 @@ from torch import nn
 from paramserver.common.config.launchers import engine_settings
 from paramserver.common.errors import MismatchError, UsageError
 from paramserver.launch.plan.placement import place
-from paramserver.tests.replica_group.conftest import Run
+from paramserver.tests.forks import Run
 from paramserver.worker.replica_group.group import _compare
 from paramserver.worker.replica_group.rendezvous import find_member
 from paramserver.worker.replica_group.start import held_port

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.tests.faults.proxy import Plan, Proxy
-from paramserver.tests.replica_group.conftest import Run
+from paramserver.tests.forks import Run
 from paramserver.tests.replica_group.member import WIDTH, make, make_wide
 from paramserver.tests.replica_group.test_groups import EXTRA, alone, difference, ended
 

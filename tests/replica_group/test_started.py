@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paramserver.tests.cluster import Process
 from paramserver.tests.engines.conftest import BATCH, EngineRun
-from paramserver.tests.loopback.conftest import Process
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 
 from paramserver.common.errors import AuthError
 from paramserver.tests.certificates import certs, flags
-from paramserver.tests.replica_group.conftest import Run
+from paramserver.tests.forks import Run
 from paramserver.tests.strangers import listens, num_keys, on_other_addresses, silent
 from paramserver.worker.conversation.security import check_plaintext
 from paramserver.worker.replica_group.rendezvous import Member, Place

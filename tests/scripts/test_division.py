@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 SCRIPT = Path(__file__).parent / "ordinary" / "divided.py"
 BATCH = 4

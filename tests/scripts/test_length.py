@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 EPOCHS = Path(__file__).parent / "length" / "epochs.py"
 MODES = {"sync": (), "localsgd": ("--local-steps", "4"), "async": (), "ssp": ("--staleness", "1")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 
 HERE = Path(__file__).parent / "optimizer"
 TCP = ("--set", "server.shared_memory=false")

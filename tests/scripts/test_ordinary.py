@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 
 HERE = Path(__file__).parent / "ordinary"
 BATCH = 10

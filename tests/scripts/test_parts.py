@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.faults.proxy import Plan, Proxy
-from paramserver.tests.loopback.conftest import Cluster
 from paramserver.tests.scripts.test_ordinary import BATCH, plain
 
 HERE = Path(__file__).parent / "parts"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 SCRIPT = Path(__file__).parent / "rows" / "lookup.py"
 BATCH, STEPS = 10, 12

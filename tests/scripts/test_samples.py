@@ -13,7 +13,7 @@ from paramserver.common.errors import UsageError
 from paramserver.common.reporting.report import report_console, summary_table
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 SCRIPT = Path(__file__).parent / "ordinary" / "own_loader.py"
 FLAGS = ("--summary", "s.json", "--history", "h.jsonl", "--set", "server.status_interval_s=0.05")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 SCRIPT = Path(__file__).parent / "state" / "schedule.py"
 slow = pytest.mark.slow

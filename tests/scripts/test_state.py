@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 EPOCHS = Path(__file__).parent / "state" / "epochs.py"
 slow = pytest.mark.slow

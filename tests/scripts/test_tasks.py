@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.scripts.tasks.double import NUM_SAMPLES, Double, Weighted
 
 FILE = Path(__file__).parent / "tasks" / "double.py"

@@ -12,21 +12,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paramserver.tests.replica_group.conftest import SERVER, Run
+from paramserver.tests.forks import SERVER, Forked, Run, Zygotes
 from paramserver.tests.scripts.union.loop import BATCH, NUM, data, make
-from paramserver.tests.trainers.conftest import Forked, Zygotes
 
 LOOP = "paramserver.tests.scripts.union.loop"
 STEPS, NEAR = 30, 1e-9
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Zygotes]:
-    forks = Zygotes()
-    yield forks
-    for fork in forks.values():
-        fork.stop()
 
 
 @pytest.fixture

@@ -5,22 +5,11 @@ from __future__ import annotations
 import io
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from paramserver.common.reporting.pictures.progress import Steps
 from paramserver.simulate.results.summary import for_people, sentence, summary
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.simulate.worlds import simulated
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def test_ctrl_c_shows_what_was_simulated(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .conftest import Forked, Zygotes
+from ..forks import Forked, Zygotes
 from .programs.problem import CASES, SAMPLES, WORKERS, Model, loss_of, reference
 
 TRAINERS = ("plain", "on_lightning", "on_huggingface", "on_accelerate")
@@ -33,8 +33,8 @@ def is_short(trainer: str, mode: str, case: str) -> bool:
 class Run:
     """A case by two workers and their server."""
 
-    def __init__(self, zygotes: Zygotes, folder: Path, trainer: str, mode: str) -> None:
-        self._zygotes, self._folder, self._trainer, self._mode = zygotes, folder, trainer, mode
+    def __init__(self, forks: Zygotes, folder: Path, trainer: str, mode: str) -> None:
+        self._forks, self._folder, self._trainer, self._mode = forks, folder, trainer, mode
         self.address, self.has_rounds = "", mode in ("sync", "localsgd")
 
     def server(self, name: str, *more: str) -> Forked:
@@ -45,14 +45,14 @@ class Run:
         if case.clip and self._mode == "sync":
             flags += ("--clip-norm", str(case.clip))
         listen = ("--listen", "127.0.0.1:0")
-        server = self._zygotes["paramserver.ps.main"].fork(f"server-{name}", self._folder, *listen, *flags)
+        server = self._forks["paramserver.ps.main"].fork(f"server-{name}", self._folder, *listen, *flags)
         self.address = server.event("listening")["address"]
         return server
 
     def worker(self, name: str, rank: int, **environ: str) -> Forked:
         place = {"PS_SERVER": self.address, "PS_WORKER__RANK": str(rank), **environ}
         argv = (str(self._folder), str(rank), self._mode, name)
-        return self._zygotes[self._trainer].fork(f"{name}-{rank}", self._folder, *argv, **place)
+        return self._forks[self._trainer].fork(f"{name}-{rank}", self._folder, *argv, **place)
 
     def play(self, name: str, *more: str) -> list[dict]:
         """What the workers have in the end."""
@@ -76,8 +76,8 @@ class Run:
     ("trainer", "mode", "case"),
     [pytest.param(*item, marks=[pytest.mark.slow] if is_short(*item) else []) for item in ALL],
 )
-def test_a_trainer(zygotes: Zygotes, tmp_path: Path, trainer: str, mode: str, case: str):
-    run = Run(zygotes, tmp_path, trainer, mode)
+def test_a_trainer(forks: Zygotes, tmp_path: Path, trainer: str, mode: str, case: str):
+    run = Run(forks, tmp_path, trainer, mode)
     more: tuple[str, ...] = ()
     if case in ("resume", "cold", "behind", "mid"):
         if case == "resume":
@@ -95,9 +95,9 @@ def test_a_trainer(zygotes: Zygotes, tmp_path: Path, trainer: str, mode: str, ca
 
 @pytest.mark.trainers
 @pytest.mark.parametrize("trainer", ["on_accelerate", "on_huggingface"])
-def test_a_process_group_beside_the_run_is_refused(zygotes: Zygotes, tmp_path: Path, trainer: str):
+def test_a_process_group_beside_the_run_is_refused(forks: Zygotes, tmp_path: Path, trainer: str):
     """As torchrun and `accelerate launch` make one: gradients would be averaged twice, and parameters move."""
-    run = Run(zygotes, tmp_path, trainer, "sync")
+    run = Run(forks, tmp_path, trainer, "sync")
     server = run.server("plain")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

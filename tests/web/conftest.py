@@ -16,7 +16,7 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.view import About, Tick, View
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
+from paramserver.tests.cluster import DEADLINE_S
 
 CONTROL = "/api/runs/live/controls"
 
@@ -25,13 +25,6 @@ _FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.tests.catalog.test_runs import write_many
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.web.conftest import started_browser
 
 _TIMES = 15

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.web.conftest import CONTROL, Client
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")

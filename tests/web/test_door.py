@@ -15,7 +15,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.tests.certificates import certs
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
+from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
 from paramserver.tests.web.conftest import CONTROL, Client, tick, until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")

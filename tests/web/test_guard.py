@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from paramserver.common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Wait
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
+from paramserver.tests.cluster import DEADLINE_S, Cluster
 from paramserver.tests.web.conftest import CONTROL, Client, tick, until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")

@@ -12,7 +12,7 @@ import pytest
 
 from paramserver.common.reporting.view import Snapshot, View
 from paramserver.common.runstore.reading import RunStore
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.web.conftest import CONTROL, Client, Tab, about, tick
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")

@@ -18,7 +18,7 @@ import pytest
 from paramserver.drills.check import check
 from paramserver.simulate.recorded.replay import replay
 from paramserver.simulate.recorded.traces import read_trace
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
+from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 

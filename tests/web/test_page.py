@@ -13,8 +13,8 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, View, Wait
 from paramserver.tests.certificates import certs
+from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.late import come_late
-from paramserver.tests.loopback.conftest import Cluster, Process
 from paramserver.tests.web.conftest import Tab, about, tick
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 from paramserver.tests.web.conftest import Tab
 from paramserver.tests.web.test_page import STEP, opened, until
 

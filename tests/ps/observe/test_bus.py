@@ -14,7 +14,7 @@ from paramserver.ps.core.effects import Commit, Fact, Reply, RunEnded, Seated, S
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink
 from paramserver.ps.observe.sinks import StatusSink
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 
 
 class Gathering(Sink):

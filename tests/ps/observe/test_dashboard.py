@@ -8,21 +8,13 @@ import socket
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster
+from paramserver.tests.cluster import DEADLINE_S, Cluster
 
 BOARD = Path(__file__).parents[3] / "docker/grafana/dashboards/paramserver.json"
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def queries() -> list[str]:

@@ -30,19 +30,12 @@ from paramserver.ps.observe import metrics
 from paramserver.ps.observe.bus import Bus
 from paramserver.ps.observe.metrics import DEPARTURES, JOINS, OUTCOMES, STATES, MetricsSink
 from paramserver.ps.observe.sinks import make_bus
-from paramserver.tests.loopback.conftest import DEADLINE_S, Cluster, Process
+from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
 
 from ...records import contribution_of
 
 ROOT = Path(__file__).parents[3]
 Samples = dict[str, float]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.stop()
 
 
 def samples_of(text: str) -> Samples:

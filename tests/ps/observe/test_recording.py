@@ -19,7 +19,7 @@ from paramserver.common.runstore.reading import RunStore, StoredRun
 from paramserver.common.runstore.record import _beginning
 from paramserver.common.runstore.schema import VERSION, StoreError
 from paramserver.common.runstore.writing import RunWriter
-from paramserver.tests.loopback.conftest import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process
 
 FLAGS = ("--mode", "async", "--workers", "1", "--steps", "60", "--task", "linear", "--eval-every", "20")
 OFTEN = {"PS_SERVER__STATUS_INTERVAL_S": "0.02"}

@@ -13,7 +13,7 @@ import pytest
 from paramserver.common.registry import TRACKERS
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.ps.observe.trackers.base import figures_of
-from paramserver.tests.loopback.conftest import Cluster
+from paramserver.tests.cluster import Cluster
 
 _BLOCK_BYTES = 1 << 15
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,6 @@ LAYOUT = Layout([
     TensorSpec("seen", B, "bool", (70,)),
 ])  # fmt: skip
 GROUPS = (("nothing", "a", "d"), ("b/c", "c", "e", "f"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the server has for small models; threads that wait for each other take seconds on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def payload_of(seed: int, layout: Layout = LAYOUT, num_bytes: int | None = None) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -35,13 +34,11 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 Values = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One, as a server with a small model has, unless a test says otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(getattr(request, "param", 1))
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    torch.set_num_threads(3)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 class Case:
@@ -142,9 +139,8 @@ def test_so_they_do_with_floats_of_several_kinds_an_average_and_many_windows(
             assert torch.equal(alone[tensor], divided[tensor]), f"seed {seed}, {case.num_shards} shards: {tensor}"
 
 
-@pytest.mark.parametrize("num_threads", [3], indirect=True)
 @pytest.mark.parametrize("name", ["momentum", "adam", "rmsprop"])
-def test_so_they_do_where_torch_cuts_a_tensor_among_threads(name: str, num_threads: None) -> None:
+def test_so_they_do_where_torch_cuts_a_tensor_among_threads(name: str, several_threads: None) -> None:
     [(_, case)] = cases(name, 1)
     case.layout = Layout([TensorSpec("large", Kind.PARAMETER, "float32", (331, 307)), *case.layout.specs])
     case.weights, case.rounds = case.values(), [[(case.values(), 1.0)] for _ in case.rounds]

@@ -1,4 +1,4 @@
-"""Servers and trainers that are forked from processes which have imported what they need."""
+"""Programs that are forked from processes which have imported what they need, and groups of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.tests.loopback.conftest import Process
+from paramserver.tests.cluster import Process
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent / "trainers" / "programs"
 NEEDS = {"on_lightning": "lightning", "on_huggingface": "transformers", "on_accelerate": "accelerate"}
-sys.path.insert(0, str(PROGRAMS))  # for `problem`
+MEMBER = "paramserver.tests.replica_group.member"
+SERVER = "paramserver.ps.main"
 
 
 class Fork:
@@ -81,9 +83,64 @@ class Zygotes(dict[str, Zygote]):
         return self[module]
 
 
-@pytest.fixture(scope="session")
-def zygotes() -> Iterator[Zygotes]:
-    zygotes = Zygotes()
-    yield zygotes
-    for zygote in zygotes.values():
-        zygote.stop()
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Zygotes]:
+    forks = Zygotes()
+    yield forks
+    for fork in forks.values():
+        fork.stop()
+
+
+class Run:
+    """A server, and workers each of which is a group of processes."""
+
+    def __init__(self, forks: Zygotes, folder: Path) -> None:
+        self.forks, self.folder = forks, folder
+        self.address, self.port = "", 0  # of the server; of the newest group
+        self.processes: list[Forked] = []
+
+    def serve(self, *flags: str) -> Forked:
+        listen = ("--listen", "127.0.0.1:0", "--summary", str(self.folder / "s.json"))
+        server = self.forks[SERVER].fork("server", self.folder, *listen, *flags)
+        self.processes.append(server)
+        self.address = server.event("listening")["address"]
+        return server
+
+    def group(
+        self, rank: int, size: int, *words: str, absent: int = -1, life: int = 0, of: str = MEMBER,
+        is_rest: bool = False, **env: str,
+    ) -> list[Forked]:  # fmt: skip
+        """The processes of one worker, as torchrun would start them; `is_rest`: of the one that was started last."""
+        if not is_rest:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                self.port = listener.getsockname()[1]
+        place = {
+            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port), "PS_SERVER": self.address, "PS_WORKER__GROUP": "true",
+            "PS_WORKER__RANK": str(rank),
+        }  # fmt: skip
+        found = []
+        for inner in range(size):
+            if inner != absent:
+                own = env.get(f"inner{inner}", "")
+                more = dict(part.split("=", 1) for part in own.split()) | {
+                    key: value for key, value in env.items() if not key.startswith("inner")
+                }
+                told = place | {"RANK": str(inner), "LOCAL_RANK": str(inner)} | more
+                name = f"w{rank}-{inner}-{life}"
+                first = (str(self.folder), f"w{rank}") if of == MEMBER else ()
+                found.append(self.forks[of].fork(name, self.folder, *first, *words, **told))
+        self.processes += found
+        return found
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.popen.send_signal(9)
+
+
+@pytest.fixture
+def run(forks: Zygotes, tmp_path: Path) -> Iterator[Run]:
+    run = Run(forks, tmp_path)
+    yield run
+    run.stop()

@@ -18,7 +18,7 @@ import pytest
 
 from paramserver.tests.late import come_late
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parent / "loopback" / "scripts"
 DEADLINE_S = 120.0
 
 

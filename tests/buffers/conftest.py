@@ -1,3 +1,0 @@
-from paramserver.tests.replica_group.conftest import forks, run
-
-__all__ = ["forks", "run"]
