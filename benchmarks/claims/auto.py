@@ -71,7 +71,8 @@ def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
             back = "q4" if asked.replies == "q4" or codec == "auto" else codec
             env = {
                 **os.environ, "PS_WORKER__SERVER": found[1], "PS_WORKER__CODEC": codec,
-                **({} if rate == "shared" else {"PS_WORKER__REPLY_CODEC": back, "PS_WORKER__TRANSPORTS": "direct,grpc"}),
+                **({} if rate == "shared" else {"PS_WORKER__REPLY_CODEC": back,
+                                                "PS_WORKER__TRANSPORTS": "direct,grpc"}),
             }  # fmt: skip
             if not asked.host and rate != "shared":
                 env["PS_WORKER__MAX_MBIT"] = rate

@@ -179,7 +179,8 @@ def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
     hyperparameters = hyperparameters_from_proto([table.hyperparameters for table in tables])
     return tuple(
         TableSpec(
-            table.name, table.num_rows, table.dim, table.dtype, table.init_std, table.optimizer, values, 0, table.num_rows
+            table.name, table.num_rows, table.dim, table.dtype, table.init_std, table.optimizer, values,
+            first=0, end=table.num_rows,
         )
         for table, values in zip(tables, hyperparameters, strict=True)
     )  # fmt: skip

@@ -121,8 +121,8 @@ def one_round(turns: Turns, number: int, transports: list[str]) -> None:
         if given == transport:
             best = min(best, (both_s, transport))
         reason = turns.exchange._shards[0].transports.reason
-        say(session, "transport", round=number, transport=transport, given=given, reason=reason, up_s=up_s, both_s=both_s,
-            trip_s=statistics.median(trips), trip_p99_s=trips[int(0.99 * len(trips))])  # fmt: skip
+        say(session, "transport", round=number, transport=transport, given=given, reason=reason, up_s=up_s,
+            both_s=both_s, trip_s=statistics.median(trips), trip_p99_s=trips[int(0.99 * len(trips))])  # fmt: skip
     turns.wait(in_turn=False)
     turns.exchange.use_transports(tuple(dict.fromkeys((best[1], "grpc"))))
     say(session, "together", round=number, transport=best[1], both_s=turns.measured()[1])

@@ -237,8 +237,8 @@ class Failed(Event):
 
 
 KINDS: tuple[type[Event], ...] = (
-    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartbeatBegan, HeartbeatStopped, Heard,
-    Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
+    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartbeatBegan, HeartbeatStopped,
+    Heard, Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
     Failed,
 )  # fmt: skip
 

@@ -178,8 +178,8 @@ class Joining:
             fix = "install the same version of paramserver on both"
             raise refusal(Reason.BAD_REQUEST, f"workers of mode {self._config.run.mode} send {sends}", fix=fix)
         if engine.run.policy.kind.has_peers and not offered.rendezvous:
-            told = f"workers of mode {self._config.run.mode} average among themselves, and this one says no Model.rendezvous"
-            raise refusal(Reason.BAD_REQUEST, told, fix="install the same version of paramserver on both")
+            problem = f"mode {self._config.run.mode} averages among workers, and this worker sent no Model.rendezvous"
+            raise refusal(Reason.BAD_REQUEST, problem, fix="install the same version of paramserver on both")
         layout, optimizer = await _read_model(offered)
         why_no_better = shown(offered.transport_reason, _MAX_REASON)
         if offered.HasField("segment"):

@@ -228,8 +228,8 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
 
 def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="sync", work="w", project="p", version=0, heartbeat_s=1.0, config={},
-                                       code={}, machine={}))  # fmt: skip
+    writer = RunWriter(file, Beginning(run="a", mode="sync", work="w", project="p", version=0, heartbeat_s=1.0,
+                                       config={}, code={}, machine={}))  # fmt: skip
     for step in range(1, 5001):
         status = Status(step=step, version=step, workers=[WorkerStatus(rank=0)])
         writer.add(Tick(at=float(step), status=status, is_over=step == 5000))
@@ -246,8 +246,8 @@ def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
 
 def test_a_finished_run_has_its_staleness_by_versions_and_its_waits(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="async", work="w", project="p", version=0, heartbeat_s=1.0, config={},
-                                       code={}, machine={}))  # fmt: skip
+    writer = RunWriter(file, Beginning(run="a", mode="async", work="w", project="p", version=0, heartbeat_s=1.0,
+                                       config={}, code={}, machine={}))  # fmt: skip
     for step in (1, 2):
         ranks = [WorkerStatus(rank=rank, compute_s=3.0 * step, wait_s=1.0 * step * rank, contributions=rank + 1,
                               staleness_sum=rank * (rank + 1)) for rank in range(2)]  # fmt: skip

@@ -120,7 +120,8 @@ class ServerEnd:
         """The calls that are no conversation."""
         service, call = server.service, Worker(server, 0).stream
         message, reply = hostile.random.choice([
-            (pb.HeartbeatRequest(run="run", process="p", figures=pb.Figures(version=1, figures={"loss": 1.0})), self._heartbeat),
+            (pb.HeartbeatRequest(run="run", process="p", figures=pb.Figures(version=1, figures={"loss": 1.0})),
+             self._heartbeat),
             (pb.PullRequest(), service.pull),
             (pb.RowsRequest(run="run", ids=bytes(8)), service.pull_rows),
         ])  # fmt: skip

@@ -62,7 +62,8 @@ def test_both_sides_remember_the_same_through_resets(cluster, delayed_update, sh
     codec = {"PYTHONPATH": path, "PS_WORKER__CODEC": "delta", "PS_WORKER__REPLY_CODEC": "delta"}
     server = cluster.server(
         "--mode", "async", "--workers", "2", "--steps", str(STEPS), "--save", "w.safetensors",
-        "--shards", str(shards), *(["--delayed-update"] if delayed_update else []), "--set", "server.direct=true", **codec,
+        "--shards", str(shards), *(["--delayed-update"] if delayed_update else []), "--set",
+        "server.direct=true", **codec,
     )  # fmt: skip
     others = [cluster.shard(number, shards, **codec) for number in range(1, shards)]
 

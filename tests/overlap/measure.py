@@ -47,7 +47,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in both variants")
     parser.add_argument("--plain", action="append", default=[], metavar="KEY=VALUE", help="in the first only")
     parser.add_argument("--changed", action="append", default=[], metavar="KEY=VALUE",
-                        help="in the second only; default policy.delayed_update=true, or worker.overlap=true")  # fmt: skip
+                        help="in the second only; default policy.delayed_update=true, or "
+                             "worker.overlap=true")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="figures as one JSON object")
     return parser.parse_args()
 
