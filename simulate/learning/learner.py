@@ -284,8 +284,10 @@ def _check_possible(config: Config, policy: Any) -> None:
         message = "policy.late_compensation needs what each worker was sent, which is not kept"
         raise UsageError(f"flag --learn: {message}", fix="--set policy.late_compensation=none")
     if config.policy.delayed_update and worker.codec != "raw":
-        message = f"policy.delayed_update with worker.codec {worker.codec}: a residual reaches the next contribution in time"
-        raise UsageError(f"flag --learn: {message} only where a worker waits", fix="--set policy.delayed_update=false")
+        message = f"policy.delayed_update with worker.codec {worker.codec}: a residual reaches the next contribution"
+        raise UsageError(
+            f"flag --learn: {message} in time only where a worker waits", fix="--set policy.delayed_update=false"
+        )
     if config.policy.delayed_update and policy.kind.worker_steps:
         message = (
             f"policy.delayed_update in mode {config.run.mode} puts local steps onto late weights, which is not modelled"
