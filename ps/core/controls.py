@@ -4,8 +4,8 @@ does it at the same moment, the history has it and a replay repeats it.
     snapshot            one is taken with the next commit
     drain               everyone's next reply is the last; final weights are saved
     evict RANK          its call is refused, and it may not come back in this run
-    hold RANK           it gets its reply when it is released; whether others wait for it is the mode's to say
-    release RANK
+    pause RANK          its next reply waits until it is resumed; the mode decides whether others wait for it
+    resume RANK         its reply leaves
     set NAME VALUE      `lr_scale`: what the server's learning rate is multiplied by from the next commit on; `mode`:
                         another of the same compatible_modes (`Policy.compatible_modes`); or one of the mode's options
                         that may change
@@ -51,12 +51,12 @@ def offered(run: Run) -> list[str]:
         *run.policy.changeable,
     ]
     kept = ["snapshot"] if run.rhythm.is_kept else []
-    return [*kept, "drain", "hold", "release", "evict", *(f"set {name}" for name in settings)]
+    return [*kept, "drain", "pause", "resume", "evict", *(f"set {name}" for name in settings)]
 
 
 def follow(run: Run, event: Controlled) -> Iterator[Effect]:
     """The effects of what was asked, and the fact of what became of it."""
-    what = {"drain": _drain, "evict": _evict, "hold": _hold, "release": _release, "snapshot": _snapshot, "set": _set}
+    what = {"drain": _drain, "evict": _evict, "pause": _pause, "resume": _resume, "snapshot": _snapshot, "set": _set}
     found: list[Effect] = []
     try:
         if event.do not in what:
@@ -89,17 +89,17 @@ def _evict(run: Run, event: Controlled, found: list[Effect]) -> str:
     return f"worker {rank} is evicted"
 
 
-def _hold(run: Run, event: Controlled, found: list[Effect]) -> str:
+def _pause(run: Run, event: Controlled, found: list[Effect]) -> str:
     rank = _member(run, event.rank)
-    run.policy.held.add(rank)
-    return f"worker {rank} is held: its next reply waits until it is released"
+    run.policy.paused.add(rank)
+    return f"worker {rank} is paused: its next reply waits until somebody resumes it"
 
 
-def _release(run: Run, event: Controlled, found: list[Effect]) -> str:
-    if event.rank not in run.policy.held:
-        raise CannotError(f"worker {event.rank} is not held; held: {_ranks(run.policy.held)}")
-    found += run.performed(run.policy.release(event.rank, event.at), event.at)
-    return f"worker {event.rank} is released"
+def _resume(run: Run, event: Controlled, found: list[Effect]) -> str:
+    if event.rank not in run.policy.paused:
+        raise CannotError(f"worker {event.rank} is not paused; paused: {_ranks(run.policy.paused)}")
+    found += run.performed(run.policy.resume(event.rank, event.at), event.at)
+    return f"worker {event.rank} is resumed"
 
 
 def _snapshot(run: Run, event: Controlled, found: list[Effect]) -> str:

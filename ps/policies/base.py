@@ -124,7 +124,7 @@ class Policy(ABC):
         self.in_step: dict[int, int] = {}
         self._standing = Standing()  # of the live ranks, by those numbers
         self._waiting = Waiting()
-        self.held: set[int] = set()  # live ranks that are not replied until they are released
+        self.paused: set[int] = set()  # live ranks whose replies wait until somebody resumes them
         self._needed = self._num_needed()
         self.generation = 0  # of workers that average among themselves: grows with each group,
         self.group: tuple[int, ...] = ()  # whose members these are
@@ -211,7 +211,7 @@ class Policy(ABC):
         self._needed = self._num_needed()
         self._standing.remove(rank, self.num_counted[rank])
         self._waiting.remove(rank)
-        self.held.discard(rank)
+        self.paused.discard(rank)
         return self._left(rank) + self._settle(now)
 
     def finished(self, rank: int, now: float) -> list[Decision]:
@@ -224,7 +224,7 @@ class Policy(ABC):
         """Whoever gets its reply from now on has no steps left. A round that is open is closed as any other, so that
         all end at one version; nothing else is waited for."""
         self.is_stopping, self._needed = True, 0
-        self.held.clear()
+        self.paused.clear()
         self._waiting.ask_all()
         return self._settle(now)
 
@@ -283,9 +283,9 @@ class Policy(ABC):
         self._waiting.ask_all()
         return self._settle(now)
 
-    def release(self, rank: int, now: float) -> list[Decision]:
-        """A rank that was `held` may go on."""
-        self.held.discard(rank)
+    def resume(self, rank: int, now: float) -> list[Decision]:
+        """Let a `paused` rank go on."""
+        self.paused.discard(rank)
         self._waiting.ask_all()
         return self._settle(now)
 
@@ -416,8 +416,8 @@ class Policy(ABC):
         return {rank: hold or self._why_shut(rank, now, told) for rank in sorted(asked)}
 
     def _why_shut(self, rank: int, now: float, told: dict[object, str] | None = None) -> str:
-        if rank in self.held:
-            return "its release: somebody holds it"
+        if rank in self.paused:
+            return "a resume: somebody paused this worker"
         gate = self._gate(self.members[rank], now)
         if not isinstance(gate, Closed):
             return gate or ""
@@ -435,7 +435,7 @@ class Policy(ABC):
         """Live ranks that those who wait are waiting for, ascending: in a round who has not contributed, else the
         slowest."""
         ranks = self._ranks if self.has_rounds else self._standing.slowest_ranks
-        return tuple(sorted(rank for rank in ranks if rank not in self._waiting.ranks or rank in self.held))
+        return tuple(sorted(rank for rank in ranks if rank not in self._waiting.ranks or rank in self.paused))
 
     # ---- what a mode says -----------------------------------------------------------------
 
@@ -552,7 +552,7 @@ class Policy(ABC):
             member = self.members[rank]
             if member.pending is None:
                 continue
-            if rank in self.held:
+            if rank in self.paused:
                 waiting.shut(rank, None)
                 continue
             gate = None if are_open else self._gate(member, now)

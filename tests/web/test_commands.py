@@ -18,7 +18,7 @@ BAD = {
     "nested lists": b"[" * 60_000,
     "nested objects": b'{"do":' * 10_000,
     "a nested value": b'{"do": "set", "name": "lr_scale", "value": ' + b"[" * 900 + b"]" * 900 + b"}",
-    "a nested rank": b'{"do": "hold", "rank": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
+    "a nested rank": b'{"do": "pause", "rank": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
     "half a pair": b'{"do": "\\ud800"}',
     "half a pair as a name": b'{"do": "set", "name": "\\udfff", "value": 1}',
     "half a pair as a value": b'{"do": "set", "name": "mode", "value": "a\\ud800"}',
@@ -30,7 +30,7 @@ BAD = {
     "infinity": SET_SCALE % b"1e999",
     "Infinity": SET_SCALE % b"-Infinity",
     "NaN": SET_SCALE % b"NaN",
-    "a huge rank": b'{"do": "hold", "rank": %s}' % (b"9" * 100),
+    "a huge rank": b'{"do": "pause", "rank": %s}' % (b"9" * 100),
 }
 
 
@@ -62,7 +62,7 @@ def test_no_command_ends_the_run(cluster: Cluster) -> None:
     for name, value in (("staleness", 5), ("mode", "async"), ("lr_scale", 0.5), ("mode", "dssp"), ("mode", "ssp")):
         assert asks(json.dumps({"do": "set", "name": name, "value": value}).encode()) == 200
         snapshot()
-    for body in (b'{"do": "hold", "rank": 2147483648}', SET_SCALE % b"1e300", SET_SCALE % b"9007199254740993", b"{}"):
+    for body in (b'{"do": "pause", "rank": 2147483648}', SET_SCALE % b"1e300", SET_SCALE % b"9007199254740993", b"{}"):
         assert asks(body) == 422
     for path in ("", "/status", "/events", "/snapshots", "/workers", "/metrics"):
         assert page.ask("GET", f"/api/runs/live{path}")[0] == 200

@@ -54,10 +54,10 @@ def test_who_computes_is_not_said_to_wait_and_who_waits_is_said_to(cluster: Clus
 
     server.until(is_seen, "more steps")
     assert ["computing", "computing"] in seen
-    asks(client, do="hold", rank=1)
+    asks(client, do="pause", rank=1)
     server.until(lambda: bool(newest(client)["waits"]), "a worker that waits")
     now = newest(client)
-    assert [(wait["rank"], wait["why"]) for wait in now["waits"]] == [(1, "its release: somebody holds it")]
+    assert [(wait["rank"], wait["why"]) for wait in now["waits"]] == [(1, "a resume: somebody paused this worker")]
     assert [worker["state"] for worker in now["status"]["workers"] if worker["rank"] == 1] == ["waiting"]
     asks(client, do="drain")
     assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
@@ -96,19 +96,19 @@ def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
     for rank in range(2):
         cluster.worker(rank, "--set", "slowdown.base_s=0.01")
     server.until(lambda: newest(client).get("status", {}).get("step", 0) > 1, "steps")
-    asks(client, do="hold", rank=0)
+    asks(client, do="pause", rank=0)
     path = cluster.folder / "runs/paramserver.db"
 
     def is_kept() -> bool:
         with RunStore(path) as store:
-            return "its release" in store.runs()[0].waiting
+            return "a resume" in store.runs()[0].waiting
 
     server.until(is_kept, "a wait on record")
     server.signal(signal.SIGKILL)
     server.popen.wait()
     view = Store(path).view(client_run(path))
     assert view is not None and view.newest is not None
-    assert [(wait.rank, wait.why) for wait in view.newest.waits] == [(0, "its release: somebody holds it")]
+    assert [(wait.rank, wait.why) for wait in view.newest.waits] == [(0, "a resume: somebody paused this worker")]
 
 
 def client_run(path: Path) -> str:

@@ -81,10 +81,10 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     assert "worker 1 is evicted" in ask(address, "/api/runs/live/controls", {"do": "evict", "rank": 1})["done"]
     until_beyond(job, address, step_of(address) + 20)
     with pytest.raises(HTTPError):
-        ask(address, "/api/runs/live/controls", {"do": "hold", "rank": 1})
-    ask(address, "/api/runs/live/controls", {"do": "hold", "rank": 0})
-    job.until(lambda: "somebody holds it" in str(ask(address, "/api/runs/live/workers")), "waits for its release")
-    ask(address, "/api/runs/live/controls", {"do": "release", "rank": 0})
+        ask(address, "/api/runs/live/controls", {"do": "pause", "rank": 1})
+    ask(address, "/api/runs/live/controls", {"do": "pause", "rank": 0})
+    job.until(lambda: "somebody paused" in str(ask(address, "/api/runs/live/workers")), "waits for a resume")
+    ask(address, "/api/runs/live/controls", {"do": "resume", "rank": 0})
     ask(address, "/api/runs/live/controls", {"do": "drain"})
     assert job.wait() == 0, job.output
     check_history(tmp_path / "history.jsonl")

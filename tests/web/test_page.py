@@ -66,12 +66,12 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     page.get_by_label("new value").fill("9")
     page.get_by_role("button", name="Set", exact=True).click()
     until(shown, "() => document.getElementById('answer').textContent === 'staleness is 9, was 3'")
-    page.get_by_label("rank to hold").fill("1")
-    page.get_by_role("button", name="Hold").click()
+    page.get_by_label("rank to pause").fill("1")
+    page.get_by_role("button", name="Pause").click()
     until(shown, '() => document.querySelector(\'#waits line[data-from="0"][data-to="1"]\')')
     assert "10 contributions ahead, at most 9 allowed" in page.locator("#waits-text").text_content()
-    page.get_by_label("rank to release").fill("1")
-    page.get_by_role("button", name="Release").click()
+    page.get_by_label("rank to resume").fill("1")
+    page.get_by_role("button", name="Resume").click()
     until(shown, f"first => ({STEP})() > first + 10", page.evaluate(STEP))
     page.get_by_label("rank to evict").fill("7")
     sure(shown, "Evict")
@@ -83,7 +83,7 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     asked = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines() if '"control"' in line]
     done = [(event["do"], event["done"]) for event in asked]
     assert done == [
-        ("snapshot", True), ("set", True), ("hold", True), ("release", True), ("evict", False), ("drain", True)
+        ("snapshot", True), ("set", True), ("pause", True), ("resume", True), ("evict", False), ("drain", True)
     ]  # fmt: skip
     checked = cluster.command("launch", "check", "h.jsonl")
     assert checked.returncode == 0, checked.stdout + checked.stderr
@@ -278,7 +278,7 @@ def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
         asked.append(what)
         return f"done {len(asked)}"
 
-    page.begin(View(about=about(controls=["snapshot", "drain", "hold", "evict", "set staleness"])), control)
+    page.begin(View(about=about(controls=["snapshot", "drain", "pause", "evict", "set staleness"])), control)
     page.push(tick(1))
     shown = tab()
     shown.page.goto(f"http://{page.address}/?token=secret")

@@ -2,8 +2,8 @@
 import { $, make } from './text.js';
 const WORDS = {
   snapshot: ['Snapshot now', 'takes one at once'], drain: ['Drain', 'everyone’s next step is the last; weights are saved'],
-  evict: ['Evict', 'ends this worker'], hold: ['Hold', 'this worker gets no answer until it is released'],
-  release: ['Release', 'it goes on'], set: ['Set', ''],
+  evict: ['Evict', 'ends this worker'], pause: ['Pause', 'this worker gets no reply until it is resumed'],
+  resume: ['Resume', 'the worker goes on'], set: ['Set', ''],
 };
 
 async function ask(run, what) {
@@ -46,7 +46,7 @@ export function showControls(about, mayControl) {
   const buttons = [], settings = known.filter(name => name.startsWith('set '));
   for (const name of known.filter(name => !name.startsWith('set '))) {
     const [word, what] = WORDS[name] || [name, ''];
-    if (['evict', 'hold', 'release'].includes(name)) {
+    if (['evict', 'pause', 'resume'].includes(name)) {
       const rank = make('input', { type: 'number', min: 0, required: '', 'aria-label': `rank to ${name}`, placeholder: 'rank' });
       const form = make('form', {}, rank, make('button', { title: what }, word));
       form.addEventListener('submit', event => { event.preventDefault(); askIfSure(about.run, { do: name, rank: Number(rank.value) }); });

@@ -59,35 +59,35 @@ def commits(found: list[effects.Effect]) -> list[effects.Commit]:
     return [effect for effect in found if isinstance(effect, effects.Commit)]
 
 
-def test_who_is_held_gets_a_reply_when_it_is_released() -> None:
+def test_a_paused_worker_gets_its_reply_when_it_is_resumed() -> None:
     run = run_of("async")
-    assert told(ask(run, "hold", 1)) == (True, "worker 1 is held: its next reply waits until it is released")
+    assert told(ask(run, "pause", 1)) == (True, "worker 1 is paused: its next reply waits until somebody resumes it")
     assert replied(contribute(run, 0)) == [0]
     assert replied(contribute(run, 1)) == []
-    assert run.policy.waiting(0.0) == {1: "its release: somebody holds it"}
-    assert replied(ask(run, "release", 1)) == [1]
+    assert run.policy.waiting(0.0) == {1: "a resume: somebody paused this worker"}
+    assert replied(ask(run, "resume", 1)) == [1]
     assert replied(contribute(run, 1)) == [1]
 
 
-def test_in_a_round_all_wait_for_who_is_held() -> None:
+def test_in_a_round_all_wait_for_a_paused_worker() -> None:
     run = run_of("sync")
-    ask(run, "hold", 1)
+    ask(run, "pause", 1)
     contribute(run, 0)
     assert replied(contribute(run, 1)) == [0]
     contribute(run, 0)
     assert run.policy.holders() == (1,)
-    assert replied(ask(run, "release", 1)) == [1]
+    assert replied(ask(run, "resume", 1)) == [1]
     assert replied(contribute(run, 1)) == [0, 1]
 
 
-def test_who_is_held_and_leaves_holds_nobody() -> None:
+def test_a_paused_worker_that_leaves_keeps_nobody_waiting() -> None:
     run = run_of("sync")
-    ask(run, "hold", 1)
+    ask(run, "pause", 1)
     contribute(run, 0)
     contribute(run, 1)
     contribute(run, 0)
     assert replied(run.apply(events.Left(1, 1))) == [0]
-    assert not run.policy.held
+    assert not run.policy.paused
 
 
 def test_a_larger_lead_lets_those_go_on_who_waited() -> None:
@@ -129,12 +129,12 @@ def test_who_waits_when_the_mode_changes_gets_a_reply_by_the_new_one(mode: str, 
         for rank in (0, 1):
             if rank not in run.policy.waiting(0.0):
                 contribute(run, rank)
-    ask(run, "hold", 2)
+    ask(run, "pause", 2)
     contribute(run, 2)
     is_done, _ = told(ask(run, "set", name="mode", value=then))
     assert is_done == (mode != then)
-    assert run.policy.held == {2}
-    assert replied(ask(run, "release", 2)) == [2]
+    assert run.policy.paused == {2}
+    assert replied(ask(run, "resume", 2)) == [2]
     for _ in range(30):
         for rank in range(3):
             if rank not in run.policy.waiting(0.0):
@@ -188,22 +188,22 @@ def test_a_snapshot_is_taken_with_the_next_commit() -> None:
 
 def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
     run = run_of("sync")
-    ask(run, "hold", 1)
+    ask(run, "pause", 1)
     contribute(run, 0)
     assert told(ask(run, "drain"))[0]
     found = contribute(run, 1)
     assert [item.next_local_steps for item in found if isinstance(item, effects.Reply)] in ([0], [0, 0])
     assert run.ended_by == "drained: somebody asked for it"
-    assert told(ask(run, "hold", 0)) == (False, "the run is ending")
+    assert told(ask(run, "pause", 0)) == (False, "the run is ending")
 
 
 @pytest.mark.parametrize(
     ("mode", "asked", "why"),
     [
-        ("async", ("fly",), "nothing is called 'fly'; there are: drain, hold, release, evict, set lr_scale, set mode"),
-        ("ssp", ("hold", 5), "no worker 5 is in the run; there are: 0, 1"),
-        ("ssp", ("hold",), "no worker None is in the run; there are: 0, 1"),
-        ("ssp", ("release", 1), "worker 1 is not held; held: none"),
+        ("async", ("fly",), "nothing is called 'fly'; there are: drain, pause, resume, evict, set lr_scale, set mode"),
+        ("ssp", ("pause", 5), "no worker 5 is in the run; there are: 0, 1"),
+        ("ssp", ("pause",), "no worker None is in the run; there are: 0, 1"),
+        ("ssp", ("resume", 1), "worker 1 is not paused; paused: none"),
         ("ssp", ("snapshot",), "this server keeps no snapshots; start it with --checkpoint-dir DIR"),
         ("ssp", ("set", None, "staleness", -1), "staleness cannot be -1: it should be greater than or equal to 0"),
         ("ssp", ("set", None, "staleness", True), "staleness cannot be True: it is no switch, got True"),
@@ -251,7 +251,7 @@ def test_what_was_set_goes_on_until_the_configuration_says_something_new() -> No
 
 
 _ASKED = st.one_of(
-    st.tuples(st.sampled_from(["hold", "release", "evict"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["pause", "resume", "evict"]), st.integers(0, 3)),
     st.tuples(st.just("set"), st.none(), st.just("straggler_timeout_s"), st.sampled_from([None, 0.5, 5.0])),
     st.tuples(st.just("set"), st.none(), st.just("mode"), st.sampled_from(["sync", "async", "ssp", "dssp"])),
     st.tuples(st.just("step"), st.integers(0, 2)),
@@ -261,7 +261,7 @@ _ASKED = st.one_of(
 
 @given(st.sampled_from(["sync", "async", "ssp", "localsgd"]), st.lists(_ASKED, max_size=40))
 def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked: list[tuple]) -> None:
-    """Who waits for nobody held gets its reply sooner or later, and each contribution is in one commit."""
+    """Each contribution is in one commit, and a worker that waits for no paused worker gets its reply."""
     run, at = run_of(mode, num_workers=3), 0.0
     committed: list[ContributionId] = []
     kept: list[ContributionId] = []
@@ -290,8 +290,8 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
             elif isinstance(effect, effects.Keep):
                 kept.append(effect.id)
     assert len(set(committed)) == len(committed) and set(committed) <= set(kept)
-    idle = set(run.policy.members) - busy - run.policy.held
-    if idle and not run.policy.held:
+    idle = set(run.policy.members) - busy - run.policy.paused
+    if idle and not run.policy.paused:
         assert busy & set(run.policy.members), f"{idle} wait, and nobody computes"
 
 
@@ -304,7 +304,7 @@ _VALUES = st.one_of(
 _NAMES = st.sampled_from(["lr_scale", "mode", "staleness", "staleness_most", "straggler_timeout_s", "seed", ""])
 _RANKS = st.one_of(st.none(), st.integers(-1, 3), st.just(10**30))
 _COMMANDS = st.one_of(
-    st.tuples(st.sampled_from(["hold", "release", "evict", "snapshot", "drain", "fly"]), _RANKS),
+    st.tuples(st.sampled_from(["pause", "resume", "evict", "snapshot", "drain", "fly"]), _RANKS),
     st.tuples(st.just("set"), st.none(), _NAMES, _VALUES),
     st.tuples(st.just("set"), st.none(), st.just("mode"), st.sampled_from(["async", "ssp", "dssp"])),
     st.tuples(st.just("set"), st.none(), st.just("staleness"), st.integers(0, 5)),
