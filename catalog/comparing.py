@@ -1,4 +1,4 @@
-"""Runs on record side by side."""
+"""Compares runs of the run store: a table, findings, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -16,115 +16,102 @@ from ..common.config.conditions import Condition, condition
 from ..common.config.sections.launching import CostConfig
 from ..common.errors import UsageError
 from ..common.reporting.compared import write_report
-from ..common.reporting.curve import Point, add_trained
+from ..common.reporting.curve import add_trained
 from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
 from ..common.reporting.summary import Cost, Summary
 from ..common.runstore.reading import RunStore, StoredRun, config_differences
 from .showing import plain, print_json
 
-# What differs between any two runs, or says nothing of how they trained.
-_NOT_HOW = ("output.", "log.", "launch.", "server.listen", "checkpoint.dir", "server.metrics", "worker.rank")
-_SEED = "run.seed"
+# Settings that differ between any two runs, or do not affect training.
+_IRRELEVANT = ("output.", "log.", "launch.", "server.listen", "checkpoint.dir", "server.metrics", "worker.rank")
 _MOST_IN_A_LABEL = 2
 
 
-def compare(path: Path, told: Sequence[str], report: str | None, wanted: str | None, *, as_json: bool) -> None:
-    """The table, sentences, and the differences; of runs that differ only in their seed, one name. `report`: the folder
-    for one; `wanted`: what is to be reached."""
-    target = _target(wanted)
+def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | None, *, as_json: bool) -> None:
+    """Print the runs side by side, findings, and how their settings differ.
+
+    Runs that differ only in their seed share a label. `report`: a folder for report.html and report.md. `wanted`: a
+    condition such as `accuracy>=0.95`; the table shows when each run reached it. Raises UsageError.
+    """
+    try:
+        target = None if wanted is None else condition(wanted)
+    except ValueError as error:
+        raise UsageError(f"--target: {error}") from None
     with RunStore(path) as store:
-        runs = list({run.key: run for run in map(store.find, told)}.values())
+        runs = list({run.key: run for run in map(store.find, names)}.values())
         if len(runs) < 2:
-            raise UsageError("one run is compared with another", fix="ps-runs compare A B; ps-runs list names them")
-        found = [store.summary(run) or so_far(store, run) for run in runs]
-        for run, summary in zip(runs, found, strict=True):
-            summary.trained = trained(store, run)
-        differs = {
-            key: values for key, values in config_differences(store.config(run) for run in runs).items()
-            if not key.startswith(_NOT_HOW)
-        }  # fmt: skip
-    labels = labels_of(runs, differs)
-    named, notes = list(zip(labels, found, strict=True)), notes_on(runs)
-    said = findings(named, target) if len({run.work for run in runs}) == 1 else []
+            raise UsageError("a comparison needs two runs", fix="ps-runs compare A B; ps-runs list names them")
+        summaries = [store.summary(run) or summary_so_far(store, run) for run in runs]
+        for run, summary in zip(runs, summaries, strict=True):
+            for row in store.series(run):
+                add_trained(summary.trained, row)
+        settings = config_differences(store.config(run) for run in runs)
+    differs = {key: values for key, values in settings.items() if not key.startswith(_IRRELEVANT)}
+    labels, notes = _labels(runs, differs), _notes(runs)
+    named = list(zip(labels, summaries, strict=True))
+    texts = findings(named, target) if len({run.work for run in runs}) == 1 else []
     if as_json:
-        print_json({
-            "runs": [{"run": run.model_dump(), "label": label, "summary": item.model_dump()}
-                     for run, (label, item) in zip(runs, named, strict=True)],
-            "differences": differs, "findings": said, "notes": notes,
-        })  # fmt: skip
+        shown = [{"run": run.model_dump(), "label": label, "summary": summary.model_dump()}
+                 for run, (label, summary) in zip(runs, named, strict=True)]  # fmt: skip
+        print_json({"runs": shown, "differences": differs, "findings": texts, "notes": notes})
     else:
-        _show(named, target, differs, [*said, *notes])
+        _show(named, target, differs, [*texts, *notes])
     if report is not None:
-        title = ", ".join(dict.fromkeys(run.work for run in runs))
-        write_report(report, title, named, notes, differs, target=target)
+        write_report(report, ", ".join(dict.fromkeys(run.work for run in runs)), named, notes, differs, target=target)
         if not as_json:
             print(f"the report is {report}/report.html")
 
 
-def _target(told: str | None) -> Condition | None:
-    try:
-        return None if told is None else condition(told)
-    except ValueError as error:
-        raise UsageError(f"--target: {error}") from None
-
-
-def trained(store: RunStore, run: StoredRun) -> list[Point]:
-    """The training loss on its way."""
-    points: list[Point] = []
-    for row in store.series(run):
-        add_trained(points, row)
-    return points
-
-
-def so_far(store: RunStore, run: StoredRun) -> Summary:
-    """What a run that goes on, or ended without a word, has come to."""
-    known = {
+def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
+    """Returns what a run that is in progress, or crashed, has come to."""
+    found = Summary.model_validate({
         **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.figures, "ended_by": run.ended_by,
         "curve": list(store.evaluations(run)), "workers": list(store.newest_workers(run)),
-    }  # fmt: skip
-    found = Summary(**known)
-    with suppress(ValidationError):  # of another version
+    })  # fmt: skip
+    with suppress(ValidationError):  # another version wrote the configuration
         prices = CostConfig.model_validate(store.config(run).get("cost", {}))
         if prices.rate is not None:
             found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, None)
     return found
 
 
-def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
-    """A run's name; of one without, its mode and what sets it apart from others of the mode. Those of which nothing but
-    the seed differs have one label."""
-    told = []
+def _labels(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
+    """Returns each run's name, or its mode and what sets it apart from the others of that mode.
+
+    Runs that differ only in their seed get the same label.
+    """
+    labels = []
     for index, run in enumerate(runs):
-        others = [place for place, other in enumerate(runs) if other.mode == run.mode and other.work == run.work]
-        own = [
+        alike = [other for other, item in enumerate(runs) if item.mode == run.mode and item.work == run.work]
+        parts = [
             f"{key.rpartition('.')[2]}={values[index]}" for key, values in differs.items()
-            if key not in (_SEED, "run.mode") and any(values[place] != values[index] for place in others)
+            if key not in ("run.seed", "run.mode") and any(values[other] != values[index] for other in alike)
         ]  # fmt: skip
-        of_work = f" {run.work}" if len({run.work for run in runs}) > 1 else ""
-        apart = f" {', '.join(own)}" if len(own) <= _MOST_IN_A_LABEL else f" {run.id[:6]}"
-        told.append(run.name or f"{run.mode}{of_work}{apart if own else ''}")
-    return told
+        work = f" {run.work}" if len({other.work for other in runs}) > 1 else ""
+        apart = ", ".join(parts) if len(parts) <= _MOST_IN_A_LABEL else run.id[:6]
+        labels.append(run.name or f"{run.mode}{work} {apart}".rstrip())
+    return labels
 
 
-def notes_on(runs: Sequence[StoredRun]) -> list[str]:
-    """What speaks against comparing them."""
+def _notes(runs: Sequence[StoredRun]) -> list[str]:
+    """Returns reasons not to compare these runs, as sentences."""
     notes = []
     works, models = {run.work for run in runs}, {run.model for run in runs if run.model}
     if len(works) > 1:
-        notes.append(f"The runs are of different tasks ({', '.join(sorted(works))}): losses and accuracies of one say "
-                     "nothing about the other's; times, waits and traffic are shown.")  # fmt: skip
+        notes.append(f"The runs have different tasks ({', '.join(sorted(works))}): compare times, waits and traffic, "
+                     "not losses and accuracies.")  # fmt: skip
     elif len(models) > 1:
-        notes.append("The runs train different models: their figures are those of each model.")
-    for run in runs:
-        if run.state in ("running", "lost"):
-            how = "goes on" if run.state == "running" else "ended without a word"
-            notes.append(f"{run.label} {how}: its figures are those of step {run.step:,}.")
-    return notes
+        notes.append("The runs train different models: each figure is of its own model.")
+    states = {"running": "is in progress", "lost": "crashed"}
+    return notes + [
+        f"{run.label} {states[run.state]}: its figures are those of step {run.step:,}."
+        for run in runs if run.state in states
+    ]  # fmt: skip
 
 
 def _show(
-    runs: list[tuple[str, Summary]], target: Condition | None, differs: dict[str, list[Any]], said: list[str]
+    runs: list[tuple[str, Summary]], target: Condition | None, differs: dict[str, list[Any]], texts: list[str]
 ) -> None:
     console = report_console()
     console.print(comparison_table([(escape(plain(label)), summary) for label, summary in runs], target))
@@ -135,5 +122,5 @@ def _show(
             table.add_row(Text(plain(key)), *(Text(plain(str(value))) for value in values))
         console.print()
         console.print(table)
-    for text in said:
+    for text in texts:
         console.print(Text(plain(text), style="dim"))

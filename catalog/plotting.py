@@ -1,4 +1,4 @@
-"""One figure of a run: in the terminal, or as a file."""
+"""Plots one figure of a run, in the terminal or as a file."""
 
 from __future__ import annotations
 
@@ -16,51 +16,48 @@ _COLUMNS, _ROWS = 72, 16
 _OVER = {"step": "step", "time": "elapsed_s", "samples": "samples", "bytes": "num_bytes"}
 
 
-def plot(path: Path, told: str, what: tuple[str, str], out: Path | None, *, as_json: bool) -> None:
+def plot(path: Path, name: str, what: tuple[str, str], out: Path | None, *, as_json: bool) -> None:
+    """Plot a figure over an axis (`what`) as text, JSON, SVG or PNG. Raises UsageError."""
     figure, over = what
     if over not in _OVER:
-        raise UsageError(f"--over {over}: a run is drawn over {', '.join(_OVER)}", fix="--over step")
+        raise UsageError(f"--over {over} is not one of {', '.join(_OVER)}", fix="--over step")
     with RunStore(path) as store:
-        run = store.find(told)
-        points = points_of(store, run, figure, over)
+        run = store.find(name)
+        points = _points(store, run, figure, over)
     if as_json:
         print_json({"run": run.id, "figure": figure, "over": over, "points": [list(point) for point in points]})
     elif out is None:
-        print("\n".join(drawn(points, f"{plain(run.label)}: {figure} over {over}")))
+        print("\n".join(_text_plot(points, f"{plain(run.label)}: {figure} over {over}")))
     elif out.suffix == ".svg":
         picture = svg([(run.label, points)], over).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
         write(f"{picture}\n".encode(), out)
-    elif out.suffix == ".png":
-        if not png(out, f"{run.label}: {figure}", [(run.label, points)], over):
-            fix = "pip install 'paramserver[bench]', or --out FILE.svg, which needs nothing"
-            raise UsageError("matplotlib is not installed, which draws PNG", fix=fix)
-    else:
+    elif out.suffix != ".png":
         raise UsageError(f"--out {out}: a picture is an .svg or a .png", fix=f"--out {out.stem}.svg")
+    elif not png(out, f"{run.label}: {figure}", [(run.label, points)], over):
+        fix = "pip install 'paramserver[bench]', or --out FILE.svg, which needs nothing"
+        raise UsageError("PNG needs matplotlib, which is not installed", fix=fix)
 
 
-def points_of(store: RunStore, run: StoredRun, figure: str, over: str) -> list[tuple[float, float]]:
-    """(x, value) of a series, or of evaluations. UsageError names what there is."""
+def _points(store: RunStore, run: StoredRun, figure: str, over: str) -> list[tuple[float, float]]:
+    """Returns (x, value) of a series, or of evaluations. UsageError names the figures there are."""
     metrics = [metric.name for metric in shown_of_run(Display.STATUS)]
     if figure in metrics:
-        values = [(getattr(row, _OVER[over]), getattr(row, figure)) for row in store.series(run)]
-        found = [(x, y) for x, y in values if x is not None and y is not None]
+        found = [(getattr(row, _OVER[over]), getattr(row, figure)) for row in store.series(run)]
     else:
         evaluated = store.evaluations(run)
         known = list(dict.fromkeys(name for point in evaluated for name in point.figures))
         if figure not in known:
             raise UsageError(f"run {run.label} has no figure {figure}", fix=f"it has {', '.join([*metrics, *known])}")
-        found = [(getattr(point, _OVER[over]), point.figures[figure]) for point in evaluated if figure in point.figures]
-    found = [(float(x), float(y)) for x, y in found if x is not None and math.isfinite(y)]
-    if len(found) < 2:
-        message = f"run {run.label} has {len(found)} points of {figure} over {over}: nothing to draw"
-        raise UsageError(
-            message, fix="a run is looked at every server.status_interval_s, evaluated every run.eval_every"
-        )
-    return found
+        found = [(getattr(point, _OVER[over]), point.figures.get(figure)) for point in evaluated]
+    points = [(float(x), float(y)) for x, y in found if x is not None and y is not None and math.isfinite(y)]
+    if len(points) < 2:
+        message = f"run {run.label} has {len(points)} points of {figure} over {over}, and a plot needs two"
+        raise UsageError(message, fix="lower server.status_interval_s for series, run.eval_every for evaluations")
+    return points
 
 
-def drawn(points: list[tuple[float, float]], title: str) -> list[str]:
-    """Lines of text; of several points in a column their mean."""
+def _text_plot(points: list[tuple[float, float]], title: str) -> list[str]:
+    """Returns lines of text; several points in one column are drawn as their mean."""
     first, last = points[0][0], points[-1][0]
     columns: dict[int, list[float]] = {}
     for x, y in points:

@@ -1,4 +1,4 @@
-"""Lists runs, shows one, and changes what is on record of one."""
+"""Lists, shows, exports, names and deletes runs of the run store."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 import sqlite3
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,19 +24,20 @@ from ..common.runstore.reading import RunStore, StoredRun
 from ..common.wire.json_text import to_json
 
 _STYLES = {"running": "green", "lost": "red", "stopped": "yellow"}
-_STATES = {"lost": "ended without a word"}
+_STATES = {"lost": "crashed"}
 _MOST_EVENTS = 12
 _MOST_LISTED = 50  # rich takes a second to lay out a thousand
 
 
 def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
+    """Print a table of the newest runs, or all as JSON."""
     with RunStore(path) as store:
         runs = store.runs(most if most or as_json else _MOST_LISTED + 1)
     if as_json:
         print_json([run.model_dump() for run in runs])
         return
     is_cut = most is None and len(runs) > _MOST_LISTED
-    runs = runs[:_MOST_LISTED] if is_cut else runs
+    runs = runs[: most or _MOST_LISTED]
     figures = list(dict.fromkeys(name for run in runs for name in run.figures))[:3]
     names = ["run", "started", "state", "work", "mode"]
     table = Table(*names, *(Column(name, justify="right") for name in ["steps", "took", *figures]), box=None,
@@ -43,139 +46,139 @@ def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
         steps = f"{run.step:,}/{run.steps:,}" if run.steps and run.step != run.steps else f"{run.step:,}"
         shown = [figure(run.figures[name]) if name in run.figures else "-" for name in figures]
         state = Text(_STATES.get(run.state, run.state), style=_STYLES.get(run.state, ""))
-        name, work, mode = (Text(plain(item)) for item in (run.name or run.id, run.work, run.mode))
-        table.add_row(name, when(run.started_at), state, work, mode, steps, duration(run.elapsed_s), *shown)
+        name, work, mode = (Text(plain(text)) for text in (run.name or run.id, run.work, run.mode))
+        table.add_row(name, _when(run.started_at), state, work, mode, steps, duration(run.elapsed_s), *shown)
     console = report_console()
-    console.print(table if runs else "no run is on record yet")
+    console.print(table if runs else "there are no runs yet")
     if is_cut:
         console.print(Text(f"the newest {_MOST_LISTED}; -n 1000 shows more", style="dim"))
 
 
-def show_run(path: Path, told: str, *, as_json: bool) -> None:
+def show_run(path: Path, name: str, *, as_json: bool) -> None:
+    """Print one run: its results, settings, machine and newest events."""
     with RunStore(path) as store:
-        run = store.find(told)
-        if as_json:
-            print_json(everything(store, run))
-            return
-        summary, events = store.summary(run), store.events(run)
-        machine, code, evaluations = store.machine(run), store.code(run), store.evaluations(run)
-        snapshots = store.snapshots(run)
+        run = store.find(name)
+        found, summary, events = _everything(store, run), store.summary(run), store.events(run)
+    if as_json:
+        print_json(found)
+        return
     console = report_console()
-    state = _STATES.get(run.state, run.state)
-    console.print(Text(plain(f"{run.label}   {run.id}   {run.work}, {run.mode}   {state}"), style="bold"))
-    where = ", ".join(f"{name} {value}" for name, value in {**code, **machine}.items() if value)
+
+    def line(text: str, style: str = "") -> None:
+        console.print(Text(plain(text), style=style))
+
+    line(f"{run.label}   {run.id}   {run.work}, {run.mode}   {_STATES.get(run.state, run.state)}", "bold")
+    where = ", ".join(f"{key} {value}" for key, value in {**found["code"], **found["machine"]}.items() if value)
     starts = f", {run.starts} starts of its server" if run.starts > 1 else ""
-    console.print(Text(plain(f"started {when(run.started_at)}{starts}; {where}"), style="dim"))
+    line(f"started {_when(run.started_at)}{starts}; {where}", "dim")
     if summary is not None:
         console.print(summary_table(summary.model_copy(update={"mode": plain(summary.mode)})))
     else:
-        values = [f"{metric.label} {metric.text(getattr(run, metric.name))}" for metric in shown_of_run(Display.STATUS)]
-        console.print(Text(plain("   ".join(values))))
+        metrics = shown_of_run(Display.STATUS)
+        line("   ".join(f"{metric.label} {metric.text(getattr(run, metric.name))}" for metric in metrics))
         if run.state != "running":
-            console.print(Text(f"last heard of {when(run.heard_at)}"))
+            line(f"last heartbeat {_when(run.heard_at)}")
     if run.ended_by:
-        console.print(Text(plain(run.ended_by), style="yellow"))
-    for point in evaluations[-5:]:
-        figures = "   ".join(f"{name} {figure(value)}" for name, value in point.figures.items())
-        console.print(Text(plain(f"evaluated at step {point.step:,}: {figures}")))
-    if snapshots:
-        console.print(Text(plain(f"{len(snapshots)} snapshots, the newest {snapshots[-1].path}")))
+        line(run.ended_by, "yellow")
+    for point in found["evaluations"][-5:]:
+        figures = "   ".join(f"{key} {figure(value)}" for key, value in point["figures"].items())
+        line(f"evaluated at step {point['step']:,}: {figures}")
+    if snapshots := found["snapshots"]:
+        line(f"{len(snapshots)} snapshots, the newest {snapshots[-1]['path']}")
     for event in events[-_MOST_EVENTS:]:
         rank = "" if event.rank is None else f" rank {event.rank}"
-        fields = " ".join(f"{name}={value}" for name, value in event.fields.items() if not isinstance(value, dict))
-        console.print(Text(plain(f"{when(event.at)}  {event.kind}{rank}  {fields}"), style="dim"))
+        fields = " ".join(f"{key}={value}" for key, value in event.fields.items() if not isinstance(value, dict))
+        line(f"{_when(event.at)}  {event.kind}{rank}  {fields}", "dim")
 
 
-def export(path: Path, told: str, out: Path | None, *, as_json: bool) -> None:
+def export(path: Path, name: str, out: Path | None, *, as_json: bool) -> None:
+    """Write the series of a run as CSV, or everything as JSON."""
     with RunStore(path) as store:
-        run = store.find(told)
+        run = store.find(name)
         if as_json or (out is not None and out.suffix == ".json"):
-            text = to_json(everything(store, run), indent=2) + "\n"
-        else:
-            lines = io.StringIO()
-            rows = [point.model_dump() for point in store.series(run)]
-            writer = csv.DictWriter(lines, list(rows[0]) if rows else [], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-            text = lines.getvalue()
-    write(text.encode(), out)
+            write((to_json(_everything(store, run), indent=2) + "\n").encode(), out)
+            return
+        rows = [point.model_dump() for point in store.series(run)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write(text.getvalue().encode(), out)
 
 
-def everything(store: RunStore, run: StoredRun) -> dict[str, Any]:
-    """All that is on record of a run."""
+def _everything(store: RunStore, run: StoredRun) -> dict[str, Any]:
     summary = store.summary(run)
+    lists = ("evaluations", "snapshots", "events", "series", "worker_series")
     return {
-        "run": run.model_dump(), "summary": summary.model_dump() if summary else None, "config": store.config(run),
-        "code": store.code(run), "machine": store.machine(run),
-        "evaluations": [point.model_dump() for point in store.evaluations(run)],
-        "snapshots": [snapshot.model_dump() for snapshot in store.snapshots(run)],
-        "events": [event.model_dump() for event in store.events(run)],
-        "series": [point.model_dump() for point in store.series(run)],
-        "worker_series": [point.model_dump() for point in store.worker_series(run)],
+        "run": run.model_dump(), "summary": summary.model_dump() if summary else None,
+        **{name: getattr(store, name)(run) for name in ("config", "code", "machine")},
+        **{name: [item.model_dump() for item in getattr(store, name)(run)] for name in lists},
     }  # fmt: skip
 
 
-def tag(path: Path, told: str, name: str, *, as_json: bool) -> None:
+def tag(path: Path, run_name: str, name: str, *, as_json: bool) -> None:
+    """Name a run. Raises UsageError for a name that is taken or cannot be printed."""
     with RunStore(path) as store:
-        run = store.find(told)
+        run = store.find(run_name)
     if name == "last" or len(name) > 100 or name != plain(name):
         raise UsageError(f"a run cannot be called {plain(name)[:100]!r}",
                          fix="up to 100 characters that can be printed; `last` is the newest")  # fmt: skip
-    try:
+    with _changing(path, f"another run is called {name}"):
         rename(path, run.key, name or None)
-    except sqlite3.IntegrityError:
-        raise UsageError(
-            f"another run is called {name}", fix="take that name away first: ps-runs tag NAME ''"
-        ) from None
-    except sqlite3.Error as error:
-        raise _unchanged(path, error) from None
-    _say({"id": run.id, "name": name or None}, f"{run.id} is {name or 'without a name'}", as_json=as_json)
+    _report({"id": run.id, "name": name or None}, f"{run.id} is {name or 'without a name'}", as_json=as_json)
 
 
-def delete(path: Path, told: list[str], *, force: bool, as_json: bool) -> None:
+def delete(path: Path, names: list[str], *, force: bool, as_json: bool) -> None:
+    """Delete runs; those in progress only with `force`."""
     with RunStore(path) as store:
-        runs = {run.key: run for run in map(store.find, told)}
+        runs = {run.key: run for run in map(store.find, names)}
     for run in runs.values():
         if run.state == "running" and not force:
-            raise UsageError(f"run {run.label} goes on", fix="end it first, or --force")
-    try:
+            raise UsageError(f"run {run.label} is in progress", fix="end it first, or --force")
+    with _changing(path):
         remove(path, runs)
-    except sqlite3.Error as error:
-        raise _unchanged(path, error) from None
     ids = [run.id for run in runs.values()]
-    _say({"deleted": ids}, f"forgotten: {', '.join(ids)}", as_json=as_json)
+    _report({"deleted": ids}, f"deleted: {', '.join(ids)}", as_json=as_json)
 
 
-def _unchanged(path: Path, error: sqlite3.Error) -> OutputError:
-    return OutputError(f"{path} cannot be changed: {error}", fix="who has it open? is the folder yours to write?")
+@contextmanager
+def _changing(path: Path, conflict: str = "") -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.IntegrityError:
+        raise UsageError(conflict, fix="take that name away first: ps-runs tag NAME ''") from None
+    except sqlite3.Error as error:
+        fix = "close other programs that have it open, and check the folder's permissions"
+        raise OutputError(f"{path} cannot be changed: {error}", fix=fix) from None
 
 
-def _say(fields: dict[str, Any], text: str, *, as_json: bool) -> None:
+def _report(fields: dict[str, Any], text: str, *, as_json: bool) -> None:
     if as_json:
         print_json(fields)
     else:
         print(text)
 
 
+def _when(at: float) -> str:
+    """The local time of `at` (Unix seconds): a clock time within a day, else with its date."""
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S" if time.time() - at < 86_400 else "%Y-%m-%d %H:%M")
+
+
 # ---- shared by the commands --------------------------------------------------------------------------
 
 
 def plain(text: str) -> str:
-    """On a terminal; what a name holds beyond letters is not carried out."""
+    """Returns `text` without control characters, which a terminal would carry out."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def when(at: float) -> str:
-    then = datetime.fromtimestamp(at)
-    return then.strftime("%H:%M:%S" if time.time() - at < 86_400 else "%Y-%m-%d %H:%M")
-
-
 def print_json(value: Any) -> None:
+    """Print `value` as indented JSON."""
     print(to_json(value, indent=2))
 
 
 def write(data: bytes, out: Path | None) -> None:
-    """To a file, or to standard output."""
+    """Write to a file, or to standard output. Raises OutputError."""
     if out is None:
         sys.stdout.write(data.decode())
         return

@@ -7,54 +7,61 @@ process writes then stands on the same line. A worker's lines may follow it too,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..common.wire.json_text import read_json
 
-_NUMBER, _STEPS, _RANKS, _TRIPLES, _TEXT = "a whole number", "{rank: step}", "[rank, ...]", "[[r, i, s], ...]", "text"
-_VALUES = "{name: value}"
-
-# What every line of a kind must have, by role and operation; further fields are nobody's business here.
-_FIELDS: dict[str, dict[str, dict[str, str]]] = {
+# The fields that the lines of an operation must have, by role, with their kinds (`_KINDS`); others are not checked.
+_FIELDS = {
     "server": {
-        "start": {
-            "run": _TEXT,
-            "server_incarnation": _NUMBER,
-            "mode": _TEXT,
-            "version": _NUMBER,
-            "steps": _STEPS,
-            "options": _VALUES,
-            "common": _VALUES,
-        },
-        "join": {"rank": _NUMBER, "incarnation": _NUMBER, "step": _NUMBER},
-        "leave": {"rank": _NUMBER, "incarnation": _NUMBER, "how": _TEXT},
-        "accept": {
-            **dict.fromkeys(("rank", "incarnation", "step", "base_version", "version"), _NUMBER),
-            "outcome": _TEXT,
-        },
-        "commit": {"version": _NUMBER, "contributions": _TRIPLES, "members": _RANKS},
-        "reply": {**dict.fromkeys(("rank", "incarnation", "step", "version"), _NUMBER), "outcome": _TEXT},
-        "snapshot": {"version": _NUMBER, "steps": _STEPS},
-        "control": {"do": _TEXT},
-        "end": {"version": _NUMBER, "steps": _STEPS},
+        "start": "run:text server_incarnation mode:text version steps:steps options:values common:values",
+        "join": "rank incarnation step",
+        "leave": "rank incarnation how:text",
+        "accept": "rank incarnation step base_version version outcome:text",
+        "commit": "version contributions:triples members:ranks",
+        "reply": "rank incarnation step version outcome:text",
+        "snapshot": "version steps:steps",
+        "control": "do:text",
+        "end": "version steps:steps",
     },
     "worker": {
-        "start": {
-            "run": _TEXT,
-            **dict.fromkeys(("rank", "incarnation", "server_incarnation", "step", "version"), _NUMBER),
-        },
-        "send": dict.fromkeys(("rank", "incarnation", "step", "base_version"), _NUMBER),
-        "replied": {**dict.fromkeys(("rank", "incarnation", "step", "version"), _NUMBER), "outcome": _TEXT},
-        "end": {"rank": _NUMBER, "step": _NUMBER},
+        "start": "run:text rank incarnation server_incarnation step version",
+        "send": "rank incarnation step base_version",
+        "replied": "rank incarnation step version outcome:text",
+        "end": "rank step",
     },
+}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "": ("a whole number", _is_whole),
+    "text": ("text", lambda value: isinstance(value, str)),
+    "values": ("{name: value}", lambda value: isinstance(value, dict)),
+    "ranks": ("[rank, ...]", _are_whole),
+    "steps": (
+        "{rank: step}",
+        lambda value: isinstance(value, dict) and all(map(str.isdigit, value)) and _are_whole([*value.values()]),
+    ),
+    "triples": (
+        "[[r, i, s], ...]",
+        lambda value: isinstance(value, list) and all(_are_whole(item) and len(item) == 3 for item in value),
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and where."""
+    """One mistake in a history file, and its line."""
 
     file: str
     number: int
@@ -84,9 +91,9 @@ class Line:
 
 
 def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Problem]]:
-    """The operations of a history file, in order, and what cannot be read of it.
+    """Returns the operations of a history file, in order, and the problems of lines that cannot be read.
 
-    `lines` as a binary file gives them, with their ends.
+    `lines`: as a binary file gives them, with their ends.
     """
     found: list[Line] = []
     problems: list[Problem] = []
@@ -100,7 +107,7 @@ def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Prob
             continue  # without an end: the last line of the file
         error = _error_of(fields)
         if error is None and is_torn and fields["op"] != "start" and fields["role"] == "server":
-            error = f"half a line, and then {fields['op']}: only a start may follow what a killed process left"
+            error = f"a partial line, and then {fields['op']}: only a start may follow what a killed process left"
         if error is not None:
             problems.append(Problem(file, number, error))
         else:
@@ -109,7 +116,7 @@ def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Prob
 
 
 def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:
-    """The object in a line, and whether half of another one stands before it."""
+    """Returns the object in a line, and whether a partial one stands before it."""
     for begin in (0, raw.rfind(b'{"op":')):
         try:
             fields = read_json(raw[begin:], nan=True, big=True) if begin >= 0 else None
@@ -121,35 +128,15 @@ def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:
 
 
 def _error_of(fields: dict[str, Any]) -> str | None:
-    """What is wrong with the form of a line."""
+    """Returns what is wrong with the form of a line, as a sentence."""
     role, op = fields.get("role"), fields.get("op")
-    known = _FIELDS.get(role, {}) if isinstance(role, str) else {}
-    needed = known.get(op) if isinstance(op, str) else None
+    needed = _FIELDS.get(str(role), {}).get(str(op))
     if needed is None:
         return f"operation {op!r} of role {role!r} is not one of a history (common/reporting/history.py)"
-    for key, kind in needed.items():
+    for key, _, kind in (word.partition(":") for word in needed.split()):
         if key not in fields:
             return f"{op} without '{key}'"
-        if not _is(kind, fields[key]):
-            return f"{op} with '{key}' {fields[key]!r}: it must be {kind}"
+        text, is_right = _KINDS[kind]
+        if not is_right(fields[key]):
+            return f"{op} with '{key}' {fields[key]!r}: it must be {text}"
     return None
-
-
-def _is(kind: str, value: Any) -> bool:
-    if kind == _NUMBER:
-        return _is_whole(value)
-    if kind == _TEXT:
-        return isinstance(value, str)
-    if kind == _VALUES:
-        return isinstance(value, dict)
-    if kind == _STEPS:
-        return isinstance(value, dict) and all(rank.isdigit() and _is_whole(step) for rank, step in value.items())
-    if kind == _RANKS:
-        return isinstance(value, list) and all(map(_is_whole, value))
-    return isinstance(value, list) and all(
-        isinstance(item, list) and len(item) == 3 and all(map(_is_whole, item)) for item in value
-    )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,19 +1,19 @@
-"""Replays a server's history and says where it breaks its promises. Pure.
+"""Replays a server's history and reports where it breaks a promise. Pure.
 
-What must hold (I1 to I9 are the invariants of docs/robustness.md):
+The rules (I1 to I9 are the invariants of docs/robustness.md):
 
-- each contribution of a rank is committed once, in order, without gaps; what came after the snapshot that a
-  restart goes back to is void and is committed anew (I2);
-- incarnations grow, of the server at every start and of a rank at every join, and nothing of an older
-  one counts once a newer has joined (I1, I4);
-- a snapshot's numbers are those committed at its version, and a restart goes on from the newest (I3, I5);
-- versions grow by one per commit, and nobody is given weights older than those they had (I9);
-- what the mode promises (`Policy.rules`), e.g. that a round is made of the live workers (I7).
+- Each contribution of a rank is committed once, in order, without gaps. A restart voids what came after its snapshot;
+  that is committed anew (I2).
+- Incarnations grow: of the server at every start, of a rank at every join. Nothing of an older one counts once a newer
+  has joined (I1, I4).
+- A snapshot's numbers are those committed at its version, and a restart continues from the newest (I3, I5).
+- Versions grow by one per commit, and no worker gets weights older than those it has (I9).
+- The mode's own rules (`Policy.rules`), e.g. that a round contains the live workers (I7).
 
-The lines of a server that was killed, or whose disk was full, may lack their end (`_is_cut`): what stands in the
-snapshot that the next start goes on from is then believed, and nothing is said of what only workers know.
+A server that was killed, or whose disk was full, may lack its last lines (`_is_cut`). The replay then believes the
+snapshot that the next start continues from, and reports nothing that only workers know.
 
-After a problem the replay takes the history's word for it, so that one mistake is told once.
+After a problem the replay continues from the history's version, so that one mistake is reported once.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ _COUNTED = frozenset({"skipped", "repeated", "dropped", "rejected", "refused"})
 
 @dataclass
 class Member:
-    """A worker that has joined. `number` counts what was accepted, committed or not.
+    """A worker that has joined. `number` counts its accepted contributions, committed or not.
 
-    It is a member, for whom others wait, some time after its join, when it has said what it trains.
+    It becomes a member, which others wait for, some time after its join: once it has offered its model.
     """
 
     incarnation: int
     number: int
-    is_member: bool = False  # for certain
-    is_replied: bool = False  # it may contribute
+    is_member: bool = False  # certainly
+    is_replied: bool = False  # and so may contribute
     version: int = 0  # of its last reply
-    started_at: int | None = None  # the newest version when it was given its START; None: it still waits for that
+    started_at: int | None = None  # the newest version when it got its START; None: it has none yet
 
 
 class Replay:
-    """Feed it the server's lines in order, then `finish`."""
+    """Checks the server's lines: `feed` them in order, then `finish`."""
 
     def __init__(self, modes: Iterable[str] = ()) -> None:
-        """`modes`: those in files, `FILE.py:NAME`, that the user has named."""
+        """`modes`: modes in the user's files, `FILE.py:NAME`, beside the installed ones."""
         self.problems: list[Problem] = []
-        self.unchecked_modes: dict[str, None] = {}  # whose rules nobody here knows
-        self.deleted: list[str] = []  # snapshots that were not there any more: no mistake of the server's
+        self.unchecked_modes: dict[str, None] = {}  # whose rules are not installed
+        self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
         self.tally = Tally()
         self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
         self.run: str | None = None
         self.server_incarnation = 0
         self.lineage = Lineage({})
-        self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: numbers by then
+        self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: its numbers
         self.version = 0
         self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
-        self._rules: list[Rule] = []  # of the mode
+        self._rules: list[Rule] = []
         self._members: dict[int, Member] = {}
         self._ranks: set[int] = set()  # that ever joined the run
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
-        self._skipped: set[tuple[int, int]] = set()  # of those, (rank, number) of which nothing is folded
+        self._skipped: set[tuple[int, int]] = set()  # of those, (rank, number) without a fold
         self._may_be_open = False  # a contribution may be replied before it is committed
         self._durable: int | None = None  # version of the newest snapshot
-        self._held: dict[int, int] = {}  # numbers in it of ranks that had not been heard to begin
+        self._unseen: dict[int, int] = {}  # its numbers of ranks that no line has mentioned
         self._voided: set[tuple[int, int]] = set()
-        self._is_cut = False  # the lines of this server may go on: it has not ended
+        self._is_cut = False  # this server has not ended
         self._line: Line
 
     def feed(self, line: Line) -> None:
@@ -81,7 +81,7 @@ class Replay:
         if line.op == "end" and line.fields.get("begun") is False:
             return  # it was stopped while it waited for its other shards
         if self.run is None and line.op != "start":
-            self._say(f"{line.op} before any start")
+            self._report(f"{line.op} before any start")
             self.run = ""
         getattr(self, f"_on_{line.op}")(line)
 
@@ -92,33 +92,34 @@ class Replay:
             self._close_run()
         return self.tally
 
-    def _say(self, message: str) -> None:
-        self.problems.append(Problem(self._line.file, self._line.number, message))
-
-    def _say_broken(self, found: Iterable[str | None]) -> None:
-        for message in found:
-            if message is not None:
-                self._say(message)
+    def _report(self, *messages: str | None) -> None:
+        self.problems += [Problem(self._line.file, self._line.number, message) for message in messages if message]
 
     # ---- starts, snapshots, ends ----------------------------------------------------------
 
     def _on_start(self, line: Line) -> None:
         version, numbers = line["version"], line.steps
+        has_source = line.fields.get("source") is not None
         self._note_cut()
         if line["run"] == self.run:
-            self._restarted(line, version, numbers)
+            self._restarted(line, version, numbers, has_source)
         else:
             if self.run is not None:
                 self._close_run()
-            self._begin_run(line, version, numbers)
+            if not has_source and (version or any(numbers.values())):
+                self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
+            self.run, self.lineage, self._voided, self._ranks = line["run"], Lineage(numbers), set(), set()
+        self._durable = version if has_source else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._rules = self._rules_of(line.fields)
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
         self._is_cut = True
 
     def _rules_of(self, started: Mapping[str, Any]) -> list[Rule]:
-        """Those of the run's mode. A history names no code to run: a mode in a file is one that the user has named too,
-        wherever the file lay in that run. Of any other mode only what holds for all is checked."""
+        """Returns the rules of the run's mode, none of a mode that is not known here.
+
+        A history names no code to run: the user names the file of a mode, wherever it was in that run.
+        """
         mode = self._modes.get(mode_anywhere(started["mode"]))
         if mode is None:
             self.unchecked_modes[started["mode"]] = None
@@ -132,55 +133,41 @@ class Replay:
         if self._is_cut:
             self.cut[self.run or "", self.server_incarnation] = self.lineage.numbers()
 
-    def _begin_run(self, line: Line, version: int, numbers: dict[int, int]) -> None:
-        has_source = line.fields.get("source") is not None
-        if not has_source and (version or any(numbers.values())):
-            self._say(f"a run that begins from nothing is at version {version}, numbers {numbers}")
-        self.run, self.lineage, self._voided, self._ranks = line["run"], Lineage(numbers), set(), set()
-        self._durable = version if has_source else None
-
-    def _restarted(self, line: Line, version: int, numbers: dict[int, int]) -> None:
+    def _restarted(self, line: Line, version: int, numbers: dict[int, int], has_source: bool) -> None:
         self.tally.restarts += 1
-        told = line["server_incarnation"]
-        if told <= self.server_incarnation:
-            self._say(f"server incarnation {told} after {self.server_incarnation}: it must grow at every start")
-        newcomers = self._ranks
-        if self._is_cut and line.fields.get("source") is not None:
+        incarnation, newcomers = line["server_incarnation"], self._ranks
+        if incarnation <= self.server_incarnation:
+            self._report(f"server incarnation {incarnation} after {self.server_incarnation}: it must grow")
+        if self._is_cut and has_source:
             newcomers = newcomers | set(numbers)
             self._believe(line, version, numbers)
         if version > self.version:
-            self._say(f"the server starts at version {version}, and only {self.version} versions were committed")
-        elif self._is_newest_gone(line):
-            self.deleted.append(
-                f"{line.file}:{line.number}: the server goes on from version {version}: the newer snapshot of version "
-                f"{self._durable} was not there any more (deleted, or its disk is gone), and what only it had is lost"
-            )
-        elif self._durable is not None and version < self._durable and not line.fields.get("skipped"):
-            lost = len(self.lineage.contributions(self._durable)) - len(self.lineage.contributions(version))
-            self._say(
-                f"the server starts at version {version}, and version {self._durable} was in a snapshot: "
-                f"{lost} durable contributions are lost"
-            )
-        for difference in self.lineage.differences(version, numbers, newcomers):
-            self._say(f"the server starts at version {version} with {difference}")
-        if version == self._durable and line.fields.get("source") is not None:
-            for rank in numbers.keys() & self._held.keys():
+            self._report(f"the server starts at version {version}, and only {self.version} versions were committed")
+        elif self._durable is not None and version < self._durable:
+            found = line.fields.get("found")
+            if isinstance(found, list) and self._durable not in found:
+                self.deleted.append(
+                    f"{line.file}:{line.number}: the server starts at version {version}: the newer snapshot of version "
+                    f"{self._durable} was deleted, or its disk is gone, and the contributions only in it are lost"
+                )
+            elif not line.fields.get("skipped"):
+                lost = len(self.lineage.contributions(self._durable)) - len(self.lineage.contributions(version))
+                self._report(
+                    f"the server starts at version {version}, and version {self._durable} was in a snapshot: "
+                    f"{lost} durable contributions are lost"
+                )
+        differences = self.lineage.differences(version, numbers, newcomers)
+        self._report(*(f"the server starts at version {version} with {text}" for text in differences))
+        if version == self._durable and has_source:
+            for rank in numbers.keys() & self._unseen.keys():
                 self._begins(rank, numbers[rank])
-        self._held = {}
+        self._unseen = {}
         voided = self.lineage.roll_back(version, numbers)
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
-        self._durable = version if line.fields.get("source") is not None else None
-
-    def _is_newest_gone(self, line: Line) -> bool:
-        """The newest snapshot is newer than what the server goes on from, and nothing of it lay where the server
-        looked."""
-        found = line.fields.get("found")
-        is_older = self._durable is not None and line["version"] < self._durable
-        return is_older and isinstance(found, list) and self._durable not in found
 
     def _believe(self, line: Line, version: int, numbers: dict[int, int]) -> None:
-        """Commits whose lines are missing, which the snapshot of `version` holds: one contribution each or rounds."""
+        """Add the commits whose lines are missing, up to the snapshot of `version`: single contributions, or rounds."""
         if version <= self.version:
             return
         known = self.lineage.numbers()
@@ -195,19 +182,19 @@ class Replay:
     def _on_snapshot(self, line: Line) -> None:
         version = line["version"]
         if version > self.version:
-            self._say(f"a snapshot of version {version}, and the newest is {self.version}")
+            self._report(f"a snapshot of version {version}, and the newest is {self.version}")
         if self._durable is not None and version < self._durable:
-            self._say(f"a snapshot of version {version} after one of version {self._durable}")
-        for difference in self.lineage.differences(version, line.steps, self._ranks):
-            self._say(f"the snapshot of version {version} has {difference}")
-        self._held = {rank: number for rank, number in line.steps.items() if rank not in self.lineage}
+            self._report(f"a snapshot of version {version} after one of version {self._durable}")
+        differences = self.lineage.differences(version, line.steps, self._ranks)
+        self._report(*(f"the snapshot of version {version} has {text}" for text in differences))
+        self._unseen = {rank: number for rank, number in line.steps.items() if rank not in self.lineage}
         self._durable = max(version, self._durable or 0)
 
     def _begins(self, rank: int, number: int) -> None:
-        """A rank that was never here: what the newest snapshot has of it was written before that was heard."""
-        held = self._held.pop(rank, number)
-        if held != number:
-            self._say(f"rank {rank} begins at number {number}, and the newest snapshot has it at {held}")
+        """A new rank begins. The newest snapshot may have its number before any line has."""
+        saved = self._unseen.pop(rank, number)
+        if saved != number:
+            self._report(f"rank {rank} begins at number {number}, and the newest snapshot has it at {saved}")
         self.lineage.begin(rank, number)
 
     def _on_control(self, line: Line) -> None:
@@ -220,12 +207,12 @@ class Replay:
                 rule.changed(line.fields.get("name", ""), line.fields.get("value"))
 
     def _on_end(self, line: Line) -> None:
-        # A server that was stopped may have replied what no version holds yet, where its mode does that.
+        # Modes that reply before they commit may have replied what is in no version yet.
         self._is_cut = self._may_be_open and bool(self._open)
         if line["version"] != self.version:
-            self._say(f"the run ends at version {line['version']}, and version {self.version} was committed last")
-        for difference in self.lineage.differences(self.version, line.steps, self._ranks):
-            self._say(f"the run ends with {difference}")
+            self._report(f"the run ends at version {line['version']}, and version {self.version} was committed last")
+        differences = self.lineage.differences(self.version, line.steps, self._ranks)
+        self._report(*(f"the run ends with {text}" for text in differences))
 
     def _close_run(self) -> None:
         applied = self.lineage.contributions()
@@ -242,19 +229,19 @@ class Replay:
         if newest is not None:
             self.tally.rejoins += 1
             if incarnation <= newest:
-                self._say(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
+                self._report(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
         self._newest[rank] = max(incarnation, newest or 0)
         self._ranks.add(rank)
         before = self._members.get(rank)
         known = self._known_number(rank)
         if known is not None and number != known:
-            self._say(f"rank {rank} joins at number {number}: it is at {known}")
+            self._report(f"rank {rank} joins at number {number}: it is at {known}")
         if known is None and number:
-            self._begins(rank, number)  # it was let in before, and gone before it heard so
+            self._begins(rank, number)  # it was seated before, and died before its reply
         if not line.fields.get("resumed"):
             self._members[rank] = Member(incarnation, number)
         elif before is None:
-            self._say(f"rank {rank} resumes, and was no member")
+            self._report(f"rank {rank} resumes, and was no member")
             self._members[rank] = Member(incarnation, number, is_member=True, is_replied=True, started_at=-1)
         else:
             before.incarnation, before.number = incarnation, number
@@ -265,10 +252,6 @@ class Replay:
             return max(self._open[rank])
         return self.lineage.number(rank) if rank in self.lineage else None
 
-    def _least_number(self) -> int | None:
-        """The slowest certain member's number."""
-        return min((member.number for member in self._members.values() if member.is_member), default=None)
-
     def _on_leave(self, line: Line) -> None:
         rank, incarnation = line["rank"], line["incarnation"]
         member = self._members.get(rank)
@@ -278,7 +261,7 @@ class Replay:
             else:
                 del self._members[rank]
         elif incarnation > self._newest.get(rank, 0):
-            self._say(f"rank {rank} leaves as incarnation {incarnation}, which never joined")
+            self._report(f"rank {rank} leaves as incarnation {incarnation}, which never joined")
 
     # ---- contributions --------------------------------------------------------------------
 
@@ -290,44 +273,43 @@ class Replay:
             return
         member = self._current(line, f"{outcome} contribution {number}")
         if line["base_version"] > line["version"]:
-            self._say(
+            self._report(
                 f"contribution {number} of rank {rank} has a negative staleness: computed on version "
                 f"{line['base_version']}, applied at {line['version']}"
             )
         if outcome == "repeated" and number > member.number:
-            self._say(f"contribution {number} of rank {rank} is called repeated, and rank {rank} is at {member.number}")
+            self._report(
+                f"contribution {number} of rank {rank} is called repeated, and rank {rank} is at {member.number}"
+            )
         if outcome in _COUNTING:
-            self._counts(line, member)
+            if number != member.number + 1:
+                again = "again" if number <= member.number else "with a gap"
+                self._report(
+                    f"contribution {number} of rank {rank} is accepted {again}: rank {rank} is at {member.number}"
+                )
+            if not member.is_replied:
+                self._report(
+                    f"contribution {number} of rank {rank} is accepted before the reply to {member.number} has left"
+                )
+            self._report(*(rule.counted(rank, number, line["base_version"], self.version) for rule in self._rules))
+            member.number, member.is_member, member.is_replied = number, True, False
             self._open.setdefault(rank, {})[number] = line["incarnation"]
         if outcome == "skipped":
             self._skipped.add((rank, number))
 
-    def _counts(self, line: Line, member: Member) -> None:
-        rank, number = line["rank"], line["step"]
-        if number != member.number + 1:
-            again = "again" if number <= member.number else "with a gap"
-            self._say(f"contribution {number} of rank {rank} is accepted {again}: rank {rank} is at {member.number}")
-        if not member.is_replied:
-            self._say(
-                f"contribution {number} of rank {rank} is accepted, and rank {rank} was not let go on after "
-                f"{member.number}"
-            )
-        self._say_broken(rule.counted(rank, number, line["base_version"], self.version) for rule in self._rules)
-        member.number, member.is_member, member.is_replied = number, True, False
-
     def _on_commit(self, line: Line) -> None:
         version, members = line["version"], set(line["members"])
         if version != self.version + 1:
-            self._say(f"version {version} is committed after version {self.version}")
+            self._report(f"version {version} is committed after version {self.version}")
         self.version = version
         certain = {rank for rank, member in self._members.items() if member.is_member}
         if not certain <= members <= set(self._members):
-            self._say(f"version {version} names the members {sorted(members)}, live are {sorted(certain)}")
+            self._report(f"version {version} names the members {sorted(members)}, live are {sorted(certain)}")
         for rank in members & set(self._members):
             self._members[rank].is_member = True
         for rank, incarnation, number in line["contributions"]:
             if self._close(rank, number) != incarnation:
-                self._say(
+                self._report(
                     f"version {version} holds rank {rank} incarnation {incarnation} contribution {number}, which was "
                     "not accepted before"
                 )
@@ -338,29 +320,25 @@ class Replay:
         for rank, number in sorted(folded | skipped):
             problem = self.lineage.add(rank, number, version, line.number, is_skipped=(rank, number) in skipped)
             if problem and (rank, number) in folded:
-                self._say(problem)
-        self._check_all_are_in(version)
+                self._report(problem)
+        if self._open:
+            left = [
+                f"contribution {number} of rank {rank}" for rank in sorted(self._open) for number in self._open[rank]
+            ]
+            self._report(f"version {version} leaves out what was accepted before: {', '.join(left)}")
+            self._open.clear()
         waiting = {rank for rank, member in self._members.items() if member.started_at is None}
         missing = sorted(members - waiting - {rank for rank, _ in folded | skipped})
         num_contributions = len(line["contributions"]) + len(skipped)
-        self._say_broken(rule.committed(version, num_contributions, missing) for rule in self._rules)
+        self._report(*(rule.committed(version, num_contributions, missing) for rule in self._rules))
 
     def _close(self, rank: int, number: int) -> int | None:
-        """An accepted contribution is in a version now; the incarnation it was accepted of, if it was."""
+        """Returns the incarnation of an accepted contribution that is in a version now, None if it was not accepted."""
         numbers = self._open.get(rank, {})
         incarnation = numbers.pop(number, None)
         if not numbers:
             self._open.pop(rank, None)
         return incarnation
-
-    def _check_all_are_in(self, version: int) -> None:
-        """A version holds all that was accepted since the one before."""
-        if self._open:
-            left = ", ".join(
-                f"contribution {number} of rank {rank}" for rank in sorted(self._open) for number in self._open[rank]
-            )
-            self._say(f"version {version} leaves out what was accepted before: {left}")
-            self._open.clear()
 
     def _on_reply(self, line: Line) -> None:
         rank, number, version = line["rank"], line["step"], line["version"]
@@ -370,24 +348,24 @@ class Replay:
             member.number = number
         member.is_member = True
         if number != member.number:
-            self._say(f"rank {rank} gets its reply for contribution {number}: it is at {member.number}")
+            self._report(f"rank {rank} gets its reply for contribution {number}: it is at {member.number}")
         if rank in self._open and not self._may_be_open:
-            self._say(f"rank {rank} gets its reply for contribution {number}, which is not committed")
+            self._report(f"rank {rank} gets its reply for contribution {number}, which is not committed")
         least = max(member.version, self.lineage.version(rank))
         if not least <= version <= self.version:
-            self._say(
+            self._report(
                 f"rank {rank} is given version {version}: it has seen or made {least}, the newest is {self.version}"
             )
-        ahead = number - (self._least_number() or 0)
-        if not line.fields.get("last"):  # who takes no more steps goes nowhere, however far ahead
-            self._say_broken(rule.replied(rank, ahead) for rule in self._rules)
+        ahead = number - min(member.number for member in self._members.values() if member.is_member)
+        if not line.fields.get("last"):  # a worker without further steps is ahead of nobody
+            self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         if member.started_at is None:
             member.started_at = self.version
         member.version, member.is_replied = version, True
 
     def _begin_rank(self, rank: int, number: int) -> None:
-        """A rank that is new starts at the slowest member's number, not to repeat what the others have done."""
-        # Members that are given their START at the same version entered in an order that the server does not note.
+        """A new rank starts at the slowest member's number, so that it does not repeat what the others have done."""
+        # The history does not say in which order members entered that got their START at the same version.
         since = [
             member.number for other, member in self._members.items()
             if member.is_member and other != rank and member.started_at != self.version
@@ -395,20 +373,20 @@ class Replay:
         slowest = min(since, default=None)
         begins_late = any(rule.begins_late for rule in self._rules)
         if slowest is not None and number > slowest and not begins_late:
-            self._say(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
+            self._report(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
         self._begins(rank, number)
 
     def _current(self, line: Line, what: str) -> Member:
-        """The live worker a line speaks of; says so when it is none or of an older incarnation."""
+        """Returns the live worker of a line, and reports one that is none or of an older incarnation."""
         rank, incarnation = line["rank"], line["incarnation"]
         member = self._members.get(rank)
         if member is None:
-            self._say(f"rank {rank} {what}, and is no member")
+            self._report(f"rank {rank} {what}, and is no member")
             member = self._members[rank] = Member(
                 incarnation, self._known_number(rank) or 0, is_replied=True, started_at=-1
             )
         elif incarnation != member.incarnation:
-            self._say(
+            self._report(
                 f"rank {rank} {what} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"
             )
         return member

@@ -86,7 +86,7 @@ class App(typer.Typer):
         return super().command(*arguments, cls=_Command, **options)
 
 
-def make_app(help_text: str) -> App:
+def make_app(help_text: str | None = None) -> App:
     return App(
         cls=_Group,
         add_completion=False,
@@ -98,7 +98,7 @@ def make_app(help_text: str) -> App:
     )
 
 
-def run_command(program: str, help_text: str, command: Callable[..., int | None]) -> NoReturn:
+def run_command(program: str, help_text: str | None, command: Callable[..., int | None]) -> NoReturn:
     """Run a program of one command, and end the process with the command's exit code.
 
     The command's first parameter is `Flags`: the flags that fields of the configuration declare for this program. The
@@ -112,7 +112,9 @@ def run_command(program: str, help_text: str, command: Callable[..., int | None]
     run_app(app, program)
 
 
-def single_app(program: str, help_text: str, command: Callable[..., int | None], arguments: list[str]) -> App:
+def single_app(
+    program: str, help_text: str | None, command: Callable[..., int | None], arguments: list[str]
+) -> App:
     """Returns the app of a program of one command, with its flags for these `arguments`. Raises UsageError."""
     app = make_app(help_text)
     app.command(help=help_text, epilog=_EPILOG)(_with_flags(program, command, _modes_in_files(arguments)))

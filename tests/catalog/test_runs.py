@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.catalog.comparing import so_far
+from paramserver.catalog.comparing import summary_so_far
 from paramserver.common.config.sources import load_config
 from paramserver.common.reporting.log import setup_logging
 from paramserver.common.reporting.status import Status, WorkerStatus
@@ -99,7 +99,7 @@ def test_runs_are_listed_shown_named_and_forgotten(folder: Path) -> None:
     found = json.loads(ps_runs("list", "--json", folder=folder))
     assert [run["id"] for run in found] == ["cccc00000004", "bbbb00000003", "aaaa00000002", "aaaa00000001"]
     assert [run["state"] for run in found] == ["lost", "done", "done", "done"], "its writer is gone"
-    assert "ended without a word" in ps_runs("list", folder=folder)
+    assert "crashed" in ps_runs("list", folder=folder)
     assert "bbbb00000003 is baseline" in ps_runs("tag", "bbbb", "baseline", folder=folder)
     assert "baseline" in ps_runs("list", folder=folder) and "host here" in ps_runs("show", "baseline", folder=folder)
     told = ps_runs("tag", "aaaa00000001", "baseline", folder=folder, code=2)
@@ -137,9 +137,9 @@ def test_runs_are_compared_with_what_differs(folder: Path) -> None:
 def test_runs_of_different_tasks_are_not_ranked(folder: Path) -> None:
     told = json.loads(ps_runs("compare", "aaaa00000001", "cccc", "--json", "--report", "out", folder=folder))
     assert told["findings"] == [] and "different tasks (digits, gpt)" in told["notes"][0]
-    assert "ended without a word" in told["notes"][1]
+    assert "crashed" in told["notes"][1]
     assert "different tasks" in (folder / "out" / "report.html").read_text()
-    assert "one run is compared" in ps_runs("compare", "cccc", folder=folder, code=2)
+    assert "a comparison needs two runs" in ps_runs("compare", "cccc", folder=folder, code=2)
 
 
 def test_runs_without_evaluations_are_compared_by_their_training_loss(folder: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_run_without_a_summary_has_its_cost_so_far(folder: Path) -> None:
         db.execute("UPDATE documents SET body = json_set(body, '$.cost', json('{\"per_hour\": 360}')) "
                    "WHERE name = 'config' AND run = (SELECT key FROM runs WHERE id = 'dddd00000005')")  # fmt: skip
     with RunStore(file) as store:
-        cost = so_far(store, store.find("dddd")).cost
+        cost = summary_so_far(store, store.find("dddd")).cost
     assert cost is not None and (cost.total, cost.currency) == (1.0, "USD")  # of 10 s
 
 

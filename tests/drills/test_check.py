@@ -79,7 +79,7 @@ def test_snapshots_that_were_deleted_are_no_mistake_of_the_server() -> None:
     verdict = verdict_of(lines)
     assert verdict.is_good
     (message,) = verdict.deleted
-    assert message.startswith("h:12: the server goes on from version 1: the newer snapshot of version 2 was not there")
+    assert message.startswith("h:12: the server starts at version 1: the newer snapshot of version 2 was deleted")
     lines[-1]["found"] = [2, 1]
     assert "1 durable contributions are lost" in messages(lines)
     assert not verdict_of(lines).deleted

@@ -21,7 +21,7 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
     assert check({"h": [*encoded(*first), half + again]}).is_good
     later = check({"h": [*encoded(*first), half + encoded(*applied(0, 1, 1, 0))[0]]})
     assert [str(problem) for problem in later.problems] == [
-        "h:4: half a line, and then accept: only a start may follow what a killed process left"
+        "h:4: a partial line, and then accept: only a start may follow what a killed process left"
     ]
     shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "step": 1, "base_version": 0}
     assert check({"h": [*encoded(*first), half + encoded(shared)[0]]}).is_good
