@@ -112,9 +112,7 @@ def run_command(program: str, help_text: str | None, command: Callable[..., int 
     run_app(app, program)
 
 
-def single_app(
-    program: str, help_text: str | None, command: Callable[..., int | None], arguments: list[str]
-) -> App:
+def single_app(program: str, help_text: str | None, command: Callable[..., int | None], arguments: list[str]) -> App:
     """Returns the app of a program of one command, with its flags for these `arguments`. Raises UsageError."""
     app = make_app(help_text)
     app.command(help=help_text, epilog=_EPILOG)(_with_flags(program, command, _modes_in_files(arguments)))
