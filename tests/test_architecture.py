@@ -17,6 +17,7 @@ import pytest
 
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import MODE_ALIASES, MODES
+from paramserver.tests.code_lines import PRODUCT, code_lines, lines_by_package
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
@@ -43,6 +44,8 @@ FILES = [
         if path.relative_to(ROOT).as_posix() not in GENERATED
     ),
 ]
+
+EVERY_FILE = [*FILES, *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))]
 
 # Time, chance, threads and output come in as arguments or go out as values.
 PURE = [
@@ -500,6 +503,71 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
     return sorted(waiting)
 
 
+# ---- size and names ----------------------------------------------------------------------------------
+
+# Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
+MAX_PRODUCT_LINES = 40_900
+MAX_TEST_LINES = 45_500
+
+
+def test_the_lines_of_code_stay_within_their_limits() -> None:
+    product = lines_by_package(*PRODUCT)
+    assert sum(product.values()) <= MAX_PRODUCT_LINES, product
+    assert lines_by_package("tests")["tests"] <= MAX_TEST_LINES
+
+
+# Words that the field has other words for, docs/architecture.md has the glossary.
+RETIRED = {
+    "among", "bringer", "crew", "equals", "heart", "inner_rank", "kin", "lane", "lanes", "meeting", "one", "ones",
+    "pipelined", "pulse", "tape", "whoever",
+}  # fmt: skip
+# Words that name neither a type nor a role, and how many names of each package are still spelled so.
+VAGUE = {"told", "said", "held", "own", "what", "place", "placed", "half", "figures"}
+MAX_VAGUE = {
+    "common": 108, "ps": 160, "worker": 240, "launch": 53, "integrations": 1, "drills": 45, "simulate": 30,
+    "benchmarks": 48, "web": 5, "catalog": 16, "tests": 580,
+}  # fmt: skip
+
+
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """The names that a file gives to variables, arguments, attributes, functions and classes, in lower case."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name.strip("_").lower()
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name.strip("_").lower()
+
+
+def test_no_name_is_a_retired_word() -> None:
+    found = {name: words for name in EVERY_FILE if (words := sorted(RETIRED & set(bound_names(tree_of(name)))))}
+    assert found == {}
+
+
+def test_vague_names_become_fewer() -> None:
+    counts = dict.fromkeys(MAX_VAGUE, 0)
+    for file in EVERY_FILE:
+        package = file.partition("/")[0]
+        counts[package] = counts.get(package, 0) + sum(name in VAGUE for name in bound_names(tree_of(file)))
+    assert {package: count for package, count in counts.items() if count > MAX_VAGUE.get(package, 0)} == {}
+
+
+# Places in tests that reach for a private attribute of something else than self. `_replace` and `os._exit` are public.
+MAX_PRIVATE = 190
+
+
+def private_uses(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.fullmatch("_[a-zA-Z](.*[^_])?", node.attr):
+            if ast.unparse(node.value) not in ("self", "cls", "super()", "os") and node.attr != "_replace":
+                yield ast.unparse(node)
+
+
+def test_tests_use_the_public_side() -> None:
+    found = [(name, use) for name in EVERY_FILE if name.startswith("tests/") for use in private_uses(tree_of(name))]
+    assert len(found) <= MAX_PRIVATE, found
+
+
 # ---- the reader itself -------------------------------------------------------------------------------
 
 
@@ -548,3 +616,16 @@ def test_imports_are_found_wherever_they_are(source: str, expected: list[str]) -
 )
 def test_comparisons_with_a_mode_are_found(source: str, count: int) -> None:
     assert len(mode_comparisons(ast.parse(source))) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("", 0),
+        ('"""Two\nlines."""\n\nX = 1  # a comment\n', 1),
+        ("# only\n# comments\n", 0),
+        ('def f(\n    a,\n):\n    """Text."""\n    return """a\nb"""\n', 5),
+    ],
+)
+def test_lines_of_code_are_counted_without_comments_and_docstrings(source: str, count: int) -> None:
+    assert code_lines(source) == count
