@@ -40,12 +40,12 @@ def measure_shards(options: ShardOptions) -> Report:
         for workers in options.workers:
             for shards in options.shards:
                 rows.append(
-                    {"mode": mode, "workers": workers, "shards": shards, **_one(options, mode, workers, shards)}
+                    {"mode": mode, "workers": workers, "shards": shards, **_measured(options, mode, workers, shards)}
                 )
     return Report("shards", vars(options), {"rows": rows}, _table(options, rows))
 
 
-def _one(options: ShardOptions, mode: str, workers: int, shards: int) -> dict[str, Any]:
+def _measured(options: ShardOptions, mode: str, workers: int, shards: int) -> dict[str, Any]:
     round_ = RoundOptions(options.mb, workers, options.runs, mode, options.optimizer, options.transport)
     variant = Variant(options.transport, options.transport, renews=False)
     steps = str(_NUM_WARMUP + options.runs + 1)

@@ -156,8 +156,8 @@ class RunWriter:
         self._key, self._stride = db.execute("SELECT key, stride FROM runs WHERE id = ?", (of.run,)).fetchone()
         for table in ("series", "evaluations", "snapshots"):
             db.execute(f"DELETE FROM {table} WHERE run = ? AND version > ?", (self._key, of.version))
-        self._tick, self._num_kept = self._one(db, "SELECT coalesce(max(tick), 0), count(*) FROM series WHERE run = ?")
-        (self._num_events,) = self._one(db, "SELECT coalesce(max(number), 0) FROM events WHERE run = ?")
+        self._tick, self._num_kept = self._row(db, "SELECT coalesce(max(tick), 0), count(*) FROM series WHERE run = ?")
+        (self._num_events,) = self._row(db, "SELECT coalesce(max(number), 0) FROM events WHERE run = ?")
         db.execute("DELETE FROM worker_series WHERE run = ? AND tick > ?", (self._key, self._tick))
         db.execute("DELETE FROM documents WHERE run = ? AND name = 'summary'", (self._key,))
         for name, body in {"config": of.config, "machine": of.machine, "code": of.code}.items():
@@ -194,7 +194,7 @@ class RunWriter:
         self._stride *= 2
         for table in ("series", "worker_series"):
             db.execute(f"DELETE FROM {table} WHERE run = ? AND tick % ?", (self._key, self._stride))
-        (self._num_kept,) = self._one(db, "SELECT count(*) FROM series WHERE run = ?")
+        (self._num_kept,) = self._row(db, "SELECT count(*) FROM series WHERE run = ?")
         db.execute("UPDATE runs SET stride = ? WHERE key = ?", (self._stride, self._key))
 
     def _put_event(self, db: sqlite3.Connection, event: Event) -> None:
@@ -221,6 +221,6 @@ class RunWriter:
             names, marks = (", ".join(form % name for name in row) for form in ('"%s"', ":%s"))
             db.executemany(f"INSERT OR REPLACE INTO {table} (run, {names}) VALUES ({self._key}, {marks})", rows)
 
-    def _one(self, db: sqlite3.Connection, question: str) -> tuple[Any, ...]:
+    def _row(self, db: sqlite3.Connection, question: str) -> tuple[Any, ...]:
         found: tuple[Any, ...] = db.execute(question, (self._key,)).fetchone()
         return found

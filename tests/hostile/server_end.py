@@ -162,7 +162,7 @@ class ShardEnd:
             2, happens=lambda event: None, now=lambda: 0.0, judge=lambda parts: parts[0], digest=lambda: "abc"
         )
 
-    def one(self, hostile: Hostile) -> None:
+    def deliver(self, hostile: Hostile) -> None:
         text = hostile.random.choice(self._said)
         for _ in range(hostile.random.randint(1, 2)):
             text = hostile.json(text)
@@ -200,7 +200,7 @@ class SnapshotEnd:
         })  # fmt: skip
         self._text = manifest.model_dump_json(by_alias=True)
 
-    def one(self, hostile: Hostile) -> None:
+    def deliver(self, hostile: Hostile) -> None:
         text = self._text
         for _ in range(hostile.random.randint(1, 2)):
             text = hostile.json(text)

@@ -74,8 +74,8 @@ def test_what_is_said_to_be_checked_in_the_header_is(message, field):
     """One value of it in a message that is sound without."""
     if message in ("FiguresEntry", "MetricsEntry"):
         of = {
-            "FiguresEntry": lambda **one: pb.Figures(figures=one),
-            "MetricsEntry": lambda **one: pb.Leave(metrics=one),
+            "FiguresEntry": lambda **values: pb.Figures(figures=values),
+            "MetricsEntry": lambda **values: pb.Leave(metrics=values),
         }
         with pytest.raises(ParamServerError, match="name"):
             check_header(of[message](**{"a\nb": 1.0}))
@@ -150,11 +150,11 @@ def test_no_value_of_any_field_does_any_harm(thousands):
     with WorkerEnd() as worker:
         for item in range(200):  # what is read once, such as the id of this boot
             for end in (worker, shard, snapshot):
-                end.one(Hostile(item))
+                end.deliver(Hostile(item))
         for item in range(6):
             server.talk(Hostile(item))
-        num = campaign(worker, 400 * thousands, seed, worker.one)
+        num = campaign(worker, 400 * thousands, seed, worker.deliver)
     num += campaign(server, 200 * thousands, seed, server.talk)
-    num += campaign(shard, 200 * thousands, seed, shard.one)
-    num += campaign(snapshot, 200 * thousands, seed, snapshot.one)
+    num += campaign(shard, 200 * thousands, seed, shard.deliver)
+    num += campaign(snapshot, 200 * thousands, seed, snapshot.deliver)
     assert num >= 1000 * thousands

@@ -108,7 +108,7 @@ class WorkerEnd:
         for patch in self._patches:
             patch.stop()
 
-    def one(self, hostile: Hostile) -> None:
+    def deliver(self, hostile: Hostile) -> None:
         place = hostile.random.choice((
             self._welcome, self._settings, self._start, self._reply, self._final, self._pull, self._pull_optimizer,
             self._rows, self._status, self._heartbeat,

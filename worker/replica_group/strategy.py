@@ -131,10 +131,10 @@ class Grouped(Direct):
                 self._group.tell_error(error)
             raise
 
-    def _meet(self, meeting: int, *words: float) -> list[list[float]]:
+    def _meet(self, point: int, *words: float) -> list[list[float]]:
         """What each says, where all come to the same place. UsageError where they do not."""
         position = self.progress.position + (self.progress.num_starts << 32)
-        said = self._group.say([meeting, position, *words, *([0.0] * (6 - len(words)))])
+        said = self._group.say([point, position, *words, *([0.0] * (6 - len(words)))])
         for rank, item in enumerate(said):
             if item[:2] != said[0][:2]:
                 at, first = (_MEETINGS[int(of[0])] for of in (item, said[0]))
