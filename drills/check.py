@@ -121,7 +121,7 @@ class _WorkerReplay:
         pass
 
     def _version_before(self, line: Line) -> int:
-        """The least version an reply may bring: the last one of its incarnation, or, when the worker has
+        """The least version a reply may bring: the last one of its incarnation, or, when the worker has
         resumed under a new one without a start, the highest of that server."""
         incarnation = line["incarnation"]
         if incarnation in self._seen or line["outcome"].lower() == "start":

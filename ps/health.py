@@ -31,7 +31,7 @@ def check(
     ] = None,
     cert: Annotated[str | None, typer.Option(help="a certificate of one's own, for a server with mutual TLS")] = None,
     key: Annotated[str | None, typer.Option(help="its key, PEM")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds to wait for an reply")] = _TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for a reply")] = _TIMEOUT_S,
 ) -> None:
     """Ask a server whether it is serving: exit code 0 if it is."""
     split_address(address)

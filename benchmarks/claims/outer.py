@@ -4,7 +4,7 @@
 
 Time is counted, not waited for: a worker takes its local steps in so many seconds each, an exchange takes none. The
 mode's own policy decides and the server's own store steps; deltas go through what a worker and a server do with them
-(`codecs.py`). tau: an reply, which is here at once, is merged after so many local steps, (a) by the rule blend with
+(`codecs.py`). tau: a reply, which is here at once, is merged after so many local steps, (a) by the rule blend with
 alpha 0.5, (b) by shift. `sync` is plain torch on the mean gradient. `gpt` is a byte-level transformer of 0.13 million
 parameters, `digits` an MLP of 85,002; AdamW with a cosine schedule in the workers. Held-out loss after so many steps of
 each.

@@ -177,7 +177,7 @@ class Player:
             pass
 
     async def _take(self, received: Frame) -> None:
-        """An reply, and the weights after it: read, and left where they are."""
+        """A reply, and the weights after it: read, and left where they are."""
         reply = received.of(messages.Reply)
         left = reply.payload_bytes - len(received.data) - received.placed
         while left > 0:

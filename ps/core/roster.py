@@ -50,7 +50,7 @@ class Worker:
     staleness: int = 0  # of its contribution that is not replied yet
     wants_weights: bool = True  # with the reply to it
     evaluates: bool = False  # that reply's weights
-    num_asked: int = 0  # so many of its next replies long it may say what it evaluated, as an reply asked it to
+    num_asked: int = 0  # so many of its next replies long it may say what it evaluated, as a reply asked it to
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
     num_contributed: int = 0  # since this process began: how far its own schedules are
 

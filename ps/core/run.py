@@ -467,7 +467,7 @@ class Run:
     def _evaluation_failed(self, event: events.FiguresTold) -> Iterator[Effect]:
         if self.failure is not None:
             return
-        who = "the evaluator evaluator" if event.rank is None else f"rank {event.rank}"
+        who = "the evaluator" if event.rank is None else f"rank {event.rank}"
         self.failure = ParamServerError(f"{who} failed in the evaluation at step {event.step}: {event.failure}")
         self.failure.exit_code = event.exit_code
         told = {"rank": event.rank, "reason": self.failure.message, "exit_code": event.exit_code}

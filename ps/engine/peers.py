@@ -64,7 +64,7 @@ class Traffic:
     codec: str = "raw"  # of the newest contribution
 
     def received(self, num_bytes: int, num_in_waiting: int) -> None:
-        """By the worker, with an reply and since the one before."""
+        """By the worker, with a reply and since the one before."""
         self.num_received += num_bytes
         self.num_in_waiting += num_in_waiting
 

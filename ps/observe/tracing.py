@@ -13,7 +13,7 @@ from ..core.effects import Commit, ContributionTaken, Fact, Reply
 from ..engine.engine import Engine
 from .bus import Sink
 
-_MOST_OPEN = 10_000  # contributions without an reply: of workers that have gone
+_MOST_OPEN = 10_000  # contributions without a reply: of workers that have gone
 
 
 class TracingSink(Sink):

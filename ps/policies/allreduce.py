@@ -5,7 +5,7 @@ server says who averages with whom: an *generation*, which is a set of members. 
 payload:
 "I hold the mean of this generation". A round is made when all members have reported, and only then does anybody step:
 so
-everyone of an generation has taken a step, or nobody. Reports count when the round is made, not when they come.
+everyone of a generation has taken a step, or nobody. Reports count when the round is made, not when they come.
 
 A member that goes ends the generation, and what was reported in it: the others average the gradients that they still
 hold

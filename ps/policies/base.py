@@ -229,13 +229,13 @@ class Policy(ABC):
         return self._settle(now)
 
     def disconnected(self, rank: int) -> None:
-        """A worker is still a member, but an reply would not reach it: it will ask again."""
+        """A worker is still a member, but a reply would not reach it: it will ask again."""
         if rank in self.members:
             self.members[rank].is_away = True
             self._waiting.remove(rank)
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
-        """A contribution is staged: fold it, or discard it with an reply or a refusal."""
+        """A contribution is staged: fold it, or discard it with a reply or a refusal."""
         if rank in self.members and contribution.id.seq == self.num_counted[rank]:
             # Applied before, and its reply was lost. Where it still waits for its round, so does the repeat.
             self._owe(self.members[rank], Outcome.REPEATED)

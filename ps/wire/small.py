@@ -32,7 +32,7 @@ class SmallExchanges:
         self._peer = peer
         self._intake = intake
         self._message = message
-        self._is_due = False  # an reply
+        self._is_due = False  # a reply
         self._is_paused = False  # something has come before it
 
     async def until_other(self) -> bool:

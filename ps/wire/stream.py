@@ -280,7 +280,7 @@ class Stream:
             waiting.cancel()
 
     def lend(self) -> None:
-        """All of an reply lies in shared memory: the worker owes a Taken."""
+        """All of a reply lies in shared memory: the worker owes a Taken."""
         self._lent_since = self._time()
 
     async def flush(self) -> None:
@@ -347,9 +347,9 @@ class Stream:
                 return f"{self._owed} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing and now - self._writing_since > limit_s:
-            return "an reply was sent, and nothing of it was read"
+            return "a reply was sent, and nothing of it was read"
         if self._lent_since is not None and now - self._lent_since > limit_s:
-            return "an reply was placed in shared memory, and no Taken came"
+            return "a reply was placed in shared memory, and no Taken came"
         return None
 
     def stood_still(self, seconds: float) -> None:

@@ -63,7 +63,7 @@ class Up:
 
 
 class Down:
-    """Of one run: what a worker has when it has an reply."""
+    """Of one run: what a worker has when it has a reply."""
 
     def __init__(self, config: Config, model: Model) -> None:
         self._model, self._codec = model, CODECS.load(config.worker.reply_codec)()

@@ -85,7 +85,7 @@ class _Rank:
 
     machine: _Machine
     weights: torch.Tensor  # received last
-    on_its_way: torch.Tensor  # in an reply
+    on_its_way: torch.Tensor  # in a reply
     batches: Iterator[tuple[Any, int]]
     division: tuple[int, int] = (1, 0)
     payload: torch.Tensor | None = None  # computed
@@ -198,7 +198,7 @@ class Learner:
         self._folding.stage(event.contribution.id, *sent)
 
     def replied(self, reply: effects.Reply) -> None:
-        """The server has decided on an reply: its weights are those of now."""
+        """The server has decided on a reply: its weights are those of now."""
         if reply.has_weights:
             self._ranks[reply.rank].on_its_way = self._down.weights(reply.version, reply.outcome == "START")
 

@@ -27,7 +27,7 @@ class World:
     fold_s: float = 0.0  # to add one contribution to a mean
     step_s: float = 0.0  # from a mean to a version
     up_bytes: int = 0  # of a contribution
-    down_bytes: int = 0  # of an reply with weights
+    down_bytes: int = 0  # of a reply with weights
     start_bytes: int = 0  # of the weights that a worker starts from
     framing: Framing | None = None  # None: bytes of payloads are counted, and nothing around them
     max_staged: int = 4  # uploads that the server holds at once

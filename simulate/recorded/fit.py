@@ -1,6 +1,6 @@
 """Fits computing and exchange of each rank on the first half of a recorded run, and foresees the second. Pure.
 
-From an reply to the rank's next contribution the time is the worker's, its links' and the server's; from a
+From a reply to the rank's next contribution the time is the worker's, its links' and the server's; from a
 contribution to its reply it is the mode's, which is not fitted: the mode itself decides. So what is kept of a rank is
 a list of pairs, seconds of computing and of the rest, in their order, and they are taken in that order again: what
 drifts drifts, and what slows all workers at one time does so again. The first tenth is left out: processes warm up.

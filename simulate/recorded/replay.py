@@ -250,7 +250,7 @@ def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
 
 def _named_first(lines: Sequence[Line]) -> dict[int, list[int]]:
     """By position, ranks that are members from the event after that line on: a commit of that event names them before
-    they have an reply, because the mode lets them wait."""
+    they have a reply, because the mode lets them wait."""
     joined: set[int] = set()
     found: dict[int, list[int]] = {}
     came = 0  # the line that came from outside last

@@ -25,7 +25,7 @@ _FIELD = (0, *(1 + (bits + 6) // 7 for bits in range(1, 65)))
 
 
 class Extra(NamedTuple):
-    """Bytes of a contribution, and of an reply with weights, beyond what is counted."""
+    """Bytes of a contribution, and of a reply with weights, beyond what is counted."""
 
     up: float = 0.0
     down: float = 0.0
@@ -90,7 +90,7 @@ class Framing:
 
     @cached_property
     def _down_sizes(self) -> tuple[tuple[int, float], ...]:
-        """Of the message what is always the same, and of the payload; of an reply, a START, and of none with
+        """Of the message what is always the same, and of the payload; of a reply, a START, and of none with
         weights."""
         found: list[tuple[int, float]] = []
         for num, codec, extra in (

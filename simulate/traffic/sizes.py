@@ -15,7 +15,7 @@ _ROW = 1024  # float32 of a row
 
 
 def payload_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
-    """(up, down, start): bytes of a contribution, of an reply's weights, and of the weights a worker starts from."""
+    """(up, down, start): bytes of a contribution, of a reply's weights, and of the weights a worker starts from."""
     worker = config.worker
     if worker.codec == AUTO:
         message = "worker.codec is auto, which measures a link, and none is there in a simulation"

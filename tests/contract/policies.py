@@ -126,7 +126,7 @@ class ModelStore:
                     self.in_mean = []
                     self.version += 1
                 case Reply(rank, outcome, reason):
-                    assert reason, "an reply without a reason"
+                    assert reason, "a reply without a reason"
                     assert rank in self.live, f"reply to rank {rank}, which is not live"
                     assert rank not in replied, f"rank {rank} replied twice in one event"
                     replied.add(rank)

@@ -23,7 +23,7 @@ class Naive:
     bound: int
     num_workers: int
     numbers: dict[int, int] = field(default_factory=dict)  # by rank, kept when it leaves
-    live: dict[int, bool] = field(default_factory=dict)  # by rank: an reply is due
+    live: dict[int, bool] = field(default_factory=dict)  # by rank: a reply is due
     in_round: set[int] = field(default_factory=set)  # ranks, of those that have left too
     vacant: set[int] = field(default_factory=set)  # that have left the round without a contribution
     late: set[int] = field(default_factory=set)  # live ones that are in the next round only

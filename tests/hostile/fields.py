@@ -166,8 +166,8 @@ RunSettings       delayed_update ends_by_figures union_batch : flag any
 RunSettings       train : values TrainConfig
 Waiting           reason : text shown
 Reply            outcome : choice header
-Reply            step version payload_bytes training_steps batches steps reference num_workers worker_index : whole
-header
+Reply            step version payload_bytes training_steps batches steps reference : whole header
+Reply            num_workers worker_index : whole header
 Reply            next_local_steps in_step : whole any
 Reply            staleness : whole unread
 Reply            gate_wait_s : real header

@@ -68,7 +68,7 @@ def test_all_have_the_same_bits_through_broken_connections(cluster, mode, transp
     (cluster.folder / "gate").touch()
 
     def plan(number: int) -> Plan:
-        """Of the first connections, those that carry contributions are lost in the middle of one, or of an reply."""
+        """Of the first connections, those that carry contributions are lost in the middle of one, or of a reply."""
         if number >= 8:
             return Plan()
         return Plan(reset_after_up=250_000) if number % 4 < 2 else Plan(reset_after_down=250_000)

@@ -187,7 +187,7 @@ def test_a_worker_is_killed_in_the_middle(cluster, where):
 
 @pytest.mark.slow
 def test_a_frozen_reader_holds_nobody_up(cluster):
-    """SIGSTOP in the middle of an reply: the version it reads is left alone, the others' go elsewhere."""
+    """SIGSTOP in the middle of a reply: the version it reads is left alone, the others' go elsewhere."""
     server, survivor, victim = _with_victim(cluster, "reading", 3, "async")
     victim.signal(signal.SIGSTOP)
     (cluster.folder / "go").touch()

@@ -68,7 +68,7 @@ def test_both_sides_remember_the_same_through_resets(cluster, delayed_update, sh
     others = [cluster.shard(number, shards, **codec) for number in range(1, shards)]
 
     def plan(number: int) -> Plan:
-        """Of the first connections, those that carry contributions are lost in the middle of one, or of an reply."""
+        """Of the first connections, those that carry contributions are lost in the middle of one, or of a reply."""
         if number >= 8:
             return Plan()
         num_bytes = 25_000 // shards

@@ -126,7 +126,7 @@ def test_every_host_that_cannot_is_named_with_its_reason(remote, tmp_path: Path)
         "node2": "cannot run /no/such/python",
         "node3": "has paramserver 9.9.9, this machine ",
         "127.0.0.1": "Connection refused",
-        "127.0.0.3": "does not reply",
+        "127.0.0.3": "does not answer",
         "no-such-host.invalid": "Could not resolve hostname",
         "127.0.0.2": "does not let us in",
     }.items():

@@ -213,7 +213,7 @@ def test_a_evaluator_that_fails_fails_the_run(cluster: Cluster) -> None:
     server, evaluator, worker = with_evaluator(cluster, "--steps", "1000", FAIL="1")
     assert [evaluator.wait(), worker.wait(), server.wait()] == [1, 0, 1], server.output + evaluator.output
     assert evaluator.output.count("Traceback") == 1
-    assert summary(cluster)["ended_by"].startswith("the evaluator evaluator failed in the evaluation at step ")
+    assert summary(cluster)["ended_by"].startswith("the evaluator failed in the evaluation at step ")
     assert (cluster.folder / "w.safetensors").exists() and summary(cluster)["version"] < 1000
 
 

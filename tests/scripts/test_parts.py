@@ -75,7 +75,7 @@ def test_of_a_step_only_its_part_travels(cluster: Cluster, tmp_path: Path, flags
 
 
 @slow
-def test_what_is_left_out_of_an_reply_is_there_after_resets(cluster: Cluster, tmp_path: Path):
+def test_what_is_left_out_of_a_reply_is_there_after_resets(cluster: Cluster, tmp_path: Path):
     """One of two workers loses its connection in the middle of uploads and replies, and goes on where it was."""
     env = {"WIDTH": "40000"}
     wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", **env)

@@ -42,7 +42,7 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     found = calibrate(lines, config_of(lines, Config()), framing_of(lines, config, world))
     was = found.recorded
     assert found.foreseen.num_sent == was.num_sent > 0
-    # Two bytes of an reply are its staleness, which is 0 or not as workers happened to meet; in rounds it always is.
+    # Two bytes of a reply are its staleness, which is 0 or not as workers happened to meet; in rounds it always is.
     assert abs(found.foreseen.num_received - was.num_received) <= (0 if mode == "sync" else 2 * was.num)
     assert found.foreseen.num == found.recorded.num == 90
     # What the machine itself did differently in the second half, nobody can foresee from the first.

@@ -1,6 +1,6 @@
 """Computing while an exchange is in flight: what the exchange sees, what the model sees, and when.
 
-The server is a stand-in inside the exchange: the test says when an reply lands and what it holds.
+The server is a stand-in inside the exchange: the test says when a reply lands and what it holds.
 """
 
 from __future__ import annotations

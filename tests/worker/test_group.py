@@ -29,8 +29,8 @@ from paramserver.worker.strategies.collectives.rendezvous import (
     UNKNOWN,
     Broken,
     Generation,
-    Meeting,
     OutOfReach,
+    Rendezvous,
     store_of,
     who_goes,
 )
@@ -89,7 +89,7 @@ def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [10, 13])  # at step(), in the middle of backward
 @pytest.mark.parametrize("way", ["small", "collectives"])
-def test_who_is_killed_in_a_reduction_costs_the_others_an_generation_and_nothing_else(tmp_path, way, kill_at):
+def test_who_is_killed_in_a_reduction_costs_the_others_a_generation_and_nothing_else(tmp_path, way, kill_at):
     members = [0, 1, 2, 3]
     expected, stalls = alone(members, "adam", 30, kill_at=kill_at), []
     for codes, told in run(tmp_path, members, "adam", 30, kill_at=kill_at, rounds=5, way=way):
@@ -119,7 +119,7 @@ def test_why_gpus_do_not_average_over_nccl_is_said():
 
 
 def pair(rendezvous):
-    """Both members of an generation, each made by a thread of its own."""
+    """Both members of a generation, each made by a thread of its own."""
     generation = Generation(1, (0, 1), rendezvous.address)
     with ThreadPoolExecutor() as threads:
         return list(threads.map(lambda rank: Group(generation, rank, rendezvous), generation.members))
@@ -129,7 +129,7 @@ def pair(rendezvous):
 def test_what_is_averaged_may_be_in_a_group_apart_from_words(monkeypatch, is_apart):
     if is_apart:
         tell_of_gpus(monkeypatch.setattr)
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     first, second = pair(rendezvous)
     assert first.backend == second.backend == ("nccl" if is_apart else "gloo")
     assert (first._data is first._words) is not is_apart
@@ -146,7 +146,7 @@ def test_what_is_averaged_may_be_in_a_group_apart_from_words(monkeypatch, is_apa
 def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch):
     """As NCCL's do where a member has gone that said its words: nothing but the server tells the others."""
     tell_of_gpus(monkeypatch.setattr)
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     waiting, silent = pair(rendezvous)
     silent._begin_sum = lambda _: None
     kept = waiting._data  # Gloo would end with it, and what it has under way does not
@@ -162,7 +162,7 @@ def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch)
 
 
 def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     first, second = pair(rendezvous)
     large = torch.arange(100_000, dtype=torch.float64)
     values = {
@@ -183,15 +183,15 @@ def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
 
 
 def test_a_store_that_cannot_be_reached_is_named():
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     host, port = rendezvous.address
     rendezvous.close()
     with pytest.raises(OutOfReach, match=f"rank 1 cannot reach rank 0 at {host}:{port}, to average with it"):
-        Group(Generation(1, (0, 1), (host, port)), 1, Meeting("127.0.0.1"), meet_s=0.2)
+        Group(Generation(1, (0, 1), (host, port)), 1, Rendezvous("127.0.0.1"), meet_s=0.2)
 
 
 def test_a_member_that_does_not_come_is_named():
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     with pytest.raises(Broken, match="rank 1, 2 did not come"):
         Group(Generation(1, (0, 1, 2), rendezvous.address), 0, rendezvous, meet_s=0.2)
 
@@ -207,7 +207,7 @@ def test_a_member_that_does_not_come_is_named():
 def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_with_its_address(
     is_there, lost, expected, told, attempts
 ):
-    rendezvous, other = Meeting("127.0.0.1"), socket.create_server(("127.0.0.1", 0))
+    rendezvous, other = Rendezvous("127.0.0.1"), socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*other.getsockname())
     if not is_there:
         other.close()
@@ -242,7 +242,7 @@ def test_the_one_goes_without_which_most_others_can_meet(lost, goes):
 def test_a_torch_without_the_backend_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     with pytest.raises(UsageError, match=r"its torch .* is without Gloo"):
-        Meeting("127.0.0.1")
+        Rendezvous("127.0.0.1")
 
 
 @pytest.mark.parametrize("own", [None, torch.full((3,), 2.0)])
@@ -296,7 +296,7 @@ def test_devices_that_are_made_at_the_same_time_are_told_apart():
 @pytest.mark.parametrize("bug", [AttributeError("'NoneType' has no attribute 'x'"), IndexError("5"), KeyError("x")])
 def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
     """It took nine groups, and then a sentence about the network."""
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     groups = pair(rendezvous)
 
     def is_small(*_):
@@ -313,7 +313,7 @@ def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
 
 @pytest.mark.parametrize("way", ["average", "told"])
 def test_a_group_that_another_thread_closed_is_broken(way):
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     groups = pair(rendezvous)
     for group in groups:
         group.close()

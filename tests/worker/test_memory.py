@@ -42,7 +42,7 @@ class Run:
         self.local_steps, self.came, self.batches = local_steps, {}, {0: 0}
 
     def start(self, progress: Progress, number: int) -> None:
-        """As an reply START to a rank of which so many contributions count."""
+        """As a reply START to a rank of which so many contributions count."""
         self.reply(progress, number)
         progress.num_starts += 1
         progress.batches = self.batches[number]
@@ -283,7 +283,7 @@ class Odd:
 
 
 @pytest.mark.parametrize(
-    ("one", "told"),
+    ("item", "told"),
     [
         (object(), "session.state(one=...) is a object, without state_dict()"),
         (Odd(Odd(1)), "'one.held[0]' is of type Odd, and only tensors and JSON travel"),

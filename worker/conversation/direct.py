@@ -73,7 +73,7 @@ class Direct:
     # ---- out --------------------------------------------------------------------------------
 
     def send(self, messages: Iterable[Message]) -> None:
-        """In order. What cannot be sent any more shows when an reply is read."""
+        """In order. What cannot be sent any more shows when a reply is read."""
         with self._lock:
             if self._num_waiting == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
                 with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ class Direct:
             try:
                 with contextlib.suppress(OSError):
                     self._write(messages)
-            except BaseException:  # they cannot be made: nobody is to wait for an reply to them
+            except BaseException:  # they cannot be made: nobody is to wait for a reply to them
                 self.hang_up()
                 raise
             del messages

@@ -79,7 +79,7 @@ class Evaluator:
                 client, num_bytes = self._of_shard(address), part.layout.total_bytes
                 version, layout = client.pull_to_evaluate(version, num_bytes, transfer.write)
                 if differences := layout.differences(part.layout):
-                    what = f"the run's weights are of another model than the evaluator evaluator's: {differences[0]}"
+                    what = f"the run's weights are of another model than the evaluator's: {differences[0]}"
                     raise UsageError(what, fix="give it the workers' script, or --task and task.args")
                 transfer.finish_write(num_bytes)
         except Lost:

@@ -302,7 +302,7 @@ def _windows(start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a contiguous one, uint8; shares memory. `data`: what a graph holds may be written, as an reply does."""
+    """Of a contiguous one, uint8; shares memory. `data`: what a graph holds may be written, as a reply does."""
     return tensor.data.reshape(-1).view(torch.uint8)
 
 

@@ -4,7 +4,7 @@
     helper thread               | exchange 1 ....... | exchange 2 ....... |
 
 A contribution is handed over as a snapshot and replied into memory of its own (`Shadow`). The exchange belongs to the
-helper while a flight is pending, to the training thread otherwise. An reply is taken at a fixed place, before the next
+helper while a flight is pending, to the training thread otherwise. A reply is taken at a fixed place, before the next
 hand-over, whenever it came: two runs that get the same replies compute the same.
 
 Gradients: contribution k + 1 is computed on the weights that came with the reply to k - 1, and says so

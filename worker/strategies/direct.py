@@ -128,7 +128,7 @@ class Direct:
         """The contribution has been computed once more. Returns training steps that the run took without this rank."""
         self._look()
         for index, tensor in self._undone.items():
-            self._model.tensors[index].data.copy_(tensor)  # as an reply does: a graph may hold them
+            self._model.tensors[index].data.copy_(tensor)  # as a reply does: a graph may hold them
         self._undone = {}
         if self._ready_gradients is not None:
             self._ready_gradients.is_paused = False
@@ -149,7 +149,7 @@ class Direct:
             self._model.step_only(parameters)
         num_starts = self.progress.num_starts
         self._contribute(self._described(outgoing))
-        if self.progress.num_starts != num_starts:  # the loop's rest of an generation comes before the replay
+        if self.progress.num_starts != num_starts:  # the loop's rest of a generation comes before the replay
             self._given = self.progress.num_starts, self._changing()
         self._note()
 
@@ -235,7 +235,7 @@ class Direct:
         self._exchange.measured.append({**said, "failure": failure, "exit_code": exit_code})
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
-        """Go in good order; interrupted, without waiting for an reply on its way."""
+        """Go in good order; interrupted, without waiting for a reply on its way."""
         self._exchange.leave(goodbye)
 
     def drop(self) -> None:

@@ -36,7 +36,7 @@ from .collectives import backends, small
 from .collectives.cut import Address, cut, listening
 from .collectives.rendezvous import Broken, Generation, Here, Rendezvous, come_together, first_line, store_of
 
-_MEET_S = 10.0  # for all members of an generation to come together
+_MEET_S = 10.0  # for all members of a generation to come together
 # For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
 _TIMEOUT_S = 30.0
 _WHOLE_BYTES = 256 << 10  # tensors of fewer travel together

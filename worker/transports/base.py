@@ -81,5 +81,5 @@ class Transport:
             yield carry(parts, at) if parts else [left_out_frame(at, num_zeros)]
 
     def memory(self, address: pb.Segment) -> memoryview:
-        """What the weights of an reply are placed in. Raises SegmentError."""
+        """What the weights of a reply are placed in. Raises SegmentError."""
         raise refusal(Reason.BAD_REQUEST, "the server sends weights in shared memory, which was not agreed on")

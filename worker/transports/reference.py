@@ -18,7 +18,7 @@ Write = Callable[[int, memoryview], None]
 
 
 class News(NamedTuple):
-    """An reply leads to reference `number`; that of number `checked` has this CRC-32."""
+    """A reply leads to reference `number`; that of number `checked` has this CRC-32."""
 
     number: int
     checked: int = 0

@@ -189,4 +189,4 @@ class LimitsConfig(Section):
     state_bytes: int = Field(1 << 30, ge=1, description="size of what one worker's script remembers (session.state)")
     joins_per_s: float = Field(500.0, gt=0, description="joins taken in a second; more wait")
     upload_bytes_per_s: float | None = Field(None, gt=0, description="of one worker; none: any")
-    progress_s: float = Field(30.0, gt=0, description="an upload or an reply that does not move for so long is ended")
+    progress_s: float = Field(30.0, gt=0, description="an upload or a reply that does not move for so long is ended")

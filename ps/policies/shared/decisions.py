@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 
 class Outcome(Enum):
-    """What became of a contribution, with the sentence that an reply says; names are those of Reply.Outcome in the
+    """What became of a contribution, with the sentence that a reply says; names are those of Reply.Outcome in the
     proto."""
 
     START = "start from these weights"

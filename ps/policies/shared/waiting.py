@@ -1,4 +1,4 @@
-"""Who waits for an reply, and whose gate is to be asked when: nobody is asked again before it can have opened."""
+"""Who waits for a reply, and whose gate is to be asked when: nobody is asked again before it can have opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Closed(NamedTuple):
 
 @dataclass
 class Waiting:
-    """Ranks with an reply pending that would reach them."""
+    """Ranks with a reply pending that would reach them."""
 
     ranks: set[int] = field(default_factory=set)
     _to_ask: set[int] = field(default_factory=set)  # whose gate is asked after this event, or this hold

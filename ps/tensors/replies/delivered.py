@@ -7,7 +7,7 @@ may stand. So it is, for a gradient g of the weights `then` where they are `now`
     adaptive    the same with lambda / sqrt(ms + 1e-7) for lambda, ms <- 0.95 ms + 0.05 g g, of all workers' gradients
 
 all element by element, so that shards need nothing from one another. Used on the tensor thread, whose order is that of
-the decisions: a copy made when an reply is decided is of just the version that is held for it.
+the decisions: a copy made when a reply is decided is of just the version that is held for it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ differences, each encoded once.
     weights (exact)  --difference, now and then-->  reference  --the same bytes for everyone-->  every worker's copy
 
 Which versions are published is decided by commits and replies alone, which are the same on all shards, so that the
-parts of an reply are of one version; the work is done on the tensor thread, in its order. A new reference, in a server
+parts of a reply are of one version; the work is done on the tensor thread, in its order. A new reference, in a server
 that has begun or gone back, is a copy of the weights.
 """
 

@@ -50,7 +50,7 @@ class Probe:
 
 
 class SharedTransport(Transport):
-    """A contribution lies in the worker's `segment`, and the weights' own memory is the payload of an reply."""
+    """A contribution lies in the worker's `segment`, and the weights' own memory is the payload of a reply."""
 
     name = "shared memory"
     as_frames = False

@@ -120,7 +120,7 @@ def test_enough_stops_all_at_one_border() -> None:
     assert run.ended_by == "stopped: loss < 1 (run.stop_when): 0.5 at step 1" and run.failure is None
 
 
-@pytest.mark.parametrize(("rank", "who"), [(0, "rank 0"), (None, "the evaluator evaluator")])
+@pytest.mark.parametrize(("rank", "who"), [(0, "rank 0"), (None, "the evaluator")])
 def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int | None, who: str) -> None:
     run = started(run_of())
     contribute(run, 1)

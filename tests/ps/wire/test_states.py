@@ -21,7 +21,7 @@ def tell(worker: Worker, payload: bytes, size: int = 3, **fields: Any) -> None:
 
 
 def contribute(worker: Worker, step: int, place: int | None = None, **fields: Any) -> None:
-    at = {} if place is None else {"position": pb.Position(step=place, local_steps=1, batches=4 * place, generation=0)}
+    at = {} if place is None else {"position": pb.Position(step=place, local_steps=1, batches=4 * place, epoch=0)}
     worker.contribute(step, **at, **fields)
 
 

@@ -1,4 +1,4 @@
-"""How members of an generation find each other, and which of those that do not come together is to go.
+"""How members of a generation find each other, and which of those that do not come together is to go.
 
 A group is of all its members or it is none: one that others cannot reach, while all reach the server, holds everyone
 up. So all say whom they reach before they connect, and whoever fails counts how often it did, with the same members.
@@ -45,7 +45,7 @@ class Generation(NamedTuple):
 
 
 class Rendezvous:
-    """A place where members of an generation find each other; every worker has one, the lowest rank's is used."""
+    """A place where members of a generation find each other; every worker has one, the lowest rank's is used."""
 
     def __init__(self, host: str) -> None:
         """UsageError without the backend."""

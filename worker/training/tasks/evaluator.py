@@ -156,7 +156,7 @@ class EvaluatorSession(Session):
         interval = self.evaluation.every
         if interval is None or (interval.unit == "epochs" and not self._epoch_steps):
             raise UsageError(
-                "a evaluator evaluator (worker.evaluate) whose script "
+                "an evaluator (worker.evaluate) whose script "
                 + ("has no function to evaluate with" if interval is None else "does not say how long an epoch is"),
                 fix="session.evaluate(fn, every=100) before the loop, fn(model) giving a dict of figures",
             )
@@ -167,7 +167,7 @@ class EvaluatorSession(Session):
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         raise UsageError(
-            f"table '{spec.name}' in a evaluator evaluator (worker.evaluate): it pulls one version, and rows go on",
+            f"table '{spec.name}' in an evaluator (worker.evaluate): it pulls one version, and rows go on",
             fix="let a worker evaluate",
         )
 
