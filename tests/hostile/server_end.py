@@ -176,7 +176,7 @@ class ShardEnd:
             if isinstance(said, BeginRun):
                 with_shared(self._own, said.config)
             elif isinstance(said, Digest | events.Event):
-                self._coordinator.tapes[1].has_been_heard(message.heard)
+                self._coordinator.outboxes[1].has_been_heard(message.heard)
                 self._coordinator.hear(1, message.number, said)
         except ParamServerError:
             self.num_refused += 1

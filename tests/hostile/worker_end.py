@@ -144,7 +144,7 @@ class WorkerEnd:
     def _bytes(self) -> int:
         return self._model.layout.exchange_bytes
 
-    def _reply(self, outcome: int, **fields: Any) -> pb.ServerMessage:
+    def _make_reply(self, outcome: int, **fields: Any) -> pb.ServerMessage:
         ordinary = {"next_local_steps": 1, "num_workers": 1, "payload_bytes": self._bytes, "version": 1, "reason": "so"}
         return pb.ServerMessage(reply=pb.Reply(outcome=outcome, **(ordinary | fields)))
 
@@ -154,7 +154,7 @@ class WorkerEnd:
         return Exchange(CONFIG, 0)
 
     def _begun(self) -> Exchange:
-        found = self._joined(*self._frames(self._reply(pb.Reply.START), self._bytes))
+        found = self._joined(*self._frames(self._make_reply(pb.Reply.START), self._bytes))
         found.start(self._model, self._optimizer)
         return found
 
@@ -163,7 +163,7 @@ class WorkerEnd:
     def _welcome(self, hostile: Hostile) -> None:
         self._script.clear()
         self._say(hostile, pb.ServerMessage(welcome=welcome()))
-        self._script += self._frames(self._reply(pb.Reply.START), self._bytes)
+        self._script += self._frames(self._make_reply(pb.Reply.START), self._bytes)
         found = Exchange(CONFIG, 0)
         try:
             found.start(self._model, self._optimizer)
@@ -183,7 +183,7 @@ class WorkerEnd:
         if hostile.random.random() < 0.3:
             state = pb.State(num_bytes=8, piece=bytes(8))
             self._say(hostile, pb.ServerMessage(state=state))
-        self._say(hostile, self._reply(pb.Reply.START, began=pb.Position(step=1)), self._bytes)
+        self._say(hostile, self._make_reply(pb.Reply.START, began=pb.Position(step=1)), self._bytes)
         try:
             found.start(self._model, self._optimizer)
         finally:
@@ -194,7 +194,7 @@ class WorkerEnd:
         if hostile.random.random() < 0.2:
             self._script.append(pb.ServerMessage(waiting=pb.Waiting(reason="\x1b[31m" * 2000)).SerializeToString())
         outcome = hostile.random.choice(list(pb.Reply.Outcome.values())[2:])
-        self._say(hostile, self._reply(outcome, step=1, version=2, batches=1), self._bytes)
+        self._say(hostile, self._make_reply(outcome, step=1, version=2, batches=1), self._bytes)
         try:
             found.contribute(WORK)
         finally:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from paramserver.worker.strategies import buckets
 from paramserver.worker.strategies.collectives import backends, small
-from paramserver.worker.strategies.collectives.rendezvous import Broken
-from paramserver.worker.strategies.group import Epoch, Group, Meeting
+from paramserver.worker.strategies.collectives.rendezvous import Broken, Generation, Rendezvous
+from paramserver.worker.strategies.group import Group
 
 buckets._FIRST_BYTES = buckets._BUCKET_BYTES = 100  # several of them
 
@@ -95,14 +95,14 @@ def dying_after(collective):
 
 
 def main(rank, folder, optimizer, steps, kill_at, members):
-    rendezvous = Meeting("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1")
     temporary = folder / f"new.{rank}"
     temporary.write_text(str(rendezvous.address[1]))
     temporary.rename(folder / f"port.{rank}")
 
     def group(number, ranks):
         port = int(wait_for(folder / f"port.{ranks[0]}"))
-        made = Group(Epoch(number, tuple(ranks), ("127.0.0.1", port)), rank, rendezvous, timeout_s=20)
+        made = Group(Generation(number, tuple(ranks), ("127.0.0.1", port)), rank, rendezvous, timeout_s=20)
         made.like = list(net.parameters())
         made.order = range(len(made.like) - 1, -1, -1)
         return made

@@ -126,13 +126,13 @@ def pair(rendezvous):
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_what_is_averaged_may_be_in_a_group_apart_from_words(monkeypatch, is_apart):
+def test_what_is_averaged_may_be_in_a_group_apart_from_metadata(monkeypatch, is_apart):
     if is_apart:
         tell_of_gpus(monkeypatch.setattr)
     rendezvous = Rendezvous("127.0.0.1")
     first, second = pair(rendezvous)
     assert first.backend == second.backend == ("nccl" if is_apart else "gloo")
-    assert (first._data is first._words) is not is_apart
+    assert (first._data is first._metadata) is not is_apart
     with ThreadPoolExecutor() as threads:
         mine = threads.submit(first.average, [torch.zeros(3), torch.tensor([7])], 1, [5])
         theirs = threads.submit(second.average, [torch.ones(3), torch.tensor([8])], 3, [6])
@@ -156,7 +156,7 @@ def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch)
         waiting.cut("rank 1 is gone")
         with pytest.raises(Broken, match="generation 1: rank 1 is gone"):
             waits.result(timeout=20)
-    assert waiting.__dict__.keys().isdisjoint({"_words", "_data"})
+    assert waiting.__dict__.keys().isdisjoint({"_metadata", "_data"})
     silent.close()
     del kept
 
