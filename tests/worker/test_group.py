@@ -138,7 +138,7 @@ def test_what_is_averaged_may_be_in_a_group_apart_from_metadata(monkeypatch, is_
         theirs = threads.submit(second.average, [torch.ones(3), torch.tensor([8])], 3, [6])
         for found, group in ((mine.result(), first), (theirs.result(), second)):
             assert [item.tolist() for item in found] == [[0.75] * 3, [7]]
-            assert group.words == [[5, 6]]
+            assert group.metadata == [[5, 6]]
     for entry in (first, second):
         entry.close()
 
