@@ -1,1 +1,1 @@
-"""ps-bench: the figures of the README, measured on the machine at hand with the real programs."""
+"""ps-bench: the metrics of the README, measured on the machine at hand with the real programs."""

@@ -52,7 +52,7 @@ Examples
   ps-bench policies --workers 64,10000  what deciding costs, by mode
   ps-bench xor --baselines ray              worker-steps per second of a small task
 
-Tables go to standard output; --keep writes the figures to benchmarks/results
+Tables go to standard output; --keep writes the metrics to benchmarks/results
 under their date and machine. PS_... in the environment is left out: what a
 benchmark measures is what its flags say.
 """

@@ -30,7 +30,7 @@ BaselinesOption = Annotated[
 ]
 JsonOption = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE", help="Write figures, machine and versions too.", rich_help_panel=_OUTPUT),
+    typer.Option("--json", metavar="FILE", help="Write metrics, machine and versions too.", rich_help_panel=_OUTPUT),
 ]
 KeepOption = Annotated[bool, typer.Option("--keep", help="Write them to benchmarks/results.", rich_help_panel=_OUTPUT)]
 
@@ -96,7 +96,7 @@ def check_task(name: str) -> str:
 
 
 def prepare(json_path: str | None, keep: bool) -> None:
-    """Check the file of the figures, and forget the user's settings: neither workers nor servers see them."""
+    """Check the file of the metrics, and forget the user's settings: neither workers nor servers see them."""
     from ..common.reporting.output import check_writable
     from .rig.server_process import clean_environment
 
@@ -111,7 +111,7 @@ def prepare(json_path: str | None, keep: bool) -> None:
 
 
 def show(report: Report, json_path: str | None, keep: bool, plot: str | None = None) -> None:
-    """The table for people; the figures and the picture where they were asked for."""
+    """The table for people; the metrics and the picture where they were asked for."""
     from ..common.reporting.report import report_console
     from .output.plot import can_plot, plot_sweep
     from .output.report import kept_path

@@ -66,7 +66,7 @@ def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | 
 def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
     """Returns what a run that is in progress, or crashed, has come to."""
     found = Summary.model_validate({
-        **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.figures, "ended_by": run.ended_by,
+        **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.metrics, "ended_by": run.ended_by,
         "curve": list(store.evaluations(run)), "workers": list(store.newest_workers(run)),
     })  # fmt: skip
     with suppress(ValidationError):  # another version wrote the configuration
@@ -102,10 +102,10 @@ def _notes(runs: Sequence[StoredRun]) -> list[str]:
         notes.append(f"The runs have different tasks ({', '.join(sorted(works))}): compare times, waits and traffic, "
                      "not losses and accuracies.")  # fmt: skip
     elif len(models) > 1:
-        notes.append("The runs train different models: each figure is of its own model.")
+        notes.append("The runs train different models: each metric is of its own model.")
     states = {"running": "is in progress", "lost": "crashed"}
     return notes + [
-        f"{run.label} {states[run.state]}: its figures are those of step {run.step:,}."
+        f"{run.label} {states[run.state]}: its metrics are those of step {run.step:,}."
         for run in runs if run.state in states
     ]  # fmt: skip
 

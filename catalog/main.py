@@ -7,7 +7,7 @@ Examples
   ps-runs tag last baseline                   call it something
   ps-runs compare baseline sync-3f02 last     side by side, and what differs in their settings
   ps-runs compare baseline last --report out  the same as out/report.html and out/report.md
-  ps-runs plot last --figure accuracy         in the terminal; --out FILE.svg or .png
+  ps-runs plot last --metric accuracy         in the terminal; --out FILE.svg or .png
   ps-runs export last --out last.csv          its series
   ps-runs ui                                  the dashboard with all runs, also those in progress
 
@@ -72,7 +72,7 @@ def compare(
     db: DbOption = None,
     report: Annotated[str | None, typer.Option(metavar="DIR", help="Write report.html and report.md there.")] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="FIGURE>=X|<=X", help="Show when each reached it, e.g. 'accuracy >= 0.95'.")
+        str | None, typer.Option(metavar="METRIC>=X|<=X", help="Show when each reached it, e.g. 'accuracy >= 0.95'.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -85,16 +85,16 @@ def compare(
 @app.command("plot")
 def plot(
     run: RunArgument,
-    figure: Annotated[str, typer.Option(help="loss (of training), samples_per_s, or an evaluation's figure.")] = "loss",
+    metric: Annotated[str, typer.Option(help="loss (of training), samples_per_s, or an evaluation's metric.")] = "loss",
     over: Annotated[str, typer.Option(metavar="X", help="step, time, samples or bytes.")] = "step",
     out: OutOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plot one figure of a run, in the terminal or as FILE.svg or FILE.png."""
+    """Plot one metric of a run, in the terminal or as FILE.svg or FILE.png."""
     from . import plotting
 
-    plotting.plot(_file(db), run, (figure, over), out, as_json=as_json)
+    plotting.plot(_file(db), run, (metric, over), out, as_json=as_json)
 
 
 @app.command("export")

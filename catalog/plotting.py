@@ -1,4 +1,4 @@
-"""Plots one figure of a run, in the terminal or as a file."""
+"""Plots one metric of a run, in the terminal or as a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from ..common.errors import UsageError
 from ..common.reporting.metrics import Display, shown_of_run
 from ..common.reporting.pictures import png, svg
-from ..common.reporting.report import figure as written
+from ..common.reporting.report import short_number as written
 from ..common.runstore.reading import RunStore, StoredRun
 from .showing import plain, print_json, write
 
@@ -17,41 +17,41 @@ _OVER = {"step": "step", "time": "elapsed_s", "samples": "samples", "bytes": "nu
 
 
 def plot(path: Path, name: str, what: tuple[str, str], out: Path | None, *, as_json: bool) -> None:
-    """Plot a figure over an axis (`what`) as text, JSON, SVG or PNG. Raises UsageError."""
-    figure, over = what
+    """Plot a metric over an axis (`what`) as text, JSON, SVG or PNG. Raises UsageError."""
+    metric, over = what
     if over not in _OVER:
         raise UsageError(f"--over {over} is not one of {', '.join(_OVER)}", fix="--over step")
     with RunStore(path) as store:
         run = store.find(name)
-        points = _points(store, run, figure, over)
+        points = _points(store, run, metric, over)
     if as_json:
-        print_json({"run": run.id, "figure": figure, "over": over, "points": [list(point) for point in points]})
+        print_json({"run": run.id, "metric": metric, "over": over, "points": [list(point) for point in points]})
     elif out is None:
-        print("\n".join(_text_plot(points, f"{plain(run.label)}: {figure} over {over}")))
+        print("\n".join(_text_plot(points, f"{plain(run.label)}: {metric} over {over}")))
     elif out.suffix == ".svg":
         picture = svg([(run.label, points)], over).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
         write(f"{picture}\n".encode(), out)
     elif out.suffix != ".png":
         raise UsageError(f"--out {out}: a picture is an .svg or a .png", fix=f"--out {out.stem}.svg")
-    elif not png(out, f"{run.label}: {figure}", [(run.label, points)], over):
+    elif not png(out, f"{run.label}: {metric}", [(run.label, points)], over):
         fix = "pip install 'paramserver[bench]', or --out FILE.svg, which needs nothing"
         raise UsageError("PNG needs matplotlib, which is not installed", fix=fix)
 
 
-def _points(store: RunStore, run: StoredRun, figure: str, over: str) -> list[tuple[float, float]]:
-    """Returns (x, value) of a series, or of evaluations. UsageError names the figures there are."""
+def _points(store: RunStore, run: StoredRun, metric: str, over: str) -> list[tuple[float, float]]:
+    """Returns (x, value) of a series, or of evaluations. UsageError names the metrics there are."""
     metrics = [metric.name for metric in shown_of_run(Display.STATUS)]
-    if figure in metrics:
-        found = [(getattr(row, _OVER[over]), getattr(row, figure)) for row in store.series(run)]
+    if metric in metrics:
+        found = [(getattr(row, _OVER[over]), getattr(row, metric)) for row in store.series(run)]
     else:
         evaluated = store.evaluations(run)
-        known = list(dict.fromkeys(name for point in evaluated for name in point.figures))
-        if figure not in known:
-            raise UsageError(f"run {run.label} has no figure {figure}", fix=f"it has {', '.join([*metrics, *known])}")
-        found = [(getattr(point, _OVER[over]), point.figures.get(figure)) for point in evaluated]
+        known = list(dict.fromkeys(name for point in evaluated for name in point.metrics))
+        if metric not in known:
+            raise UsageError(f"run {run.label} has no metric {metric}", fix=f"it has {', '.join([*metrics, *known])}")
+        found = [(getattr(point, _OVER[over]), point.metrics.get(metric)) for point in evaluated]
     points = [(float(x), float(y)) for x, y in found if x is not None and y is not None and math.isfinite(y)]
     if len(points) < 2:
-        message = f"run {run.label} has {len(points)} points of {figure} over {over}, and a plot needs two"
+        message = f"run {run.label} has {len(points)} points of {metric} over {over}, and a plot needs two"
         raise UsageError(message, fix="lower server.status_interval_s for series, run.eval_every for evaluations")
     return points
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..common.errors import OutputError, UsageError
 from ..common.reporting.metrics import Display, shown_of_run
-from ..common.reporting.report import duration, figure, report_console, summary_table
+from ..common.reporting.report import duration, report_console, short_number, summary_table
 from ..common.runstore.changing import remove, rename
 from ..common.runstore.reading import RunStore, StoredRun
 from ..common.wire.json_text import to_json
@@ -38,13 +38,13 @@ def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
         return
     is_cut = most is None and len(runs) > _MOST_LISTED
     runs = runs[: most or _MOST_LISTED]
-    figures = list(dict.fromkeys(name for run in runs for name in run.figures))[:3]
+    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))[:3]
     names = ["run", "started", "state", "work", "mode"]
-    table = Table(*names, *(Column(name, justify="right") for name in ["steps", "took", *figures]), box=None,
+    table = Table(*names, *(Column(name, justify="right") for name in ["steps", "took", *metrics]), box=None,
                   header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))  # fmt: skip
     for run in runs:
         steps = f"{run.step:,}/{run.steps:,}" if run.steps and run.step != run.steps else f"{run.step:,}"
-        shown = [figure(run.figures[name]) if name in run.figures else "-" for name in figures]
+        shown = [short_number(run.metrics[name]) if name in run.metrics else "-" for name in metrics]
         state = Text(_STATES.get(run.state, run.state), style=_STYLES.get(run.state, ""))
         name, work, mode = (Text(plain(text)) for text in (run.name or run.id, run.work, run.mode))
         table.add_row(name, _when(run.started_at), state, work, mode, steps, duration(run.elapsed_s), *shown)
@@ -81,8 +81,8 @@ def show_run(path: Path, name: str, *, as_json: bool) -> None:
     if run.ended_by:
         line(run.ended_by, "yellow")
     for point in found["evaluations"][-5:]:
-        figures = "   ".join(f"{key} {figure(value)}" for key, value in point["figures"].items())
-        line(f"evaluated at step {point['step']:,}: {figures}")
+        values = "   ".join(f"{key} {short_number(value)}" for key, value in point["metrics"].items())
+        line(f"evaluated at step {point['step']:,}: {values}")
     if snapshots := found["snapshots"]:
         line(f"{len(snapshots)} snapshots, the newest {snapshots[-1]['path']}")
     for event in events[-_MOST_EVENTS:]:

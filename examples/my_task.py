@@ -43,7 +43,7 @@ class MyTask:
         points, labels = batch  # (B, 2), (B,)
         return F.cross_entropy(model(points), labels)
 
-    # Figures to report, by name; "loss" must be among them.
+    # Metrics to report, by name; "loss" must be among them.
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device

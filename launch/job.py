@@ -160,13 +160,13 @@ class Job:
             self._on_server_event(child, event)
 
     def _understood(self, line: str, event: Event) -> bool:
-        """Take the figures out of a status or summary event; False for everything else."""
+        """Take the metrics out of a status or summary event; False for everything else."""
         if (status := event.status) is not None:
             add_trained(self._trained, status)
             self._screen.status(line, status, self._loop.time())
             if self._is_enough is not None and self._is_enough(status):
                 self._is_enough = None
-                self._carry_out(self._supervisor.abort(0, "its figures agree, or its time is over", self._loop.time()))
+                self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._loop.time()))
             return True
         if event.name == "summary":
             with suppress(ValidationError):

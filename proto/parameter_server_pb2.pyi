@@ -54,7 +54,7 @@ REASON_SHARD_MISMATCH: Reason
 REASON_EVICTED: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "figures", "rows", "ask_again", "optimizer", "placed", "offset", "data", "left_out")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "metrics", "rows", "ask_again", "optimizer", "placed", "offset", "data", "left_out")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -65,7 +65,7 @@ class WorkerMessage(_message.Message):
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ASK_AGAIN_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -83,7 +83,7 @@ class WorkerMessage(_message.Message):
     taken: Taken
     stop: Stop
     state: State
-    figures: Figures
+    metrics: EvaluationMetrics
     rows: Rows
     ask_again: AskAgain
     optimizer: State
@@ -91,7 +91,7 @@ class WorkerMessage(_message.Message):
     offset: int
     data: bytes
     left_out: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., metrics: _Optional[_Union[EvaluationMetrics, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "replies_taken")
@@ -423,9 +423,9 @@ class Stop(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
-class Figures(_message.Message):
-    __slots__ = ("version", "step", "figures", "failure", "exit_code")
-    class FiguresEntry(_message.Message):
+class EvaluationMetrics(_message.Message):
+    __slots__ = ("version", "step", "metrics", "failure", "exit_code")
+    class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -434,34 +434,34 @@ class Figures(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     version: int
     step: int
-    figures: _containers.ScalarMap[str, float]
+    metrics: _containers.ScalarMap[str, float]
     failure: str
     exit_code: int
-    def __init__(self, version: _Optional[int] = ..., step: _Optional[int] = ..., figures: _Optional[_Mapping[str, float]] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("metrics", "finished", "failure", "exit_code")
-    class MetricsEntry(_message.Message):
+    __slots__ = ("final_metrics", "finished", "failure", "exit_code")
+    class FinalMetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    METRICS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_METRICS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
-    metrics: _containers.ScalarMap[str, float]
+    final_metrics: _containers.ScalarMap[str, float]
     finished: bool
     failure: str
     exit_code: int
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., finished: _Optional[bool] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
+    def __init__(self, final_metrics: _Optional[_Mapping[str, float]] = ..., finished: _Optional[bool] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
     __slots__ = ("welcome", "send_weights", "waiting", "reply", "final", "snapshot", "shared_memory", "state", "placed", "offset", "data", "left_out")
@@ -544,18 +544,18 @@ class Direct(_message.Message):
     def __init__(self, port: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "rank", "process", "evaluates", "figures")
+    __slots__ = ("run", "rank", "process", "evaluates", "metrics")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     EVALUATES_FIELD_NUMBER: _ClassVar[int]
-    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     process: str
     evaluates: bool
-    figures: Figures
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ..., evaluates: _Optional[bool] = ..., figures: _Optional[_Union[Figures, _Mapping]] = ...) -> None: ...
+    metrics: EvaluationMetrics
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ..., evaluates: _Optional[bool] = ..., metrics: _Optional[_Union[EvaluationMetrics, _Mapping]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("is_gone", "lease_s", "durable_version", "over_generation", "server_incarnation")
@@ -580,7 +580,7 @@ class SharedMemory(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "delayed_update", "train", "eval_every", "ends_by_figures", "fragments", "overlap_steps", "merge", "merge_alpha", "outstanding", "union_batch", "epochs")
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "delayed_update", "train", "eval_every", "ends_by_metrics", "fragments", "overlap_steps", "merge", "merge_alpha", "outstanding", "union_batch", "epochs")
     class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
@@ -611,7 +611,7 @@ class RunSettings(_message.Message):
     DELAYED_UPDATE_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
     EVAL_EVERY_FIELD_NUMBER: _ClassVar[int]
-    ENDS_BY_FIGURES_FIELD_NUMBER: _ClassVar[int]
+    ENDS_BY_METRICS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_STEPS_FIELD_NUMBER: _ClassVar[int]
     MERGE_FIELD_NUMBER: _ClassVar[int]
@@ -633,7 +633,7 @@ class RunSettings(_message.Message):
     delayed_update: bool
     train: _struct_pb2.Struct
     eval_every: str
-    ends_by_figures: bool
+    ends_by_metrics: bool
     fragments: int
     overlap_steps: int
     merge: str
@@ -641,7 +641,7 @@ class RunSettings(_message.Message):
     outstanding: int
     union_batch: bool
     epochs: int
-    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., delayed_update: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_figures: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., merge: _Optional[str] = ..., merge_alpha: _Optional[float] = ..., outstanding: _Optional[int] = ..., union_batch: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., delayed_update: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_metrics: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., merge: _Optional[str] = ..., merge_alpha: _Optional[float] = ..., outstanding: _Optional[int] = ..., union_batch: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class SendWeights(_message.Message):
     __slots__ = ()

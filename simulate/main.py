@@ -214,7 +214,7 @@ def _compare(
         for label, told in found:
             print(f"\n{label}: loss over virtual time")
             for point in told.curve:
-                print(f"  {point.elapsed_s:>12,.1f} s  step {point.step:>7,}  loss {point.figures['loss']:.4f}")
+                print(f"  {point.elapsed_s:>12,.1f} s  step {point.step:>7,}  loss {point.metrics['loss']:.4f}")
     else:
         print("no loss simulated (--learn)")
     print(sentence(found))

@@ -100,7 +100,7 @@ def _check_possible(config: Config) -> None:
             f"run.epochs is {config.run.epochs}: how many steps that is depends on the data, which is not simulated",
             fix="say how many training steps: --steps 500",
         )
-    if config.run.ends_by_figures:
+    if config.run.ends_by_metrics:
         raise UsageError(
             "run.stop_when and run.patience end a run by its loss, and no loss is simulated",
             fix="leave them out, and say how many training steps: --steps 500",

@@ -203,8 +203,8 @@ def _listed(feed: Feed) -> StoredRun:
     if tick is None:
         return StoredRun(**known)
     status = tick.status
-    figures = tick.final or (status.evaluated.figures if status.evaluated else {})
-    known |= {"waiting": status.waiting_reason(), "figures": figures, **status.row()}
+    metrics = tick.final or (status.evaluated.metrics if status.evaluated else {})
+    known |= {"waiting": status.waiting_reason(), "metrics": metrics, **status.row()}
     return StoredRun(**known | ({"num_workers": status.num_ranks} if feed.is_over else {}))
 
 

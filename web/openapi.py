@@ -76,7 +76,7 @@ def description() -> dict[str, Any]:
             "/api/runs/{run}/status": _get("where it stands; null before it has said so",
                                            {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
             "/api/runs/{run}/workers": _get("its workers", _many("WorkerStatus"), _RUN),
-            "/api/runs/{run}/metrics": _get("figures over time, in columns", _ref("Series"), _RUN),
+            "/api/runs/{run}/metrics": _get("metrics over time, in columns", _ref("Series"), _RUN),
             "/api/runs/{run}/events": _get("what happened", _many("Event"), _RUN),
             "/api/runs/{run}/snapshots": _get("its snapshots that are kept", _many("Snapshot"), _RUN),
             "/api/runs/{run}/controls": {"post": _control()},

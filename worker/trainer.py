@@ -32,7 +32,7 @@ def train(
     init: str | None = None,
     loader: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, float]:
-    """Train `task` to the end of the run, with the optimizer the run's settings name, and report its figures where
+    """Train `task` to the end of the run, with the optimizer the run's settings name, and report its metrics where
     this worker is to evaluate it. Returns the model and the seconds that training took. `say(event, **fields)` is told
     where it is, now and then; `init` is a file with the weights that a run begins with, `loader` are options of the
     DataLoader."""
@@ -53,9 +53,9 @@ def train(
     num_batches = 0
     if settings.steps is None and settings.epochs is None:
         session.length.default = TASK_STEPS
-    if settings.eval_every is not None or settings.ends_by_figures:
-        session.evaluate(lambda model: _figures(task, model))
-        session.evaluation.is_final_too = False  # that is done below, with more figures
+    if settings.eval_every is not None or settings.ends_by_metrics:
+        session.evaluate(lambda model: _metrics(task, model))
+        session.evaluation.is_final_too = False  # that is done below, with more metrics
     if say is not None:
         length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)
@@ -71,11 +71,11 @@ def train(
     if say is not None:
         say("trained", rank=session.rank, batches=num_batches, seconds=round(wall_s, 1))
     if session.finish():
-        figures = _evaluate(session, task, model)
+        metrics = _evaluate(session, task, model)
         tokens = getattr(task, "tokens_per_sample", None)
         if tokens and wall_s:
-            figures["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
-        session.report(**figures)
+            metrics["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
+        session.report(**metrics)
     return model, wall_s
 
 
@@ -99,16 +99,16 @@ def _checked(batches: Any) -> Any:
 
 
 def _evaluate(session: Session, task: Task, model: nn.Module) -> dict[str, float]:
-    """The task's figures on the final weights, and `averaged_*` on their Polyak average if one is kept."""
-    figures = _figures(task, model)
+    """The task's metrics on the final weights, and `averaged_*` on their Polyak average if one is kept."""
+    metrics = _metrics(task, model)
     if session.averaged(model):
-        figures.update({f"averaged_{name}": value for name, value in _figures(task, model).items()})
-    if math.isnan(figures.get("loss", 0.0)):
+        metrics.update({f"averaged_{name}": value for name, value in _metrics(task, model).items()})
+    if math.isnan(metrics.get("loss", 0.0)):
         raise DivergedError("the final loss is NaN", fix="lower --lr")
-    return figures
+    return metrics
 
 
-def _figures(task: Task, model: nn.Module) -> dict[str, float]:
+def _metrics(task: Task, model: nn.Module) -> dict[str, float]:
     with user_code():
         return {name: float(value) for name, value in task.evaluate(model).items()}
 

@@ -23,7 +23,7 @@ from rich.console import RenderableType
 
 from ..baselines.run import chosen_running
 from ..output.report import Report, median
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.bandwidth import stream_bytes_per_s
 from ..rig.reducing import PARTS, StepSize, alone_life, group_life, joined_life
 from ..rig.server_process import running_server
@@ -179,5 +179,9 @@ def _tables(options: AllreduceOptions, results: dict[str, Any], lines: list[str]
     )
     columns_of_step = [step_title, *PARTS, "whole", "beyond alone", "of the step", "ours / it"]
     return page(
-        title, figures(columns, rows), "", figures(columns_of_step, step_rows, bold=[1]), notes=[_STARTED, *lines]
+        title,
+        number_table(columns, rows),
+        "",
+        number_table(columns_of_step, step_rows, bold=[1]),
+        notes=[_STARTED, *lines],
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from ..output.report import Report
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.server_process import running_server
 from ..rig.team import team
 from ..rig.turns import Measured, Samples
@@ -62,7 +62,7 @@ def measure_checkpoint(options: CheckpointOptions) -> Report:
         ["slower by", f"{results['slower_by']:.1%}"],
         ["snapshots, and seconds each on the way to the disk", f"{len(snapshots)}, {results['snapshot_s'] or 0:.2f}"],
     ]
-    return Report("checkpoint", vars(options), results, page(title, figures(["what", ""], rows)))
+    return Report("checkpoint", vars(options), results, page(title, number_table(["what", ""], rows)))
 
 
 def _run(options: CheckpointOptions, has_snapshots: bool) -> tuple[list[float], list[float]]:

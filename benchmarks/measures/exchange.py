@@ -19,7 +19,7 @@ from rich.console import RenderableType
 from ..baselines.run import chosen_running
 from ..output.machine import available_bytes
 from ..output.report import Report, median
-from ..output.tables import figures, number, page
+from ..output.tables import number, number_table, page
 from ..rig.ours import OurExchange, variants_of
 from ..rig.turns import Contestant, Samples, measure
 
@@ -83,8 +83,8 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
     contestants |= {peer.name: partial(peer.exchange, num_floats) for peer in peers}
     together = num_bytes * (_OUR_PAYLOADS * len(ours) + _PEER_PAYLOADS * len(peers)) < _USABLE * available_bytes()
     found = measure(contestants, num_turns=options.runs, per_turn=per_turn, warmup=warmup, together=together)
-    mine = {name: our_figures(found[name], value) for name, value in ours.items()}
-    theirs = {peer.name: peer_figures(found[peer.name], num_bytes) for peer in peers}
+    mine = {name: our_metrics(found[name], value) for name, value in ours.items()}
+    theirs = {peer.name: peer_metrics(found[peer.name], num_bytes) for peer in peers}
     times = {name: item["exchange_ms"] for name, item in mine.items()}
     return {
         "size_mb": num_bytes / 1e6,
@@ -92,7 +92,7 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
         "warmup": warmup,
         "ours": mine,
         "peers": theirs,
-        "ratios": {name: {peer: ratios(figure, theirs[peer]) for peer in theirs} for name, figure in mine.items()},
+        "ratios": {name: {peer: ratios(metric, theirs[peer]) for peer in theirs} for name, metric in mine.items()},
         "tls": {
             value.variant.transport: times[name] / times[value.variant.transport]
             for name, value in ours.items()
@@ -106,7 +106,7 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
     }
 
 
-def our_figures(samples: Samples, run: OurExchange) -> dict[str, Any]:
+def our_metrics(samples: Samples, run: OurExchange) -> dict[str, Any]:
     """Times in ms and rates in GB/s, median and best of each."""
     beyond = [a - b for a, b in zip(samples["up_reply"], samples["up"], strict=True)]
     found: dict[str, Any] = {
@@ -118,7 +118,7 @@ def our_figures(samples: Samples, run: OurExchange) -> dict[str, Any]:
     return found | _rates(samples, {"up": run.facts.sent_bytes, "down": run.facts.payload_bytes})
 
 
-def peer_figures(samples: Samples, num_bytes: int) -> dict[str, float]:
+def peer_metrics(samples: Samples, num_bytes: int) -> dict[str, float]:
     """The same of the parts that a peer has."""
     return _times(samples) | _rates(samples, dict.fromkeys({"up", "down"} & samples.keys(), num_bytes))
 
@@ -145,7 +145,7 @@ def _rates(samples: Samples, num_bytes: dict[str, int]) -> dict[str, float]:
 
 
 def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
-    """Whatever makes a figure mean less than its name says."""
+    """Whatever makes a metric mean less than its name says."""
     notes = []
     for variant in variants_of(options.transport, options.tls, options.watched):
         for entry in found:
@@ -183,7 +183,7 @@ def _parts_table(found: dict[str, Any]) -> RenderableType:
         [name, *(number(peer.get(key)) for key in keys), *(number(peer.get(key), "{:.2f}") for key in rates)]
         for name, peer in (found["ours"] | found["peers"]).items()
     ]
-    return figures(columns, rows, bold=range(len(found["ours"])))
+    return number_table(columns, rows, bold=range(len(found["ours"])))
 
 
 def _ratio_table(found: dict[str, Any]) -> RenderableType:
@@ -192,7 +192,7 @@ def _ratio_table(found: dict[str, Any]) -> RenderableType:
         for name, beside in found["ratios"].items()
         for peer, ratio in beside.items()
     ]
-    return figures(["our rate / the peer's", *_RATIOS], rows)
+    return number_table(["our rate / the peer's", *_RATIOS], rows)
 
 
 def _sweep_table(found: list[dict[str, Any]]) -> RenderableType:
@@ -206,11 +206,11 @@ def _sweep_table(found: list[dict[str, Any]]) -> RenderableType:
         rates = [f"{item['ours'][name]['up_gb_s']:.2f}, {item['ours'][name]['down_gb_s']:.2f}" for name in ours]
         times = [number(_ms_of(every[name]), "{:,.3g}") for name in names]
         rows.append([f"{item['size_mb']:g} MB", *times, *rates])
-    return figures(columns, rows)
+    return number_table(columns, rows)
 
 
-def _ms_of(figure: dict[str, float]) -> float | None:
+def _ms_of(metric: dict[str, float]) -> float | None:
     """Of the whole exchange; there and back where a peer only has the two."""
-    if "exchange_ms" in figure:
-        return figure["exchange_ms"]
-    return figure["up_ms"] + figure["down_ms"] if "up_ms" in figure and "down_ms" in figure else None
+    if "exchange_ms" in metric:
+        return metric["exchange_ms"]
+    return metric["up_ms"] + metric["down_ms"] if "up_ms" in metric and "down_ms" in metric else None

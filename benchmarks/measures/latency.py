@@ -18,7 +18,7 @@ from rich.console import RenderableType
 
 from ..baselines.run import chosen_running
 from ..output.report import Report, median, percentile
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.echo import echo_stream
 from ..rig.ours import transports_of
 from ..rig.server_process import running_server, watching
@@ -67,7 +67,7 @@ def measure_latency(options: LatencyOptions, baseline_names: Sequence[str] = ())
             per_turn=options.exchanges // _NUM_TURNS,
             warmup=options.num_warmup,
         )
-    results = {name: _figures(samples) for name, samples in found.items()}
+    results = {name: _metrics(samples) for name, samples in found.items()}
     others = [_PING, *(peer.name for peer in peers)]
     results["ratios"] = {
         transport: {other: _ratio(results[transport], results[other]) for other in others}
@@ -110,7 +110,7 @@ def _pings(num_bytes: int) -> Iterator[Measured]:
         yield timed("exchange", lambda: stream.ping(payload))
 
 
-def _figures(samples: Samples) -> dict[str, Any]:
+def _metrics(samples: Samples) -> dict[str, Any]:
     times_us = [seconds * 1e6 for seconds in samples["exchange"]]
     return {
         "median_us": median(times_us),
@@ -139,4 +139,4 @@ def _table(
         for other, ratio in ratios.items():
             rows.append([f"{transport} / {other}", *(f"{value:.3f}" for value in ratio.values())])
     title = f"{options.floats:,} floats, {options.mode}, {options.optimizer}; {options.exchanges:,} exchanges"
-    return page(title, figures(["", "median", "p90", "p99", "best"], rows, bold=[0]), notes=lines)
+    return page(title, number_table(["", "median", "p90", "p99", "best"], rows, bold=[0]), notes=lines)

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 
 from ..baselines.run import chosen_running
 from ..output.report import Report, median
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.ours import Variant, variants_of
 from ..rig.server_process import running_server
 from ..rig.team import slowest, team
@@ -50,14 +50,14 @@ def measure_round(options: RoundOptions, baseline_names: Sequence[str] = ()) -> 
         }
         contestants |= {peer.name: partial(peer.round, options.num_floats, options.workers) for peer in peers}
         found = measure(contestants, num_turns=options.runs, warmup=_NUM_WARMUP)
-    ours = {variant.name: _figures(found[variant.name], options) for variant in variants}
-    theirs = {peer.name: _figures(found[peer.name], options) for peer in peers}
+    ours = {variant.name: _metrics(found[variant.name], options) for variant in variants}
+    theirs = {peer.name: _metrics(found[peer.name], options) for peer in peers}
     results = {
         "ours": ours,
         "peers": theirs,
         "ratios": {
-            name: {peer: theirs[peer]["round_ms"] / figure["round_ms"] for peer in theirs}
-            for name, figure in ours.items()
+            name: {peer: theirs[peer]["round_ms"] / metric["round_ms"] for peer in theirs}
+            for name, metric in ours.items()
         },
     }
     config = {**vars(options), "warmup": _NUM_WARMUP, "peers": list(theirs)}
@@ -99,7 +99,7 @@ def worker_life(rank: int, address: str, options: RoundOptions, variant: Variant
         yield timed("round", step)
 
 
-def _figures(samples: Samples, options: RoundOptions) -> dict[str, float]:
+def _metrics(samples: Samples, options: RoundOptions) -> dict[str, float]:
     """Of the slowest worker of every round; the rate counts what all workers send and receive."""
     times = samples["round"]
     moved_gb = 2 * options.workers * options.num_floats * 4 / 1e9
@@ -122,4 +122,4 @@ def _table(options: RoundOptions, results: dict[str, Any], lines: list[str]) -> 
         f"A round of {options.workers} workers, {options.mb:,} MB float32, {options.mode}, {options.optimizer}; "
         f"{options.runs} runs, the slowest worker of each"
     )
-    return page(title, figures(columns, rows, bold=range(len(results["ours"]))), notes=lines)
+    return page(title, number_table(columns, rows, bold=range(len(results["ours"]))), notes=lines)

@@ -2,7 +2,7 @@
 
 Real processes would measure themselves (a torch process a worker, on a few cores), so few processes
 play the workers (swarm.py). What they need themselves is shown beside the server's share: where both
-together use up the cores, the figure is the machine's, and the server could do more.
+together use up the cores, the metric is the machine's, and the server could do more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from ..output.machine import machine
 from ..output.report import Report
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.ours import transports_of
 from ..rig.server_process import running_server
 from ..rig.team import team
@@ -93,4 +93,4 @@ def _table(options: ScaleOptions, results: dict[str, dict[str, dict[str, float]]
     processes = "process plays" if options.generators == 1 else "processes play"
     here: dict[str, Any] = machine()
     note = f"CPU in shares of one core, of {here['cores']}; {options.generators} {processes} the workers"
-    return page(title, figures(columns, rows), notes=[note])
+    return page(title, number_table(columns, rows), notes=[note])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..output.report import Report, median
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.ours import Variant
 from ..rig.server_process import ServerProcess, running_server
 from ..rig.team import slowest, team
@@ -97,4 +97,4 @@ def _table(options: ShardOptions, rows: Sequence[dict[str, Any]]) -> Any:
         f"{options.mb:,} MB float32, transport {options.transport}, {options.optimizer}; {options.runs} runs, "
         "the slowest worker of each"
     )
-    return page(title, figures(["", "median", "best", "GB/s in all", "held, MB"], lines, bold=()), notes=[])
+    return page(title, number_table(["", "median", "best", "GB/s in all", "held, MB"], lines, bold=()), notes=[])

@@ -22,7 +22,7 @@ from rich.console import RenderableType
 
 from ..output.machine import machine
 from ..output.report import Report, median
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.bandwidth import stream_bytes_per_s
 from ..rig.moments import Watch
 from ..rig.ours import transports_of
@@ -187,7 +187,7 @@ def _table(options: StepOptions, results: dict[str, Any]) -> RenderableType:
     )
     return page(
         title,
-        figures(["ms", *_PARTS, "step", "not compute"], rows),
+        number_table(["ms", *_PARTS, "step", "not compute"], rows),
         "",
-        figures([traffic_title, "ms"], [[name, f"{ms:,.3f}"] for name, ms in formulas.items()]),
+        number_table([traffic_title, "ms"], [[name, f"{ms:,.3f}"] for name, ms in formulas.items()]),
     )

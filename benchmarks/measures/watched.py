@@ -16,7 +16,7 @@ from rich.console import RenderableType
 
 from ..output.machine import machine
 from ..output.report import Report, median
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.server_process import ServerProcess, running_server, watching
 from ..rig.swarm import SwarmOptions, swarm_life
 from ..rig.team import team
@@ -98,4 +98,4 @@ def _table(options: WatchedOptions, results: dict[str, dict[str, float]]) -> Ren
     ]
     title = f"{options.workers} workers, {options.viewers} viewers, {options.seconds:g} s each, {options.runs} times"
     note = f"CPU in shares of one core, of {machine()['cores']}; medians"
-    return page(title, figures(["", "exchanges/s", "server's CPU", "more"], rows), notes=[note])
+    return page(title, number_table(["", "exchanges/s", "server's CPU", "more"], rows), notes=[note])

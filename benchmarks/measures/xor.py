@@ -23,7 +23,7 @@ from rich.console import RenderableType
 from ...common.errors import ParamServerError
 from ..baselines.run import chosen_running
 from ..output.report import Report, median
-from ..output.tables import figures, page
+from ..output.tables import number_table, page
 from ..rig.server_process import clean_environment
 from ..rig.turns import Contestant, Measured, Samples, measure
 
@@ -110,4 +110,4 @@ def _table(options: XorOptions, results: dict[str, Any], lines: list[str]) -> Re
         f"xor, {options.workers} workers, {options.mode}, {options.optimizer}, batches of {options.batch_size}; "
         f"{options.runs} runs of {options.steps} steps"
     )
-    return page(title, figures(["worker-steps/s", "median", "best", "ours / this"], rows, bold=[0]), notes=lines)
+    return page(title, number_table(["worker-steps/s", "median", "best", "ours / this"], rows, bold=[0]), notes=lines)

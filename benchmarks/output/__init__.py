@@ -1,1 +1,1 @@
-"""What becomes of the figures: tables, pictures, files."""
+"""What becomes of the metrics: tables, pictures, files."""

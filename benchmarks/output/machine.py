@@ -1,4 +1,4 @@
-"""On what a figure was measured: the machine by cores and clock, never by its name, and the versions."""
+"""On what a metric was measured: the machine by cores and clock, never by its name, and the versions."""
 
 from __future__ import annotations
 

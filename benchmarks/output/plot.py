@@ -72,6 +72,6 @@ def curves(sizes: list[dict[str, Any]]) -> list[tuple[str, bool, list[tuple[floa
     return found
 
 
-def _ms(figure: dict[str, float]) -> float:
+def _ms(metric: dict[str, float]) -> float:
     """Of an exchange; there and back where a peer has no more."""
-    return figure["exchange_ms"] if "exchange_ms" in figure else figure["up_ms"] + figure["down_ms"]
+    return metric["exchange_ms"] if "exchange_ms" in metric else metric["up_ms"] + metric["down_ms"]

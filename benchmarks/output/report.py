@@ -1,4 +1,4 @@
-"""What a benchmark returns, the JSON file it becomes, and the figures that need more than one line."""
+"""What a benchmark returns, the JSON file it becomes, and the metrics that need more than one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RESULTS = Path(__file__).parents[1] / "results"
-FIGURE_DIGITS = 4  # significant ones, in the JSON file
+SIGNIFICANT_DIGITS = 4  # in the JSON file
 
 
 @dataclass
@@ -83,5 +83,5 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(inner) for inner in value]
     if isinstance(value, float):
-        return float(f"{value:.{FIGURE_DIGITS}g}")
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     return value

@@ -1,4 +1,4 @@
-"""Tables of figures for people."""
+"""Tables of metrics for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 
-def figures(columns: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[int] = ()) -> Table:
+def number_table(columns: Sequence[str], rows: Iterable[Sequence[str]], bold: Iterable[int] = ()) -> Table:
     """The first column names a row, the others are right-aligned; `bold` are the indices of rows that matter."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(columns):
@@ -26,5 +26,5 @@ def page(title: str, *parts: RenderableType, notes: Sequence[str] = ()) -> Group
 
 
 def number(value: float | None, form: str = "{:,.1f}", unit: str = "") -> str:
-    """Empty where there is no figure."""
+    """Empty where there is no metric."""
     return "" if value is None else form.format(value) + (f" {unit}" if unit else "")

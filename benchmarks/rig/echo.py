@@ -1,7 +1,7 @@
 """The bare ping-pong a small exchange is compared with: a grpc.aio echo server, a synchronous stream.
 
 The server is a process of its own; the client is made as the worker's is (worker/conversation/client.py), so
-what lies between the two figures is ours.
+what lies between the two metrics is ours.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 `encode` is the gathering of the gradients, and what a codec or the shared memory makes of them.
 
-`held` is the server's own figure (Reply.gate_wait_s): from the last byte of the contribution until the
+`held` is the server's own metric (Reply.gate_wait_s): from the last byte of the contribution until the
 reply is decided, so it holds the check for NaN, the fold and the optimizer. `down` is measured
 directly: from the reply's header until the last byte has been written into the parameters. What is
 left between begun and replied is the upload and the making of the reply, which only a second run

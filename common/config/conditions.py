@@ -27,15 +27,15 @@ class Every(NamedTuple):
 
 
 class Condition(NamedTuple):
-    figure: str
+    metric: str
     sign: str
     bound: float
 
-    def holds(self, figures: Mapping[str, float]) -> bool:
-        return self.figure in figures and _SIGNS[self.sign](figures[self.figure], self.bound)
+    def holds(self, metrics: Mapping[str, float]) -> bool:
+        return self.metric in metrics and _SIGNS[self.sign](metrics[self.metric], self.bound)
 
     def __str__(self) -> str:
-        return f"{self.figure} {self.sign} {self.bound:g}"
+        return f"{self.metric} {self.sign} {self.bound:g}"
 
 
 def every(text: str) -> Every:

@@ -51,7 +51,7 @@ def write_report(
     if differences:
         head = ["setting", *(label for label, _ in runs)]
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
-    # Figures of different tasks, which a note is about, are not ranked.
+    # Metrics of different tasks, which a note is about, are not ranked.
     said = findings(runs, target) if not any("different tasks" in note for note in notes) else []
     parts = [f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in said)}</ul>" if said else "", *map(_table, tables)]
     lines = [f"# {title}", "", *(f"- {text}" for text in said)]
@@ -75,7 +75,7 @@ def write_report(
         lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | bytes |", "| --- | --- | --- | --- |"]
         points = run.points_of(name)
         lines += [
-            f"| {point.elapsed_s:,.1f} | {point.step:,} | {point.figures[name]:.4f} | {_bytes(point)} |"
+            f"| {point.elapsed_s:,.1f} | {point.step:,} | {point.metrics[name]:.4f} | {_bytes(point)} |"
             for point in points[:: -(-len(points) // _MOST_ROWS)]
         ]  # fmt: skip
     parts += [f"<p>{escape(note)}</p>" for note in told]
@@ -88,31 +88,31 @@ def write_report(
 
 
 def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
-    """The figures that are drawn: of evaluations, and of training where a run was not evaluated on its way."""
-    names = list(dict.fromkeys(name for _, run in runs for point in run.curve for name in point.figures))
+    """The metrics that are drawn: of evaluations, and of training where a run was not evaluated on its way."""
+    names = list(dict.fromkeys(name for _, run in runs for point in run.curve for name in point.metrics))
     shown: list[str] = [name for name in ("loss", "accuracy") if name in names] or names[:1]
     is_bare = any(max((len(run.points_of(name)) for name in shown), default=0) < 2 for _, run in runs)
     return [*shown, TRAINED] if is_bare and any(len(run.points_of(TRAINED)) > 1 for _, run in runs) else shown
 
 
 def _drawn(runs: Sequence[tuple[str, Summary]]) -> list[tuple[str, Summary, str]]:
-    """What has a curve, by figure."""
+    """What has a curve, by metric."""
     return [(label, run, name) for name in _shown(runs) for label, run in runs if len(run.points_of(name)) > 1]
 
 
 def _pictures(
     runs: Sequence[tuple[str, Summary]], target: Condition | None
 ) -> list[tuple[str, str, str, Curves, float | None]]:
-    """File, figure, what it is over, the curves, and a value to be marked."""
+    """File, metric, what it is over, the curves, and a value to be marked."""
     found: list[tuple[str, str, str, Curves, float | None]] = []
     for name in _shown(runs):
-        line = target.bound if target is not None and target.figure == name else None
+        line = target.bound if target is not None and target.metric == name else None
         for unit, get in _UNITS.items():
             curves = []
-            for label, run, figure in _drawn(runs):
-                points = [(get(point), point.figures[name]) for point in run.points_of(name)]
+            for label, run, metric in _drawn(runs):
+                points = [(get(point), point.metrics[name]) for point in run.points_of(name)]
                 known = [(x, y) for x, y in points if x is not None and math.isfinite(y)]
-                if figure == name and len(known) > 1:
+                if metric == name and len(known) > 1:
                     curves.append((label, known))
             if curves:
                 found.append((f"{_file_of(name)}-over-{unit}.png", name, unit, curves, line))

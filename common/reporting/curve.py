@@ -13,19 +13,19 @@ from pydantic import BaseModel, BeforeValidator, Field
 from ..config.conditions import condition
 from ..wire.json_text import to_json
 
-TRAINED = "train_loss"  # the figure of training itself, where nothing was evaluated
+TRAINED = "train_loss"  # the metric of training itself, where nothing was evaluated
 _MOST_TRAINED = 1_000  # points of it; from twice as many on every second one goes
-# Of figures with such a name less is better.
+# Of metrics with such a name less is better.
 _DOWN = ("loss", "error", "perplexity", "mse", "mae", "wer")
 
 
-def is_up(figure: str) -> bool:
+def is_up(metric: str) -> bool:
     """Whether more of it is better."""
-    return not any(word in figure.lower() for word in _DOWN)
+    return not any(word in metric.lower() for word in _DOWN)
 
 
 # In JSON null stands for a number that is not finite.
-Figure = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+MetricValue = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 class Point(BaseModel):
@@ -33,8 +33,8 @@ class Point(BaseModel):
 
     step: int  # training steps behind it
     version: int
-    elapsed_s: float = 0.0  # of training, when its figures came
-    figures: dict[str, Figure] = Field(default_factory=dict)
+    elapsed_s: float = 0.0  # of training, when its metrics came
+    metrics: dict[str, MetricValue] = Field(default_factory=dict)
     num_bytes: int | None = None  # that were exchanged until then, where that is known
     samples: int | None = None  # that had counted by then, likewise
 
@@ -43,7 +43,7 @@ class Point(BaseModel):
 class Curve:
     """All evaluations of a run, in the order they came."""
 
-    best_of: str | None = None  # the figure that decides; None: accuracy where there is one, else loss, else the first
+    best_of: str | None = None  # the metric that decides; None: accuracy where there is one, else loss, else the first
     stop_when: str | None = None
     patience: int | None = None  # evaluations in a row without a better one that end the run
     points: list[Point] = field(default_factory=list)
@@ -54,16 +54,16 @@ class Curve:
         """Whether it is the best so far."""
         self.points.append(point)
         value, best = self._value(point), None if self.best is None else self._value(self.best)
-        is_best = not math.isnan(value) and (best is None or (value > best if is_up(self.figure) else value < best))
+        is_best = not math.isnan(value) and (best is None or (value > best if is_up(self.metric) else value < best))
         if is_best:
             self.best = point
         self._num_worse = 0 if is_best else self._num_worse + 1
         return is_best
 
     @property
-    def figure(self) -> str:
+    def metric(self) -> str:
         """The one that decides."""
-        names = list(self.points[0].figures) if self.points else []
+        names = list(self.points[0].metrics) if self.points else []
         return self.best_of or next((name for name in ("accuracy", "loss", *names) if name in names), "")
 
     @property
@@ -72,22 +72,22 @@ class Curve:
         if not self.points:
             return ""
         newest = self.points[-1]
-        if self.stop_when is not None and (wanted := condition(self.stop_when)).holds(newest.figures):
-            return f"{wanted} (run.stop_when): {newest.figures[wanted.figure]:.6g} at step {newest.step}"
+        if self.stop_when is not None and (wanted := condition(self.stop_when)).holds(newest.metrics):
+            return f"{wanted} (run.stop_when): {newest.metrics[wanted.metric]:.6g} at step {newest.step}"
         if self.patience is not None and self._num_worse >= self.patience:
             best = f", {self._value(self.best):.6g} at step {self.best.step}" if self.best is not None else ""
-            return f"no better {self.figure} in {self._num_worse} evaluations (run.patience){best}"
+            return f"no better {self.metric} in {self._num_worse} evaluations (run.patience){best}"
         return ""
 
     def lacks(self) -> str:
-        """What is asked for and is in no figure of the newest point, as a phrase; or empty."""
-        asked = [self.best_of, condition(self.stop_when).figure if self.stop_when is not None else None]
-        there = self.points[-1].figures if self.points else {}
+        """What is asked for and is in no metric of the newest point, as a phrase; or empty."""
+        asked = [self.best_of, condition(self.stop_when).metric if self.stop_when is not None else None]
+        there = self.points[-1].metrics if self.points else {}
         missing = [name for name in asked if name is not None and name not in there]
         return f"{' and '.join(missing)}: the evaluation gave {', '.join(there) or 'nothing'}" if missing else ""
 
     def _value(self, point: Point) -> float:
-        return point.figures.get(self.figure, math.nan)
+        return point.metrics.get(self.metric, math.nan)
 
     def saved(self) -> dict[str, Any]:
         """As JSON, for a snapshot."""
@@ -125,16 +125,16 @@ def add_trained(points: list[Point], told: _Told) -> None:
         points.pop()
     if told.loss is None or (points and points[-1].step == told.step):
         return
-    figures = {TRAINED: told.loss}
-    points.append(Point(step=told.step, version=told.version, elapsed_s=told.elapsed_s, figures=figures,
+    metrics = {TRAINED: told.loss}
+    points.append(Point(step=told.step, version=told.version, elapsed_s=told.elapsed_s, metrics=metrics,
                         num_bytes=told.num_bytes or None))  # fmt: skip
     if len(points) >= 2 * _MOST_TRAINED:
         points[:] = points[::2]
 
 
 def text_of(points: list[Point], path: str) -> str:
-    """A file of them: CSV with a column for each figure, or a JSON object a line."""
-    rows = [{**point.model_dump(exclude={"figures", "num_bytes", "samples"}), **point.figures} for point in points]
+    """A file of them: CSV with a column for each metric, or a JSON object a line."""
+    rows = [{**point.model_dump(exclude={"metrics", "num_bytes", "samples"}), **point.metrics} for point in points]
     if path.endswith(".jsonl"):
         return "".join(to_json(row) + "\n" for row in rows)
     out = io.StringIO()

@@ -1,6 +1,6 @@
-"""What a comparison of runs says, in sentences that follow from their figures. Pure.
+"""What a comparison of runs says, in sentences that follow from their metrics. Pure.
 
-Runs of one name are one way of training with several seeds: their figures are a mean, and the range that they span.
+Runs of one name are one way of training with several seeds: their metrics are a mean, and the range that they span.
 Where two ranges overlap nothing is said to be better.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from ..config.conditions import Condition
 from .curve import TRAINED, is_up
 from .metrics import rate
-from .report import Spread, amount, count, figure, share, two
+from .report import Spread, amount, count, share, short_number, two
 from .summary import Summary, price
 
 Runs = Sequence[tuple[str, Summary]]
 
 
 def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spread]:
-    """By name, in the order of the runs; without those that have no such figure."""
+    """By name, in the order of the runs; without those that have no such metric."""
     values: dict[str, list[float]] = {}
     for name, run in runs:
         if (value := get(run)) is not None:
@@ -27,17 +27,17 @@ def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spr
     return {name: Spread.of(each) for name, each in values.items()}
 
 
-def deciding_figure(runs: Runs) -> str:
+def deciding_metric(runs: Runs) -> str:
     """The one by which runs are compared: accuracy where all have one, else loss, else the first that all have."""
     common = [name for name in runs[0][1].final if all(name in run.final for _, run in runs)] if runs else []
     return next((name for name in ("accuracy", "loss", *common) if name in common), "")
 
 
 def target_of(runs: Runs) -> Condition | None:
-    """What every run has reached, the worst of their best: of the deciding figure where all were evaluated on their
+    """What every run has reached, the worst of their best: of the deciding metric where all were evaluated on their
     way, else of the training loss. None where a run has neither."""
-    for name in (deciding_figure(runs), TRAINED):
-        values = [[v for point in run.points_of(name) if math.isfinite(v := point.figures[name])] for _, run in runs]
+    for name in (deciding_metric(runs), TRAINED):
+        values = [[v for point in run.points_of(name) if math.isfinite(v := point.metrics[name])] for _, run in runs]
         if values and min(map(len, values)) > 1:
             up = is_up(name)
             return Condition(name, ">=", min(map(max, values))) if up else Condition(name, "<=", max(map(min, values)))
@@ -50,12 +50,12 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
     if len(names) < 2:
         return []
     told = []
-    if decides := deciding_figure(runs):
+    if decides := deciding_metric(runs):
         ended = spreads(runs, lambda run: run.final[decides])
         lost = [name for name, spread in ended.items() if not math.isfinite(spread.mean)]
         sound = {name: spread for name, spread in ended.items() if name not in lost}
         if len(sound) > 1:
-            told.append(_best(f"{decides} at the end", sound, is_up(decides), figure))
+            told.append(_best(f"{decides} at the end", sound, is_up(decides), short_number))
         if lost:
             told.append(f"{', '.join(lost)} diverged: {decides} at the end is not finite.")
     took = spreads(runs, lambda run: run.wall_s)
@@ -82,7 +82,7 @@ def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[st
     there = [(name, run) for name, run in runs if name not in missed]
     told = []
     reached = spreads(there, lambda run: point.elapsed_s if (point := run.reached(target)) else math.inf)
-    what = str(target) if is_told else f"{target.figure} {figure(target.bound)}, which every run reached"
+    what = str(target) if is_told else f"{target.metric} {short_number(target.bound)}, which every run reached"
     if len(reached) > 1:
         told.append(_best(f"seconds to {what}", reached, False, _seconds))
     elif reached:
@@ -98,7 +98,7 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
     first, last = (choose(took, key=lambda name: took[name].mean) for choose in (min, max))
     if took[first].overlaps(took[last]):
         return ""
-    figures: list[tuple[str, dict[str, Spread], Callable[[float], str], bool]] = [
+    metrics: list[tuple[str, dict[str, Spread], Callable[[float], str], bool]] = [
         ("waiting", spreads(runs, lambda run: run.wait_share), share, False),
         ("sent and received", spreads(runs, lambda run: run.num_bytes), amount, False),
         ("steps of the union batch a second", spreads(runs, lambda run: run.union_steps_per_s), rate, True),
@@ -106,10 +106,10 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
     if target is not None:
         steps = spreads([(n, r) for n, r in runs if n in took], lambda run: p.step if (p := run.reached(target)) else 0)
         if min(spread.low for spread in steps.values()) > 0:
-            figures.append(("steps until then", steps, count, False))
+            metrics.append(("steps until then", steps, count, False))
     why = [
         f"{write(of[first].mean)} {what} instead of {write(of[last].mean)}"
-        for what, of, write, is_more_better in figures
+        for what, of, write, is_more_better in metrics
         if not of[first].overlaps(of[last]) and (of[first].mean > of[last].mean) == is_more_better
         and write(of[first].mean) != write(of[last].mean)
     ]  # fmt: skip

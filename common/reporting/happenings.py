@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .pictures.words import figure
+from .pictures.words import short_number
 from .view import Event
 
 
@@ -32,8 +32,8 @@ def _sentence(kind: str, rank: int | None, fields: Mapping[str, Any]) -> str:
         case "snapshot":
             return f"snapshot of version {fields['version']} in {fields['path']}"
         case "evaluated":
-            figures = ", ".join(f"{name} {figure(value)}" for name, value in fields["figures"].items())
-            return f"step {fields['step']}: {figures}{', the best so far' if fields.get('best') else ''}"
+            metrics = ", ".join(f"{name} {short_number(value)}" for name, value in fields["metrics"].items())
+            return f"step {fields['step']}: {metrics}{', the best so far' if fields.get('best') else ''}"
         case "control":
             return (
                 str(fields["told"])

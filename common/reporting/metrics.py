@@ -20,7 +20,7 @@ from enum import Enum, Flag, auto
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from .pictures.words import duration, figure, share, size
+from .pictures.words import duration, share, short_number, size
 
 Number = TypeVar("Number", int, float)
 Value = int | float | None
@@ -109,7 +109,7 @@ _WRITTEN: dict[Unit, Callable[[float], str]] = {
     Unit.BYTES: size,
     Unit.SHARE: share,
     Unit.MEAN: lambda value: f"{value:.2f}",
-    Unit.NUMBER: figure,
+    Unit.NUMBER: short_number,
 }
 
 OF_WORKER: dict[str, Metric] = {}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .metrics import Display, Metric, shown_of_workers
-from .report import PipeConsole, status_figures
+from .report import PipeConsole, status_metrics
 from .status import Status, WorkerStatus
 
 RANK_COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
@@ -56,7 +56,7 @@ def status_panel(status: Status, job: str = "") -> RenderableType:
     waiting, width = status.waiting_reason(), 78
     return Group(
         Text(job, style="dim"),
-        Text.assemble((status.mode, "bold"), "  ", "  ".join(status_figures(status, width - len(status.mode)))),
+        Text.assemble((status.mode, "bold"), "  ", "  ".join(status_metrics(status, width - len(status.mode)))),
         bar,
         Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
         _workers(status),

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..config.conditions import Condition
 from .metrics import OF_WORKER, Display, Metric, Value, shown_of_run, shown_of_workers
-from .pictures.words import duration, figure, share, size
+from .pictures.words import duration, share, short_number, size
 from .status import Status, WorkerStatus
 from .summary import Summary, price
 
@@ -28,7 +28,7 @@ _MOST_GAIN = 4.0  # of an outer momentum; beyond it rounds overshoot
 
 
 class Measure(NamedTuple):
-    """Of a comparison: its name, the figure of a run (None: it has none), how it is written."""
+    """Of a comparison: its name, the metric of a run (None: it has none), how it is written."""
 
     name: str
     get: Callable[[Summary], float | None]
@@ -36,7 +36,7 @@ class Measure(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Of one figure, of all runs of one name."""
+    """Of one metric, of all runs of one name."""
 
     mean: float
     low: float
@@ -88,7 +88,7 @@ def report_console(file: IO[str] | None = None) -> Console:
 
 
 def summary_table(summary: Summary) -> RenderableType:
-    """The end of one run: a headline with the figures that matter, and a row per worker."""
+    """The end of one run: a headline with the metrics that matter, and a row per worker."""
     metrics = [metric for metric in shown_of_workers(Display.SUMMARY) if _is_worth_it(metric, summary.workers)]
     table = _table(["worker", *(metric.label.replace(" ", "\n") for metric in metrics)])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
@@ -100,7 +100,9 @@ def summary_table(summary: Summary) -> RenderableType:
         f"   {samples_per_s} samples/s   waiting {share(summary.wait_share)}",
         f"   {_transports(summary)}" if summary.workers else "",
     )
-    final = Text("   ".join(f"{name} {figure(value)}" for name, value in summary.final.items()), style="bold green")
+    final = Text(
+        "   ".join(f"{name} {short_number(value)}" for name, value in summary.final.items()), style="bold green"
+    )
     parts: list[RenderableType] = [headline]
     if summary.shards:
         held = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
@@ -110,8 +112,8 @@ def summary_table(summary: Summary) -> RenderableType:
     parts += [_direction(summary.cosine, summary.gain)] if None not in (summary.cosine, summary.gain) else []
     parts += [final] if summary.final else []
     if (best := summary.best) is not None and len(summary.curve) > 1:
-        figures = "   ".join(f"{name} {figure(value)}" for name, value in best.figures.items())
-        parts.append(Text(f"best at step {best.step:,} of {len(summary.curve)} evaluations: {figures}"))
+        found = "   ".join(f"{name} {short_number(value)}" for name, value in best.metrics.items())
+        parts.append(Text(f"best at step {best.step:,} of {len(summary.curve)} evaluations: {found}"))
     parts += [table] if summary.workers else []
     return Group(*parts)
 
@@ -124,7 +126,7 @@ def _is_worth_it(metric: Metric, workers: list[WorkerStatus]) -> bool:
 
 
 def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> Table:
-    """One row per run: its final figures, when it came to the target, then what it cost."""
+    """One row per run: its final metrics, when it came to the target, then what it cost."""
     head, rows = comparison_cells(runs, target)
     for name in _FIRST_TO_GO:
         widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
@@ -152,7 +154,7 @@ def comparison_cells(
 
 def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> list[Measure]:
     finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
-    columns = [Measure(name, partial(_final, name), figure) for name in finals]
+    columns = [Measure(name, partial(_final, name), short_number) for name in finals]
     if target is not None:
         columns.append(Measure(f"s to {target}", partial(_seconds_to, target), seconds))
     columns += run_measures(runs)
@@ -198,7 +200,7 @@ _LINE = 80  # columns of a status
 def status_line(status: Status, job: str = "") -> str:
     """`step 118/500  version 472  training loss 0.310  3,250 samples/s  12 s to go`, at most 80 columns. What is waited
     for stands beside it where it fits, and otherwise on a line of its own. `job` says which run of several it is."""
-    line = "  ".join(status_figures(status, _LINE, job))
+    line = "  ".join(status_metrics(status, _LINE, job))
     waiting = status.waiting_reason()
     if not waiting:
         return line
@@ -206,14 +208,14 @@ def status_line(status: Status, job: str = "") -> str:
     return f"{line}{apart}waiting: {waiting}"
 
 
-def status_figures(status: Status, width: int, job: str = "") -> list[str]:
+def status_metrics(status: Status, width: int, job: str = "") -> list[str]:
     """The parts of `status_line`, as many as fit; what is not known yet is left out."""
     of = f"/{status.steps:,}" if status.steps else ""
     parts = {"job": job, "step": f"step {status.step:,}{of}", "version": f"version {status.version:,}"}
     if status.loss is not None:
-        parts["loss"] = f"training loss {figure(status.loss)}"
+        parts["loss"] = f"training loss {short_number(status.loss)}"
     if (point := status.evaluated) is not None:
-        found = {name: f"held-out {name} {figure(value)}" for name, value in point.figures.items()}
+        found = {name: f"held-out {name} {short_number(value)}" for name, value in point.metrics.items()}
         parts["held out"] = found.pop("loss", "")
         parts["also"] = next(iter(found.values()), "")
     if status.samples_per_s:
@@ -256,6 +258,6 @@ def _transports(summary: Summary) -> str:
 
 
 def _table(names: Iterable[str], *first: Column) -> Table:
-    """After `first`, columns of figures."""
-    figures = (Column(name, justify="right", overflow="fold", vertical="bottom") for name in names)
-    return Table(*first, *figures, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    """After `first`, columns of metrics."""
+    metrics = (Column(name, justify="right", overflow="fold", vertical="bottom") for name in names)
+    return Table(*first, *metrics, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))

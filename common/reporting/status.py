@@ -31,7 +31,7 @@ class Measured(BaseModel):
         def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
-    def metrics(cls) -> list[Metric]:
+    def declared_metrics(cls) -> list[Metric]:
         """The metrics that such a record has."""
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class Measured(BaseModel):
     @classmethod
     def of(cls, **values: Any) -> Self:
         """A record of values that need no checks."""
-        made: Any = cls.model_construct(**values | completed(cls.metrics(), values))
+        made: Any = cls.model_construct(**values | completed(cls.declared_metrics(), values))
         return made
 
     @model_validator(mode="before")
@@ -54,7 +54,7 @@ class Measured(BaseModel):
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = {*cls.model_fields, *(metric.name for metric in cls.metrics())}
+        known = {*cls.model_fields, *(metric.name for metric in cls.declared_metrics())}
         return {name: value for name, value in data.items() if name in known}
 
     @model_validator(mode="after")
@@ -63,7 +63,7 @@ class Measured(BaseModel):
         assert extra is not None
         workers = [worker.row() for worker in self.parts()]
         added = over_workers(lambda metric: [worker[metric.name] for worker in workers]) if workers else {}
-        extra.update(completed(self.metrics(), added | extra))
+        extra.update(completed(self.declared_metrics(), added | extra))
         return self
 
 
@@ -78,7 +78,7 @@ class WorkerStatus(Measured):
     codec: str = "raw"  # of its newest contribution; auto's choice
 
     @classmethod
-    def metrics(cls) -> list[Metric]:
+    def declared_metrics(cls) -> list[Metric]:
         return list(OF_WORKER.values())
 
 
@@ -94,7 +94,7 @@ class Status(Measured):
     shard_bytes: list[int] = Field(default_factory=list)  # memory of each shard
 
     @classmethod
-    def metrics(cls) -> list[Metric]:
+    def declared_metrics(cls) -> list[Metric]:
         return [metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.STATUS]
 
     def parts(self) -> list[WorkerStatus]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from ..config.conditions import Condition
 from ..wire.json_text import to_json
-from .curve import Figure, Point
+from .curve import MetricValue, Point
 from .metrics import OF_RUN, Display, Metric
 from .status import Measured, WorkerStatus
 
@@ -78,7 +78,7 @@ class Summary(Measured):
     steady_steps: int = 0
     staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind; 64: and more
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
-    final: dict[str, Figure] = Field(default_factory=dict)  # what the task's evaluation returned
+    final: dict[str, MetricValue] = Field(default_factory=dict)  # what the task's evaluation returned
     curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others
     best: Point | None = None  # of them
     trained: list[Point] = Field(default_factory=list, exclude=True)  # training loss on its way, for reports
@@ -87,7 +87,7 @@ class Summary(Measured):
     shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
 
     @classmethod
-    def metrics(cls) -> list[Metric]:
+    def declared_metrics(cls) -> list[Metric]:
         # Those that are fields or properties of this class are not beside them.
         return [
             metric
@@ -105,13 +105,13 @@ class Summary(Measured):
             return f"{self.mode} (staleness {self.staleness_bound})"
         return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode
 
-    def points_of(self, figure: str) -> list[Point]:
+    def points_of(self, metric: str) -> list[Point]:
         """The evaluations that have it; of `curve.TRAINED` statuses."""
-        return [point for point in (*self.curve, *self.trained) if figure in point.figures]
+        return [point for point in (*self.curve, *self.trained) if metric in point.metrics]
 
     def reached(self, target: Condition) -> Point | None:
         """The first point at which it holds."""
-        return next((point for point in self.points_of(target.figure) if target.holds(point.figures)), None)
+        return next((point for point in self.points_of(target.metric) if target.holds(point.metrics)), None)
 
     @property
     def samples_per_s(self) -> float | None:

@@ -2,7 +2,7 @@
 
     with RunStore(Path("runs/paramserver.db")) as store:
         for run in store.runs():
-            print(run.id, run.state, run.figures)
+            print(run.id, run.state, run.metrics)
         one = store.find("sync-baseline")
         points = store.series(one)
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field, ValidationError
 
 from ..errors import UsageError
-from ..reporting.curve import Figure
+from ..reporting.curve import MetricValue
 from ..reporting.happenings import event
 from ..reporting.metrics import Metric
 from ..reporting.status import Measured, Status, WorkerStatus
@@ -57,11 +57,11 @@ class StoredRun(Measured):
     ended_at: float | None = None
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
     waiting: str = ""
-    figures: dict[str, Figure] = Field(default_factory=dict)  # final, or of the newest evaluation
+    metrics: dict[str, MetricValue] = Field(default_factory=dict)  # final, or of the newest evaluation
 
     @classmethod
-    def metrics(cls) -> list[Metric]:
-        return Status.metrics()
+    def declared_metrics(cls) -> list[Metric]:
+        return Status.declared_metrics()
 
     @property
     def label(self) -> str:
@@ -83,8 +83,8 @@ class SeriesPoint(Measured):
     waiting: str
 
     @classmethod
-    def metrics(cls) -> list[Metric]:
-        return Status.metrics()
+    def declared_metrics(cls) -> list[Metric]:
+        return Status.declared_metrics()
 
 
 class WorkerPoint(WorkerStatus):
@@ -142,7 +142,7 @@ class RunStore:
         raise UsageError(f"there is no run {told} in {self.path}", fix=fix)
 
     def card(self, run: StoredRun) -> Card:
-        """What a notebook shows of a run: its figures, its loss, its evaluations."""
+        """What a notebook shows of a run: its metrics, its loss, its evaluations."""
         from ..reporting.pictures.cards import of_stored
 
         return of_stored(run, self.series(run), self.evaluations(run))
@@ -190,14 +190,14 @@ class RunStore:
 
     def evaluations(self, run: StoredRun) -> list[EvaluatedPoint]:
         rows = self._rows("SELECT * FROM evaluations WHERE run = ? ORDER BY version", run.key)
-        return [EvaluatedPoint(**{**_without_run(row), "figures": _figures(row["figures"])}) for row in rows]
+        return [EvaluatedPoint(**{**_without_run(row), "metrics": _metrics(row["metrics"])}) for row in rows]
 
     def snapshots(self, run: StoredRun) -> list[Snapshot]:
         rows = self._rows("SELECT * FROM snapshots WHERE run = ? ORDER BY version", run.key)
         return [Snapshot(**_without_run(row)) for row in rows]
 
     def summary(self, run: StoredRun) -> Summary | None:
-        """Final figures as `--summary` writes them; None of a run that goes on or ended without a word."""
+        """Final metrics as `--summary` writes them; None of a run that goes on or ended without a word."""
         try:
             return Summary.model_validate(document) if (document := self._document(run, "summary")) else None
         except ValidationError:
@@ -246,7 +246,7 @@ def _leaves(value: dict[str, Any], before: str = "") -> Iterable[tuple[str, Any]
 
 
 def _run(row: sqlite3.Row) -> StoredRun:
-    return StoredRun.of(**{**_without_run(row), "figures": _figures(row["figures"]), "state": _state(row)})
+    return StoredRun.of(**{**_without_run(row), "metrics": _metrics(row["metrics"]), "state": _state(row)})
 
 
 def _event(row: sqlite3.Row) -> StoredEvent:
@@ -265,7 +265,7 @@ def _without_run(row: sqlite3.Row) -> dict[str, Any]:
     return {name: row[name] for name in row.keys() if name not in _INTERNAL}  # noqa: SIM118
 
 
-def _figures(text: str) -> dict[str, float]:
+def _metrics(text: str) -> dict[str, float]:
     """Null stands for a number that was not finite."""
     return {name: math.nan if value is None else value for name, value in _json(text).items()}
 

@@ -39,7 +39,7 @@ CREATE TABLE runs (
     host TEXT NOT NULL,
     process TEXT NOT NULL,
     waiting TEXT NOT NULL DEFAULT '',
-    figures TEXT NOT NULL DEFAULT '{}',
+    metrics TEXT NOT NULL DEFAULT '{}',
     stride INTEGER NOT NULL DEFAULT 1
 );
 CREATE INDEX runs_by_start ON runs (started_at);
@@ -64,7 +64,7 @@ CREATE TABLE events (
 ) WITHOUT ROWID;
 CREATE TABLE evaluations (
     run INTEGER NOT NULL, version INTEGER NOT NULL, step INTEGER NOT NULL, elapsed_s REAL NOT NULL,
-    num_bytes INTEGER, samples INTEGER, is_best INTEGER NOT NULL, figures TEXT NOT NULL,
+    num_bytes INTEGER, samples INTEGER, is_best INTEGER NOT NULL, metrics TEXT NOT NULL,
     PRIMARY KEY (run, version)
 ) WITHOUT ROWID;
 CREATE TABLE snapshots (
@@ -80,7 +80,7 @@ OF_A_RUN = ("documents", "series", "worker_series", "events", "evaluations", "sn
 def metrics_in(table: str) -> list[Metric]:
     """The metrics that a row of the table has."""
     of: type[Measured] = WorkerStatus if table == "worker_series" else Status
-    return of.metrics()
+    return of.declared_metrics()
 
 
 class StoreError(OutputError):

@@ -167,9 +167,9 @@ class RunWriter:
         for event in tick.events:
             self._put_event(db, event)
         for point in tick.evaluations:
-            figures = to_json(point.figures)
-            self._insert(db, "evaluations", [{**point.model_dump(), "figures": figures}])
-            db.execute("UPDATE runs SET figures = ? WHERE key = ?", (figures, self._key))
+            metrics = to_json(point.metrics)
+            self._insert(db, "evaluations", [{**point.model_dump(), "metrics": metrics}])
+            db.execute("UPDATE runs SET metrics = ? WHERE key = ?", (metrics, self._key))
         self._insert(db, "snapshots", [snapshot.model_dump() for snapshot in tick.snapshots])
         if has_status:
             self._put_status(db, tick)
@@ -209,7 +209,7 @@ class RunWriter:
         at = time.time()
         # Of those that took part: at the end no worker is left.
         row = [at, at, ended_by, to_json(summary.final), summary.version, len(summary.workers), self._key]
-        sets = "ended_at = ?, heard_at = ?, ended_by = ?, figures = ?, version = ?, num_workers = ?"
+        sets = "ended_at = ?, heard_at = ?, ended_by = ?, metrics = ?, version = ?, num_workers = ?"
         db.execute(f"UPDATE runs SET {sets} WHERE key = ?", row)
 
     def _put_document(self, db: sqlite3.Connection, name: str, body: str) -> None:

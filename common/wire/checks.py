@@ -159,7 +159,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.FirstInfo: ("num_samples", "run_steps"),
     pb.Position: ("step", "batches", "epoch", "epoch_batches"),
     pb.AskAgain: ("seq",),
-    pb.Figures: ("version", "step"),
+    pb.EvaluationMetrics: ("version", "step"),
     pb.Welcome: ("step",),
     pb.Held: ("step", "payload_bytes"),
     pb.Reply: ("step", "version", "payload_bytes", "training_steps", "batches", "steps", "reference"),
@@ -184,7 +184,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.TrainingInfo: {"clip_norm": _norm},
     pb.Finish: {"transfer_s": _seconds},
     pb.Stop: {"reason": check_text},
-    pb.Figures: {"failure": check_text},
+    pb.EvaluationMetrics: {"failure": check_text},
     pb.Leave: {"failure": check_text},
     pb.HeartbeatRequest: {"run": check_text, "process": check_text},
     pb.Welcome: {
@@ -224,8 +224,8 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
 }
 _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.Join: _check_join,
-    pb.Figures: lambda figures: _check_names("a figure's name", figures.figures),
-    pb.Leave: lambda leave: _check_names("a metric's name", leave.metrics),
+    pb.EvaluationMetrics: lambda metrics: _check_names("a metric's name", metrics.metrics),
+    pb.Leave: lambda leave: _check_names("a metric's name", leave.final_metrics),
     pb.Welcome: _check_welcome,
     pb.Held: _check_held,
     pb.Reply: _check_reply,
@@ -237,7 +237,7 @@ _PARTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("counts", "base", "timing", "payload", "training", "completion", "first", "position"),
     pb.Welcome: ("held",),
     pb.Reply: ("began", "group", "rates"),
-    pb.HeartbeatRequest: ("figures",),
+    pb.HeartbeatRequest: ("metrics",),
 }
 _NEEDED = {"outcome", "lease_s", "batch_size"}  # of which the zero of a field that was not said is out of range
 _COUNTS = {kind: operator.attrgetter(*names, names[0]) for kind, names in COUNTS.items()}

@@ -18,7 +18,7 @@ from typing import Any
 from ...common import registry
 from ...common.errors import UsageError
 from ...simulate.plan import Told, resolve, worlds
-from ...simulate.results.summary import figures
+from ...simulate.results.summary import metrics
 from ...simulate.run.simulation import Simulation
 from .measure import Link, Measured
 
@@ -109,7 +109,7 @@ def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: floa
 
 
 def typical(links: Sequence[Link]) -> Link:
-    """One for all workers while all of them exchange: each figure is the median of their best transports."""
+    """One for all workers while all of them exchange: each metric is the median of their best transports."""
     up, down = median(link.up / link.together for link in links), median(link.down / link.together for link in links)
     return Link(-1, links[0].transport, up, down, median(link.exchange_s * link.together for link in links))
 
@@ -162,7 +162,7 @@ def _foreseen(config: str | None, mode: str, codec: str, num_workers: int, told:
         chosen = resolve(config, mode, num_workers, flags, [*settings, f"policy.local_steps={local}"], {})[0]
     simulation = Simulation(*worlds([chosen], told)[0], time.perf_counter)
     simulation.go()
-    final = figures(simulation)
+    final = metrics(simulation)
     return Foreseen(mode, codec, final["steps/s"], final["of ideal"], simulation.policy.local_steps)
 
 

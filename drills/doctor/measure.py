@@ -1,4 +1,4 @@
-"""Runs `ps-launch` once, with the probe as each worker, and reads its figures until they agree."""
+"""Runs `ps-launch` once, with the probe as each worker, and reads its metrics until they agree."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _read(line: str, secured: Callable[[str], object]) -> dict[str, Any] | None:
     return said
 
 
-class Figures:
+class Metrics:
     """What the probes have said so far, and what that comes to."""
 
     def __init__(self, num_workers: int, transports: tuple[str, ...]) -> None:
@@ -207,11 +207,11 @@ class Figures:
 def measure(
     job: Job, plan: Plan, most_s: float, say: Callable[[float, str], None], clock: Callable[[], float] = time.monotonic
 ) -> Measured:
-    """Round by round, until figures agree, `most_s` are over, or Ctrl-C. `say`: which part (0..1) is done, and what
+    """Round by round, until metrics agree, `most_s` are over, or Ctrl-C. `say`: which part (0..1) is done, and what
     comes now. A transport that nobody was given is left out."""
     if plan.megabytes is not None and plan.megabytes <= 0:
         raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")
-    found, rounds, why = Figures(job.num_workers, plan.transports), Rounds(clock(), most_s), ""
+    found, rounds, why = Metrics(job.num_workers, plan.transports), Rounds(clock(), most_s), ""
 
     def secured(told: str) -> None:
         found.security = told

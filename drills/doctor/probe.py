@@ -3,7 +3,7 @@
     python probe.py PLAN         as JSON: see `Plan` in measure.py
 
 Started by `ps-launch doctor` as each worker. It measures the same again and again, round by round, and says one line
-`PROBE {...}` for each figure; the doctor ends it when figures agree.
+`PROBE {...}` for each metric; the doctor ends it when metrics agree.
 
 In a round the workers take turns: each has the server to itself over one transport after another. Then all exchange at
 once, each over its best. Whose turn it is they read from the server's status: each contribution carries the number of
@@ -128,8 +128,8 @@ def one_round(turns: Turns, number: int, transports: list[str]) -> None:
     say(session, "together", round=number, transport=best[1], both_s=turns.measured()[1])
 
 
-def say(session: Any, kind: str, **figures: Any) -> None:
-    print("PROBE", json.dumps({"rank": session.rank, "kind": kind, **figures}), flush=True)
+def say(session: Any, kind: str, **metrics: Any) -> None:
+    print("PROBE", json.dumps({"rank": session.rank, "kind": kind, **metrics}), flush=True)
 
 
 def of_task(task: dict[str, Any], config: Any) -> tuple[float, int]:

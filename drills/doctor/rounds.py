@@ -1,4 +1,4 @@
-"""When ps-launch doctor has measured enough: figures agree, or its time is over. Pure: time is an argument."""
+"""When ps-launch doctor has measured enough: metrics agree, or its time is over. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ class Rounds:
 
     def __init__(self, began_at: float, most_s: float) -> None:
         self._until, self._most_s = began_at + most_s, most_s
-        self._figures: list[Mapping[Hashable, float]] = []
+        self._metrics: list[Mapping[Hashable, float]] = []
 
     @property
     def num(self) -> int:
-        return len(self._figures)
+        return len(self._metrics)
 
-    def add(self, figures: Mapping[Hashable, float]) -> None:
+    def add(self, metrics: Mapping[Hashable, float]) -> None:
         """A round is over: what was measured in it, by what it is of."""
-        self._figures.append(figures)
+        self._metrics.append(metrics)
 
     def differ_by(self) -> float:
         """How far the last three rounds are apart, or what the medians of all rounds were after each of them, as a part
-        of the middle one, for the figure where that is most; the smaller of the two. inf: too few rounds."""
+        of the middle one, for the metric where that is most; the smaller of the two. inf: too few rounds."""
         if self.num < _LAST:
             return float("inf")
         medians = [
             {
-                name: median(figure[name] for figure in self._figures[:end] if name in figure)
-                for name in self._figures[-1]
+                name: median(metric[name] for metric in self._metrics[:end] if name in metric)
+                for name in self._metrics[-1]
             }
             for end in range(self.num - _LAST + 1, self.num + 1)
         ]
-        return min(_spread(self._figures[-_LAST:]), _spread(medians))
+        return min(_spread(self._metrics[-_LAST:]), _spread(medians))
 
     def why_stop(self, now: float) -> str:
         """A sentence; empty: go on. The first round is always measured whole."""
-        if not self._figures:
+        if not self._metrics:
             return ""
         rounds = f"{self.num} round{'s' if self.num > 1 else ''}"
         differ = self.differ_by()
         if differ <= _WITHIN:
-            return f"{rounds}; the figures of the last {_LAST} agree within {_WITHIN:.0%}"
+            return f"{rounds}; the metrics of the last {_LAST} agree within {_WITHIN:.0%}"
         if now >= self._until:
             message = f", which differ by up to {differ:.0%}" if self.num >= _LAST else ""
             return f"{rounds}{message}: the {self._most_s:g} s of --budget were used up"
@@ -56,7 +56,7 @@ class Rounds:
 
 
 def _spread(rounds: Sequence[Mapping[Hashable, float]]) -> float:
-    """The largest difference of a figure in three rounds, as a part of the middle one."""
+    """The largest difference of a metric in three rounds, as a part of the middle one."""
     spreads = []
     for name in set(rounds[0]).intersection(*rounds):
         low, middle, high = sorted(item[name] for item in rounds)

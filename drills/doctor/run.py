@@ -65,7 +65,7 @@ def examine(wanted: Request) -> int:
         compute_s = wanted.compute_s or found.compute_s
         link = advice.typical(advice.best_links(found))
         trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
-        steps.at(_MEASURING, "simulating each mode with these figures")
+        steps.at(_MEASURING, "simulating each mode with these metrics")
         foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)
     checks = advice.checks(found)
     told = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes)
@@ -85,7 +85,7 @@ def examine(wanted: Request) -> int:
 
 
 def _nothing(found: Measured, wanted: Request) -> int:
-    """No figure of any transport: the exit code, or UsageError where no worker was given one."""
+    """No metric of any transport: the exit code, or UsageError where no worker was given one."""
     if found.is_partial:
         print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
         return EXIT_INTERRUPTED

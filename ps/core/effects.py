@@ -203,7 +203,7 @@ class Evaluated(Fact):
     version: int
     step: int
     elapsed_s: float
-    figures: dict[str, float]
+    metrics: dict[str, float]
     is_best: bool  # so far
     samples: int | None = None  # that had counted by then
 

@@ -64,12 +64,12 @@ class Disconnected(OfAWorker):
 
 @dataclass(slots=True)
 class Left(OfAWorker):
-    """It is gone: it said goodbye, with the figures of the final evaluation, or what failed in it after the last
+    """It is gone: it said goodbye, with the metrics of the final evaluation, or what failed in it after the last
     training step, or its call was refused."""
 
     how: str = "closed"
     reason: str = ""
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     exit_code: int = 1  # of what failed
 
 
@@ -98,13 +98,13 @@ class StopAsked(OfAWorker):
 
 
 @dataclass(slots=True)
-class FiguresTold(Event):
-    """An evaluation of the weights of one version gave these figures, or failed."""
+class MetricsReceived(Event):
+    """An evaluation of the weights of one version gave these metrics, or failed."""
 
     rank: int | None  # None: of a process that does not train
     version: int
     step: int = 0  # training steps behind the evaluator
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     failure: str = ""
     exit_code: int = 1  # of the evaluator, for the failure
 
@@ -237,8 +237,9 @@ class Failed(Event):
 
 
 KINDS: tuple[type[Event], ...] = (
-    Joined, Disconnected, Left, Expelled, Finished, StopAsked, FiguresTold, CopyAsked, HeartbeatBegan, HeartbeatStopped,
-    Heard, Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
+    Joined, Disconnected, Left, Expelled, Finished, StopAsked, MetricsReceived, CopyAsked, HeartbeatBegan,
+    HeartbeatStopped, Heard,
+    Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
     Failed,
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ class Options:
     absent_s: float = 15.0  # how long the end waits for a rank that was lost before its last training step
     max_rejected: int = 10  # contributions of one worker in a row that end the run
     keeps_snapshots: bool = False
-    best: str | None = None  # the figure that decides
+    best: str | None = None  # the metric that decides
     keeps_best: bool = False  # the weights of the best evaluation
     stop_when: str | None = None
     patience: int | None = None
@@ -103,7 +103,7 @@ class Run:
             events.HeartbeatBegan: self._heartbeat_began,
             events.HeartbeatStopped: self._heartbeat_stopped,
             events.Heard: self._heard,
-            events.FiguresTold: self._told_figures,
+            events.MetricsReceived: self._metrics_received,
             events.CopyAsked: self._copy_asked,
             events.Measured: lambda event: [effects.Clip(event.version, event.norm)],
             events.Stored: self._stored,
@@ -122,13 +122,13 @@ class Run:
         return follows(worker, event)
 
     def _left(self, worker: Worker, event: events.Left) -> Iterator[Effect]:
-        figures = event.figures
-        if figures and worker.rank != (self.evaluator if self.is_done else min(self.roster.workers)):
-            figures = {}
+        metrics = event.metrics
+        if metrics and worker.rank != (self.evaluator if self.is_done else min(self.roster.workers)):
+            metrics = {}
             yield _ignored(worker.rank, "another worker evaluates the final weights")
-        self.final |= figures
-        if self.is_done and figures:
-            yield from self._evaluated(self.policy.min_steps_done, figures, event.at)
+        self.final |= metrics
+        if self.is_done and metrics:
+            yield from self._evaluated(self.policy.min_steps_done, metrics, event.at)
         yield from self._leave(worker, event.how, event.reason, event.at, event.exit_code)
 
     def _expelled(self, worker: Worker, event: events.Expelled) -> Iterator[Effect]:
@@ -427,8 +427,8 @@ class Run:
         self.ended_by = ended_by
         yield from self.performed(self.policy.stopped(at), at)
 
-    def _told_figures(self, event: events.FiguresTold) -> Iterator[Effect]:
-        """An evaluation during the run: its figures may be enough, and one that fails is the end."""
+    def _metrics_received(self, event: events.MetricsReceived) -> Iterator[Effect]:
+        """An evaluation during the run: its metrics may be enough, and one that fails is the end."""
         if self.is_closed or self.is_done or event.version > self.policy.version:
             return  # too late, or of a run that went back
         if event.rank is not None and not self._is_asked(event.rank):
@@ -438,7 +438,7 @@ class Run:
         elif event.failure:
             yield from self._evaluation_failed(event)
         elif all(point.version != event.version for point in self.curve.points):
-            yield from self._evaluated(event.step, event.figures, event.at, event.version)
+            yield from self._evaluated(event.step, event.metrics, event.at, event.version)
             why = self.curve.why_enough
             if why and not self.policy.is_stopping:
                 yield Log("info", "run_stopped", {"reason": why, "version": self.policy.version})
@@ -449,7 +449,7 @@ class Run:
         return worker is not None and worker.num_asked > 0
 
     def _evaluated(
-        self, step: int, figures: dict[str, float], at: float, version: int | None = None
+        self, step: int, metrics: dict[str, float], at: float, version: int | None = None
     ) -> Iterator[Effect]:
         """Of this version, or of the final one, which may have been evaluated before."""
         of = self.policy.version if version is None else version
@@ -457,14 +457,14 @@ class Run:
             return
         elapsed_s = round(self.contributions.elapsed_s(at, self.is_over), 3)
         samples = total_or_unknown([stats_entry.known_samples for stats_entry in self.roster.stats.values()])
-        is_best = self.curve.add(Point(step=step, version=of, elapsed_s=elapsed_s, figures=figures, samples=samples))
-        yield effects.Evaluated(of, step, elapsed_s, figures, is_best, samples)
+        is_best = self.curve.add(Point(step=step, version=of, elapsed_s=elapsed_s, metrics=metrics, samples=samples))
+        yield effects.Evaluated(of, step, elapsed_s, metrics, is_best, samples)
         if version is not None:
-            yield Log("info", "evaluated", {"step": step, "version": of, "best": is_best, **figures})
+            yield Log("info", "evaluated", {"step": step, "version": of, "best": is_best, **metrics})
         if (lacks := self.curve.lacks()) and len(self.curve.points) == 1:
-            yield Log("warning", "no_such_figure", {"reason": lacks})
+            yield Log("warning", "no_such_metric", {"reason": lacks})
 
-    def _evaluation_failed(self, event: events.FiguresTold) -> Iterator[Effect]:
+    def _evaluation_failed(self, event: events.MetricsReceived) -> Iterator[Effect]:
         if self.failure is not None:
             return
         who = "the evaluator" if event.rank is None else f"rank {event.rank}"
@@ -596,7 +596,7 @@ _LOOKED_AT = frozenset((effects.Commit, effects.Reply, effects.End))  # of what 
 
 
 def _ignored(rank: int, why: str) -> Log:
-    return Log("warning", "figures_ignored", {"rank": rank, "reason": why})
+    return Log("warning", "metrics_ignored", {"rank": rank, "reason": why})
 
 
 def _stopping() -> ParamServerError:

@@ -78,7 +78,7 @@ def status(engine: Engine) -> Status:
 def run_metrics(engine: Engine) -> dict[str, Value]:
     """The metrics of the run: its own, and those of all its workers added up."""
     sources = [WorkerSource(engine, rank) for rank in engine.run.roster.stats]
-    own = values_of((metric for metric in Status.metrics() if metric.of_run), engine)
+    own = values_of((metric for metric in Status.declared_metrics() if metric.of_run), engine)
     return over_workers(lambda metric: list(map(metric.read, sources)) if metric.read else []) | own
 
 

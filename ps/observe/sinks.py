@@ -60,7 +60,7 @@ class CurveSink(Sink):
 
     def take(self, at: float, fact: Fact) -> None:
         assert isinstance(fact, Evaluated)
-        point = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, figures=fact.figures)
+        point = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, metrics=fact.metrics)
         self._points.append(point)
 
     def flush(self) -> None:

@@ -53,7 +53,7 @@ class Conversation:
             self._engine.offer(events.Finished(*peer.seat))
         how, why = ("failed", leave.failure) if leave.failure else ("goodbye", "said goodbye")
         exit_code = min(max(1, leave.exit_code), 255)
-        self._engine.offer(events.Left(*peer.seat, how, why, dict(leave.metrics), exit_code))
+        self._engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
 
     def over(self, refused: str) -> None:
         """The stream has ended, with a refusal unless `refused` is empty."""

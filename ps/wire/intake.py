@@ -41,7 +41,7 @@ log = get_logger()
 _LEAST_KEPT = 16 << 20  # of a payload: a smaller one is sent again whole
 _MAX_NAME, _MAX_SAID = 100, 500  # letters
 _MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # of an optimizer's state: times the parameters, and names
-_MAX_FIGURES = 64  # of an evaluation
+_MAX_METRICS = 64  # of an evaluation
 # What a worker may send before the facts of its contribution, and after them.
 _NEXT = (
     "contribution",
@@ -51,7 +51,7 @@ _NEXT = (
     "finish",
     "leave",
     "stop",
-    "figures",
+    "metrics",
     "taken",
     "state",
     "optimizer",
@@ -107,8 +107,8 @@ class Intake:
                 if received.kind == "rows":
                     await self._take_rows(received, upload)
                     continue
-                if received.kind == "figures":
-                    self._engine.offer(figures_told(self._peer.rank, received.of(pb.Figures)))
+                if received.kind == "metrics":
+                    self._engine.offer(metrics_received(self._peer.rank, received.of(pb.EvaluationMetrics)))
                     continue
                 if received.kind == "ask_again":
                     self._take_question(received.of(pb.AskAgain))
@@ -408,12 +408,12 @@ def _joined(held: tuple[int, bytearray], piece: pb.State) -> tuple[int, bytearra
     return num_bytes, come
 
 
-def figures_told(rank: int | None, said: pb.Figures) -> events.FiguresTold:
+def metrics_received(rank: int | None, said: pb.EvaluationMetrics) -> events.MetricsReceived:
     """The event; `rank` None: of a process that does not train."""
-    sound = sorted((name[:_MAX_NAME], value) for name, value in said.figures.items() if math.isfinite(value))
-    figures = dict(sound[:_MAX_FIGURES])
+    sound = sorted((name[:_MAX_NAME], value) for name, value in said.metrics.items() if math.isfinite(value))
+    metrics = dict(sound[:_MAX_METRICS])
     exit_code = min(max(1, said.exit_code), 255)
-    return events.FiguresTold(rank, said.version, said.step, figures, said.failure[:_MAX_SAID], exit_code)
+    return events.MetricsReceived(rank, said.version, said.step, metrics, said.failure[:_MAX_SAID], exit_code)
 
 
 def barred(engine: Engine, peer: Peer, up: Codec) -> UsageError | None:

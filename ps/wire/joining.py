@@ -248,7 +248,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
         steps=config.run.steps or 0,
         epochs=config.run.epochs or 0,
         eval_every=config.run.eval_every or "",
-        ends_by_figures=config.run.ends_by_figures,
+        ends_by_metrics=config.run.ends_by_metrics,
         batch_size=config.run.batch_size,
         seed=config.run.seed,
         pull_every=policy.pull_every,

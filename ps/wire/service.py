@@ -27,7 +27,7 @@ from ..engine.engine import Engine
 from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
-from .intake import figures_told
+from .intake import metrics_received
 from .joining import Joining, settings_of
 from .limits import FirstMessages, Watch
 from .port import Port
@@ -111,11 +111,11 @@ class ParameterServerService:
                 if not process and heartbeat.process:
                     process = heartbeat.process
                     engine.offer(events.HeartbeatBegan(process, heartbeat.evaluates))
-                if heartbeat.HasField("figures") and process in engine.run.roster.evaluators:
-                    engine.offer(figures_told(None, heartbeat.figures))
-                elif heartbeat.HasField("figures"):
+                if heartbeat.HasField("metrics") and process in engine.run.roster.evaluators:
+                    engine.offer(metrics_received(None, heartbeat.metrics))
+                elif heartbeat.HasField("metrics"):
                     log.warning(
-                        "figures_ignored", process=process, reason="its first heartbeat did not say that it evaluates"
+                        "metrics_ignored", process=process, reason="its first heartbeat did not say that it evaluates"
                     )
                 is_member = heartbeat.run == engine.run.name and engine.run.roster.is_member(
                     heartbeat.rank, heartbeat.process

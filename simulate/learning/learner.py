@@ -254,13 +254,13 @@ class Learner:
             version=self.model.store.version,
             step=num_steps // self._num_workers,
             elapsed_s=round(now, 6),
-            figures=self.figures(),
+            metrics=self.metrics(),
         )
         if self.curve and self.curve[-1].version == point.version:
             self.curve.pop()
         self.curve.append(point)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The task's, of the newest weights."""
         machine = self._first
         machine.holds = None

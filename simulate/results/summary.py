@@ -22,16 +22,16 @@ from ..run.tally import CAUSES
 _LEAST_PART = 0.001  # what never takes more is not drawn
 # Of CAUSES.
 _NAMES = ("computing", "waiting for the mode", "waiting to upload", "server's work", "server's link", "own link")
-# Of `figures`, those that only --json and --report have: for work on the simulator, or another column has them.
-_OWN_FIGURES = {"steps/s", "stale p50", "stale p99", "lead max", "skew p50", "skew max", "policy us"}
+# Of `metrics`, those that only --json and --report have: for work on the simulator, or another column has them.
+_OWN_METRICS = {"steps/s", "stale p50", "stale p99", "lead max", "skew p50", "skew max", "policy us"}
 
 
 def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summary:
-    """As `ps/observe/reports.py` makes one; the figures of a simulation stand where an evaluation's would, and after
+    """As `ps/observe/reports.py` makes one; the metrics of a simulation stand where an evaluation's would, and after
     them how many times as fast as the `baseline` it is."""
     run, policy = simulation.run, simulation.policy
     curve = [] if simulation.learner is None else list(simulation.learner.curve)
-    final = dict(curve[-1].figures) if curve else {}
+    final = dict(curve[-1].metrics) if curve else {}
     if baseline is not None:
         final["speed-up"] = baseline.now / simulation.now if simulation.now else 0.0
     steady_s, samples, steps = run.contributions.steady()
@@ -44,7 +44,7 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
         steady_s=round(steady_s, 6),
         steady_samples=samples,
         steady_steps=steps,
-        final=final | figures(simulation),
+        final=final | metrics(simulation),
         curve=curve,
         workers=_workers(simulation),
     )
@@ -65,7 +65,7 @@ def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = No
     return to_json(found, indent=2)
 
 
-def figures(simulation: Simulation) -> dict[str, float]:
+def metrics(simulation: Simulation) -> dict[str, float]:
     """Training steps of all workers a second; as a part of what they would take if nothing but computing took time;
     staleness and skew in versions, leads in contributions; microseconds of the run's rules for a contribution."""
     stats, staleness = simulation.run.roster.stats.values(), simulation.tally.staleness
@@ -86,11 +86,11 @@ def figures(simulation: Simulation) -> dict[str, float]:
 
 
 def for_people(runs: list[tuple[str, Summary]]) -> list[tuple[str, Summary]]:
-    """With the figures that need no knowledge of the simulator."""
+    """With the metrics that need no knowledge of the simulator."""
     return [
         (
             name,
-            item.model_copy(update={"final": {key: of for key, of in item.final.items() if key not in _OWN_FIGURES}}),
+            item.model_copy(update={"final": {key: of for key, of in item.final.items() if key not in _OWN_METRICS}}),
         )
         for name, item in runs
     ]

@@ -41,10 +41,10 @@ class Bench:
     def measure(self, line: str, **env: str) -> tuple[dict[str, Any], str]:
         """The JSON file and the table of a measurement that succeeds and leaves no process behind."""
         # Settings of the user's mean nothing to a benchmark: this server address does not exist.
-        done = self.run(*line.split(), "--json", "figures.json", **{"PS_SERVER": "127.0.0.1:1", **env})
+        done = self.run(*line.split(), "--json", "metrics.json", **{"PS_SERVER": "127.0.0.1:1", **env})
         assert done.returncode == 0, done.stderr
         assert self.left() == []
-        return json.loads((self.folder / "figures.json").read_text()), done.stdout
+        return json.loads((self.folder / "metrics.json").read_text()), done.stdout
 
     def left(self) -> list[psutil.Process]:
         """Processes with the mark that still run."""

@@ -1,4 +1,4 @@
-"""The real commands with tiny sizes: what they report is complete and possible. No figure is judged by its speed."""
+"""The real commands with tiny sizes: what they report is complete and possible. No metric is judged by its speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_origin(report: dict[str, Any], what: str) -> None:
 
 
 def check_numbers(value: Any) -> None:
-    """Every figure, however deep, is a finite one."""
+    """Every metric, however deep, is a finite one."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -134,9 +134,9 @@ def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
     found = report["results"]
     assert set(found["peers"]) == {"gloo", "ddp"}
     check_numbers(found)
-    for figure in (found["ours"]["grpc"], *found["peers"].values()):
-        assert 0 < figure["round_best_ms"] <= figure["round_ms"]
-        assert figure["gb_s"] == pytest.approx(4 / figure["round_ms"], rel=0.01)
+    for metric in (found["ours"]["grpc"], *found["peers"].values()):
+        assert 0 < metric["round_best_ms"] <= metric["round_ms"]
+        assert metric["gb_s"] == pytest.approx(4 / metric["round_ms"], rel=0.01)
     assert "the slowest worker of each" in table
 
 
@@ -190,8 +190,8 @@ def test_latency_beside_torch_rpc(bench: Any) -> None:
     assert report["config"]["payload_bytes"] == 203 * 4
     found = report["results"]
     for name in ("grpc", "direct", "ping", "torch-rpc"):
-        figures = found[name]
-        assert 0 < figures["best_us"] <= figures["median_us"] <= figures["p90_us"] <= figures["p99_us"]
+        metrics = found[name]
+        assert 0 < metrics["best_us"] <= metrics["median_us"] <= metrics["p90_us"] <= metrics["p99_us"]
     assert found["ratios"]["direct"]["ping"]["median_us"] == pytest.approx(
         found["direct"]["median_us"] / found["ping"]["median_us"], rel=0.01
     )

@@ -42,7 +42,7 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
     writer = RunWriter(path, Beginning(run=run, mode=mode, work=work, project="paramserver", version=0, heartbeat_s=1.0,
                                        config=told, code={}, machine={"host": "here"}))  # fmt: skip
     curve = [
-        EvaluatedPoint(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": step / 200},
+        EvaluatedPoint(step=step, version=step, elapsed_s=step / 10, metrics={"accuracy": step / 200},
                        samples=10 * step, num_bytes=1000 * step, is_best=True)
         for step in (50, 100)
     ]  # fmt: skip
@@ -164,13 +164,13 @@ def test_a_run_without_a_summary_has_its_cost_so_far(folder: Path) -> None:
     assert cost is not None and (cost.total, cost.currency) == (1.0, "USD")  # of 10 s
 
 
-def test_a_figure_is_drawn(folder: Path) -> None:
+def test_a_metric_is_drawn(folder: Path) -> None:
     assert ps_runs("plot", "bbbb", folder=folder).count("•") == 3
-    ps_runs("plot", "bbbb", "--figure", "accuracy", "--over", "bytes", "--out", "a.svg", folder=folder)
+    ps_runs("plot", "bbbb", "--metric", "accuracy", "--over", "bytes", "--out", "a.svg", folder=folder)
     assert (folder / "a.svg").read_text().count("<polyline") == 1
-    told = ps_runs("plot", "bbbb", "--figure", "accuracy", "--over", "samples", "--json", folder=folder)
+    told = ps_runs("plot", "bbbb", "--metric", "accuracy", "--over", "samples", "--json", folder=folder)
     assert json.loads(told)["points"] == [[500.0, 0.25], [1000.0, 0.5]]
-    assert "has no figure loos" in ps_runs("plot", "bbbb", "--figure", "loos", folder=folder, code=2)
+    assert "has no metric loos" in ps_runs("plot", "bbbb", "--metric", "loos", folder=folder, code=2)
 
 
 def test_names_are_data(folder: Path) -> None:

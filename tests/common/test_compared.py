@@ -17,7 +17,7 @@ from paramserver.common.reporting.report import comparison_cells
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Cost, Summary
 
-CURVE = [Point(step=at, version=at, elapsed_s=at * 1.5, figures={"loss": 2.0 / at}) for at in (1, 2, 4)]
+CURVE = [Point(step=at, version=at, elapsed_s=at * 1.5, metrics={"loss": 2.0 / at}) for at in (1, 2, 4)]
 RUNS = [
     ("<sync>", Summary(mode="sync", wall_s=6.0, final={"loss": 0.5}, curve=CURVE)),
     ("async", Summary(mode="async")),
@@ -42,7 +42,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 def run(accuracy: float, wall_s: float, curve: dict[int, float] | None = None, sent: int = 0) -> Summary:
     points = [
-        Point(step=step, version=step, elapsed_s=step / 10, figures={"accuracy": of})
+        Point(step=step, version=step, elapsed_s=step / 10, metrics={"accuracy": of})
         for step, of in (curve or {}).items()
     ]
     workers = [WorkerStatus(rank=0, compute_s=1.0, bytes_sent=sent)]
@@ -75,7 +75,7 @@ def test_one_way_of_training_is_compared_with_nothing(runs: list[tuple[str, Summ
     assert findings(runs) == []
 
 
-def test_who_has_no_figures_is_compared_by_time() -> None:
+def test_who_has_no_metrics_is_compared_by_time() -> None:
     told = findings([("a", run(0.5, 1.0)), ("b", Summary(mode="b", wall_s=2.0))])
     assert told == ["Seconds in all: a is best with 1.0 s; b 2.0 s."]
 
@@ -128,7 +128,7 @@ def test_a_long_run_and_one_that_went_back_keep_what_counts() -> None:
     points = trained([1.0] * 5000)
     assert 1000 <= len(points) < 2000 and points[-1].step > 49_000
     add_trained(points, Status(step=100, workers=[WorkerStatus(rank=0, loss=0.5)]))
-    assert points[-1].figures == {TRAINED: 0.5} and [point.step for point in points] == sorted(
+    assert points[-1].metrics == {TRAINED: 0.5} and [point.step for point in points] == sorted(
         point.step for point in points
     )
     num = len(points)

@@ -8,10 +8,10 @@ from paramserver.common.config.conditions import Condition, Every, condition, ev
 from paramserver.common.reporting.curve import Curve, Point, text_of
 
 
-def curve(*values: float, figure: str = "loss", **options: object) -> Curve:
+def curve(*values: float, metric: str = "loss", **options: object) -> Curve:
     found = Curve(**options)  # type: ignore[arg-type]
     for step, value in enumerate(values, start=1):
-        found.add(Point(step=step, version=step, figures={figure: value}))
+        found.add(Point(step=step, version=step, metrics={metric: value}))
     return found
 
 
@@ -41,10 +41,10 @@ def test_conditions() -> None:
 
 def test_the_best_is_accuracy_up_or_loss_down_or_what_is_asked_for() -> None:
     assert curve(3.0, 1.0, 2.0).best.step == 2
-    assert curve(0.3, 0.9, 0.9, figure="accuracy").best.step == 2
+    assert curve(0.3, 0.9, 0.9, metric="accuracy").best.step == 2
     both = Curve(best_of="loss")
     for step, (loss, accuracy) in enumerate([(1.0, 0.5), (0.5, 0.4), (float("nan"), 0.9)]):
-        both.add(Point(step=step, version=step, figures={"loss": loss, "accuracy": accuracy}))
+        both.add(Point(step=step, version=step, metrics={"loss": loss, "accuracy": accuracy}))
     assert both.best.step == 1
 
 

@@ -27,7 +27,7 @@ from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.observe import reports
 from paramserver.ps.observe.metrics import MetricsSink
-from paramserver.ps.observe.trackers.base import figures_of
+from paramserver.ps.observe.trackers.base import metrics_of
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from starlette.testclient import TestClient
@@ -81,7 +81,7 @@ def test_a_server_has_it_and_prometheus() -> None:
 
 def test_trackers_and_terminal_have_it(capsys: pytest.CaptureFixture[str]) -> None:
     status, summary, _ = taken()
-    found = figures_of(status)
+    found = metrics_of(status)
     assert (found["train/crumb_s"], found["worker1/crumb_s"]) == (7.5, 5.0)
     report_console().print(summary_table(summary))
     console = TerminalConsole()

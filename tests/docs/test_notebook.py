@@ -38,8 +38,8 @@ class Tags(HTMLParser):
 
 
 def evil_cards() -> list[Card]:
-    points = [Point(step=step, version=step, figures={EVIL: 0.5 * step}) for step in (1, 2)]
-    run = StoredRun(key=1, id=EVIL, name=EVIL, work=EVIL, state=EVIL, mode=EVIL, ended_by=EVIL, figures={EVIL: 1.0})
+    points = [Point(step=step, version=step, metrics={EVIL: 0.5 * step}) for step in (1, 2)]
+    run = StoredRun(key=1, id=EVIL, name=EVIL, work=EVIL, state=EVIL, mode=EVIL, ended_by=EVIL, metrics={EVIL: 1.0})
     return [
         of_summary(Summary(mode=EVIL, ended_by=EVIL, final={EVIL: 1.0}, curve=points, workers=[WorkerStatus(rank=0)])),
         of_stored(run, [], points),  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def evil_cards() -> list[Card]:
     ]
 
 
-@pytest.mark.parametrize("card", evil_cards(), ids=lambda card: f"{len(card.figures)} figures")
+@pytest.mark.parametrize("card", evil_cards(), ids=lambda card: f"{len(card.metrics)} metrics")
 def test_names_are_text(card: Card) -> None:
     tags = Tags(card.html())
     assert tags.found <= ALLOWED
@@ -57,8 +57,8 @@ def test_names_are_text(card: Card) -> None:
     assert "alert" in card.html() and "<script" not in card.html()
 
 
-def test_a_summary_has_its_figures_and_its_curve() -> None:
-    points = [Point(step=step, version=step, figures={"accuracy": 0.4 * step}) for step in (1, 2)]
+def test_a_summary_has_its_metrics_and_its_curve() -> None:
+    points = [Point(step=step, version=step, metrics={"accuracy": 0.4 * step}) for step in (1, 2)]
     shown = Summary(mode="ssp", staleness_bound=3, version=7, final={"accuracy": 0.8}, curve=points)._repr_mimebundle_()
     assert shown["text/plain"].startswith("ssp (staleness 3)  accuracy 0.800  wall s 0.0  version 7")
     assert "<svg" in shown["text/html"] and "accuracy, evaluated" in shown["text/html"]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor import advice, results, run
-from paramserver.drills.doctor.measure import Figures, Link, Measured, Plan, measure
+from paramserver.drills.doctor.measure import Link, Measured, Metrics, Plan, measure
 from paramserver.drills.doctor.rounds import Rounds
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.overlap.slow_link import why_not
@@ -146,7 +146,7 @@ def test_it_stops_when_three_rounds_agree() -> None:
     assert rounds.why_stop(101.0) == "", "the first of the three is twice the others"
     assert rounds.differ_by() == pytest.approx((2.0 - 1.02) / 1.5), "of the medians so far: 2, 1.5, 1.02"
     rounds.add({(0, "grpc"): 1.04, (1, "grpc"): 5.1})
-    assert rounds.why_stop(101.0) == "4 rounds; the figures of the last 3 agree within 5%"
+    assert rounds.why_stop(101.0) == "4 rounds; the metrics of the last 3 agree within 5%"
 
 
 def test_it_stops_when_its_time_is_over() -> None:
@@ -177,9 +177,9 @@ def said_of(rank: int, number: int, both_s: float, transport: str = "direct", gi
     }  # fmt: skip
 
 
-def test_figures_are_medians_of_what_was_said_so_far() -> None:
+def test_metrics_are_medians_of_what_was_said_so_far() -> None:
     """Also in the middle of a round, and of a transport that a worker was not given."""
-    found = Figures(2, ("direct", "shared"))
+    found = Metrics(2, ("direct", "shared"))
     for rank in range(2):
         found.add(
             {"rank": rank, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 2.0, "time": 1.5, **HEALTHY}
@@ -200,7 +200,7 @@ def test_figures_are_medians_of_what_was_said_so_far() -> None:
 
 
 class Made:
-    """A job of made-up figures, a second apart."""
+    """A job of made-up metrics, a second apart."""
 
     num_workers = 1
 
@@ -232,7 +232,7 @@ class Made:
 @pytest.mark.parametrize(
     ("values", "after", "ended"),
     [
-        ([1.0] * 100, None, "3 rounds; the figures of the last 3 agree within 5%"),
+        ([1.0] * 100, None, "3 rounds; the metrics of the last 3 agree within 5%"),
         ([1.0, 2.0] * 50, None, "9 rounds, which differ by up to 50%: the 10 s of --budget were used up"),
         ([1.0, 2.0] * 50, 2, "2 whole rounds, then Ctrl-C"),
     ],

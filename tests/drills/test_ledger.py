@@ -53,8 +53,8 @@ def test_an_epoch_applies_every_sample_once(task: Ledger) -> None:
             apply(model, gradient)
     assert torch.equal(model.applied, torch.ones(SAMPLES))
     assert torch.equal(model.clock, torch.full((16,), float(WORKERS * STEPS)))
-    figures = task.evaluate(model)
-    assert figures == {
+    metrics = task.evaluate(model)
+    assert metrics == {
         "loss": 0, "missing": 0, "repeated": 0, "applied": SAMPLES, "clock": WORKERS * STEPS, "torn": 0,
     }  # fmt: skip
 
@@ -65,9 +65,9 @@ def test_a_mean_over_workers_leaves_parts(task: Ledger) -> None:
         for gradient in steps:
             apply(model, gradient, 1 / WORKERS)
     assert torch.allclose(model.applied, torch.full((SAMPLES,), 1 / WORKERS))
-    figures = task.evaluate(model)
-    assert (figures["missing"], figures["repeated"]) == (0, 0)
-    assert figures["clock"] == pytest.approx(STEPS)
+    metrics = task.evaluate(model)
+    assert (metrics["missing"], metrics["repeated"]) == (0, 0)
+    assert metrics["clock"] == pytest.approx(STEPS)
 
 
 def test_a_lost_contribution_and_a_repeated_one_are_seen(task: Ledger) -> None:
@@ -75,9 +75,9 @@ def test_a_lost_contribution_and_a_repeated_one_are_seen(task: Ledger) -> None:
     first, *others = contributions(task, model)
     for gradient in [*first[1:], first[1], *(gradient for steps in others for gradient in steps)]:
         apply(model, gradient)
-    figures = task.evaluate(model)
-    assert (figures["missing"], figures["repeated"]) == (BATCH, BATCH)
-    assert figures["loss"] == pytest.approx(2 * BATCH / SAMPLES)
+    metrics = task.evaluate(model)
+    assert (metrics["missing"], metrics["repeated"]) == (BATCH, BATCH)
+    assert metrics["loss"] == pytest.approx(2 * BATCH / SAMPLES)
 
 
 def test_weights_of_two_versions_are_seen_and_not_forgotten(task: Ledger) -> None:

@@ -1,6 +1,6 @@
 """Real processes on a real network that fails: namespaces (with root), a TCP proxy (without).
 
-Figures are printed as `FIGURE name value` lines: `pytest -rP tests/faults` shows them.
+Metrics are printed as `METRIC name value` lines: `pytest -rP tests/faults` shows them.
 """
 
 from __future__ import annotations
@@ -141,11 +141,11 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, transport: str) -> Itera
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
-    """Print one measured figure."""
+def metric(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
+    """Print one measured metric."""
 
     def show(name: str, value: object) -> None:
         shown = f"{value:.3f}" if isinstance(value, float) else value
-        print(f"FIGURE {request.node.name}: {name} = {shown}", flush=True)
+        print(f"METRIC {request.node.name}: {name} = {shown}", flush=True)
 
     return show

@@ -24,15 +24,15 @@ def begin(job, mode: str, steps: int):
 
 @pytest.mark.parametrize("mode", ["sync", "ssp", "async"])
 @pytest.mark.campaign
-def test_a_killed_worker_holds_nobody_up(job, figure, mode):
+def test_a_killed_worker_holds_nobody_up(job, metric, mode):
     server, (survivor, victim) = begin(job, mode, 150)
     victim.signal(signal.SIGKILL)
     killed = time.monotonic()
     victim.popen.wait()
     job.until(lambda: any(t > killed + 1.0 for t in job.history.commits_of({0})), "commits of the other")
-    figure("others' stall, s", (stall := job.history.stall({0}, killed, killed + 0.5)))
+    metric("others' stall, s", (stall := job.history.stall({0}, killed, killed + 0.5)))
     (left,) = job.history.lines("leave", rank=1)
-    figure("from the kill to its departure, s", left["t"] - killed)
+    metric("from the kill to its departure, s", left["t"] - killed)
     assert left["how"] == "closed"
     assert stall <= 1.0  # 0.5 s and what other programs take
     second = job.work(1, PAUSE_S)
@@ -44,7 +44,7 @@ def test_a_killed_worker_holds_nobody_up(job, figure, mode):
 
 @pytest.mark.parametrize("mode", ["sync", "ssp", "async", "allreduce"])
 @pytest.mark.campaign
-def test_a_frozen_worker_holds_the_others_up_for_one_lease(job, figure, mode):
+def test_a_frozen_worker_holds_the_others_up_for_one_lease(job, metric, mode):
     """Frozen beyond its lease, in whatever it does; what it sends when it goes on is stale."""
     server, (other, frozen) = begin(job, mode, 300)
     frozen.signal(signal.SIGSTOP)
@@ -55,9 +55,9 @@ def test_a_frozen_worker_holds_the_others_up_for_one_lease(job, figure, mode):
     frozen.signal(signal.SIGCONT)
     continued = time.monotonic()
     job.until(lambda: job.history.last_step(1) and _last_commit(job) > continued, "step of the worker that was frozen")
-    figure("in a commit again after SIGCONT, s", time.monotonic() - continued)
+    metric("in a commit again after SIGCONT, s", time.monotonic() - continued)
     stall = job.history.stall({0}, stopped, left["t"])
-    figure("others' stall beyond the lease, s", stall - LEASE_S)
+    metric("others' stall beyond the lease, s", stall - LEASE_S)
     job.end(other, frozen, server)
     assert left["how"] == "lease"
     assert stall <= LEASE_S + 1.0
@@ -78,7 +78,7 @@ def _last_commit(job) -> float:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.campaign
-def test_half_an_upload_is_dropped_and_its_memory_is_back(job, figure, mode):
+def test_half_an_upload_is_dropped_and_its_memory_is_back(job, metric, mode):
     """What the victim sends ends in the middle of its sixth contribution; then it is killed. There is memory for
     one upload only: the other worker goes on because it was given back."""
     padding = 1_000_000  # floats
@@ -98,7 +98,7 @@ def test_half_an_upload_is_dropped_and_its_memory_is_back(job, figure, mode):
         victim.popen.wait()
         job.until(lambda: job.history.ends_of(1), "departure of the killed worker")
         job.until(lambda: job.history.commits_of({0})[-1] > killed, "commit of the other")
-        figure("others' next commit after the kill, s", job.history.commits_of({0})[-1] - killed)
+        metric("others' next commit after the kill, s", job.history.commits_of({0})[-1] - killed)
         job.end(other)
         assert num_counted == job.history.last_step(1) == 5
         server.signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ def loaders_of(worker) -> list[list[int]]:
 
 
 @pytest.mark.campaign
-def test_a_hundred_short_epochs_with_forked_loaders(job, figure):
+def test_a_hundred_short_epochs_with_forked_loaders(job, metric):
     epochs = 100
     server = job.server("--mode", "async", "--workers", "2", "--steps", str(BATCHES * epochs), "--history", "h.jsonl")
     began = time.monotonic()
@@ -28,14 +28,14 @@ def test_a_hundred_short_epochs_with_forked_loaders(job, figure):
     for count in (epochs // 2, epochs):  # of twice as many; a hang is the end of progress, however slow the machine is
         job.until(lambda count=count: min(len(loaders_of(worker)) for worker in workers) >= count, f"{count} loaders")
     job.end(*workers, server)
-    figure("seconds", time.monotonic() - began)
+    metric("seconds", time.monotonic() - began)
     numbers = [loaders_of(worker)[-1][0] for worker in workers]
-    figure("processes forked by each worker", numbers)
+    metric("processes forked by each worker", numbers)
     assert min(numbers) >= epochs  # two an epoch, of which each shows at least one
 
 
 @pytest.mark.campaign
-def test_a_killed_worker_with_forked_loaders_is_noticed_at_once(job, figure):
+def test_a_killed_worker_with_forked_loaders_is_noticed_at_once(job, metric):
     """Its loaders have copies of its sockets; they must end with it, or no connection closes."""
     server = job.server(
         "--mode", "sync", "--workers", "2", "--steps", "3000", "--history", "history.jsonl",
@@ -49,9 +49,9 @@ def test_a_killed_worker_with_forked_loaders_is_noticed_at_once(job, figure):
     victim.popen.wait()
     job.until(lambda: job.history.ends_of(1), "departure of the killed worker")
     (left,) = job.history.lines("leave", rank=1)
-    figure("from the kill to its departure, s", left["t"] - killed)
+    metric("from the kill to its departure, s", left["t"] - killed)
     job.until(lambda: job.history.commits_of({0})[-1] > left["t"], "commit of the other")
-    figure("others' stall with steps of 0.3 s, s", stall := job.history.stall({0}, killed, left["t"]))
+    metric("others' stall with steps of 0.3 s, s", stall := job.history.stall({0}, killed, left["t"]))
     assert left["how"] == "closed"
     assert stall <= 1.3
     survivor.signal(signal.SIGTERM)

@@ -49,13 +49,13 @@ def check_whole(rig, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("lease_s", "cut_s"), [(2.0, 1.0), (8.0, 4.5)])
 @pytest.mark.campaign
-def test_a_cut_shorter_than_the_lease_is_bridged(rig, figure, mode, lease_s, cut_s):
+def test_a_cut_shorter_than_the_lease_is_bridged(rig, metric, mode, lease_s, cut_s):
     """After 4.5 s the worker has given its connection up and comes back with another one."""
     server, workers = begin(rig, mode, 120, lease_s)
     cut(rig, cut_s)
-    figure("in a commit again after healing, s", back_after(rig))
+    metric("in a commit again after healing, s", back_after(rig))
     rig.end(*workers, server)
-    figure("resumed", rig.history.resumes(1))
+    metric("resumed", rig.history.resumes(1))
     assert rig.history.ends_of(1) == rig.history.ends_of(0) == ["goodbye"]
     assert cut_s < 4 or rig.history.resumes(1) >= 1
     check_whole(rig, mode)
@@ -63,12 +63,12 @@ def test_a_cut_shorter_than_the_lease_is_bridged(rig, figure, mode, lease_s, cut
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.campaign
-def test_a_cut_longer_than_the_lease_costs_the_others_one_lease(rig, figure, mode):
+def test_a_cut_longer_than_the_lease_costs_the_others_one_lease(rig, metric, mode):
     lease_s, cut_s = 2.0, 5.0
     server, workers = begin(rig, mode, 250, lease_s)
     began = cut(rig, cut_s)
-    figure("others' stall beyond the lease, s", (stall := rig.history.stall({0}, began, began + cut_s)) - lease_s)
-    figure("in a commit again after healing, s", back_after(rig))
+    metric("others' stall beyond the lease, s", (stall := rig.history.stall({0}, began, began + cut_s)) - lease_s)
+    metric("in a commit again after healing, s", back_after(rig))
     rig.end(*workers, server)
     assert stall <= lease_s + 1.0  # 0.4 s and what other programs take
     assert rig.history.ends_of(1) == ["lease", "goodbye"]
@@ -79,17 +79,17 @@ def test_a_cut_longer_than_the_lease_costs_the_others_one_lease(rig, figure, mod
 
 
 @pytest.mark.slow
-def test_a_short_cut_and_a_long_one(rig, figure):
+def test_a_short_cut_and_a_long_one(rig, metric):
     """Bridged, then let go and back by itself: in one sync run."""
     lease_s = 1.5
     server, workers = begin(rig, "sync", 160, lease_s)
     cut(rig, 0.5)
-    figure("short cut: in a commit again after healing, s", back_after(rig))
+    metric("short cut: in a commit again after healing, s", back_after(rig))
     assert rig.history.ends_of(1) == []
     assert all(len(line["contributions"]) == 2 for line in rig.history.lines("commit"))
     began = cut(rig, 2.5)
-    figure("long cut: others' stall beyond the lease, s", rig.history.stall({0}, began, began + 2.5) - lease_s)
-    figure("long cut: in a commit again after healing, s", back_after(rig))
+    metric("long cut: others' stall beyond the lease, s", rig.history.stall({0}, began, began + 2.5) - lease_s)
+    metric("long cut: in a commit again after healing, s", back_after(rig))
     rig.end(*workers, server)
     assert rig.history.ends_of(1) == ["lease", "goodbye"]
     rig.check()
@@ -98,15 +98,15 @@ def test_a_short_cut_and_a_long_one(rig, figure):
 # One that averages with others waits for them, who cannot reply either: it is as with a cut in both directions.
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "allreduce"])
 @pytest.mark.campaign
-def test_replies_that_do_not_arrive_are_asked_for_again(rig, figure, mode):
+def test_replies_that_do_not_arrive_are_asked_for_again(rig, metric, mode):
     """One way only: what the worker sends arrives, and counts, and nobody tells it so."""
     server, workers = begin(rig, mode, 120, 8.0)
     rig.net.drop_replies(1)
     workers[1].event("connection_lost")
     rig.net.heal(1)
-    figure("in a commit again after healing, s", back_after(rig))
+    metric("in a commit again after healing, s", back_after(rig))
     rig.end(*workers, server)
-    figure("repeated", rig.history.outcomes()["repeated"])
+    metric("repeated", rig.history.outcomes()["repeated"])
     assert rig.history.ends_of(1) == ["goodbye"]
     assert rig.history.resumes(1) >= 1 <= rig.history.outcomes()["repeated"]
     check_whole(rig, mode)
@@ -139,7 +139,7 @@ def test_a_direct_connection_that_alone_is_cut(rig) -> None:
     ],
     indirect=["rig"],
 )
-def test_who_reaches_the_server_and_not_others_goes_and_these_go_on(rig, figure, pairs, goes) -> None:
+def test_who_reaches_the_server_and_not_others_goes_and_these_go_on(rig, metric, pairs, goes) -> None:
     """Who averages needs all others. One is to go, and the run is to end with those that are left."""
     num = rig.net.num_workers
     server = rig.serve("allreduce", num, 120, "--set", "server.lease_s=2", PS_SERVER__ABSENT_S="0")
@@ -150,7 +150,7 @@ def test_who_reaches_the_server_and_not_others_goes_and_these_go_on(rig, figure,
         rig.net.partition_pair(*pair)
     left = [worker for rank, worker in enumerate(workers) if rank != goes]
     assert workers[goes].wait() == 15, workers[goes].output
-    figure("until it has gone, s", time.monotonic() - began)
+    metric("until it has gone, s", time.monotonic() - began)
     assert "to average with" in workers[goes].output and "Traceback" not in workers[goes].output
     assert [worker.wait() for worker in (*left, server)] == [0] * num, "".join(worker.output for worker in left)
     rig.check()

@@ -39,7 +39,7 @@ def have_gone_on(folder, dead_at: float, victim: int) -> bool:
 @pytest.mark.timeout(1800)
 @pytest.mark.campaign
 @pytest.mark.parametrize("num_kills", [2, 50])
-def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing_else(cluster, figure, num_kills):
+def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing_else(cluster, metric, num_kills):
     chance, folder = random.Random(SEED), cluster.folder
     server = cluster.server(
         "--mode", "allreduce", "--workers", "3", "--save", "w.safetensors", "--history", "h.jsonl", "--steps", "1000000"
@@ -79,15 +79,15 @@ def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing
         at -= LR * speed
     (weights,) = load_file(folder / "w.safetensors").values()
     assert float((weights - at * direction()).abs().max()) <= 1e-9, f"seed {SEED}"
-    figure("kills in a reduction", num_kills)
-    figure("steps", len(versions))
-    figure(
+    metric("kills in a reduction", num_kills)
+    metric("steps", len(versions))
+    metric(
         "steps of two, of one",
         (sum(len(version) == 2 for version in versions), sum(len(version) == 1 for version in versions)),
     )
-    figure("others that were in it", len(found))
-    figure("their stall, s: median, worst", (round(median(found or [0]), 3), round(max(found, default=0), 3)))
-    figure("seconds", round(time.monotonic() - began, 1))
+    metric("others that were in it", len(found))
+    metric("their stall, s: median, worst", (round(median(found or [0]), 3), round(max(found, default=0), 3)))
+    metric("seconds", round(time.monotonic() - began, 1))
     assert max(found, default=0) < 10  # by an error, not by a timeout, which is 30 s
 
 

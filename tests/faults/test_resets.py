@@ -35,17 +35,17 @@ def resets(seed: int, exchanges: float):
     return plan
 
 
-def show(job, proxy: Proxy, figure, seconds: float) -> None:
+def show(job, proxy: Proxy, metric, seconds: float) -> None:
     contributions, outcomes = len(job.history.lines("commit")), job.history.outcomes()
-    figure("commits", contributions)
-    figure("resets in uploads, in replies", (proxy.num_resets_up, proxy.num_resets_down))
-    figure("resumed", sum(job.history.resumes(rank) for rank in range(job.num_workers)))
-    figure("replied from the table", outcomes["repeated"])
-    figure("seconds", seconds)
+    metric("commits", contributions)
+    metric("resets in uploads, in replies", (proxy.num_resets_up, proxy.num_resets_down))
+    metric("resumed", sum(job.history.resumes(rank) for rank in range(job.num_workers)))
+    metric("replied from the table", outcomes["repeated"])
+    metric("seconds", seconds)
 
 
 @pytest.mark.slow
-def test_resets_in_uploads_and_replies(job, figure):
+def test_resets_in_uploads_and_replies(job, metric):
     """Every other exchange or so; the first connection ends in the middle of the initial weights."""
     seed = 4
     random_plan = resets(seed, exchanges=2.0)
@@ -55,7 +55,7 @@ def test_resets_in_uploads_and_replies(job, figure):
     with proxy:
         began = time.monotonic()
         job.end(*workers, server)
-    show(job, proxy, figure, time.monotonic() - began)
+    show(job, proxy, metric, time.monotonic() - began)
     assert min(proxy.num_resets_up, proxy.num_resets_down) >= 3, f"seed {seed}"
     assert torch.equal(job.applied(), torch.ones(1, 40)), f"seed {seed}"
     assert job.history.outcomes()["accepted"] == 40
@@ -64,19 +64,19 @@ def test_resets_in_uploads_and_replies(job, figure):
 
 @pytest.mark.parametrize(("mode", "seed"), [("async", 1), ("ssp", 2), ("sync", 3)])
 @pytest.mark.campaign
-def test_a_thousand_contributions_through_resets(job, figure, mode, seed):
+def test_a_thousand_contributions_through_resets(job, metric, mode, seed):
     steps = 250
     server, workers, proxy = begin(job, resets(seed, exchanges=3.0), mode, 4, steps)
     with proxy:
         began = time.monotonic()
         job.end(*workers, server)
-    show(job, proxy, figure, time.monotonic() - began)
+    show(job, proxy, metric, time.monotonic() - began)
     assert proxy.num_resets >= 200, f"seed {seed}"
     job.check()
     share = 0.25 if mode == "sync" else 1.0
     # Means of four are rounded on their way; twice would be twice as much.
     is_once = torch.isclose(job.applied(), torch.tensor(share))
-    figure("applied once, of 1,000", int(is_once.sum()))
+    metric("applied once, of 1,000", int(is_once.sum()))
     # Who is cut off in the middle of its START begins anew, and in sync a round that is full without it closes: there
     # three count for a third, and its own last contribution is alone.
     anew = [line for line in job.history.lines("leave") if line["how"] == "replaced"]
@@ -84,7 +84,7 @@ def test_a_thousand_contributions_through_resets(job, figure, mode, seed):
 
 
 @pytest.mark.campaign
-def test_a_stall_is_waited_out(job, figure):
+def test_a_stall_is_waited_out(job, metric):
     """Nothing passes for a while, and no connection ends: shorter than the keepalive, nobody notices."""
     server, workers, proxy = begin(job, lambda _: Plan(), "async", 1, 200)
     with proxy:

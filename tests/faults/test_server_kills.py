@@ -90,22 +90,22 @@ class Killer:
     def _random(self) -> None:
         time.sleep(self.random.uniform(0.0, 0.3))
 
-    def end(self, figure) -> None:
+    def end(self, metric) -> None:
         """The run ends well, with everything applied once."""
         self.job.end(*self.workers, self.server)
-        figure("kill to listening, median and max s", (statistics.median(self.down), max(self.down)))
-        figure("listening to first worker let in, median and max s", (statistics.median(self.back), max(self.back)))
+        metric("kill to listening, median and max s", (statistics.median(self.down), max(self.down)))
+        metric("listening to first worker let in, median and max s", (statistics.median(self.back), max(self.back)))
         starts = self.job.history.lines("start")
         assert [line["server_incarnation"] for line in starts] == list(range(1, len(starts) + 1))
         self.job.check()
 
 
-def test_a_server_killed_in_the_middle_of_things_loses_nothing_durable(job, figure):
+def test_a_server_killed_in_the_middle_of_things_loses_nothing_durable(job, metric):
     killer = Killer(job, "async", 1, STEPS, PADDING, seed=0, pause_s=0.05)
     killer.kill("idle")
     killer.kill("commit")
     killer.kill("snapshot")
-    killer.end(figure)
+    killer.end(metric)
     assert torch.equal(job.applied(), torch.ones(1, STEPS))
     assert max(killer.back) <= 3.0
 
@@ -113,12 +113,12 @@ def test_a_server_killed_in_the_middle_of_things_loses_nothing_durable(job, figu
 @pytest.mark.parametrize(("mode", "seed"), [("async", 11), ("sync", 12), ("ssp", 13)])
 @pytest.mark.campaign
 @pytest.mark.timeout(400)
-def test_many_kills_at_random_moments(job, figure, mode, seed):
+def test_many_kills_at_random_moments(job, metric, mode, seed):
     steps, kinds = 400, ["commit", "snapshot", "random", "random", "idle", "random", "snapshot"]
     killer = Killer(job, mode, 2, steps, PADDING, seed, pause_s=0.05)
     for number in range(7):
         killer.kill(kinds[number])
-    killer.end(figure)
+    killer.end(metric)
     share = 0.5 if mode == "sync" else 1.0
     assert torch.equal(job.applied(), torch.full((2, steps), share)), f"seed {seed}"
 
@@ -156,7 +156,7 @@ def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.campaign
-def test_a_server_frozen_for_two_leases_lets_nobody_go(job, figure, mode):
+def test_a_server_frozen_for_two_leases_lets_nobody_go(job, metric, mode):
     server = job.serve(mode, 2, 200)
     workers = [job.work(rank, 0.03) for rank in range(2)]
     job.until(lambda: all(job.history.last_step(rank) >= 5 for rank in range(2)), "first steps")
@@ -167,10 +167,10 @@ def test_a_server_frozen_for_two_leases_lets_nobody_go(job, figure, mode):
     continued = time.monotonic()
     for worker in workers:
         noticed = worker.event("connection_lost")["timestamp"] - stopped
-        figure("noticed after, s", noticed)
+        metric("noticed after, s", noticed)
         assert noticed <= 6.0
     job.until(lambda: job.history.commits_of({0, 1})[-1] > continued, "commit")
-    figure("first commit after SIGCONT, s", job.history.commits_of({0, 1})[-1] - continued)
+    metric("first commit after SIGCONT, s", job.history.commits_of({0, 1})[-1] - continued)
     job.end(*workers, server)
     assert job.history.ends_of(0) == job.history.ends_of(1) == ["goodbye"]
     job.check()

@@ -4,7 +4,7 @@
 
 It installs nothing. It needs the packages of pyproject.toml, pytest and hypothesis, and says which of them the
 interpreter lacks (exit code 2). DIR of `--packages` holds what `make gpu-packages` fetched. It ends after ten minutes,
-whatever has run by then. `--out` has tests.xml and the figures of ps-bench afterwards.
+whatever has run by then. `--out` has tests.xml and the metrics of ps-bench afterwards.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _has_device(device: str, env: dict[str, str]) -> bool:
 
 
 def bench(out: Path, env: dict[str, str], until: float) -> int:
-    """The figures of ps-bench, one file each, while there is time for them; the exit code of the first that fails."""
+    """The metrics of ps-bench, one file each, while there is time for them; the exit code of the first that fails."""
     for name, arguments in _BENCHMARKS.items():
         if until - time.monotonic() < _LEAST_BENCH_S:
             say(f"ps-bench {name} has not run: no time was left")

@@ -39,7 +39,7 @@ KINDS = {
 
 _TABLE = """
 WorkerMessage     join model initial_weights contribution finish leave begin taken stop : part Stream.read
-WorkerMessage     state figures rows optimizer ask_again : part Stream.read
+WorkerMessage     state metrics rows optimizer ask_again : part Stream.read
 WorkerMessage     placed offset left_out : whole PayloadReader
 WorkerMessage     data : bytes PayloadReader
 Join              run host device program_version process : text header
@@ -116,18 +116,18 @@ Finish            transfer_s : real header
 Finish            can_evaluate : flag any
 Finish            residual : part note_residual
 Stop              reason : text header
-Figures           version step : whole header
-Figures           figures : part header
-Figures           failure : text header
-Figures           exit_code : whole figures_told
-FiguresEntry      key : text header
-FiguresEntry      value : real figures_told
-Leave             metrics : part header
+EvaluationMetrics version step : whole header
+EvaluationMetrics metrics : part header
+EvaluationMetrics failure : text header
+EvaluationMetrics exit_code : whole metrics_received
+MetricsEntry      key : text header
+MetricsEntry      value : real metrics_received
+Leave             final_metrics : part header
 Leave             finished : flag any
 Leave             failure : text header
 Leave             exit_code : whole Conversation._leave
-MetricsEntry      key : text header
-MetricsEntry      value : real shown
+FinalMetricsEntry key : text header
+FinalMetricsEntry value : real shown
 ServerMessage     welcome send_weights waiting reply final snapshot shared_memory state : part Shard._expect
 ServerMessage     placed offset left_out : whole PayloadReader
 ServerMessage     data : bytes PayloadReader
@@ -149,7 +149,7 @@ Direct            ticket : bytes header
 HeartbeatRequest              run process : text header
 HeartbeatRequest              rank : whole Roster.is_member
 HeartbeatRequest              evaluates : flag any
-HeartbeatRequest              figures : part header
+HeartbeatRequest              metrics : part header
 HeartbeatReply             is_gone : flag any
 HeartbeatReply             lease_s : real unread
 HeartbeatReply             durable_version over_generation server_incarnation : whole compared
@@ -162,7 +162,7 @@ RunSettings       pull_every overlap_steps epochs : whole any
 RunSettings       task_args : values check_named_by_server
 RunSettings       optimizer : part check_arguments
 RunSettings       polyak merge_alpha : real header
-RunSettings       delayed_update ends_by_figures union_batch : flag any
+RunSettings       delayed_update ends_by_metrics union_batch : flag any
 RunSettings       train : values TrainConfig
 Waiting           reason : text shown
 Reply            outcome : choice header

@@ -97,9 +97,9 @@ class ServerEnd:
             [frame(pb.WorkerMessage(state=pb.State(num_bytes=4, piece=b"abcd")))],
             [frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=SMALL.exchange_bytes)))],
             list(message_frames(header, payload)),
-            [frame(pb.WorkerMessage(figures=pb.Figures(version=1, step=1, figures={"loss": 1.0})))],
+            [frame(pb.WorkerMessage(metrics=pb.EvaluationMetrics(version=1, step=1, metrics={"loss": 1.0})))],
             [frame(pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1)))],
-            [frame(pb.WorkerMessage(leave=pb.Leave(metrics={"loss": 1.0})))],
+            [frame(pb.WorkerMessage(leave=pb.Leave(final_metrics={"loss": 1.0})))],
         ]  # fmt: skip
 
     def _impolite(self, hostile: Hostile, polite: Sequence[bytes]) -> list[bytes]:
@@ -120,8 +120,12 @@ class ServerEnd:
         """The calls that are no conversation."""
         service, call = server.service, Worker(server, 0).stream
         message, reply = hostile.random.choice([
-            (pb.HeartbeatRequest(run="run", process="p", figures=pb.Figures(version=1, figures={"loss": 1.0})),
-             self._heartbeat),
+            (
+                pb.HeartbeatRequest(
+                    run="run", process="p", metrics=pb.EvaluationMetrics(version=1, metrics={"loss": 1.0})
+                ),
+                self._heartbeat,
+            ),
             (pb.PullRequest(), service.pull),
             (pb.RowsRequest(run="run", ids=bytes(8)), service.pull_rows),
         ])  # fmt: skip

@@ -72,10 +72,10 @@ _NARROW = {FieldDescriptor.TYPE_UINT32: 2**32 - 1, FieldDescriptor.TYPE_SINT32: 
 @pytest.mark.parametrize(("message", "field"), BY_HEADER, ids=".".join)
 def test_what_is_said_to_be_checked_in_the_header_is(message, field):
     """One value of it in a message that is sound without."""
-    if message in ("FiguresEntry", "MetricsEntry"):
+    if message in ("MetricsEntry", "FinalMetricsEntry"):
         of = {
-            "FiguresEntry": lambda **values: pb.Figures(figures=values),
-            "MetricsEntry": lambda **values: pb.Leave(metrics=values),
+            "MetricsEntry": lambda **values: pb.EvaluationMetrics(metrics=values),
+            "FinalMetricsEntry": lambda **values: pb.Leave(final_metrics=values),
         }
         with pytest.raises(ParamServerError, match="name"):
             check_header(of[message](**{"a\nb": 1.0}))

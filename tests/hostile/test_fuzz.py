@@ -62,7 +62,7 @@ def _stops(raw: bytes) -> bool:
     all these tests share."""
     try:
         message = pb.WorkerMessage.FromString(raw)
-        return message.HasField("stop") or bool(message.figures.failure)
+        return message.HasField("stop") or bool(message.metrics.failure)
     except DecodeError:
         return False
 
@@ -140,7 +140,7 @@ def conversation(wire: Any) -> list[bytes]:
         pb.WorkerMessage(offset=16, placed=16),
         pb.WorkerMessage(taken=pb.Taken()),
         pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1, can_evaluate=True)),
-        pb.WorkerMessage(leave=pb.Leave(metrics={"loss": 0.5})),
+        pb.WorkerMessage(leave=pb.Leave(final_metrics={"loss": 0.5})),
     ]
     return [wire.join_bytes(0), wire.model_bytes(), *(message.SerializeToString() for message in said)]
 

@@ -64,7 +64,7 @@ def pair(server):
 
 
 def compare(what: str, before: list[float], during: list[float]) -> None:
-    """Generous: other work may run on these cores. The figure to read is printed."""
+    """Generous: other work may run on these cores. The metric to read is printed."""
     ms = [statistics.median(times) * 1e3 for times in (before, during)]
     print(f"{what}: median step {ms[0]:.2f} ms without, {ms[1]:.2f} ms with them: {ms[1] / ms[0] - 1:+.0%}")
     assert ms[1] < 3 * ms[0] + 20

@@ -13,8 +13,8 @@ from paramserver.common.reporting.panel import status_panel
 from paramserver.common.reporting.report import (
     comparison_table,
     duration,
-    figure,
     report_console,
+    short_number,
     size,
     status_line,
     summary_table,
@@ -105,7 +105,7 @@ def test_status_in_one_line() -> None:
 
 
 def test_the_first_line_of_a_status_fits_80_columns_and_names_both_losses() -> None:
-    point = {"step": 100, "version": 400, "elapsed_s": 3.0, "figures": {"accuracy": 0.97, "loss": 0.0612}}
+    point = {"step": 100, "version": 400, "elapsed_s": 3.0, "metrics": {"accuracy": 0.97, "loss": 0.0612}}
     told = status(step=118_000, steps=500_000, version=47_200_000, evaluated=point, elapsed_s=9_000.0)
     (line, _) = status_line(told).splitlines()
     assert line == "step 118,000/500,000  training loss 0.300  held-out loss 0.061  8 h 05 min to go"
@@ -236,11 +236,11 @@ def test_nothing_is_cut_in_a_file() -> None:
     assert "…" not in file.getvalue()
 
 
-def test_figures() -> None:
-    assert [figure(value) for value in (0.0, 0.5, 2.30258, 1e-5, 123_456.0)] == [
+def test_metrics() -> None:
+    assert [short_number(value) for value in (0.0, 0.5, 2.30258, 1e-5, 123_456.0)] == [
         *("0.000", "0.500", "2.303", "1.00e-05", "1.23e+05")
     ]
-    assert figure(float("nan")) == "nan"
+    assert short_number(float("nan")) == "nan"
     assert [duration(value) for value in (0.04, 9.96, 59.2, 200, 3725)] == [
         *("0.0 s", "10 s", "59 s", "3 min 20 s", "1 h 02 min")
     ]

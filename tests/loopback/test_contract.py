@@ -143,7 +143,7 @@ def test_a_whole_run_with_generated_code_alone(channel):
     final = worker.receive("final")
     assert final.final.evaluate
     worker.payload(final, final.final.payload_bytes)
-    worker.send(leave=pb.Leave(metrics={"loss": 0.5}))
+    worker.send(leave=pb.Leave(final_metrics={"loss": 0.5}))
     worker.close()
     assert list(worker._replies) == []
 

@@ -5,7 +5,7 @@
     python tests/overlap/measure.py --mode sync --deep --workers 1     gradients and weights that travel meanwhile
 
 The server is at one end of the link, all workers at the other. Computing is mostly a pause
-(slowdown.base_s), so that neither the number of cores nor other programs decide the figures; with --deep it is
+(slowdown.base_s), so that neither the number of cores nor other programs decide the metrics; with --deep it is
 a forward and a backward pass through nine layers, and both directions overlap with it or neither (worker.overlap).
 Variants take turns; shown is the median of the summaries' wall_s by steps.
 """
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--changed", action="append", default=[], metavar="KEY=VALUE",
                         help="in the second only; default policy.delayed_update=true, or "
                              "worker.overlap=true")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="figures as one JSON object")
+    parser.add_argument("--json", action="store_true", help="metrics as one JSON object")
     return parser.parse_args()
 
 
@@ -127,18 +127,18 @@ def measure(asked: argparse.Namespace, link: Link, mode: str) -> dict[str, Any]:
         for name, extra in variants.items():
             with tempfile.TemporaryDirectory() as folder:
                 found[name].append(run_once(link, settings(asked, mode, extra), Path(folder)))
-    figures: dict[str, Any] = {"mode": mode, "changed": " ".join(variants["changed"])}
+    metrics: dict[str, Any] = {"mode": mode, "changed": " ".join(variants["changed"])}
     for name, summaries in found.items():
         steps = [summary["wall_s"] / asked.steps for summary in summaries]
-        figures[f"{name}_step_s"] = round(statistics.median(steps), 4)
-        figures[f"{name}_steps_s"] = [round(step, 4) for step in steps]
+        metrics[f"{name}_step_s"] = round(statistics.median(steps), 4)
+        metrics[f"{name}_steps_s"] = [round(step, 4) for step in steps]
         rows = summaries[-1]["workers"]
-        figures[f"{name}_staleness_max"] = max(row["staleness_max"] for row in rows)
-        figures[f"{name}_bytes_sent"] = max(row["bytes_sent"] for row in rows)
-        figures[f"{name}_contributions"] = [row["contributions"] for row in rows]
-        figures[f"{name}_samples"] = [row["samples"] for row in rows]
-    figures["ratio"] = round(figures["changed_step_s"] / figures["plain_step_s"], 3)
-    return figures
+        metrics[f"{name}_staleness_max"] = max(row["staleness_max"] for row in rows)
+        metrics[f"{name}_bytes_sent"] = max(row["bytes_sent"] for row in rows)
+        metrics[f"{name}_contributions"] = [row["contributions"] for row in rows]
+        metrics[f"{name}_samples"] = [row["samples"] for row in rows]
+    metrics["ratio"] = round(metrics["changed_step_s"] / metrics["plain_step_s"], 3)
+    return metrics
 
 
 def main() -> None:
@@ -159,12 +159,12 @@ def main() -> None:
         print(json.dumps(results))
 
 
-def show(figures: dict[str, Any], asked: argparse.Namespace) -> None:
+def show(metrics: dict[str, Any], asked: argparse.Namespace) -> None:
     print(
-        f"{figures['mode']:9} {asked.rate}, {asked.workers} workers: plain {figures['plain_step_s'] * 1000:.0f} ms a "
-        f"step {figures['plain_steps_s']}, {figures['changed']} {figures['changed_step_s'] * 1000:.0f} ms "
-        f"{figures['changed_steps_s']}: {figures['ratio']:.2f} x; staleness at most "
-        f"{figures['plain_staleness_max']} and {figures['changed_staleness_max']}",
+        f"{metrics['mode']:9} {asked.rate}, {asked.workers} workers: plain {metrics['plain_step_s'] * 1000:.0f} ms a "
+        f"step {metrics['plain_steps_s']}, {metrics['changed']} {metrics['changed_step_s'] * 1000:.0f} ms "
+        f"{metrics['changed_steps_s']}: {metrics['ratio']:.2f} x; staleness at most "
+        f"{metrics['plain_staleness_max']} and {metrics['changed_staleness_max']}",
         flush=True,
     )
 

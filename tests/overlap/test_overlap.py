@@ -25,11 +25,11 @@ def test_both_variants_run_over_a_slow_link() -> None:
     if rig.returncode == _SKIPPED:
         pytest.skip(err.strip())
     assert rig.returncode == 0, err
-    (figures,) = json.loads(out)
-    assert figures["plain_contributions"] == figures["changed_contributions"]
-    assert figures["plain_samples"] == figures["changed_samples"] == [6 * 8] * 2
-    assert figures["changed_staleness_max"] >= 1
+    (metrics,) = json.loads(out)
+    assert metrics["plain_contributions"] == metrics["changed_contributions"]
+    assert metrics["plain_samples"] == metrics["changed_samples"] == [6 * 8] * 2
+    assert metrics["changed_staleness_max"] >= 1
     # The same messages, but for what a changed header costs.
-    assert figures["changed_bytes_sent"] == pytest.approx(figures["plain_bytes_sent"], abs=1000)
+    assert metrics["changed_bytes_sent"] == pytest.approx(metrics["plain_bytes_sent"], abs=1000)
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"slow{rig.pid}-" not in left

@@ -53,9 +53,9 @@ def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mo
         assert steps == [5, 10, 15, 20, 24] and [point["version"] for point in found["curve"]] == steps
     by = [script.output.count("evaluates") for script in cluster.scripts_run]
     assert by == [len(steps), 0], "one of them"
-    best = min(found["curve"], key=lambda point: point["figures"]["loss"])
+    best = min(found["curve"], key=lambda point: point["metrics"]["loss"])
     assert found["best"] == best
-    assert total(cluster.folder / "best.safetensors") == pytest.approx(best["figures"]["total"], abs=1e-12)
+    assert total(cluster.folder / "best.safetensors") == pytest.approx(best["metrics"]["total"], abs=1e-12)
     lines = (cluster.folder / "c.csv").read_text().splitlines()
     assert lines[0] == "step,version,elapsed_s,loss,total" and len(lines) == len(steps) + 1
 
@@ -70,11 +70,11 @@ def test_over_shards_the_best_is_kept(cluster: Cluster) -> None:
     assert [process.wait() for process in (*scripts, server, shard)] == [0] * 4, server.output + scripts[0].output
     found = summary(cluster)
     assert len(found["curve"]) >= 3
-    best = min(found["curve"], key=lambda point: point["figures"]["loss"])
+    best = min(found["curve"], key=lambda point: point["metrics"]["loss"])
     assert found["best"] == best
     held = load_file(cluster.folder / "best.safetensors")
     assert held.keys() == load_file(cluster.folder / "w.safetensors").keys()
-    assert total(cluster.folder / "best.safetensors") == pytest.approx(best["figures"]["total"], abs=1e-12)
+    assert total(cluster.folder / "best.safetensors") == pytest.approx(best["metrics"]["total"], abs=1e-12)
 
 
 @pytest.mark.slow
@@ -164,9 +164,9 @@ def test_a_evaluator_evaluates_and_the_workers_need_not(cluster: Cluster) -> Non
     versions = [event["version"] for event in evaluator.events("evaluated")]
     assert len(versions) >= 3 and set(versions) <= {point["version"] for point in found["curve"]}
     assert {point["version"] for point in found["curve"]} - set(versions) <= {5, 10, 15, 20, 60}, "before it was there"
-    assert found["best"]["version"] == min(found["curve"], key=lambda point: point["figures"]["loss"])["version"]
+    assert found["best"]["version"] == min(found["curve"], key=lambda point: point["metrics"]["loss"])["version"]
     weights = load_file(cluster.folder / "best.safetensors").values()
-    assert sum(weight.double().sum().item() for weight in weights) == pytest.approx(found["best"]["figures"]["total"])
+    assert sum(weight.double().sum().item() for weight in weights) == pytest.approx(found["best"]["metrics"]["total"])
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_script_is_a_evaluator_too_and_ends_where_its_loop_would_begin(cluster
     }
     assert worker.output.count("evaluates") <= 2, "what was due before it was there, and the final weights"
     assert not (cluster.folder / "evaluator.pt").exists() and summary(cluster)["workers"][0]["training_steps"] == 48
-    assert total(cluster.folder / "best.safetensors") == pytest.approx(summary(cluster)["best"]["figures"]["total"])
+    assert total(cluster.folder / "best.safetensors") == pytest.approx(summary(cluster)["best"]["metrics"]["total"])
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--mb", type=int, default=32, help="size of the model")
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns")
-    parser.add_argument("--json", action="store_true", help="figures as one JSON object")
+    parser.add_argument("--json", action="store_true", help="metrics as one JSON object")
     return parser.parse_args()
 
 

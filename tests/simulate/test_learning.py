@@ -78,7 +78,7 @@ def test_sync_is_one_plain_process_on_the_union_batch() -> None:
         model.zero_grad()
         task.loss(model, [tensor[rows] for tensor in shares.dataset.tensors]).backward()  # type: ignore[attr-defined]
         plain_step(torch.optim.SGD)(optimizer)
-    assert learner.figures()["loss"] == pytest.approx(task.evaluate(model)["loss"], rel=1e-5)
+    assert learner.metrics()["loss"] == pytest.approx(task.evaluate(model)["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["sync", "diloco"])
@@ -88,7 +88,7 @@ def test_loss_falls_over_virtual_time(mode: str) -> None:
     curve = simulation.learner.curve
     assert 4 <= len(curve) <= 21 and curve[0].elapsed_s == 0.0
     assert [point.elapsed_s for point in curve] == sorted(point.elapsed_s for point in curve)
-    assert curve[-1].figures["loss"] < 0.8 * curve[0].figures["loss"]
+    assert curve[-1].metrics["loss"] < 0.8 * curve[0].metrics["loss"]
 
 
 CODED = [
@@ -107,8 +107,8 @@ def test_codecs_decide_nothing_and_cost_little(mode: str, up: str, down: str) ->
     found, raw = learned(coded, **world), learned(config, **world)
     assert found.tally.digest == raw.tally.digest and found.tally.num_failures
     assert found.learner is not None and raw.learner is not None
-    before, loss, plain = raw.learner.curve[0], found.learner.figures()["loss"], raw.learner.figures()["loss"]
-    assert plain - 1e-3 < loss + 0.05 and loss < 0.9 * before.figures["loss"]
+    before, loss, plain = raw.learner.curve[0], found.learner.metrics()["loss"], raw.learner.metrics()["loss"]
+    assert plain - 1e-3 < loss + 0.05 and loss < 0.9 * before.metrics["loss"]
     assert loss != plain
 
 

@@ -15,7 +15,7 @@ from paramserver.common.registry import MODES
 from paramserver.common.reporting.compared import write_report
 from paramserver.ps.core import effects
 from paramserver.simulate.plan import Told, resolve, worlds
-from paramserver.simulate.results.summary import figures, ideal_rate, percentile, summary, time_cells, time_pictures
+from paramserver.simulate.results.summary import ideal_rate, metrics, percentile, summary, time_cells, time_pictures
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
 
@@ -63,7 +63,7 @@ def test_a_straggler_holds_who_may_not_go_on_without_it() -> None:
     freely = simulated("async", 3, 10, **slow)
     assert freely.tally.seconds["mode"] == 0.0
     held = simulated("ssp", 3, 10, {"staleness": 1}, **slow)
-    assert held.tally.seconds["mode"] > 0.0 and figures(held)["lead max"] == 2
+    assert held.tally.seconds["mode"] > 0.0 and metrics(held)["lead max"] == 2
 
 
 def test_delayed_update_hides_the_exchange_behind_computing() -> None:
@@ -103,7 +103,7 @@ def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing
     if not is_failing:
         assert simulation.tally.num_steps == 6 * 24
         assert sum(worker.bytes_sent for worker in found.workers) == accepted * MB
-        assert 0 < figures(simulation)["of ideal"] < 1
+        assert 0 < metrics(simulation)["of ideal"] < 1
 
 
 @EVERY_MODE
@@ -120,7 +120,7 @@ def test_computing_takes_what_it_is_told_to_on_average() -> None:
 def test_a_round_that_closes_by_time_does_without_the_straggler() -> None:
     quick = {"up": 100.0 * MB, "down": 100.0 * MB, "speeds": (1.0, 1.0, 0.1)}
     run = simulated("sync", 3, 20, {"straggler_timeout_s": 2.0}, **quick)
-    assert run.now < 100.0 and figures(run)["dropped"] > 0
+    assert run.now < 100.0 and metrics(run)["dropped"] > 0
 
 
 def joining(mode: str, num_first: int, steps: int, joins_at: tuple[float, ...]) -> Simulation:
@@ -151,10 +151,10 @@ def test_who_would_join_after_the_end_is_in_no_summary() -> None:
 def test_versions_that_workers_hold_are_as_far_apart_as_the_slowest_is_slow() -> None:
     """In sync the replies of one round are all of one version; a worker ten times as slow holds an old one in async."""
     free = {"up": float("inf"), "down": float("inf"), "latency_s": 0.0}
-    assert figures(simulated("sync", 3, 10, **free))["skew max"] == 0
+    assert metrics(simulated("sync", 3, 10, **free))["skew max"] == 0
     slow = simulated("async", 2, 40, speeds=(1.0, 0.1), **free)
-    assert figures(slow)["skew max"] == pytest.approx(10, abs=2)
-    assert figures(slow)["skew p50"] <= 2, "the fast one is through after a tenth of the time"
+    assert metrics(slow)["skew max"] == pytest.approx(10, abs=2)
+    assert metrics(slow)["skew p50"] <= 2, "the fast one is through after a tenth of the time"
     assert [sample.at for sample in slow.tally.samples] == sorted(sample.at for sample in slow.tally.samples)
 
 

@@ -66,8 +66,8 @@ class Tab:
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.wrong.append(message.text)
 
-    def figure(self, name: str) -> str:
-        return str(self.page.locator(f'[data-figure="{name}"] dd').text_content())
+    def metric(self, name: str) -> str:
+        return str(self.page.locator(f'[data-metric="{name}"] dd').text_content())
 
     def cells(self, column: str) -> list[str]:
         """Of the table of workers."""

@@ -3,7 +3,7 @@
     python tests/web/measure.py
 
 Each time is of a new window with an empty cache. first paint: from the click until there is something to see
-(first-contentful-paint); figures: until the first numbers are there; bytes: all that came over the connection.
+(first-contentful-paint); metrics: until the first numbers are there; bytes: all that came over the connection.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
         for name, (url, ready) in wanted.items():
             found = [opened(browser, url, ready) for _ in range(_TIMES)]
             paint_ms, took_ms, kb = (statistics.median(column) for column in zip(*found, strict=True))
-            print(f"{name:20} first paint {paint_ms:5.0f} ms   figures {took_ms:5.0f} ms   {kb:6.1f} kB")
+            print(f"{name:20} first paint {paint_ms:5.0f} ms   metrics {took_ms:5.0f} ms   {kb:6.1f} kB")
 
 
 if __name__ == "__main__":

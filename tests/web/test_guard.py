@@ -98,7 +98,7 @@ def test_a_run_that_is_not_there(client: Client) -> None:
 def test_everything_is_described(page: Any, client: Client) -> None:
     """Each path of the description answers, and what it answers, refusals too, is as described."""
     happened = [Event(at=1.7e9, kind="left", text="worker 1 is gone", rank=1)]
-    point = EvaluatedPoint(step=2, version=2, figures={"accuracy": 0.5})
+    point = EvaluatedPoint(step=2, version=2, metrics={"accuracy": 0.5})
     page.push(
         tick(2, events=happened, waits=[Wait(rank=0, why="w")], spans=[Span(rank=0, begin_s=1.0)], evaluations=[point],
              snapshots=[Snapshot(version=2, at=1.7e9, path="snapshots/2")])

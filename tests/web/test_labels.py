@@ -147,4 +147,4 @@ def test_the_page_has_the_same(
     over.status.num_workers = 0
     page.push(over)
     shown.page.locator("#connection[data-state=over]").wait_for()
-    assert shown.figure("workers") == "2"
+    assert shown.metric("workers") == "2"

@@ -23,7 +23,7 @@ from paramserver.web.app import _files
 
 RUN = ("--mode", "ssp", "--task", "digits", "--set", "server.status_interval_s=0.1")
 TOKEN = "kept"
-_TEXT = "(document.querySelector('[data-figure=step] dd') || {}).textContent"
+_TEXT = "(document.querySelector('[data-metric=step] dd') || {}).textContent"
 STEP = f"() => Number({_TEXT}?.split('/')[0].replace(/,/g, ''))"
 
 
@@ -127,26 +127,26 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
         name: sum(worker[name] for worker in workers)
         for name in ("samples", "contributions", "bytes_sent", "bytes_received")
     }
-    assert shown.figure("version") == f"{summary['version']:,}"
-    assert shown.figure("samples") == f"{sums['samples']:,}"
-    assert seconds(shown.figure("time")) == pytest.approx(
+    assert shown.metric("version") == f"{summary['version']:,}"
+    assert shown.metric("samples") == f"{sums['samples']:,}"
+    assert seconds(shown.metric("time")) == pytest.approx(
         summary["wall_s"], abs=0.51 if summary["wall_s"] > 9.9 else 0.051
     )
-    assert shown.figure("stale max") == f"{max(worker['staleness_max'] for worker in workers)}"
+    assert shown.metric("stale max") == f"{max(worker['staleness_max'] for worker in workers)}"
     mean = sum(worker["staleness_mean"] * worker["contributions"] for worker in workers) / sums["contributions"]
-    assert float(shown.figure("stale mean")) == pytest.approx(mean, abs=0.0051)
+    assert float(shown.metric("stale mean")) == pytest.approx(mean, abs=0.0051)
     total = sum(worker["compute_s"] + worker["wait_s"] + worker["transfer_s"] for worker in workers)
     wait_share = sum(worker["wait_s"] for worker in workers) / total
-    assert int(shown.figure("waiting").split()[0]) == pytest.approx(100 * wait_share, abs=0.51)
-    assert shown.figure("traffic") == size(sums["bytes_sent"] + sums["bytes_received"])
+    assert int(shown.metric("waiting").split()[0]) == pytest.approx(100 * wait_share, abs=0.51)
+    assert shown.metric("traffic") == size(sums["bytes_sent"] + sums["bytes_received"])
     if per_s:
         cost = summary["cost"]
         assert cost["total"] == pytest.approx(summary["wall_s"] * per_s)
-        assert float(shown.figure("cost").split()[0]) == pytest.approx(cost["total"], abs=0.0051)
-        assert float(shown.figure("for waiting")) == pytest.approx(cost["total"] * wait_share, abs=0.0051)
-        assert float(shown.figure("an epoch")) == pytest.approx(cost["per_epoch"], abs=0.0051)
+        assert float(shown.metric("cost").split()[0]) == pytest.approx(cost["total"], abs=0.0051)
+        assert float(shown.metric("for waiting")) == pytest.approx(cost["total"] * wait_share, abs=0.0051)
+        assert float(shown.metric("an epoch")) == pytest.approx(cost["per_epoch"], abs=0.0051)
     for name, value in summary["final"].items():
-        assert float(shown.figure(f"final {name}")) == pytest.approx(value, abs=0.00051)
+        assert float(shown.metric(f"final {name}")) == pytest.approx(value, abs=0.00051)
     for column, name in (
         ("stale max", "staleness_max"),
         ("transport", "transport"),
@@ -195,7 +195,7 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
     shown = opened(tab, server)
     said = "(document.getElementById('evaluations').ariaLabel || '')"
     until(shown, f"() => Number(({said}.match(/: ([0-9]+) points/) || [])[1]) >= 2")
-    text, version = shown.page.locator("#events").text_content(), int(shown.figure("version").replace(",", ""))
+    text, version = shown.page.locator("#events").text_content(), int(shown.metric("version").replace(",", ""))
     newest = "(document.querySelector('#snapshots tbody td') || {}).textContent"
     until(shown, f"version => Number({newest}?.replace(/,/g, '')) > version", version)
     first = points(shown, "loss")[1], points(shown, "evaluations")[1]
@@ -333,7 +333,7 @@ def test_samples_that_nobody_said_are_a_dash(page: Any, tab: Callable[..., Tab])
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
     until(shown, f"() => ({STEP})() === 1")
-    assert shown.figure("samples") == shown.figure("samples/s") == "–"
+    assert shown.metric("samples") == shown.metric("samples/s") == "–"
     cells = shown.page.locator("#workers tbody tr").first.locator("td").all_text_contents()
     assert cells.count("–") == 2
 
@@ -342,13 +342,13 @@ def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) ->
     """Who reads a cell, a sentence or an event has it under the eyes still; every picture has a sentence of now."""
     happened = [Event(at=1.7e9, kind="joined", text="worker 0 joined")]
     saved = [Snapshot(version=1, at=1.7e9, path="snapshots/1")]
-    point = EvaluatedPoint(step=1, version=1, elapsed_s=1.0, figures={"accuracy": 0.5}, samples=64, num_bytes=10)
+    point = EvaluatedPoint(step=1, version=1, elapsed_s=1.0, metrics={"accuracy": 0.5}, samples=64, num_bytes=10)
     page.begin(View(about=about()))
     page.push(tick(1, events=happened, snapshots=saved, evaluations=[point]))
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
     until(shown, f"() => ({STEP})() === 1")
-    marked = "#figures dd, #workers td, #events li, #snapshots tr, #more dd"
+    marked = "#metrics dd, #workers td, #events li, #snapshots tr, #more dd"
     shown.page.evaluate("marked => document.querySelectorAll(marked).forEach(one => one.isKnown = true)", marked)
     spans = [Span(rank=0, begin_s=5.0, compute_s=0.75, wait_s=0.25)]
     more = [Snapshot(version=9, at=1.7e9, path="snapshots/9")]
@@ -394,7 +394,7 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
 
 
 def test_what_a_page_weighs() -> None:
-    """All that is sent for the page of a run, before its figures; docs/page.md says it."""
+    """All that is sent for the page of a run, before its metrics; docs/page.md says it."""
     files = {name: len(body) for name, (body, _) in _files().items()}
     index = (Path(app.__file__).parent / "static/index.html").read_text()
     asked = {"index.html", *re.findall(r'(?:href|src)="/static/([^"]+)"', index)} - {"style.css"}

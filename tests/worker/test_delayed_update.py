@@ -100,7 +100,7 @@ class FakeExchange:
         self._reply("APPLIED", 50)
         return Final(version=50, evaluate=True)
 
-    def leave(self, figures: dict[str, float]) -> None:
+    def leave(self, metrics: dict[str, float]) -> None:
         self.left.append("leave")
 
     def drop(self) -> None:

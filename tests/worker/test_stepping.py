@@ -47,7 +47,7 @@ def test_computed_in_it_and_kept_in_fp32(precision: str, dtype: torch.dtype) -> 
     task, session = Line(), AloneSession(Config(run={"steps": 60, "batch_size": 4}, train={"precision": precision}))
     model, _ = train(session, task, 4, torch.device("cpu"))
     assert (session.num_steps, next(model.parameters()).dtype, task.dtypes & {dtype}) == (60, torch.float32, {dtype})
-    assert session.figures["loss"] < 0.01
+    assert session.metrics["loss"] < 0.01
 
 
 def test_a_step_that_overflows_is_another_batch() -> None:

@@ -1,5 +1,5 @@
 // Curves, bars and sparklines. uPlot is known here only, so that another library could take its place.
-import { color, figure, make, whole } from './text.js';
+import { color, shortNumber, make, whole } from './text.js';
 const charts = new Map();
 
 function options(host, labels, axis, kind, height) {
@@ -35,7 +35,7 @@ function sentence(labels, axis, columns, kind) {
     const known = xs.map((x, row) => [x, series[at][row]]).filter(([x, value]) => x !== null && value !== null);
     if (!known.length) return `${label}: nothing yet`;
     const [first, last] = [known[0], known[known.length - 1]], values = known.map(point => point[1]);
-    return `${label} over ${axis}: ${known.length} point${known.length > 1 ? 's' : ''} from ${whole(first[0])} to ${whole(last[0])}, first ${figure(first[1])}, newest ${figure(last[1])}, lowest ${figure(Math.min(...values))}, highest ${figure(Math.max(...values))}${trend(values)}`;
+    return `${label} over ${axis}: ${known.length} point${known.length > 1 ? 's' : ''} from ${whole(first[0])} to ${whole(last[0])}, first ${shortNumber(first[1])}, newest ${shortNumber(last[1])}, lowest ${shortNumber(Math.min(...values))}, highest ${shortNumber(Math.max(...values))}${trend(values)}`;
   }).join('; ');
 }
 

@@ -1,5 +1,5 @@
 // The page of one run. It gets the whole once, then a tick at a time, pushed; after a break the whole again.
-import { $, clock, duration, figure, inPlace, make, price, say, size, whole, written } from './text.js';
+import { $, clock, duration, shortNumber, inPlace, make, price, say, size, whole, written } from './text.js';
 import { draw } from './charts.js';
 import { showWorkers } from './workers.js';
 import { addSpans } from './stream.js';
@@ -12,7 +12,7 @@ let state = null, mayControl = false, isOver = false, metrics = { run: [], worke
 function connection(name, text) { $('connection').dataset.state = name; $('connection').textContent = text; }
 
 // `metrics`: what /api/metrics says of the run's metrics; each has the server's label, unit and help.
-function showFigures(tick) {
+function showMetrics(tick) {
   const { status } = tick, found = { mode: status.mode }, help = {};
   for (const metric of metrics.run) { found[metric.label] = written(metric, status[metric.name]); help[metric.label] = metric.help; }
   if (status.steps) found.step += ` / ${whole(status.steps)}`;
@@ -20,8 +20,8 @@ function showFigures(tick) {
   found['still to go'] = tick.is_over ? '–' : duration(status.eta_s);
   if (tick.cost) { found.cost = `${price(tick.cost.total)} ${tick.cost.currency}`; found['for waiting'] = price(tick.cost.waiting); }
   if (tick.cost && tick.cost.per_epoch !== null) found['an epoch'] = price(tick.cost.per_epoch);
-  for (const [name, value] of Object.entries(tick.final)) found[`final ${name}`] = figure(value);
-  inPlace($('figures'), Object.keys(found), name => make('div', { 'data-figure': name, title: help[name] || '' }, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, found[name]));
+  for (const [name, value] of Object.entries(tick.final)) found[`final ${name}`] = shortNumber(value);
+  inPlace($('metrics'), Object.keys(found), name => make('div', { 'data-metric': name, title: help[name] || '' }, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, found[name]));
   $('progress').value = status.steps ? status.step / status.steps : 0;
   $('progress').hidden = !status.steps;
   say($('waiting'), status.waiting ? `everyone waits for: ${status.waiting}` : '');
@@ -32,9 +32,9 @@ function showCharts() {
   const series = state.series, axis = $('axis').value, label = $('axis').selectedOptions[0].textContent;
   draw($('loss'), ['loss'], label, [series[axis], series.loss]);
   draw($('rate'), ['samples/s'], label, [series[axis], series.samples_per_s]);
-  const names = [...new Set(state.evaluations.flatMap(point => Object.keys(point.figures)))];
+  const names = [...new Set(state.evaluations.flatMap(point => Object.keys(point.metrics)))];
   const points = state.evaluations.filter(point => point[axis] !== null);
-  if (names.length) draw($('evaluations'), names, label, [points.map(point => point[axis]), ...names.map(name => points.map(point => point.figures[name] ?? null))], 'points');
+  if (names.length) draw($('evaluations'), names, label, [points.map(point => point[axis]), ...names.map(name => points.map(point => point.metrics[name] ?? null))], 'points');
   else say($('evaluations'), 'none yet; run.eval_every asks for them');
   const bins = state.newest ? Object.entries(state.newest.staleness).map(([behind, count]) => [Number(behind), count]).sort((a, b) => a[0] - b[0]) : [];
   if (bins.length) draw($('staleness'), ['contributions'], 'versions behind', [bins.map(bin => bin[0]), bins.map(bin => bin[1])], 'bars');
@@ -44,7 +44,7 @@ function showRest(tick) {
   const { status } = tick;
   const more = [['newest snapshot', tick.durable_version === null ? 'none' : `version ${whole(tick.durable_version)}`]], kept = [...state.snapshots].reverse();
   if (status.versions && status.versions.length) more.push(['shards', status.versions.map((version, at) => `${at}: version ${whole(version)}, ${size(status.shard_bytes[at] || 0)}`).join('; ')]);
-  if (state.about.lr_scale !== 1) more.push(['learning rate', `${figure(state.about.lr_scale)} times the worker’s`]);
+  if (state.about.lr_scale !== 1) more.push(['learning rate', `${shortNumber(state.about.lr_scale)} times the worker’s`]);
   more.push(['run', state.about.run], ['start of the server', `${state.about.server_incarnation}`], ['task', state.about.task || 'a script']);
   const said = new Map(more);
   inPlace($('more'), more.map(([name]) => name), name => make('div', {}, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, said.get(name)));
@@ -57,7 +57,7 @@ function showRest(tick) {
 }
 
 function show(tick, isWhole, spans) {
-  showFigures(tick); showWorkers(tick, metrics.worker); showCharts(); showWaits(tick.waits, tick.status.workers); showRest(tick);
+  showMetrics(tick); showWorkers(tick, metrics.worker); showCharts(); showWaits(tick.waits, tick.status.workers); showRest(tick);
   addSpans(spans, tick.clock_s, isWhole);
 }
 

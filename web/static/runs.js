@@ -1,5 +1,5 @@
 // All runs on record, the newest first; those that go on are looked at again every few seconds.
-import { $, duration, figure, inPlace, make, say, size, whole } from './text.js';
+import { $, duration, shortNumber, inPlace, make, say, size, whole } from './text.js';
 const MOST = 200;
 const FIRST = 40; // more than a window shows: the others come after it is painted
 const WHEN = new Intl.DateTimeFormat([], { dateStyle: 'short', timeStyle: 'medium', hour12: false });
@@ -8,8 +8,8 @@ const COLUMNS = [
   ['state', one => one.state, 'text'], ['mode', one => one.mode, 'text'], ['task', one => one.work, 'text'],
   ['started', one => WHEN.format(one.started_at * 1000), 'text'],
   ['workers', one => whole(one.num_workers || 0)], ['step', one => one.steps ? `${whole(one.step || 0)} / ${whole(one.steps)}` : whole(one.step || 0)],
-  ['time', one => duration(one.elapsed_s)], ['loss', one => figure(one.loss)],
-  ['figures', one => Object.entries(one.figures || {}).map(([name, value]) => `${name} ${figure(value)}`).join(', '), 'text'],
+  ['time', one => duration(one.elapsed_s)], ['loss', one => shortNumber(one.loss)],
+  ['metrics', one => Object.entries(one.metrics || {}).map(([name, value]) => `${name} ${shortNumber(value)}`).join(', '), 'text'],
   ['traffic', one => one.num_bytes === null ? '–' : size(one.num_bytes)], ['ended by', one => one.ended_by || '', 'text why'],
 ];
 let runs = [];

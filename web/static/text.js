@@ -21,7 +21,7 @@ export function say(node, text) { if (node.textContent !== String(text)) node.te
 export const $ = id => document.getElementById(id);
 const WHOLE = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 }); // one for all: making one takes longer than a row
 export const whole = value => value === null ? '–' : WHOLE.format(Math.round(value));
-export function figure(value) {
+export function shortNumber(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
   const size = Math.abs(value);
   return size === 0 || (size >= 0.001 && size < 10000) ? value.toFixed(3) : value.toExponential(2);
@@ -43,7 +43,7 @@ export function duration(seconds) {
 // The value of a metric, by its unit as in common/reporting/metrics.py.
 const UNITS = {
   count: whole, rate: value => (value < 100 ? value.toFixed(1) : whole(value)), seconds: value => value.toFixed(1), duration, bytes: size, share,
-  mean: value => value.toFixed(2), number: figure,
+  mean: value => value.toFixed(2), number: shortNumber,
 };
 export const written = (metric, value) => (value === null || value === undefined ? '–' : UNITS[metric.unit](value));
 export const clock = unix => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });

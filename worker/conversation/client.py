@@ -241,7 +241,7 @@ class Client:
     def pull_to_evaluate(
         self, version: int | None, num_bytes: int, write: Callable[[int, memoryview], None]
     ) -> tuple[int, Layout]:
-        """Fetch weights that Figures will follow for: the coordinator's newest, or what another shard keeps of the
+        """Fetch the weights to evaluate: the coordinator's newest, or what another shard keeps of the
         `version` that was. Their version and layout; nothing is written where they are not of `num_bytes`."""
         found: list[pb.Snapshot] = []
 

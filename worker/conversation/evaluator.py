@@ -1,4 +1,4 @@
-"""A process that evaluates and does not train, as it talks to the server: heartbeats with figures, weights of a
+"""A process that evaluates and does not train, as it talks to the server: heartbeats with metrics, weights of a
 version."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Evaluator:
         return self._clients[address]
 
     def tell(self, version: int, step: int, **said: Any) -> None:
-        """Figures of a version, or its failure, which has been heard when this returns."""
+        """Metrics of a version, or its failure, which has been heard when this returns."""
         is_heard = threading.Event()
         self._said.put(({"version": version, "step": step, **said}, is_heard))
         if said.get("failure"):
@@ -110,14 +110,14 @@ class Evaluator:
                 time.sleep(_HEARTBEAT_S)
 
     def _heartbeats(self, unheard: deque[threading.Event]) -> Iterator[bytes]:
-        figures, is_heard = None, threading.Event()
+        metrics, is_heard = None, threading.Event()
         while not self.is_over:
             unheard.append(is_heard)
-            yield evaluator_heartbeat(self._process, figures)
+            yield evaluator_heartbeat(self._process, metrics)
             try:
-                figures, is_heard = self._said.get(timeout=_HEARTBEAT_S)
+                metrics, is_heard = self._said.get(timeout=_HEARTBEAT_S)
             except queue.Empty:
-                figures, is_heard = None, threading.Event()
+                metrics, is_heard = None, threading.Event()
 
     def close(self) -> None:
         self.is_over = True

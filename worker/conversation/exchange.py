@@ -92,7 +92,7 @@ class Exchange:
         self._last_transfer_s = 0.0
         self._num_lost, self._norm_lost = 0, 0.0  # of what the codec had kept back
         self._passed: list[Passed] = []  # with the newest contribution
-        self.measured: list[dict[str, Any]] = []  # the fields of Figures, that may not have been heard
+        self.measured: list[dict[str, Any]] = []  # the fields of EvaluationMetrics, that may not have been heard
         self.rendezvous = ""  # where members of a group may meet, of workers that average among themselves
         self.group = Group()  # with whom, from here on;
         # By the newest heartbeat reply: whose membership it is about, server incarnation, newest generation that is
@@ -548,18 +548,18 @@ class Exchange:
 
     def _say_first(self) -> None:
         """Before whatever is said next, each time: the one before may be lost, or void."""
-        for figures in self.measured:
-            self._shards[0].client.say(figures=figures)
+        for metrics in self.measured:
+            self._shards[0].client.say(metrics=metrics)
         if self.stop_reason:
             self._shards[0].client.say(stop={"reason": self.stop_reason})
 
     def leave(self, goodbye: Goodbye) -> None:
-        """Say goodbye, with the figures of the final evaluation if there are any."""
-        figures = {name: value for name, value in goodbye.figures.items() if not math.isnan(value)}
+        """Say goodbye, with the metrics of the final evaluation if there are any."""
+        metrics = {name: value for name, value in goodbye.metrics.items() if not math.isnan(value)}
         if goodbye.finished:
             self._say_first()
         for shard in self._shards:
-            shard.leave(goodbye._replace(figures=figures))
+            shard.leave(goodbye._replace(metrics=metrics))
         self.drop()
 
     def drop(self) -> None:

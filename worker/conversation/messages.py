@@ -63,7 +63,7 @@ class Settings:
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
     eval_every: str | None = None
-    ends_by_figures: bool = False
+    ends_by_metrics: bool = False
 
 
 class Begun(NamedTuple):
@@ -98,7 +98,7 @@ class Outgoing(NamedTuple):
 class Goodbye(NamedTuple):
     """What a worker says of itself when it goes (Leave in the proto)."""
 
-    figures: dict[str, float]  # of the final evaluation
+    metrics: dict[str, float]  # of the final evaluation
     finished: bool = False
     failure: str = ""
     exit_code: int = 0
@@ -132,11 +132,11 @@ def heartbeat_bytes(progress: Progress) -> bytes:
     return pb.HeartbeatRequest(run=progress.run, rank=progress.rank or 0, process=progress.process).SerializeToString()
 
 
-def evaluator_heartbeat(process: str, figures: dict[str, Any] | None) -> bytes:
-    """Of a process that evaluates; `figures`: the fields of Figures."""
+def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
+    """Of a process that evaluates; `metrics`: the fields of EvaluationMetrics."""
     heartbeat = pb.HeartbeatRequest(process=process, evaluates=True)
-    if figures is not None:
-        heartbeat.figures.MergeFrom(pb.Figures(**figures))
+    if metrics is not None:
+        heartbeat.metrics.MergeFrom(pb.EvaluationMetrics(**metrics))
     return heartbeat.SerializeToString()
 
 
@@ -243,7 +243,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         steps=message.steps or None,
         epochs=message.epochs or None,
         eval_every=message.eval_every or None,
-        ends_by_figures=message.ends_by_figures,
+        ends_by_metrics=message.ends_by_metrics,
         batch_size=message.batch_size,
         seed=message.seed,
         task=message.task,

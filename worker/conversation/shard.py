@@ -296,5 +296,5 @@ class Shard:
     def leave(self, goodbye: Goodbye) -> None:
         """Say goodbye."""
         told = goodbye._asdict()
-        self.client.say(leave={"metrics": told.pop("figures"), **told})
+        self.client.say(leave={"final_metrics": told.pop("metrics"), **told})
         self.client.end_stream(_GOODBYE_S)

@@ -392,10 +392,10 @@ class Grouped(Direct):
         self._reshard()
         return self._own.settle() if self._own is not None else self.progress.version
 
-    def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+    def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         self._reshard()
         if self._own is not None:
-            self._own.measured(version, figures, failure, exit_code)
+            self._own.measured(version, metrics, failure, exit_code)
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         self._group.end()

@@ -226,12 +226,12 @@ class Direct:
             self._fragments.show()
         return self.progress.version
 
-    def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+    def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         """What an evaluation gave: said with what is said next."""
         if self._fragments is not None:
             self._fragments.show(False)
-        sound = {name: value for name, value in figures.items() if math.isfinite(value)}
-        said = {"version": version, "step": self.progress.position, "figures": sound}
+        sound = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        said = {"version": version, "step": self.progress.position, "metrics": sound}
         self._exchange.measured.append({**said, "failure": failure, "exit_code": exit_code})
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:

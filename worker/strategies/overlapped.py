@@ -81,7 +81,7 @@ class Overlapped(DelayedUpdate):
         self._overlap.show(self._shadow.tensors)
         return self._exchange.progress.version
 
-    def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+    def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         if self._overlap is not None:
             self._overlap.hide()
-        super().measured(version, figures, failure, exit_code)
+        super().measured(version, metrics, failure, exit_code)

@@ -39,7 +39,7 @@ class Task(Protocol):
         """Scalar mean loss of `batch`, which is what a DataLoader yields, on the model's device."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Held-out figures by name; always has `loss`."""
+        """Held-out metrics by name; always has `loss`."""
 
 
 def check_whole(key: str, value: object, *, least: int, most: int | None = None) -> int:
@@ -81,7 +81,7 @@ def held_out_means(
     measure: Callable[..., dict[str, torch.Tensor]],
     batch_size: int = 1024,
 ) -> dict[str, float]:
-    """Figures by name, per sample of `samples` (each tensor (N, ...)). `measure` gives their sums over a batch of
+    """Metrics by name, per sample of `samples` (each tensor (N, ...)). `measure` gives their sums over a batch of
     `batch_size` at most, which bounds the memory of an evaluation, on the model's device."""
     sums: dict[str, float] = defaultdict(float)
     with evaluating(model) as device:

@@ -67,7 +67,7 @@ class Gpt:
                 f" of {context + 1} bytes, the last {_HELD_OUT_FRACTION:.0%} being held out",
                 fix="give more text, or a smaller task.args.context",
             )
-        # Evenly spread, so that the figure stands for all of the held-out text.
+        # Evenly spread, so that the metric stands for all of the held-out text.
         num_eval = min(len(held_out), -(-check_whole("eval_bytes", eval_bytes, least=1) // context))
         self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval).long()]  # (num_eval, T + 1)
 

@@ -1,4 +1,4 @@
-"""What the image tasks share: a small CNN, its loss, and its figures on held-out images."""
+"""What the image tasks share: a small CNN, its loss, and its metrics on held-out images."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
     """One block of 3x3 convolution, ReLU and 2x2 max-pooling per entry of `channels`, then two linear layers.
 
     Images (B, 1, side, side) float32 in 0..1 -> logits (B, NUM_CLASSES). No BatchNorm: it would make the
-    figures of a mode depend on how the server merges buffers.
+    metrics of a mode depend on how the server merges buffers.
     """
 
     def __init__(self, *, side: int, channels: Sequence[int], hidden: int) -> None:

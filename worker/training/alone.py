@@ -62,7 +62,7 @@ class AloneSession(Session):
             optimizer_args=config.optimizer.arguments(),
             train=config.train,
             eval_every=config.run.eval_every,
-            ends_by_figures=config.run.ends_by_figures,
+            ends_by_metrics=config.run.ends_by_metrics,
         )
         self._here: list[Table] = []  # what a server would have
         self.num_steps = 0
@@ -71,7 +71,7 @@ class AloneSession(Session):
         self._is_unsaid = False  # nobody said how many samples a step had
         self._progress = Progress(total_steps=config.run.steps)
         self.length = Length(config.run.epochs)
-        self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_figures)
+        self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_metrics)
         self.curve = Curve(config.run.best, config.run.stop_when, config.run.patience)
         self._output = config.output
         self._taken: Taken | None = None
@@ -185,24 +185,24 @@ class AloneSession(Session):
             self.evaluation.run()
 
     def finish(self) -> bool:
-        if self.evaluation.comes_last and self._model is not None and not self.figures:
-            self.report(**self.evaluation.figures(self._model))
-            self.measured(self.figures, named_tensors(self._model))
+        if self.evaluation.comes_last and self._model is not None and not self.metrics:
+            self.report(**self.evaluation.metrics(self._model))
+            self.measured(self.metrics, named_tensors(self._model))
         return True
 
     def _evaluate(self, model: nn.Module) -> None:
-        self.measured(self.evaluation.figures(model), named_tensors(model))
+        self.measured(self.evaluation.metrics(model), named_tensors(model))
         if (why := self.curve.why_enough) and not self.ended_by:
             self.ended_by = f"stopped: {why}"
             log.info("run_stopped", reason=why, step=self.num_steps)
 
-    def measured(self, figures: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
+    def measured(self, metrics: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
         """The model was evaluated after the newest step; written down, and kept where it is the best."""
         if self.curve.points and self.curve.points[-1].step == self.num_steps:
             return
         step, elapsed_s = self.num_steps, round(time.perf_counter() - self.started_at, 3)
-        is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, figures=figures))
-        log.info("evaluated", step=step, best=is_best, **figures)
+        is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, metrics=metrics))
+        log.info("evaluated", step=step, best=is_best, **metrics)
         if self._output.curve is not None:
             write_curve(self._output.curve, self.curve.points)
         if is_best and self._output.best is not None:
@@ -336,8 +336,8 @@ def write_alone(session: AloneSession, config: Config) -> None:
 
 def _write_alone(session: AloneSession, config: Config) -> None:
     model_tensors = session.tensors()
-    if session.figures and session.curve.points:
-        session.measured(session.figures, model_tensors)
+    if session.metrics and session.curve.points:
+        session.measured(session.metrics, model_tensors)
     steps, samples = session.num_steps, session.known_samples
     first, last = session.stepped_at
     wall_s = max(0.0, last - session.started_at)  # as a server's: from the first weights to the last training step
@@ -346,7 +346,7 @@ def _write_alone(session: AloneSession, config: Config) -> None:
     )
     summary = Summary(
         mode="single", version=session.num_steps, wall_s=round(wall_s, 3),
-        ended_by=session.ended_by, final=session.figures, workers=[worker], curve=session.curve.points,
+        ended_by=session.ended_by, final=session.metrics, workers=[worker], curve=session.curve.points,
         best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
         steady_samples=session.num_samples - session.first_samples, steady_steps=max(0, steps - 1),
     )  # fmt: skip

@@ -61,7 +61,7 @@ class Evaluation:
             if not self._is_told:
                 self._is_told = True
                 asked = "run.eval_every" if self._wanted else "run.stop_when or run.patience"
-                fix = "session.evaluate(fn), fn(model) giving a dict of figures"
+                fix = "session.evaluate(fn), fn(model) giving a dict of metrics"
                 log.warning("not_evaluated", reason=f"{asked} asks for evaluations, and this script has none", fix=fix)
             return False
         over = self._over(progress, taken)
@@ -86,13 +86,13 @@ class Evaluation:
             fix="session.evaluate(fn, every=100) for every 100 steps, or loop over session.shard(dataset)",
         )
 
-    def figures(self, model: nn.Module) -> dict[str, float]:
+    def metrics(self, model: nn.Module) -> dict[str, float]:
         """Of the model as it is."""
         assert self._measure is not None
         with untouched(model), torch.no_grad():
             found: Any = self._measure(model)
         if not isinstance(found, Mapping):
-            what = f"the function of session.evaluate() returned {type(found).__name__}, not a dict of figures"
+            what = f"the function of session.evaluate() returned {type(found).__name__}, not a dict of metrics"
             raise UsageError(what, fix="return {'loss': ..., 'accuracy': ...}")
         return {str(name): float(value) for name, value in found.items()}
 

@@ -67,7 +67,7 @@ class RemoteSession(Session):
         self._is_closed = self._was_before = False
         self.settings = self._strategy.settings
         self.length = Length(self.settings.epochs)
-        self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_figures)
+        self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_metrics)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
 
     def _open(self, may_overlap: bool) -> Direct:
@@ -244,12 +244,12 @@ class RemoteSession(Session):
         if self.is_done or not self._strategy.evaluates:
             return
         try:
-            self._strategy.measured(version, self.evaluation.figures(model))
+            self._strategy.measured(version, self.evaluation.metrics(model))
         except Exception as error:  # the run hears why before this process ends
             _, failure, exit_code = ending_of(error)
             self._strategy.measured(version, {}, failure, exit_code)
             self._is_closed = True
-            self._strategy.leave(Goodbye(self.figures, finished=True), is_interrupted=False)
+            self._strategy.leave(Goodbye(self.metrics, finished=True), is_interrupted=False)
             raise
 
     def state(self, *, rng: bool = False, **objects: Any) -> None:
@@ -300,8 +300,8 @@ class RemoteSession(Session):
                 f"the server was lost and went back to step {self._progress.training_steps}, and this loop had ended",
                 fix="start the script again: it goes on from there; or let session.shard() say when the loop ends",
             )
-        if final.evaluate and self.evaluation.comes_last and not self.figures:
-            self.report(**self.evaluation.figures(self._model))
+        if final.evaluate and self.evaluation.comes_last and not self.metrics:
+            self.report(**self.evaluation.metrics(self._model))
         return final.evaluate
 
     def averaged(self, *models: nn.Module) -> bool:
@@ -325,7 +325,7 @@ class RemoteSession(Session):
         finished = self._steps is not None and not is_through and not ending.is_interrupted
         if finished and self._steps is not None:
             self._steps.finish()
-        goodbye = Goodbye(self.figures, finished, ending.failure, ending.exit_code)
+        goodbye = Goodbye(self.metrics, finished, ending.failure, ending.exit_code)
         self._strategy.leave(goodbye, ending.is_interrupted)
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:

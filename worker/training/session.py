@@ -40,7 +40,7 @@ class Session:
     _inner = (0, 1)  # group rank, and of how many
 
     def __init__(self) -> None:
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.length = Length()
         self._tables: list[Rows] = []
         self._is_told = False  # that it has no more batches
@@ -293,7 +293,7 @@ class Session:
 
         has_begun = self._memory is not None or self.losses.points
         where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
-        return of_session(self.settings.mode, where, self.losses.points, self.figures)
+        return of_session(self.settings.mode, where, self.losses.points, self.metrics)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """For a notebook."""
@@ -310,10 +310,10 @@ class Session:
         raise NotImplementedError
 
     def evaluate(self, fn: Measure, every: str | int | None = None) -> None:
-        """While the run goes on `fn(model)`, a dict of figures, is asked for every so many training steps (100),
+        """While the run goes on `fn(model)`, a dict of metrics, is asked for every so many training steps (100),
         seconds ("30s") or epochs ("1epoch", where nothing is said): of one worker, in `step()`, on the server's weights
         of one version (in localsgd after the next average). The run's own run.eval_every overrules `every`. And of who
-        evaluates the final weights, in `finish()`, as if it had `report`ed the figures.
+        evaluates the final weights, in `finish()`, as if it had `report`ed the metrics.
 
         The model is in evaluation mode meanwhile; its mode, buffers and the generators of torch, Python and NumPy are
         as they were afterwards. What `fn` raises ends the run, which has failed then. UsageError for no interval.
@@ -325,9 +325,9 @@ class Session:
         run keeps none."""
         return False
 
-    def report(self, **figures: float) -> None:
-        """Figures of the final evaluation, for the run's summary."""
-        self.figures.update({name: float(value) for name, value in figures.items()})
+    def report(self, **metrics: float) -> None:
+        """Metrics of the final evaluation, for the run's summary."""
+        self.metrics.update({name: float(value) for name, value in metrics.items()})
         self._shown.look_again(is_last=True)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 A model of matrices of 4 MB, normal values. `kept` is what a worker does with a contribution: it is gathered, what was
 left out before added, encoded, and what is left out now kept (`worker/transports/encoding.py`). Seconds are the
 thread's
-own, so that other work on the machine costs less of the figure; the best of the turns.
+own, so that other work on the machine costs less of the metric; the best of the turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_pa
 from ....worker.tensors.transfer import Stretch
 from ....worker.transports.encoding import Encoding
 from ...output.report import Report
-from ...output.tables import figures, number, page
+from ...output.tables import number, number_table, page
 
 _ROWS, _COLUMNS = 1000, 1000
 
@@ -51,7 +51,7 @@ def measure_codecs(options: CodecOptions) -> Report:
         for name, result in results.items()
     ]
     title = f"{options.mb} MB, best of {options.runs}"
-    return Report("codecs", vars(options), results, page(title, figures(columns, rows)))
+    return Report("codecs", vars(options), results, page(title, number_table(columns, rows)))
 
 
 _RATES = ("encode_gb_s", "decode_gb_s", "kept_gb_s")

@@ -16,7 +16,7 @@ from ....ps.core import effects, events
 from ....ps.core.run import Options, Run
 from ....ps.engine.modes import policy_of
 from ...output.report import Report
-from ...output.tables import figures, page
+from ...output.tables import number_table, page
 
 _NUM_TICKS = 20
 
@@ -101,7 +101,7 @@ def measure_policies(options: PolicyOptions) -> Report:
     ]
     columns = ["mode, workers", "a join", "contribution", "tick", "finish"]
     title = "microseconds an event, run and policy alone"
-    return Report("policies", vars(options), results, page(title, figures(columns, rows)))
+    return Report("policies", vars(options), results, page(title, number_table(columns, rows)))
 
 
 def _measure(mode: str, num_workers: int, contributions: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ workers), and uploads: as many as server.max_staged allows, or in the shared-mem
 worker's own, which the server only maps. The mean is an upload that has left the staging pool, so
 the sum counts it beside them.
 
-The worker's figure is its peak less that of a process which has the same model, gradients (where its
+The worker's metric is its peak less that of a process which has the same model, gradients (where its
 own optimizer steps, that one's state) and programs loaded but no server: in copies of the model.
 """
 
@@ -27,7 +27,7 @@ from ....common.config.schema import ServerConfig
 from ....common.registry import MODES
 from ...output.machine import memory_of
 from ...output.report import Report, median
-from ...output.tables import figures, page
+from ...output.tables import number_table, page
 from ...rig.ours import transports_of
 from ...rig.server_process import running_server
 from ...rig.team import team
@@ -233,5 +233,5 @@ def _table(options: MemoryOptions, runs: list[dict[str, Any]]) -> RenderableType
         "a worker's copies: its peak beyond a process with model and gradients alone, in models",
     ]
     return page(
-        f"{options.mb:,} MB float32, {options.optimizer}: the server's memory", figures(columns, rows), notes=notes
+        f"{options.mb:,} MB float32, {options.optimizer}: the server's memory", number_table(columns, rows), notes=notes
     )

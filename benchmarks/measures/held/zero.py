@@ -18,7 +18,7 @@ from typing import Any
 
 from ...output.machine import memory_of
 from ...output.report import Report
-from ...output.tables import figures, page
+from ...output.tables import number_table, page
 from ...rig.server_process import running_server
 from ...rig.team import stay_on_loopback, team
 from ...rig.turns import Measured, Samples
@@ -149,4 +149,4 @@ def _table(options: ZeroOptions, runs: list[dict[str, Any]]) -> Any:
         ]
         rows.append([str(run["stage"]), str(run["workers"]), *held, of, *more])
     title = f"Adam, a model of {options.mb} MB in float32: what the process with most holds"
-    return page(title, figures(columns, rows))
+    return page(title, number_table(columns, rows))

@@ -81,7 +81,7 @@ class OutputConfig(Section):
         None, min_length=1, description="write report.html and report.md there: how the runs compare"
     )
 
-    target: Annotated[Until | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="FIGURE>=X|<=X")] = Field(
+    target: Annotated[Until | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="METRIC>=X|<=X")] = Field(
         None, description="what runs that are compared are to reach, such as 'accuracy >= 0.95': when each came to it"
     )
 

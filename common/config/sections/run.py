@@ -63,8 +63,8 @@ class RunConfig(Section):
     eval_every: Annotated[Interval | None, Flag(Panel.RUN, EVERY, "", "", "N|30s|1epoch", is_for_alone=True)] = Field(
         None, description="evaluate during the run: every so many training steps, seconds or epochs"
     )
-    best: Annotated[str | None, Flag(Panel.RUN, EVERY, metavar="FIGURE", is_for_alone=True)] = Field(
-        None, description="the figure that decides what is best; none: accuracy where there is one, else loss"
+    best: Annotated[str | None, Flag(Panel.RUN, EVERY, metavar="METRIC", is_for_alone=True)] = Field(
+        None, description="the metric that decides what is best; none: accuracy where there is one, else loss"
     )
     stop_when: Annotated[Until | None, Flag(Panel.RUN, EVERY, "", "", "'loss < 0.1'", is_for_alone=True)] = Field(
         None, description="end the run for all when an evaluation says so, e.g. 'accuracy >= 0.98'"
@@ -90,7 +90,7 @@ class RunConfig(Section):
         return self
 
     @property
-    def ends_by_figures(self) -> bool:
+    def ends_by_metrics(self) -> bool:
         """Its end may hang on evaluations."""
         return self.stop_when is not None or self.patience is not None
 

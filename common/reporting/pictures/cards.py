@@ -8,7 +8,7 @@ from typing import Any
 from ..metrics import Display, shown_of_run
 from . import Curves
 from .notebook import Card
-from .words import duration, figure
+from .words import duration, short_number
 
 # What is shown (`summary.py`, `common/runstore/reading.py`) imports this file, which knows it by its attributes alone.
 
@@ -17,21 +17,21 @@ def of_session(
     mode: str,
     where: tuple[int, int, int, bool] | None,
     losses: Sequence[tuple[float, float]],
-    figures: Mapping[str, float],
+    metrics: Mapping[str, float],
 ) -> Card:
     """A worker of a script. `where`: rank, number of workers, step, whether it is done; None before its optimizer."""
     if where is None:
         return Card(f"session: {mode}", [], notes=["no step yet: session.optimizer() joins the run"])
     rank, num_workers, step, is_done = where
     shown = [("rank", f"{rank} of {num_workers}"), ("step", f"{step:,}"), ("state", "done" if is_done else "training")]
-    shown += [("loss", figure(losses[-1][1]))] if losses else []
-    shown += [(name, figure(value)) for name, value in figures.items()]
+    shown += [("loss", short_number(losses[-1][1]))] if losses else []
+    shown += [(name, short_number(value)) for name, value in metrics.items()]
     return Card(f"session: {mode}", shown, [("loss of this worker", [("loss", losses)], "step")])
 
 
 def of_summary(summary: Any) -> Card:
     """The end of a run."""
-    shown = [(name, figure(value)) for name, value in summary.final.items()]
+    shown = [(name, short_number(value)) for name, value in summary.final.items()]
     shown += [*_metrics(summary), ("workers", str(len(summary.workers)))]
     shown += [("cost", str(summary.cost))] if summary.cost is not None else []
     notes = [summary.ended_by] if summary.ended_by else []
@@ -41,7 +41,7 @@ def of_summary(summary: Any) -> Card:
 def of_stored(run: Any, series: Sequence[Any], evaluations: Sequence[Any]) -> Card:
     """A run on record."""
     shown = [("state", run.state), ("task", run.work), ("step", f"{run.step:,}"), ("time", duration(run.elapsed_s))]
-    shown += [(name, figure(value)) for name, value in run.figures.items()]
+    shown += [(name, short_number(value)) for name, value in run.metrics.items()]
     shown += [*_metrics(run), ("workers", str(run.num_workers))]
     losses = [(float(point.step), point.loss) for point in series if point.loss is not None]
     pictures: list[tuple[str, Curves, str]] = [("loss of training", [("loss", losses)], "step")]
@@ -61,8 +61,8 @@ def of_list(path: str, runs: Sequence[Any]) -> Card:
 
 
 def _evaluated(points: Sequence[Any]) -> list[tuple[str, Curves, str]]:
-    names = dict.fromkeys(name for point in points for name in point.figures)
+    names = dict.fromkeys(name for point in points for name in point.metrics)
     return [
-        (f"{name}, evaluated", [(name, [(p.step, p.figures[name]) for p in points if name in p.figures])], "step")
+        (f"{name}, evaluated", [(name, [(p.step, p.metrics[name]) for p in points if name in p.metrics])], "step")
         for name in names
     ]

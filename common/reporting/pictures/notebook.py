@@ -1,6 +1,6 @@
 """How runs show themselves in a notebook: text for a terminal, HTML with a picture for a page, nothing from outside.
 
-IPython asks an object for `_repr_mimebundle_`. What people have named (tasks, runs, figures, who stopped it) is data,
+IPython asks an object for `_repr_mimebundle_`. What people have named (tasks, runs, metrics, who stopped it) is data,
 and escaped. A `Card` that was shown with an id is shown anew in its place as the run goes on; only then is IPython
 asked for anything, and it is never imported where the process is no notebook.
 """
@@ -22,25 +22,25 @@ _MOST_POINTS = 512  # of the losses a session remembers; from there on every sec
 
 @dataclass(frozen=True)
 class Card:
-    """A title, figures by name, and curves, each picture with what it is over."""
+    """A title, metrics by name, and curves, each picture with what it is over."""
 
     title: str
-    figures: Sequence[tuple[str, str]]
+    metrics: Sequence[tuple[str, str]]
     pictures: Sequence[tuple[str, Curves, str]] = ()  # (what, curves, over)
     notes: Sequence[str] = ()
 
     def text(self) -> str:
         """One line, and another for each note."""
-        return "\n".join(["  ".join([self.title, *(f"{name} {value}" for name, value in self.figures)]), *self.notes])
+        return "\n".join(["  ".join([self.title, *(f"{name} {value}" for name, value in self.metrics)]), *self.notes])
 
     def html(self) -> str:
-        names = "".join(f"<th scope=col style='text-align:right'>{escape(name)}</th>" for name, _ in self.figures)
-        values = "".join(f"<td style='text-align:right'>{escape(value)}</td>" for _, value in self.figures)
+        names = "".join(f"<th scope=col style='text-align:right'>{escape(name)}</th>" for name, _ in self.metrics)
+        values = "".join(f"<td style='text-align:right'>{escape(value)}</td>" for _, value in self.metrics)
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         drawn = "".join(
             _picture(*picture) for picture in self.pictures if sum(len(points) for _, points in picture[1]) > 1
         )
-        table = f"<table><tr>{names}</tr><tr>{values}</tr></table>" if self.figures else ""
+        table = f"<table><tr>{names}</tr><tr>{values}</tr></table>" if self.metrics else ""
         return f"<div><strong>{escape(self.title)}</strong>{table}{notes}{drawn}</div>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""Figures as people read them."""
+"""Metrics as people read them."""
 
 from __future__ import annotations
 
 
-def figure(value: float) -> str:
+def short_number(value: float) -> str:
     """A loss or an accuracy: three decimals, or an exponent where they would hide it."""
     return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 10_000 else f"{value:.2e}"
 

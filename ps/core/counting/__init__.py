@@ -1,1 +1,1 @@
-"""What a run counts: training steps, batches drawn, figures of each worker."""
+"""What a run counts: training steps, batches drawn, metrics of each worker."""

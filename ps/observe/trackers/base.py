@@ -21,9 +21,9 @@ from ...engine.engine import Engine
 from .. import reports
 from ..bus import Sink
 
-Figures = Mapping[str, float]
+Metrics = Mapping[str, float]
 
-_MOST_WORKERS = 16  # with figures of their own
+_MOST_WORKERS = 16  # with metrics of their own
 
 
 class TrackedRun(NamedTuple):
@@ -48,13 +48,13 @@ class Tracker(Protocol):
     def start(self, run: TrackedRun) -> None:
         """Before everything else."""
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         """Finite numbers, at a training step; steps do not go back but for a server that does."""
 
     def flush(self) -> None:
         """Nothing more is there for the moment."""
 
-    def finish(self, figures: Figures, ended_by: str) -> None:
+    def finish(self, metrics: Metrics, ended_by: str) -> None:
         """What the run came to; `ended_by` is empty when all steps were taken."""
 
 
@@ -88,13 +88,13 @@ class TrackerSink(Sink):
             case StatusTaken(status):
                 self._start(status.step)
                 if status.step or status.workers:
-                    self._tracker.log(status.step, _finite(figures_of(status)))
+                    self._tracker.log(status.step, _finite(metrics_of(status)))
             case Evaluated():
                 self._start(fact.step)
-                self._tracker.log(fact.step, _finite({f"eval/{name}": figure for name, figure in fact.figures.items()}))
+                self._tracker.log(fact.step, _finite({f"eval/{name}": metric for name, metric in fact.metrics.items()}))
 
     def _start(self, step: int) -> None:
-        """With the first figures, and in the sink's thread: one that takes seconds to connect holds up nobody."""
+        """With the first metrics, and in the sink's thread: one that takes seconds to connect holds up nobody."""
         if not self._is_started:
             output, mode = self._config.output, self._config.run.mode
             said = self._config.model_dump(mode="json", exclude={"security"})
@@ -109,12 +109,12 @@ class TrackerSink(Sink):
         if not self._is_started:
             return
         summary = reports.summary(self._engine)  # the event loop waits for this thread, and nothing moves any more
-        metrics = {metric.name: getattr(summary, metric.name) for metric in shown_of_run(Display.NOTEBOOK)}
-        figures = {f"final/{name}": value for name, value in (metrics | summary.final).items()}
-        self._tracker.finish(_finite(figures), summary.ended_by)
+        of_run = {metric.name: getattr(summary, metric.name) for metric in shown_of_run(Display.NOTEBOOK)}
+        metrics = {f"final/{name}": value for name, value in (of_run | summary.final).items()}
+        self._tracker.finish(_finite(metrics), summary.ended_by)
 
 
-def figures_of(status: Status) -> dict[str, float | None]:
+def metrics_of(status: Status) -> dict[str, float | None]:
     """The tracked metrics of a status: of the run, and of each of its first workers."""
     found = {f"train/{metric.name}": getattr(status, metric.name) for metric in shown_of_run(Display.TRACKERS)}
     metrics = shown_of_workers(Display.TRACKERS)
@@ -123,5 +123,5 @@ def figures_of(status: Status) -> dict[str, float | None]:
     return found
 
 
-def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
+def _finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}

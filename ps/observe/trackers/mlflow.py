@@ -9,7 +9,7 @@ from pathlib import Path
 import mlflow
 from mlflow.entities import Metric, Param, RunTag
 
-from .base import Figures, TrackedRun, Tracker
+from .base import Metrics, TrackedRun, Tracker
 
 _AT_ONCE = 1000  # metrics, and 100 parameters, are what a server takes in one request
 _PARAMS_AT_ONCE = 100
@@ -43,18 +43,18 @@ class MlflowTracker(Tracker):
         for first in range(0, len(params), _PARAMS_AT_ONCE):
             self._client.log_batch(self._run, params=params[first : first + _PARAMS_AT_ONCE], tags=tags)
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._step = max(self._step, step)
         now = int(time.time() * 1000)
-        self._metrics += [Metric(name, value, now, step) for name, value in figures.items()]
+        self._metrics += [Metric(name, value, now, step) for name, value in metrics.items()]
 
     def flush(self) -> None:
         metrics, self._metrics = self._metrics, []
         for first in range(0, len(metrics), _AT_ONCE):
             self._client.log_batch(self._run, metrics=metrics[first : first + _AT_ONCE])
 
-    def finish(self, figures: Figures, ended_by: str) -> None:
-        self.log(self._step, figures)
+    def finish(self, metrics: Metrics, ended_by: str) -> None:
+        self.log(self._step, metrics)
         self.flush()
         self._client.set_tag(self._run, "ended_by", ended_by or "all steps taken")
         self._client.set_terminated(self._run, "FAILED" if ended_by else "FINISHED")

@@ -7,7 +7,7 @@ from pathlib import Path
 from tensorboardX import SummaryWriter
 
 from ....common.wire.json_text import to_json
-from .base import Figures, TrackedRun, Tracker
+from .base import Metrics, TrackedRun, Tracker
 
 
 class TensorBoardTracker(Tracker):
@@ -18,16 +18,16 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text("config", f"```\n{to_json(run.config, indent=2)}\n```", run.step)
         self._step = run.step
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._step = max(self._step, step)
-        for name, value in figures.items():
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
         self._writer.flush()
 
-    def finish(self, figures: Figures, ended_by: str) -> None:
-        self.log(self._step, figures)
+    def finish(self, metrics: Metrics, ended_by: str) -> None:
+        self.log(self._step, metrics)
         self._writer.close()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import trackio
 
-from .base import Figures, TrackedRun, Tracker
+from .base import Metrics, TrackedRun, Tracker
 
 
 class TrackioTracker(Tracker):
@@ -14,12 +14,12 @@ class TrackioTracker(Tracker):
         self._run: Any = trackio.init(project=run.project, name=run.name, config=run.config, resume="allow")
         self._step = run.step
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         self._step = max(self._step, step)
-        self._run.log(dict(figures), step=step)
+        self._run.log(dict(metrics), step=step)
 
-    def finish(self, figures: Figures, ended_by: str) -> None:
-        self.log(self._step, figures)
+    def finish(self, metrics: Metrics, ended_by: str) -> None:
+        self.log(self._step, metrics)
         self._run.finish()
 
 

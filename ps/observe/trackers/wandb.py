@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import wandb
 
-from .base import Figures, TrackedRun, Tracker
+from .base import Metrics, TrackedRun, Tracker
 
 
 class WandbTracker(Tracker):
@@ -16,11 +16,11 @@ class WandbTracker(Tracker):
         # wandb's own step only rises; a server that went back would be unheard until it is past where it was.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, figures: Figures) -> None:
-        self._run.log({"step": step, **figures})
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **metrics})
 
-    def finish(self, figures: Figures, ended_by: str) -> None:
-        self._run.summary.update({**figures, "ended_by": ended_by})
+    def finish(self, metrics: Metrics, ended_by: str) -> None:
+        self._run.summary.update({**metrics, "ended_by": ended_by})
         self._run.finish(exit_code=int(bool(ended_by)))
 
 

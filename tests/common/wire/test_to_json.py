@@ -25,15 +25,15 @@ def test_numbers_that_are_not_finite_are_null(wrong):
 
 
 def test_a_summary_comes_back_with_what_was_lost():
-    point = Point(step=1, version=1, figures={"loss": math.nan, "accuracy": 0.5})
+    point = Point(step=1, version=1, metrics={"loss": math.nan, "accuracy": 0.5})
     summary = Summary(
         mode="sync", final={"loss": math.inf}, curve=[point], best=point, cosine=math.nan,
         workers=[WorkerStatus(rank=0, residual_norm=math.inf)],
     )  # fmt: skip
     again = Summary.model_validate(strictly(summary.text()))
     assert math.isnan(again.final["loss"])
-    assert math.isnan(again.curve[0].figures["loss"])
-    assert again.curve[0].figures["accuracy"] == 0.5
+    assert math.isnan(again.curve[0].metrics["loss"])
+    assert again.curve[0].metrics["accuracy"] == 0.5
     assert again.workers[0].residual_norm is None
     assert strictly(text_of([point], "c.jsonl"))["loss"] is None
 

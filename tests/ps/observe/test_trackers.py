@@ -12,15 +12,15 @@ import pytest
 
 from paramserver.common.registry import TRACKERS
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.ps.observe.trackers.base import figures_of
+from paramserver.ps.observe.trackers.base import metrics_of
 from paramserver.tests.cluster import Cluster
 
 _BLOCK_BYTES = 1 << 15
 
 
-def test_figures_of_a_status() -> None:
+def test_metrics_of_a_status() -> None:
     workers = [WorkerStatus(rank=rank, loss=0.5 * rank, step=rank, wait_s=0.1, compute_s=0.9) for rank in range(20)]
-    found = figures_of(Status(version=3, workers=workers, num_workers=20))
+    found = metrics_of(Status(version=3, workers=workers, num_workers=20))
     assert (found["train/loss"], found["train/version"], found["train/num_workers"]) == (4.75, 3, 20)
     assert (found["worker3/loss"], found["worker3/wait_share"]) == (1.5, 0.1)
     assert "worker15/step" in found and "worker16/step" not in found

@@ -1,6 +1,6 @@
 """A script that evaluates while it trains, with all that an evaluation might disturb.
 
-The figure is a sum of weights, so that whoever has them can say which they were. In the environment: EVERY (none:
+The metric is a sum of weights, so that whoever has them can say which they were. In the environment: EVERY (none:
 it does not evaluate), FAIL (which evaluation raises), SAVE (where rank 0 writes its final weights).
 """
 

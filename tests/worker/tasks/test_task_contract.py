@@ -112,10 +112,10 @@ def test_evaluation_leaves_the_model_as_it_was_and_repeats_itself(make, training
     before = {name: value.clone() for name, value in model.state_dict().items()}
     seen_modes = []
     model.register_forward_pre_hook(lambda m, _: seen_modes.append((m.training, torch.is_grad_enabled())))
-    figures = task.evaluate(model)
-    assert figures == task.evaluate(model)
-    assert all(type(value) is float for value in figures.values())
-    assert "loss" in figures
+    metrics = task.evaluate(model)
+    assert metrics == task.evaluate(model)
+    assert all(type(value) is float for value in metrics.values())
+    assert "loss" in metrics
     assert set(seen_modes) == {(False, False)}
     assert model.training is training
     assert all(p.grad is None for p in model.parameters())

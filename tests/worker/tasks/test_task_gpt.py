@@ -44,10 +44,10 @@ def test_evaluation_sees_only_the_last_tenth(text):
     seen = []
     model = task.model()
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    figures = task.evaluate(model)
+    metrics = task.evaluate(model)
     assert set(torch.cat(seen).flatten().tolist()) == {ord("Z")}
-    assert figures["unigram_bits_per_byte"] == 0
-    assert figures["bits_per_byte"] == pytest.approx(8, rel=1e-5)  # a new model guesses uniformly
+    assert metrics["unigram_bits_per_byte"] == 0
+    assert metrics["bits_per_byte"] == pytest.approx(8, rel=1e-5)  # a new model guesses uniformly
 
 
 def test_the_yardstick_is_the_entropy_of_the_evaluated_bytes(tmp_path):
@@ -125,8 +125,8 @@ def test_it_heartbeats_the_unigrams_within_a_few_steps():
         optimizer.zero_grad()
         task.loss(model, data[torch.arange(step * 16, step * 16 + 16)]).backward()
         optimizer.step()
-    figures = task.evaluate(model)
-    assert figures["bits_per_byte"] < figures["unigram_bits_per_byte"] - 0.5
+    metrics = task.evaluate(model)
+    assert metrics["bits_per_byte"] < metrics["unigram_bits_per_byte"] - 0.5
 
 
 def test_nothing_travels_but_parameters():

@@ -1,4 +1,4 @@
-"""The linear task: training finds w*, and the figures are those of the formulas."""
+"""The linear task: training finds w*, and the metrics are those of the formulas."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_training_recovers_the_weights():
         optimizer.zero_grad()
         task.loss(model, batch).backward()
         optimizer.step()
-    figures = task.evaluate(model)
-    assert figures["weight_error"] < 0.01
-    assert figures["loss"] == pytest.approx(0.1**2, rel=0.3)
+    metrics = task.evaluate(model)
+    assert metrics["weight_error"] < 0.01
+    assert metrics["loss"] == pytest.approx(0.1**2, rel=0.3)
 
 
 def test_with_w_star_the_weight_error_is_zero_and_the_loss_is_the_noise():
@@ -26,9 +26,9 @@ def test_with_w_star_the_weight_error_is_zero_and_the_loss_is_the_noise():
     model = task.model()
     with torch.no_grad():
         model.weight.copy_(task.w_star.T)
-    figures = task.evaluate(model)
-    assert figures["weight_error"] == 0
-    assert figures["loss"] == pytest.approx(0.5**2, rel=0.1)
+    metrics = task.evaluate(model)
+    assert metrics["weight_error"] == 0
+    assert metrics["loss"] == pytest.approx(0.5**2, rel=0.1)
     with torch.no_grad():
         model.weight.mul_(1.25)
     assert task.evaluate(model)["weight_error"] == pytest.approx(0.25, rel=1e-5)

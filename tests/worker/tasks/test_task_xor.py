@@ -28,9 +28,9 @@ def test_the_sign_of_the_last_feature_separates_the_labels():
         model.weight.zero_()
         model.weight[0, -1] = -1000.0
         model.bias.zero_()
-    figures = task.evaluate(model)
-    assert figures["accuracy"] == 1.0
-    assert figures["loss"] < 0.01
+    metrics = task.evaluate(model)
+    assert metrics["accuracy"] == 1.0
+    assert metrics["loss"] < 0.01
 
 
 def test_1200_updates_of_adam_bring_the_held_out_loss_below_0_15():

@@ -322,11 +322,11 @@ class Delayed(AllReduceStrategy):
             self._undo = self._ahead()
         return self._held_version
 
-    def measured(self, version: int, figures: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+    def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
-        super().measured(version, figures, failure, exit_code)
+        super().measured(version, metrics, failure, exit_code)
 
     def _drain(self) -> None:
         while self._flights:

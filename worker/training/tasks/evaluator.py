@@ -45,12 +45,12 @@ def evaluate_for(evaluator: Evaluator, task: Task, device: torch.device, how_oft
             union = settings.batch_size * max(1, settings.num_workers)
             epoch_steps = -(-len(task.train_data()) // union)  # type: ignore[arg-type]
 
-    def figures() -> dict[str, float]:
+    def metrics() -> dict[str, float]:
         with user_code(), untouched(model):
             return {name: float(value) for name, value in task.evaluate(model).items()}
 
     tensors = ModelTensors.of(model, (), getattr(task, "averaged_buffers", ()))
-    _watch(evaluator, tensors, interval, epoch_steps, figures)
+    _watch(evaluator, tensors, interval, epoch_steps, metrics)
 
 
 def _watch(
@@ -58,7 +58,7 @@ def _watch(
     model: ModelTensors,
     interval: Every,
     epoch_steps: int,
-    figures: Callable[[], dict[str, float]],
+    metrics: Callable[[], dict[str, float]],
 ) -> None:
     """Until the run is over."""
     each = interval.amount * (epoch_steps if interval.unit == "epochs" else 1)
@@ -71,7 +71,7 @@ def _watch(
         over = int((time.monotonic() - began_at if interval.unit == "seconds" else step) // each)
         if over > done and version > evaluated and (pulled := evaluator.pull(model)) is not None:
             done, evaluated, count = over, pulled, count + 1
-            _evaluate(evaluator, figures, pulled, step)
+            _evaluate(evaluator, metrics, pulled, step)
         else:
             sleep(_LOOK_S)
     log.info("run_over", evaluations=count)
@@ -80,13 +80,13 @@ def _watch(
 
 def _evaluate(evaluator: Evaluator, measure: Callable[[], dict[str, float]], version: int, step: int) -> None:
     try:
-        figures = measure()
+        metrics = measure()
     except Exception as error:
         _, failure, exit_code = ending_of(error)
         evaluator.tell(version, step, failure=failure, exit_code=exit_code)
         raise
-    evaluator.tell(version, step, figures=figures)
-    log.info("evaluated", step=step, version=version, **figures)
+    evaluator.tell(version, step, metrics=metrics)
+    log.info("evaluated", step=step, version=version, **metrics)
 
 
 class EvaluatorSession(Session):
@@ -158,10 +158,10 @@ class EvaluatorSession(Session):
             raise UsageError(
                 "an evaluator (worker.evaluate) whose script "
                 + ("has no function to evaluate with" if interval is None else "does not say how long an epoch is"),
-                fix="session.evaluate(fn, every=100) before the loop, fn(model) giving a dict of figures",
+                fix="session.evaluate(fn, every=100) before the loop, fn(model) giving a dict of metrics",
             )
         _watch(
-            self._evaluator, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.figures(self._model)
+            self._evaluator, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.metrics(self._model)
         )
         raise SystemExit(0)
 

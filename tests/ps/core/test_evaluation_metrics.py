@@ -92,18 +92,18 @@ def test_who_has_left_of_its_own_accord_is_asked_again_by_another_length(
     assert again.was_over_before == is_over
 
 
-def figures(run: Run, version: int, loss: float, rank: int | None = 0, **more: object) -> list[effects.Effect]:
-    return run.apply(events.FiguresTold(rank, version, version, {"loss": loss}, **more))  # type: ignore[arg-type]
+def metrics(run: Run, version: int, loss: float, rank: int | None = 0, **more: object) -> list[effects.Effect]:
+    return run.apply(events.MetricsReceived(rank, version, version, {"loss": loss}, **more))  # type: ignore[arg-type]
 
 
-def test_figures_of_a_version_count_once_and_the_best_is_said() -> None:
+def test_metrics_of_a_version_count_once_and_the_best_is_said() -> None:
     run = started(run_of())
     for number in range(1, 4):
         contribute(run, number)
     told = [
         fact
         for version, loss in ((1, 2.0), (1, 1.0), (2, 3.0), (3, 1.5), (4, 0.0))
-        for fact in figures(run, version, loss)
+        for fact in metrics(run, version, loss)
     ]
     found = [(fact.version, fact.is_best) for fact in told if isinstance(fact, effects.Evaluated)]
     assert found == [(1, True), (2, False), (3, True)], "version 4 there is not"
@@ -115,7 +115,7 @@ def test_figures_of_a_version_count_once_and_the_best_is_said() -> None:
 def test_enough_stops_all_at_one_border() -> None:
     run = started(run_of(stop_when="loss < 1"))
     contribute(run, 1)
-    figures(run, 1, 0.5)
+    metrics(run, 1, 0.5)
     assert replies(contribute(run, 2)) == [0, 0]
     assert run.ended_by == "stopped: loss < 1 (run.stop_when): 0.5 at step 1" and run.failure is None
 
@@ -124,7 +124,7 @@ def test_enough_stops_all_at_one_border() -> None:
 def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int | None, who: str) -> None:
     run = started(run_of())
     contribute(run, 1)
-    found = figures(run, 1, 0.5, rank, failure="ValueError: no", exit_code=3)
+    found = metrics(run, 1, 0.5, rank, failure="ValueError: no", exit_code=3)
     assert logged(found, "run_failed")[0]["exit_code"] == 3
     assert replies(contribute(run, 2)) == [0, 0]
     for item in range(2):
@@ -156,30 +156,30 @@ def test_all_shards_keep_the_version_that_is_newest_when_a_evaluator_asks_for_it
     assert run.apply(events.CopyAsked()) == [effects.KeepWeights(2)]
 
 
-def test_figures_of_a_worker_that_was_not_asked_change_nothing() -> None:
-    """Neither the curve, nor the end of the run, nor its final figures; the warning names who sent them."""
+def test_metrics_of_a_worker_that_was_not_asked_change_nothing() -> None:
+    """Neither the curve, nor the end of the run, nor its final metrics; the warning names who sent them."""
     run = started(run_of(stop_when="loss < 1", best="loss"))
     contribute(run, 1)
     for more in ({}, {"failure": "ValueError: no", "exit_code": 3}):
-        found = figures(run, 1, 0.5, 1, **more)
-        assert [fields["rank"] for fields in logged(found, "figures_ignored")] == [1]
+        found = metrics(run, 1, 0.5, 1, **more)
+        assert [fields["rank"] for fields in logged(found, "metrics_ignored")] == [1]
     assert run.curve.points == [] and run.failure is None
     assert replies(contribute(run, 2)) == [1, 1]
     run.apply(events.HeartbeatBegan("evaluator", evaluates=True))
     for number in range(3, 6):
         contribute(run, number)
-    assert logged(figures(run, 5, 0.5, 0), "figures_ignored"), "the evaluator is asked, and no worker"
-    figures(run, 5, 2.0, None)
-    assert [point.figures for point in run.curve.points] == [{"loss": 2.0}]
+    assert logged(metrics(run, 5, 0.5, 0), "metrics_ignored"), "the evaluator is asked, and no worker"
+    metrics(run, 5, 2.0, None)
+    assert [point.metrics for point in run.curve.points] == [{"loss": 2.0}]
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-def test_final_figures_are_those_of_one_worker(is_done: bool) -> None:
+def test_final_metrics_are_those_of_one_worker(is_done: bool) -> None:
     run = started(run_of())
     contribute(run, 1)
     for rank in range(2 if is_done else 0):
         run.apply(events.Finished(rank, 1, can_evaluate=True))
-    found = run.apply(events.Left(1, 1, "goodbye", figures={"accuracy": 1.0}))
-    assert [fields["rank"] for fields in logged(found, "figures_ignored")] == [1]
-    run.apply(events.Left(0, 1, "goodbye", figures={"accuracy": 0.5}))
+    found = run.apply(events.Left(1, 1, "goodbye", metrics={"accuracy": 1.0}))
+    assert [fields["rank"] for fields in logged(found, "metrics_ignored")] == [1]
+    run.apply(events.Left(0, 1, "goodbye", metrics={"accuracy": 0.5}))
     assert run.final == {"accuracy": 0.5}
