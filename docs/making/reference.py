@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the pages of the reference are made of the schema and the command lines when the site is built.
+"""A hook of mkdocs that generates the reference from the schema and the command lines.
 
 reference/settings.md      every key of the configuration, with its flag, default and meaning
 reference/commands.md      every command with its flags
@@ -20,7 +20,7 @@ _TAGS = re.compile(r"\[/?(?:bold|dim|italic)\]")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Told by mkdocs: the generated pages are files of the site."""
+    """Add the generated pages to the files of the site. Called by mkdocs."""
     from mkdocs.structure.files import File
 
     for name, text in {"settings": settings_page(), "commands": commands_page()}.items():
@@ -29,25 +29,25 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Told by mkdocs: a page's text, before it is rendered."""
+    """Replace the markers of a page's text. Called by mkdocs before it renders the page."""
     return _MARKER.sub(lambda found: mode_table(found[1]), markdown)
 
 
 def mode_table(mode: str) -> str:
-    """The options of a mode. KeyError where there is no such mode."""
+    """Return the table of a mode's options. Raises KeyError for an unknown mode."""
     if mode == "single":
-        return "None: it has no server."
+        return "None, because it has no server."
     known = settings([mode])
     keys = [f"policy.{name}" for name in mode_options()[mode].model_fields]
-    return "\n".join(_table(known, keys)) if keys else "None of its own."
+    return "\n".join(_table(known, keys)) if keys else "None."
 
 
 def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every key of the one schema: in a YAML file, as `--set KEY=VALUE`, as `PS_SECTION__KEY` in the environment, "
-        "some as a flag. Made of the schema itself.",
+        "Every setting. Set it in a YAML file, with `--set KEY=VALUE`, as `PS_SECTION__KEY` in the environment, or by "
+        "its flag. This page is generated from the schema.",
     ]
     known = settings()
     for name, model in sections().items():
@@ -68,7 +68,7 @@ def _table(known: dict[str, Any], keys: list[str]) -> Iterator[str]:
 
 
 def _choices(annotation: Any) -> str:
-    """` (one, two)` of a Literal."""
+    """Return the values of a Literal as ` (first, second)`."""
     found = [one for one in (annotation, *get_args(annotation)) if str(get_origin(one)).endswith("Literal")]
     names = [str(name) for one in found for name in get_args(one)]
     return f" ({', '.join(names)})" if names else ""
@@ -77,7 +77,7 @@ def _choices(annotation: Any) -> str:
 def commands_page() -> str:
     from paramserver.docs.making.programs import described
 
-    lines = ["# Commands", "", "Made of the command lines themselves. Each has `--help` and `--version`."]
+    lines = ["# Commands", "", "Generated from the programs. Each has `--help` and `--version`."]
     for name, command in described():
         about = _TAGS.sub("", inspect.cleandoc((command.help or "").replace("\b", ""))).strip()
         summary, _, examples = about.partition("Examples")

@@ -41,8 +41,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for block in BLOCKS:
         if block.text.startswith("# my_task.py"):
             (folder / "my_task.py").write_text(block.text)
-        elif "class Cooling(" in block.text:
-            (folder / "cooling.py").write_text(block.text)
         elif block.language == "yaml" and "\nhosts:" in block.text:
             (folder / "hosts.yaml").write_text(block.text)
     (folder / "train.py").touch()

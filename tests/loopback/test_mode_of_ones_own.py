@@ -1,4 +1,4 @@
-"""A mode in a file outside the package, with state, options and a rule: the example of docs/architecture.md, as it is.
+"""A mode in a file outside the package, with state, options and a rule: examples/cooling.py.
 
 Contribution k of the run is applied at the rate COOLING ** k, and each is an element of its own in the weights
 (onehot.py). So they hold every power once, to the bit, in whatever order workers came: a state that was lost, or
@@ -8,7 +8,6 @@ counted twice, or differs between shards, stands out.
 from __future__ import annotations
 
 import json
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,9 @@ UNCHECKED = "cooling.py:Cooling were not checked: it is not installed here, and 
 
 @pytest.fixture(autouse=True)
 def example(cluster) -> Path:
-    """The only Python block of the chapter, as a file in the working directory."""
-    guide = (Path(paramserver.__file__).parent / "docs" / "architecture.md").read_text()
-    (text,) = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    """The example, in the working directory."""
     path = cluster.folder / "cooling.py"
-    path.write_text(text)
+    path.write_text((Path(paramserver.__file__).parent / "examples" / "cooling.py").read_text())
     return path
 
 
