@@ -654,7 +654,7 @@ class Waiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("outcome", "step", "version", "next_local_steps", "payload_bytes", "staleness", "gate_wait_s", "reason", "num_workers", "worker_index", "training_steps", "segment", "codec", "batches", "steps", "began", "evaluator", "in_step", "reference", "checked_reference", "reference_crc", "group", "bring", "upload_optimizer", "left_out", "rates", "same_batches_as")
+    __slots__ = ("result", "next_work", "weights", "group", "start")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OUTCOME_UNSPECIFIED: _ClassVar[Reply.Outcome]
@@ -669,61 +669,75 @@ class Reply(_message.Message):
     REPEATED: Reply.Outcome
     DROPPED: Reply.Outcome
     REJECTED: Reply.Outcome
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_WORK_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    result: Result
+    next_work: NextWork
+    weights: WeightsInfo
+    group: GroupInfo
+    start: StartInfo
+    def __init__(self, result: _Optional[_Union[Result, _Mapping]] = ..., next_work: _Optional[_Union[NextWork, _Mapping]] = ..., weights: _Optional[_Union[WeightsInfo, _Mapping]] = ..., group: _Optional[_Union[GroupInfo, _Mapping]] = ..., start: _Optional[_Union[StartInfo, _Mapping]] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("outcome", "seq", "version", "staleness", "gate_wait_s", "reason")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    NEXT_LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     GATE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    BATCHES_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    BEGAN_FIELD_NUMBER: _ClassVar[int]
-    EVALUATOR_FIELD_NUMBER: _ClassVar[int]
-    IN_STEP_FIELD_NUMBER: _ClassVar[int]
-    REFERENCE_FIELD_NUMBER: _ClassVar[int]
-    CHECKED_REFERENCE_FIELD_NUMBER: _ClassVar[int]
-    REFERENCE_CRC_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    BRING_FIELD_NUMBER: _ClassVar[int]
-    UPLOAD_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
-    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
-    RATES_FIELD_NUMBER: _ClassVar[int]
-    SAME_BATCHES_AS_FIELD_NUMBER: _ClassVar[int]
     outcome: Reply.Outcome
-    step: int
+    seq: int
     version: int
-    next_local_steps: int
-    payload_bytes: int
     staleness: int
     gate_wait_s: float
     reason: str
+    def __init__(self, outcome: _Optional[_Union[Reply.Outcome, str]] = ..., seq: _Optional[int] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., gate_wait_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class NextWork(_message.Message):
+    __slots__ = ("local_steps", "training_steps", "num_workers", "worker_index", "run_steps", "has_evaluator", "same_batches_as")
+    LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RUN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    HAS_EVALUATOR_FIELD_NUMBER: _ClassVar[int]
+    SAME_BATCHES_AS_FIELD_NUMBER: _ClassVar[int]
+    local_steps: int
+    training_steps: int
     num_workers: int
     worker_index: int
-    training_steps: int
-    segment: Segment
-    codec: str
-    batches: int
-    steps: int
-    began: Position
-    evaluator: bool
-    in_step: int
-    reference: int
-    checked_reference: int
-    reference_crc: int
-    group: Group
-    bring: bool
-    upload_optimizer: bool
-    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
-    rates: Rates
+    run_steps: int
+    has_evaluator: bool
     same_batches_as: int
-    def __init__(self, outcome: _Optional[_Union[Reply.Outcome, str]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., next_local_steps: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., staleness: _Optional[int] = ..., gate_wait_s: _Optional[float] = ..., reason: _Optional[str] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., training_steps: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., codec: _Optional[str] = ..., batches: _Optional[int] = ..., steps: _Optional[int] = ..., began: _Optional[_Union[Position, _Mapping]] = ..., evaluator: _Optional[bool] = ..., in_step: _Optional[int] = ..., reference: _Optional[int] = ..., checked_reference: _Optional[int] = ..., reference_crc: _Optional[int] = ..., group: _Optional[_Union[Group, _Mapping]] = ..., bring: _Optional[bool] = ..., upload_optimizer: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
+    def __init__(self, local_steps: _Optional[int] = ..., training_steps: _Optional[int] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., run_steps: _Optional[int] = ..., has_evaluator: _Optional[bool] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
+
+class WeightsInfo(_message.Message):
+    __slots__ = ("num_bytes", "codec", "segment", "reference")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    codec: str
+    segment: Segment
+    reference: ReferenceInfo
+    def __init__(self, num_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., reference: _Optional[_Union[ReferenceInfo, _Mapping]] = ...) -> None: ...
+
+class ReferenceInfo(_message.Message):
+    __slots__ = ("number", "checked", "crc", "left_out")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    CRC_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    checked: int
+    crc: int
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    def __init__(self, number: _Optional[int] = ..., checked: _Optional[int] = ..., crc: _Optional[int] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("tensors",)
@@ -731,31 +745,45 @@ class LeftOut(_message.Message):
     tensors: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Group(_message.Message):
-    __slots__ = ("generation", "members", "rendezvous", "held", "secret")
+class GroupInfo(_message.Message):
+    __slots__ = ("generation", "members", "rendezvous", "has_weights", "secret", "uploads_weights", "uploads_optimizer")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
+    HAS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    UPLOADS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    UPLOADS_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     generation: int
     members: _containers.RepeatedScalarFieldContainer[int]
     rendezvous: str
-    held: bool
+    has_weights: bool
     secret: bytes
-    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., rendezvous: _Optional[str] = ..., held: _Optional[bool] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    uploads_weights: bool
+    uploads_optimizer: bool
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., rendezvous: _Optional[str] = ..., has_weights: _Optional[bool] = ..., secret: _Optional[bytes] = ..., uploads_weights: _Optional[bool] = ..., uploads_optimizer: _Optional[bool] = ...) -> None: ...
+
+class StartInfo(_message.Message):
+    __slots__ = ("num_batches", "in_step", "rates", "position")
+    NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    IN_STEP_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    num_batches: int
+    in_step: int
+    rates: Rates
+    position: Position
+    def __init__(self, num_batches: _Optional[int] = ..., in_step: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("version", "payload_bytes", "evaluate", "segment")
+    __slots__ = ("version", "evaluate", "weights")
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     version: int
-    payload_bytes: int
     evaluate: bool
-    segment: Segment
-    def __init__(self, version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., evaluate: _Optional[bool] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+    weights: WeightsInfo
+    def __init__(self, version: _Optional[int] = ..., evaluate: _Optional[bool] = ..., weights: _Optional[_Union[WeightsInfo, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("run", "version", "payload_bytes", "tensors")

@@ -1,11 +1,11 @@
-"""Contributions as tests say them: by the facts that matter to them."""
+"""Contributions and replies as tests write them: by the facts that matter to them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from paramserver.common.wire import records
-from paramserver.common.wire.records import Contribution, ContributionId
+from paramserver.common.wire.records import Contribution, ContributionId, NextWork, Outcome, Reply, Result, WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
 
@@ -63,4 +63,37 @@ def contribution_proto(seq: int, **facts: Any) -> pb.Contribution:
         inner.MergeFrom(type(inner)(**{fact: value}))
         if not value and not isinstance(value, list | tuple):
             setattr(inner, fact, value)  # said, though it is 0
+    return message
+
+
+def reply_of(
+    seq: int = 0,
+    version: int = 0,
+    local_steps: int = 1,
+    num_bytes: int | None = 16,
+    *,
+    outcome: Outcome = Outcome.APPLIED,
+    training_steps: int = 0,
+    **facts: Any,
+) -> Reply:
+    """With weights of `num_bytes`, or without any; `facts` are fields of Result or NextWork."""
+    of_result = {name: facts.pop(name) for name in list(facts) if name in Result.__dataclass_fields__}
+    return Reply(
+        Result(outcome, seq, version, **of_result),
+        NextWork(local_steps, training_steps, **facts),
+        None if num_bytes is None else WeightsInfo(num_bytes),
+    )
+
+
+def reply_proto(outcome: Any, **facts: Any) -> pb.Reply:
+    """The message; facts are fields of its topics, or whole topics."""
+    message = pb.Reply(result=pb.Result(outcome=outcome), next_work=pb.NextWork())
+    for fact, value in facts.items():
+        if fact in message.DESCRIPTOR.fields_by_name:
+            message.MergeFrom(pb.Reply(**{fact: value}))
+            continue
+        fields = message.DESCRIPTOR.fields
+        topic = next(field.name for field in fields if fact in field.message_type.fields_by_name)
+        inner = getattr(message, topic)
+        inner.MergeFrom(type(inner)(**{fact: value}))
     return message

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..common.errors import UnreachableError
-from ..common.wire.records import Position
+from ..common.wire.records import Position, RateInfo, Reply, StartInfo
 
 # Back-off between attempts to reach the server: doubles from the first to the last.
 _FIRST_DELAY_S = 0.05
@@ -58,19 +58,30 @@ class Progress:
         """The server has seated this process."""
         self.run, self.rank, self.incarnation = run, rank, incarnation
 
-    def replied(self, num_counted: int, version: int, next_local_steps: int, has_weights: bool) -> None:
+    def replied(self, reply: Reply) -> None:
         """The server lets the worker go on. Without weights it still holds those of its old version."""
-        self.num_counted = num_counted
-        if has_weights:
-            self.version = version
-        self.steps_left = self.local_steps = next_local_steps
+        work = reply.next_work
+        self.num_counted = reply.result.seq
+        if reply.has_new_weights:
+            self.version = reply.result.version
+        self.steps_left = self.local_steps = work.local_steps
         self.is_cut_short = False
-        self.is_done = next_local_steps == 0
+        self.is_done = work.local_steps == 0
         self.after_replay = None
+        self.total_steps = work.run_steps or self.total_steps
+        self.has_evaluator = work.has_evaluator
+        self.num_workers, self.worker_index = work.num_workers, work.worker_index
+        self.training_steps = work.training_steps
 
-    def divided(self, num_workers: int, worker_index: int, training_steps: int) -> None:
-        """How the data is divided from here on, and how far this rank is."""
-        self.num_workers, self.worker_index, self.training_steps = num_workers, worker_index, training_steps
+    def started(self, reply: Reply) -> None:
+        """The first reply of a stream, after `replied`: where this process begins."""
+        start = reply.start or StartInfo()
+        self.num_starts += 1
+        self.batches = self.training_steps if start.num_batches is None else start.num_batches
+        self.in_step = start.in_step
+        rates = start.rates or RateInfo((), (), 0)
+        self.first_rates, self.last_rates = list(rates.first), list(rates.last)
+        self.num_rate_changes = rates.num_changes
 
     def cut_short(self) -> bool:
         """No more training steps are to come: the next contribution is of those that were taken. False when there are

@@ -39,7 +39,7 @@ class Watch:
         def timed_contribute(outgoing: Any) -> Any:
             begun = time.perf_counter()
             reply = contribute(outgoing)
-            self.last = Moments(begun, sent, replied, time.perf_counter(), reply.gate_wait_s)
+            self.last = Moments(begun, sent, replied, time.perf_counter(), reply.result.gate_wait_s)
             return reply
 
         exchange.contribute, shard.contribute, shard.receive = timed_contribute, timed_send, timed_receive

@@ -22,7 +22,7 @@ from ...common.errors import ParamServerError
 from ...common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
 from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, length_of, on_the_wire
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, message_frames, parse
-from ...common.wire.messages import contribution_message
+from ...common.wire.messages import contribution_message, read_reply
 from ...common.wire.protocol import SERVICE
 from ...common.wire.records import Base, Contribution, ContributionId, PayloadInfo
 from ...worker.conversation import messages
@@ -178,12 +178,12 @@ class Player:
 
     async def _take(self, received: Frame) -> None:
         """A reply, and the weights after it: read, and left where they are."""
-        reply = received.of(messages.Reply)
-        left = reply.payload_bytes - len(received.data) - received.placed
+        reply = read_reply(received.of(messages.pb.Reply))
+        left = (reply.weights.num_bytes if reply.weights is not None else 0) - len(received.data) - received.placed
         while left > 0:
             piece = await self._receive(None)
             left -= len(piece.data) + piece.placed
-        self._progress.replied(reply.step, reply.version, reply.next_local_steps, reply.payload_bytes > 0)
+        self._progress.replied(reply)
 
     async def _send(self, frames: Any) -> None:
         for frame in frames:

@@ -130,15 +130,23 @@ def _check_held(held: pb.Held) -> None:
 
 
 def _check_reply(reply: pb.Reply) -> None:
-    if reply.worker_index >= max(1, reply.num_workers):
-        message = f"Reply.worker_index is {reply.worker_index} of {reply.num_workers} workers"
+    """A reply without these topics says nothing that can be followed."""
+    for topic in ("result", "next_work"):
+        if not reply.HasField(topic):
+            raise refusal(Reason.BAD_REQUEST, f"a Reply without {topic}")
+
+
+def _check_next_work(work: pb.NextWork) -> None:
+    if work.worker_index >= max(1, work.num_workers):
+        message = f"NextWork.worker_index is {work.worker_index} of {work.num_workers} workers"
         raise refusal(Reason.BAD_REQUEST, message)
 
 
-def _check_group(group: pb.Group) -> None:
+def _check_group(group: pb.GroupInfo) -> None:
     members = group.members
     if any(first >= second for first, second in pairwise(members)) or (members and members[-1] >= MAX_RANK):
-        raise refusal(Reason.BAD_REQUEST, f"Group.members are {len(members)} ranks that do not ascend to {MAX_RANK}")
+        message = f"GroupInfo.members are {len(members)} ranks that do not ascend to {MAX_RANK}"
+        raise refusal(Reason.BAD_REQUEST, message)
 
 
 def _check_state(state: pb.State) -> None:
@@ -162,10 +170,14 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.EvaluationMetrics: ("version", "step"),
     pb.Welcome: ("step",),
     pb.Held: ("step", "payload_bytes"),
-    pb.Reply: ("step", "version", "payload_bytes", "training_steps", "batches", "steps", "reference"),
-    pb.Group: ("generation",),
+    pb.Result: ("seq", "version"),
+    pb.NextWork: ("training_steps", "run_steps"),
+    pb.WeightsInfo: ("num_bytes",),
+    pb.ReferenceInfo: ("number",),
+    pb.StartInfo: ("num_batches",),
+    pb.GroupInfo: ("generation",),
     pb.Rates: ("num_changes",),
-    pb.Final: ("version", "payload_bytes"),
+    pb.Final: ("version",),
     pb.Snapshot: ("version", "payload_bytes"),
     pb.StatusReply: ("version", "step"),
     pb.RunSettings: ("steps",),
@@ -194,14 +206,10 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "shards": _addresses,
     },
     pb.Held: {"codec": check_text},
-    pb.Reply: {
-        "outcome": _closed(value for value in pb.Reply.Outcome.values() if value),
-        "gate_wait_s": _seconds,
-        "codec": check_text,
-        "num_workers": _range(0, MAX_RANK),
-        "same_batches_as": _range(0, MAX_RANK - 1),
-    },
-    pb.Group: {"rendezvous": check_address, "secret": _check_secret},
+    pb.Result: {"outcome": _closed(value for value in pb.Reply.Outcome.values() if value), "gate_wait_s": _seconds},
+    pb.NextWork: {"num_workers": _range(0, MAX_RANK), "same_batches_as": _range(0, MAX_RANK - 1)},
+    pb.WeightsInfo: {"codec": check_text},
+    pb.GroupInfo: {"rendezvous": check_address, "secret": _check_secret},
     pb.FirstInfo: {"rates": _rates},
     pb.Rates: {"first": _rates, "last": _rates},
     pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
@@ -229,14 +237,18 @@ _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.Welcome: _check_welcome,
     pb.Held: _check_held,
     pb.Reply: _check_reply,
-    pb.Group: _check_group,
+    pb.NextWork: _check_next_work,
+    pb.GroupInfo: _check_group,
     pb.State: _check_state,
 }
 # Messages within a message that are checked with it.
 _PARTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("counts", "base", "timing", "payload", "training", "completion", "first", "position"),
     pb.Welcome: ("held",),
-    pb.Reply: ("began", "group", "rates"),
+    pb.Reply: ("result", "next_work", "weights", "group", "start"),
+    pb.WeightsInfo: ("reference",),
+    pb.StartInfo: ("rates", "position"),
+    pb.Final: ("weights",),
     pb.HeartbeatRequest: ("metrics",),
 }
 _NEEDED = {"outcome", "lease_s", "batch_size"}  # of which the zero of a field that was not said is out of range
@@ -254,8 +266,10 @@ _OF_CONTRIBUTION = operator.attrgetter(
     "seq", "base.version", "counts.num_batches", "completion.generation", "completion.peer_bytes",
 )  # fmt: skip
 _OF_REPLY = operator.attrgetter(
-    "outcome", "gate_wait_s", "num_workers", "worker_index", "same_batches_as", "codec", *COUNTS[pb.Reply]
-)
+    "result.outcome", "result.gate_wait_s", "next_work.num_workers", "next_work.worker_index",
+    "next_work.same_batches_as", "weights.codec", "result.seq", "result.version", "next_work.training_steps",
+    "next_work.run_steps", "weights.num_bytes", "weights.reference.number",
+)  # fmt: skip
 
 _START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # looked up once: it costs as much as all the rest
 
@@ -285,9 +299,8 @@ def _is_sound_reply(reply: pb.Reply) -> bool:
         and max(counts) <= MAX_COUNT
         and len(codec) <= MAX_NAME
         and codec.isprintable()
-        and not reply.HasField("began")
         and not reply.HasField("group")
-        and not reply.HasField("rates")
+        and not reply.HasField("start")
     )
 
 

@@ -18,11 +18,20 @@ from .records import (
     ContributionKind,
     Counts,
     FirstInfo,
+    GroupInfo,
+    NextWork,
+    Outcome,
     PayloadInfo,
     Position,
+    RateInfo,
+    ReferenceInfo,
+    Reply,
     ResidualInfo,
+    Result,
+    StartInfo,
     Timing,
     TrainingInfo,
+    WeightsInfo,
 )
 
 
@@ -190,3 +199,115 @@ def position_message(position: Position) -> pb.Position:
 def read_position(message: pb.Position) -> Position:
     epoch = message.epoch if message.HasField("epoch") else None
     return Position(message.step, message.local_steps, message.batches, epoch, message.epoch_batches)
+
+
+# ---- replies ------------------------------------------------------------------------------------------
+
+_OUTCOMES = {int(outcome): outcome for outcome in Outcome}
+
+
+def reply_message(reply: Reply) -> pb.ServerMessage:
+    """The message that announces the weights, if there are any."""
+    message = pb.ServerMessage()
+    header = message.reply
+    _write_result(reply.result, header.result)
+    _write_next_work(reply.next_work, header.next_work)
+    if reply.weights is not None:
+        write_weights(reply.weights, header.weights)
+    if reply.group is not None:
+        _write_group(reply.group, header.group)
+    if reply.start is not None:
+        _write_start(reply.start, header.start)
+    return message
+
+
+def read_reply(header: pb.Reply) -> Reply:
+    has = header.HasField
+    return Reply(
+        _read_result(header.result),
+        _read_next_work(header.next_work),
+        read_weights(header.weights) if has("weights") else None,
+        _read_group(header.group) if has("group") else None,
+        _read_start(header.start) if has("start") else None,
+    )
+
+
+def _write_result(result: Result, message: pb.Result) -> None:
+    message.outcome = result.outcome.value  # type: ignore[assignment]
+    message.seq, message.version, message.staleness = result.seq, result.version, result.staleness
+    message.gate_wait_s, message.reason = result.gate_wait_s, result.reason
+
+
+def _read_result(message: pb.Result) -> Result:
+    outcome = _OUTCOMES[message.outcome]
+    return Result(outcome, message.seq, message.version, message.staleness, message.gate_wait_s, message.reason)
+
+
+def _write_next_work(work: NextWork, message: pb.NextWork) -> None:
+    message.local_steps, message.training_steps = work.local_steps, work.training_steps
+    message.num_workers, message.worker_index = work.num_workers, work.worker_index
+    message.run_steps, message.has_evaluator = work.run_steps or 0, work.has_evaluator
+    if work.same_batches_as is not None:
+        message.same_batches_as = work.same_batches_as
+
+
+def _read_next_work(message: pb.NextWork) -> NextWork:
+    return NextWork(
+        message.local_steps, message.training_steps, message.num_workers, message.worker_index,
+        message.run_steps or None, message.has_evaluator,
+        message.same_batches_as if message.HasField("same_batches_as") else None,
+    )  # fmt: skip
+
+
+def write_weights(weights: WeightsInfo, message: pb.WeightsInfo) -> None:
+    message.num_bytes, message.codec = weights.num_bytes, weights.codec
+    if weights.segment is not None:
+        message.segment.CopyFrom(weights.segment)
+    if (reference := weights.reference) is not None:
+        to = message.reference
+        to.number, to.checked, to.crc = reference.number, reference.checked, reference.crc
+        to.left_out.extend(pb.LeftOut(tensors=tensors) for tensors in reference.left_out)
+
+
+def read_weights(message: pb.WeightsInfo) -> WeightsInfo:
+    segment = message.segment if message.HasField("segment") else None
+    reference = None
+    if message.HasField("reference"):
+        found = message.reference
+        left_out = tuple(tuple(item.tensors) for item in found.left_out)
+        reference = ReferenceInfo(found.number, found.checked, found.crc, left_out)
+    return WeightsInfo(message.num_bytes, message.codec, segment, reference)
+
+
+def _write_group(group: GroupInfo, message: pb.GroupInfo) -> None:
+    message.generation, message.rendezvous, message.secret = group.generation, group.rendezvous, group.secret
+    message.members.extend(group.members)
+    message.has_weights = group.has_weights
+    message.uploads_weights, message.uploads_optimizer = group.uploads_weights, group.uploads_optimizer
+
+
+def _read_group(message: pb.GroupInfo) -> GroupInfo:
+    return GroupInfo(
+        message.generation, tuple(message.members), message.rendezvous, message.has_weights,
+        message.uploads_weights, message.uploads_optimizer, message.secret,
+    )  # fmt: skip
+
+
+def _write_start(start: StartInfo, message: pb.StartInfo) -> None:
+    message.in_step = start.in_step
+    if start.num_batches is not None:
+        message.num_batches = start.num_batches
+    if start.rates is not None:
+        message.rates.MergeFrom(pb.Rates(**start.rates._asdict()))
+    if start.position is not None:
+        message.position.CopyFrom(position_message(start.position))
+
+
+def _read_start(message: pb.StartInfo) -> StartInfo:
+    has, rates = message.HasField, message.rates
+    return StartInfo(
+        message.num_batches if has("num_batches") else None,
+        message.in_step,
+        RateInfo(tuple(rates.first), tuple(rates.last), rates.num_changes) if has("rates") else None,
+        read_position(message.position) if has("position") else None,
+    )

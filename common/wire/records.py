@@ -1,4 +1,5 @@
-"""A contribution as one record, nested by topic. The worker makes it, and it passes unopened to whoever reads a topic.
+"""A contribution and a reply, each as one record nested by topic. Its maker builds it once, and it passes unopened to
+whoever reads a topic.
 
 The messages of the same names in proto/parameter_server.proto have the same fields. `messages.py` has a reader and a
 writer for each topic. A new fact is a field here and in the proto, a line in both of these, and the code that uses it.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kinds import ContributionKind
@@ -142,3 +144,113 @@ class Contribution:
     completion: CompletionInfo = NO_COMPLETION
     first: FirstInfo | None = None
     position: Position | None = None  # of a script that remembers something
+
+
+# ---- replies ------------------------------------------------------------------------------------------
+
+
+class Outcome(IntEnum):
+    """What became of a contribution. The values are those of Reply.Outcome in the proto."""
+
+    START = 1
+    APPLIED = 2
+    REPEATED = 3
+    DROPPED = 4
+    REJECTED = 5
+
+
+COUNTED = (Outcome.APPLIED, Outcome.REPEATED)
+
+
+class RateInfo(NamedTuple):
+    """Learning rates of one rank's contributions; one number for each group of its optimizer."""
+
+    first: tuple[float, ...]  # at the first training step of its first process
+    last: tuple[float, ...]  # of its newest contribution that counts
+    num_changes: int  # contributions that count whose rates differ from those of the one before
+
+
+@record(frozen=True)
+class Result:
+    """What became of the rank's newest contribution."""
+
+    outcome: Outcome
+    seq: int  # contributions of the rank that count
+    version: int  # of the weights that follow, or of the server
+    staleness: int = 0
+    gate_wait_s: float = 0.0
+    reason: str = ""
+
+
+@record(frozen=True)
+class NextWork:
+    """What the worker does until its next contribution."""
+
+    local_steps: int  # 0: all are done
+    training_steps: int  # of the rank that count
+    num_workers: int = 1  # how the data is divided
+    worker_index: int = 0
+    run_steps: int | None = None  # training steps of the run, where it has a length
+    has_evaluator: bool = False  # a process that does not train evaluates
+    same_batches_as: int | None = None  # a rank whose first gradients are equal to this one's
+
+
+@record(frozen=True)
+class ReferenceInfo:
+    """The payload leads to reference `number`; that of number `checked` has this CRC-32."""
+
+    number: int
+    checked: int = 0
+    crc: int = 0
+    # Of each difference, tensors of the model that it has nothing of, by position in its specs; none: each is whole.
+    left_out: tuple[tuple[int, ...], ...] = ()
+
+
+@record(frozen=True)
+class WeightsInfo:
+    """How the weights of a reply travel."""
+
+    num_bytes: int  # encoded
+    codec: str = ""  # empty: raw
+    segment: Any = None  # Segment of the proto: the weights lie there
+    reference: ReferenceInfo | None = None  # None: they are the server's own
+
+
+@record(frozen=True)
+class GroupInfo:
+    """The group that a worker averages in from here on."""
+
+    generation: int = 0
+    members: tuple[int, ...] = ()  # ranks, ascending
+    rendezvous: str = ""  # HOST:PORT
+    has_weights: bool = True  # the server has the weights of the newest version
+    uploads_weights: bool = False  # with the next completion of this worker
+    uploads_optimizer: bool = False  # with any that uploads weights
+    secret: bytes = b""  # made by the server's wire: the run has none
+
+
+@record(frozen=True)
+class StartInfo:
+    """Where a process begins."""
+
+    num_batches: int | None = None  # of the rank's data that are behind it; None: as many as training steps
+    in_step: int = 0  # contributions that count of the training step it begins with
+    rates: RateInfo | None = None
+    position: Position | None = None  # of a script that remembers something
+
+
+@record(frozen=True)
+class Reply:
+    """Lets one worker go on."""
+
+    result: Result
+    next_work: NextWork
+    weights: WeightsInfo | None = None  # None: none follow, or the wire has not chosen how yet
+    group: GroupInfo | None = None
+    start: StartInfo | None = None
+
+    @property
+    def has_new_weights(self) -> bool:
+        """The worker computes on `result.version` from here on: its peers' weights, new ones, or those it has as its
+        reference."""
+        return self.weights is not None or self.group is not None

@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import Reason, refusal
-from ...common.wire.records import Base, Contribution, ContributionId, Counts
+from ...common.wire import records
+from ...common.wire.records import (
+    COUNTED,
+    Base,
+    Contribution,
+    ContributionId,
+    Counts,
+    GroupInfo,
+    NextWork,
+    Outcome,
+    Result,
+    StartInfo,
+)
 from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply
 from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
@@ -30,6 +42,13 @@ from .roster import Roster, Worker
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
+_REASONS = {
+    Outcome.START: "start from these weights",
+    Outcome.APPLIED: "applied",
+    Outcome.REPEATED: "repeated: nothing folded",
+    Outcome.DROPPED: "not of the open round: nothing folded",
+    Outcome.REJECTED: "rejected: nothing folded",
+}
 _ASKED_FOR = 2  # replies
 _NUM_NAMED = 8  # ranks in one warning
 
@@ -303,16 +322,17 @@ class Contributions:
         return Log("info", "momentum", {"told": told, "used": used, "workers": num_workers, "meaning": meaning})
 
     def _reply(self, decision: Reply, at: float, found: list[Effect]) -> None:
-        rank, name, reason = decision.rank, decision.outcome._name_, decision.reason  # `name` is a function
+        rank, outcome = decision.rank, decision.outcome
         worker = self._roster.workers.get(rank)
         if worker is None or worker.is_away:
             return  # it asks again when it is back
-        stats, policy, is_start = self._roster.stats[rank], self.policy, name == "START"
-        if self._empty and rank in self._empty and name in ("APPLIED", "REPEATED"):
-            name, reason = "REJECTED", self._empty[rank]  # it is not to build on what it sent
-        elif name == "REJECTED":
+        stats, policy, is_start = self._roster.stats[rank], self.policy, outcome is Outcome.START
+        reason = _REASONS[outcome]
+        if self._empty and rank in self._empty and outcome in COUNTED:
+            outcome, reason = Outcome.REJECTED, self._empty[rank]  # it is not to build on what it sent
+        elif outcome is Outcome.REJECTED:
             reason = self._rejected_for.pop(rank, reason)
-        elif name == "DROPPED":
+        elif outcome is Outcome.DROPPED:
             stats.dropped += 1
         gate_wait_s = at - worker.waiting_since if worker.waiting_since is not None else 0.0
         if not is_start:
@@ -320,24 +340,31 @@ class Contributions:
         elif self._started_at is None:
             self._started_at, self._begun_steps = at, policy.min_steps_done
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
-        has_weights = is_start or (not policy.kind.has_peers and (worker.wants_weights or name != "APPLIED"))
-        num_workers, index = self._roster.division(rank)
-        is_asked = not index and not self._roster.evaluators
+        steps_done, (num_workers, index) = policy.steps_done(rank), self._roster.division(rank)
+        has_evaluator = bool(self._roster.evaluators)
+        is_asked = not index and not has_evaluator
         # What it was asked for with one reply may come when it has been given newer ones: its exchanges overlap.
         worker.num_asked = policy.outstanding + _ASKED_FOR if is_asked else max(0, worker.num_asked - 1)
-        steps_done = policy.steps_done(rank)
-        found.append(effects.Reply(
-            rank, worker.incarnation, name, reason, policy.num_counted.get(rank, 0),
-            policy.version, has_weights, policy.next_local_steps(rank), steps_done,
-            worker.staleness, gate_wait_s, num_workers, index,
-            self.drawn.place(rank, steps_done) if is_start else None, policy.training_steps,
-            bool(self._roster.evaluators), worker.evaluates, policy.in_step_of(rank) if is_start else 0,
-            policy.generation, policy.group, self._roster.workers[policy.group[0]].rendezvous if policy.group else "",
-            policy.has_newest_weights, policy.brings(rank),
-            rates=self.rates.of(rank) if is_start else None,
-            twin=self._data.twins.pop(rank, None) if self._data.twins else None,
-        ))  # fmt: skip
+        reply = records.Reply(
+            Result(outcome, policy.num_counted.get(rank, 0), policy.version, worker.staleness, gate_wait_s, reason),
+            NextWork(
+                policy.next_local_steps(rank), steps_done, num_workers, index, policy.training_steps, has_evaluator,
+                self._data.twins.pop(rank, None) if self._data.twins else None,
+            ),
+            group=self._group(rank) if policy.kind.has_peers else None,
+            start=StartInfo(self.drawn.place(rank, steps_done), policy.in_step_of(rank), self.rates.of(rank))
+            if is_start
+            else None,
+        )  # fmt: skip
+        is_wanted = is_start or (not policy.kind.has_peers and (worker.wants_weights or outcome is not Outcome.APPLIED))
+        found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.evaluates))
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
+
+    def _group(self, rank: int) -> GroupInfo:
+        policy = self.policy
+        rendezvous = self._roster.workers[policy.group[0]].rendezvous if policy.group else ""
+        has_newest, brings = policy.has_newest_weights, policy.brings(rank)
+        return GroupInfo(policy.generation, policy.group, rendezvous, has_newest, brings)
 
     # ---- for the summary, and what survives -------------------------------------------------
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from ...common.errors import ParamServerError
 from ...common.reporting.status import Status
-from ...common.wire.records import Contribution, ContributionId
-from .counting.rates import RankRates
+from ...common.wire.records import Contribution, ContributionId, Outcome, Reply
 
 
 @dataclass(slots=True)
@@ -158,35 +157,18 @@ class Clip(Effect):
 
 
 @dataclass(slots=True)
-class Reply(Fact):
-    """Let a worker go on, with the weights of `version`."""
+class SendReply(Fact):
+    """Let a worker go on."""
 
     rank: int
     incarnation: int
-    outcome: str  # START, APPLIED, REPEATED, DROPPED, REJECTED
-    reason: str
-    number: int  # contributions of the rank that count
-    version: int
+    reply: Reply  # without what the wire adds: how the weights travel, the script's position, the group's secret
     has_weights: bool
-    next_local_steps: int
-    training_steps: int  # of the rank that count
-    staleness: int = 0
-    gate_wait_s: float = 0.0
-    num_workers: int = 1  # how the data is divided
-    worker_index: int = 0
-    num_batches: int | None = None  # with START: of the rank's data that are behind it
-    steps: int | None = None  # training steps of the run, where it has a length
-    has_evaluator: bool = False  # a process that does not train evaluates
     is_evaluated: bool = False  # by this worker
-    in_step: int = 0  # with START: contributions that count of the training step it goes on with
-    generation: int = 0  # of workers that average among themselves:
-    group: tuple[int, ...] = ()  # with these ranks,
-    rendezvous: str = ""  # who meet here;
-    is_held: bool = True  # the server has this version's weights;
-    brings: bool = False  # the next report is to bring weights,
-    uploads_optimizer: bool = False  # and one that does what the optimizer remembers
-    rates: RankRates | None = None  # with START: of the rank's contributions
-    twin: int | None = None  # a rank whose first gradients are equal to this one's
+
+    @property
+    def is_start(self) -> bool:
+        return self.reply.result.outcome is Outcome.START
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ here is a mistake of ours: the run ends, and what it holds is no state to take a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -310,9 +310,11 @@ class Run:
                 continue
             if isinstance(effect, effects.Commit):
                 self.rhythm.committed()
-            elif isinstance(effect, effects.Reply) and effect.group and effect.group[0] == effect.rank:
-                effect.brings |= self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
-                effect.uploads_optimizer = self.rhythm.is_kept
+            elif isinstance(effect, effects.SendReply):
+                if (group := effect.reply.group) is not None and group.members[:1] == (effect.rank,):
+                    uploads = group.uploads_weights or self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
+                    group = replace(group, uploads_weights=uploads, uploads_optimizer=self.rhythm.is_kept)
+                    effect.reply = replace(effect.reply, group=group)
             elif isinstance(effect, effects.End):  # nothing comes after it
                 found += self._close(effect.error or _stopping(), at)
                 break
@@ -592,7 +594,7 @@ class Run:
 
 # What a worker is told is over when it has been closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.AskedAgain | events.StopAsked
-_LOOKED_AT = frozenset((effects.Commit, effects.Reply, effects.End))  # of what was decided: by `_after`
+_LOOKED_AT = frozenset((effects.Commit, effects.SendReply, effects.End))  # of what was decided: by `_after`
 
 
 def _ignored(rank: int, why: str) -> Log:

@@ -273,7 +273,7 @@ class Engine:
             effects.Fold: self.folding.fold,
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
-            effects.Reply: self._reply,
+            effects.SendReply: self._reply,
             effects.KeepWeights: lambda asked: self.best.keep(asked.version),
             effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
@@ -298,9 +298,9 @@ class Engine:
         else:
             self.model.adopt(*offer)
 
-    def _reply(self, reply: effects.Reply) -> None:
+    def _reply(self, reply: effects.SendReply) -> None:
         if reply.is_evaluated and self.run.options.keeps_best:
-            self.best.keep(reply.version)
+            self.best.keep(reply.reply.result.version)
         self.streams.reply(reply)
 
     def _begin(self, begin: effects.Begin) -> None:

@@ -33,7 +33,7 @@ class Go:
     """Go on. The weights are `payload`, small ones, or `held` for this worker, or of the newest version, or none; or
     `news` of the reference."""
 
-    reply: effects.Reply
+    effect: effects.SendReply
     payload: bytes | None = None
     held: Publication | None = None
     news: News | None = None
@@ -106,12 +106,12 @@ class Peer:
         """Rank and incarnation."""
         return self.rank, self.incarnation
 
-    def encodes(self, reply: effects.Reply) -> bool:
+    def encodes(self, effect: effects.SendReply) -> bool:
         """Whether the weights of this reply are its own, as its codec has them. What is evaluated are the weights
         themselves, where it would have those of a reference."""
         if self.reply_codec is None:
             return False
-        return not reply.is_evaluated if self.has_reference else reply.outcome != "START"
+        return not effect.is_evaluated if self.has_reference else not effect.is_start
 
     @property
     def has_reference(self) -> bool:
@@ -154,7 +154,7 @@ class Streams:
         while not peer.outbox.empty():
             item = peer.outbox.get_nowait()
             if isinstance(item, Go) and item.held is not None:
-                self._model.publisher.release(item.held, _go_as_frames(peer, item.reply))
+                self._model.publisher.release(item.held, _go_as_frames(peer, item.effect))
 
     def end(self, error: ParamServerError) -> None:
         """All of them, with this refusal."""
@@ -183,32 +183,32 @@ class Streams:
             peer.state = "uploading"
             peer.say(asked)
 
-    def reply(self, reply: effects.Reply) -> None:
-        is_start = reply.outcome == "START"
-        if reply.has_weights:  # on all shards, whoever has a stream to this one
-            self._model.references.replies(reply.version, is_start)
-        peer = self.peers.get((reply.rank, reply.incarnation))
+    def reply(self, effect: effects.SendReply) -> None:
+        version = effect.reply.result.version
+        if effect.has_weights:  # on all shards, whoever has a stream to this one
+            self._model.references.replies(version, effect.is_start)
+        peer = self.peers.get((effect.rank, effect.incarnation))
         if peer is None:
             return  # its stream has just ended: it asks again
         peer.state = "computing"
         delivered = self._model.delivered
-        if reply.has_weights and delivered is not None:
-            note = partial(delivered.note, reply.rank, reply.version)
+        if effect.has_weights and delivered is not None:
+            note = partial(delivered.note, effect.rank, version)
             self._tensors.submit(lambda: note(self._model.store.weights))
-        if not reply.has_weights:
-            self._tensors.then(partial(peer.say, Go(reply)))
-        elif peer.encodes(reply) and peer.has_reference:
+        if not effect.has_weights:
+            self._tensors.then(partial(peer.say, Go(effect)))
+        elif peer.encodes(effect) and peer.has_reference:
             assert isinstance(peer.reply_codec, ByTensor)
-            reference = self._model.references.of(peer.reply_codec, reply.version)
-            news = reference.news(0 if is_start else peer.reference)
-            self._tensors.then(partial(peer.say, Go(reply, news=news)))
+            reference = self._model.references.of(peer.reply_codec, version)
+            news = reference.news(0 if effect.is_start else peer.reference)
+            self._tensors.then(partial(peer.say, Go(effect, news=news)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
-            self._tensors.then(lambda: peer.say(Go(reply, payload=self._model.small_payload())))
-        elif self._are_parts or reply.is_evaluated or delivered is not None:  # those of just this version
-            held = self._model.publisher.hold(as_frames=_go_as_frames(peer, reply))
-            peer.say(Go(reply, held=held))
+            self._tensors.then(lambda: peer.say(Go(effect, payload=self._model.small_payload())))
+        elif self._are_parts or effect.is_evaluated or delivered is not None:  # those of just this version
+            held = self._model.publisher.hold(as_frames=_go_as_frames(peer, effect))
+            peer.say(Go(effect, held=held))
         else:
-            peer.say(Go(reply))
+            peer.say(Go(effect))
 
     def tell_done(self, done: effects.TellDone) -> None:
         for seat in done.workers:
@@ -262,6 +262,6 @@ def _who_finishes(run: Run, now: float) -> str:
     return f"rank {names(absent)} to come back" if absent else ""
 
 
-def _go_as_frames(peer: Peer, reply: effects.Reply) -> bool:
+def _go_as_frames(peer: Peer, effect: effects.SendReply) -> bool:
     """Whether its weights are frames that all workers share, or are read where they lie."""
-    return reply.outcome == "START" or (peer.takes_frames and not peer.encodes(reply))
+    return effect.is_start or (peer.takes_frames and not peer.encodes(effect))

@@ -50,11 +50,12 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             }  # fmt: skip
         case effects.Commit(version, contributions, members):
             return "commit", {"version": version, "contributions": contributions, "members": members}
-        case effects.Reply(rank, incarnation, outcome):
+        case effects.SendReply(rank, incarnation, reply):
+            result = reply.result
             return "reply", {
-                "rank": rank, "incarnation": incarnation, "step": fact.number, "version": fact.version,
-                "outcome": outcome,
-                **({} if fact.next_local_steps else {"last": True}),
+                "rank": rank, "incarnation": incarnation, "step": result.seq, "version": result.version,
+                "outcome": result.outcome.name,
+                **({} if reply.next_work.local_steps else {"last": True}),
             }  # fmt: skip
         case effects.ControlTaken(number, do, rank, name, value):
             return "control", {

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.config.option import SERVER
 from ...common.wire.tracing import Traces, ids_of
-from ..core.effects import Commit, ContributionTaken, Fact, Reply
+from ..core.effects import Commit, ContributionTaken, Fact, SendReply
 from ..engine.engine import Engine
 from .bus import Sink
 
@@ -20,7 +20,7 @@ class TracingSink(Sink):
     """On the event loop, which alone may ask when tensor work is done; a thread of the SDK's sends."""
 
     name = "traces"
-    kinds = (ContributionTaken, Commit, Reply)
+    kinds = (ContributionTaken, Commit, SendReply)
 
     def __init__(self, url: str) -> None:
         self._traces = Traces(url, SERVER)
@@ -38,7 +38,7 @@ class TracingSink(Sink):
             self._taken[fact.contribution.id] = now, fact.contribution.base.version
         elif isinstance(fact, Commit):
             self._engine.tensors.submit(lambda: None, lambda _: self._made(fact, now))
-        elif isinstance(fact, Reply):
+        elif isinstance(fact, SendReply):
             self._replied(fact, now)
 
     def _ns(self, at: float) -> int:
@@ -51,23 +51,24 @@ class TracingSink(Sink):
             above = self._traces.of_others(ids_of(self._run, rank, incarnation, seq))
             self._traces.below(above, "apply", begun, ended, {"paramserver.version": commit.version}, serves=True)
 
-    def _replied(self, reply: Reply, now: int) -> None:
-        found = self._taken.pop((reply.rank, reply.incarnation, reply.number), None)
+    def _replied(self, reply: SendReply, now: int) -> None:
+        result = reply.reply.result
+        found = self._taken.pop((reply.rank, reply.incarnation, result.seq), None)
         if found is None:
             return  # a START, or one said again
         taken, base_version = found
         about: dict[str, Any] = {
             "paramserver.rank": reply.rank,
-            "paramserver.number": reply.number,
-            "paramserver.outcome": reply.outcome,
+            "paramserver.number": result.seq,
+            "paramserver.outcome": result.outcome.name,
             "paramserver.base_version": base_version,
-            "paramserver.version": reply.version,
-            "paramserver.staleness": reply.staleness,
+            "paramserver.version": result.version,
+            "paramserver.staleness": result.staleness,
         }
-        above = self._traces.of_others(ids_of(self._run, reply.rank, reply.incarnation, reply.number))
+        above = self._traces.of_others(ids_of(self._run, reply.rank, reply.incarnation, result.seq))
         own = self._traces.below(above, "contribution", taken, now, about, serves=True)
-        if reply.gate_wait_s > 0:
-            self._traces.below(own, "wait", now - int(reply.gate_wait_s * 1e9), now)
+        if result.gate_wait_s > 0:
+            self._traces.below(own, "wait", now - int(result.gate_wait_s * 1e9), now)
 
     def close(self) -> None:
         self._traces.close()

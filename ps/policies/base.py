@@ -37,9 +37,9 @@ from typing import Any, ClassVar
 
 from ...common.config.option import Section
 from ...common.kinds import ContributionKind
-from ...common.wire.records import Contribution
+from ...common.wire.records import Contribution, Outcome
 from .rules import Rule
-from .shared.decisions import Commit, Decision, Discard, Fold, Merge, Outcome, Outer, Refuse, Reply
+from .shared.decisions import Commit, Decision, Discard, Fold, Merge, Outer, Refuse, Reply
 from .shared.late import Compensation
 from .shared.members import Common, Member, canonical, names
 from .shared.standing import Standing
@@ -557,7 +557,7 @@ class Policy(ABC):
                 continue
             gate = None if are_open else self._gate(member, now)
             if gate is None:
-                decisions.append(Reply(rank, member.pending, member.pending._value_))  # `value` is a function
+                decisions.append(Reply(rank, member.pending))
                 waiting.ranks.discard(rank)
                 member.pending = None
             else:

@@ -17,6 +17,7 @@ from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
 from ...common.tensors.layout import Layout, new_payload
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.wire.records import COUNTED, Outcome
 from ...ps.core import effects
 from ...ps.tensors.model import Model
 from ...ps.tensors.replies.reference import Whole
@@ -54,12 +55,13 @@ class Up:
         """As they are said with it."""
         return self._encoding.told(tuple(groups))
 
-    def replied(self, reply: effects.Reply, is_work: bool) -> None:
+    def replied(self, reply: effects.SendReply, is_work: bool) -> None:
         """What became of the newest; `is_work`: it is to be sent with the next one if it was dropped."""
-        if reply.outcome in ("APPLIED", "REPEATED"):
+        outcome = reply.reply.result.outcome
+        if outcome in COUNTED:
             self._encoding.commit()
         else:
-            self._encoding.rollback(self._stretch if is_work and reply.outcome == "DROPPED" else None)
+            self._encoding.rollback(self._stretch if is_work and outcome is Outcome.DROPPED else None)
 
 
 class Down:

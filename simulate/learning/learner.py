@@ -197,19 +197,20 @@ class Learner:
         assert sent is not None
         self._folding.stage(event.contribution.id, *sent)
 
-    def replied(self, reply: effects.Reply) -> None:
+    def replied(self, reply: effects.SendReply) -> None:
         """The server has decided on a reply: its weights are those of now."""
         if reply.has_weights:
-            self._ranks[reply.rank].on_its_way = self._down.weights(reply.version, reply.outcome == "START")
+            self._ranks[reply.rank].on_its_way = self._down.weights(reply.reply.result.version, reply.is_start)
 
-    def received(self, reply: effects.Reply) -> None:
+    def received(self, reply: effects.SendReply) -> None:
         """The reply is with its worker."""
         rank = self._ranks[reply.rank]
-        is_start = reply.outcome == "START"
-        if is_start or rank.division != (reply.num_workers, reply.worker_index):
-            rank.division = reply.num_workers, reply.worker_index
+        is_start = reply.is_start
+        work, start = reply.reply.next_work, reply.reply.start
+        if is_start or rank.division != (work.num_workers, work.worker_index):
+            rank.division = work.num_workers, work.worker_index
         if is_start:
-            first = reply.training_steps if reply.num_batches is None else reply.num_batches
+            first = work.training_steps if start is None or start.num_batches is None else start.num_batches
             rank.batches = sharded_batches(self._shares, lambda: rank.division, first)
         if is_start and self.kind.worker_steps:  # another process: its optimizer begins anew
             rank.machine = _Machine(self._config, self.task)
@@ -219,7 +220,7 @@ class Learner:
         elif rank.up is not None:
             rank.up.replied(reply, is_work=self.kind.holds_differences)
         if reply.has_weights:
-            rank.weights, rank.version = rank.on_its_way, reply.version
+            rank.weights, rank.version = rank.on_its_way, reply.reply.result.version
             if self.kind.worker_steps:
                 rank.machine.holds = None
                 rank.machine.put(rank.weights)
@@ -245,7 +246,7 @@ class Learner:
             if num_steps * _NUM_POINTS // total > self._num_steps * _NUM_POINTS // total:
                 self._num_steps = num_steps
                 self.measure(now, num_steps)
-        elif isinstance(effect, effects.Reply):
+        elif isinstance(effect, effects.SendReply):
             self.replied(effect)
 
     def measure(self, now: float, num_steps: int) -> None:

@@ -114,7 +114,7 @@ class Server:
 
     # ---- down ----------------------------------------------------------------------------------
 
-    def reply(self, worker: Worker, reply: effects.Reply) -> None:
+    def reply(self, worker: Worker, reply: effects.SendReply) -> None:
         """It leaves when what it waits for in the server is done."""
         agenda = self.agenda
         worker.decided_at = agenda.now
@@ -123,17 +123,17 @@ class Server:
         else:
             self._leaves(worker, reply)
 
-    def _leaves(self, worker: Worker, reply: effects.Reply) -> None:
+    def _leaves(self, worker: Worker, reply: effects.SendReply) -> None:
         world, link, agenda = self._world, self._down, self.agenda
         worker.left_at = now = agenda.now
         num_bytes = 0
         if reply.has_weights:
-            num_bytes = world.start_bytes if reply.outcome == "START" else world.down_bytes
+            num_bytes = world.start_bytes if reply.is_start else world.down_bytes
         worker.num_received += num_bytes if world.framing is None else world.framing.down(reply)
         if link.is_unlimited or not num_bytes:
             agenda.push(now + num_bytes / world.down + self._trip_s, self._delivered, worker, reply)
         else:
             link.begin(now, (worker, worker.life, self._downloaded, reply), num_bytes, world.down)
 
-    def _downloaded(self, worker: Worker, reply: effects.Reply) -> None:
+    def _downloaded(self, worker: Worker, reply: effects.SendReply) -> None:
         self.agenda.push(self.agenda.now + self._trip_s, self._delivered, worker, reply)

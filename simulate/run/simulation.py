@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.wire.records import Base, Contribution, ContributionId, Counts, Timing, TrainingInfo
+from ...common.wire.records import Base, Contribution, ContributionId, Counts, Outcome, Timing, TrainingInfo
 from ...ps.core import effects, events
 from ...ps.core.run import Run
 from ...ps.engine.modes import make_policy, options_of
@@ -80,7 +80,7 @@ class Simulation:
             effects.Fold: self._fold,
             effects.Discard: self._discard,
             effects.Commit: self._commit,
-            effects.Reply: self._reply,
+            effects.SendReply: self._reply,
             effects.ContributionTaken: self._taken,
             effects.TellDone: self._done,
             effects.End: self._end,
@@ -208,31 +208,31 @@ class Simulation:
         total = self.policy.training_steps
         return worker.told_steps if total is None else total - worker.done_steps
 
-    def _delivered(self, worker: Worker, reply: effects.Reply) -> None:
+    def _delivered(self, worker: Worker, reply: effects.SendReply) -> None:
         """The worker has its reply, and the weights in it."""
-        worker.counted, worker.done_steps = reply.number, reply.training_steps
-        worker.told_steps = reply.next_local_steps
+        worker.counted, worker.done_steps = reply.reply.result.seq, reply.reply.next_work.training_steps
+        worker.told_steps = reply.reply.next_work.local_steps
         if reply.has_weights:
-            worker.version = reply.version
+            worker.version = reply.reply.result.version
         if self.learner is not None:
             self.learner.received(reply)
         if worker.is_in_flight:
             worker.is_in_flight = False
             self._account(worker, reply)
-        if not reply.next_local_steps:
+        if not reply.reply.next_work.local_steps:
             worker.life += 1  # what it still computes is nobody's
             worker.is_finished = True
             self._happens(events.Finished(worker.rank, worker.incarnation, worker.transfer_s))
         elif worker.is_ready:
             self._hand_over(worker)
         elif not worker.is_computing:
-            self._compute(worker, reply.next_local_steps)
+            self._compute(worker, reply.reply.next_work.local_steps)
 
-    def _account(self, worker: Worker, reply: effects.Reply) -> None:
+    def _account(self, worker: Worker, reply: effects.SendReply) -> None:
         """Where the time of this exchange went."""
-        worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - reply.gate_wait_s)
+        worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - reply.reply.result.gate_wait_s)
         own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
-        self.tally.exchanged(worker, reply.gate_wait_s, own_s, self._rest_cause)
+        self.tally.exchanged(worker, reply.reply.result.gate_wait_s, own_s, self._rest_cause)
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """Its contribution is here, whole: the run decides."""
@@ -281,11 +281,11 @@ class Simulation:
         self._server.commit()
         self.tally.note((self._agenda.now, commit.version))
 
-    def _reply(self, reply: effects.Reply) -> None:
-        tally, outcome = self.tally, reply.outcome
-        if outcome == "APPLIED":
-            tally.staleness[reply.staleness] += 1
-        tally.note((self._agenda.now, outcome, reply.rank, reply.number, reply.version))
+    def _reply(self, reply: effects.SendReply) -> None:
+        tally, result = self.tally, reply.reply.result
+        if result.outcome is Outcome.APPLIED:
+            tally.staleness[result.staleness] += 1
+        tally.note((self._agenda.now, result.outcome.name, reply.rank, result.seq, result.version))
         self._server.reply(self.workers[reply.rank], reply)
 
     def _taken(self, taken: effects.ContributionTaken) -> None:

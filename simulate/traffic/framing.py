@@ -60,21 +60,19 @@ class Framing:
             size += _topic(1 + _DOUBLE)  # residual
         return size + _FIELD[size.bit_length()] + self._up_payload
 
-    def down(self, reply: effects.Reply) -> float:
+    def down(self, effect: effects.SendReply) -> float:
         """Of this reply, its messages and its weights."""
-        fixed, payload = self._down_sizes[reply.outcome == "START" if reply.has_weights else 2]
-        size = fixed + _FIELD[reply.number.bit_length()] + _FIELD[reply.version.bit_length()]
-        size += _FIELD[reply.next_local_steps.bit_length()] + _FIELD[reply.staleness.bit_length()]
-        size += _FIELD[reply.num_workers.bit_length()] + _FIELD[reply.worker_index.bit_length()]
-        size += _FIELD[reply.training_steps.bit_length()] + _text(reply.reason)
-        if reply.steps:
-            size += _FIELD[reply.steps.bit_length()]
-        if reply.has_evaluator:
-            size += 3
-        if reply.in_step:
-            size += _number(21, reply.in_step)
-        if reply.num_batches is not None:
-            size += 1 + _varint(reply.num_batches)
+        result, work, start = effect.reply.result, effect.reply.next_work, effect.reply.start
+        size, payload = self._down_sizes[effect.is_start if effect.has_weights else 2]
+        numbers = _FIELD[result.seq.bit_length()] + _FIELD[result.version.bit_length()]
+        numbers += _FIELD[result.staleness.bit_length()]
+        size += _topic(2 + 1 + _DOUBLE + numbers + _text(result.reason))  # outcome, gate_wait_s
+        numbers = _FIELD[work.local_steps.bit_length()] + _FIELD[work.training_steps.bit_length()]
+        numbers += _FIELD[work.num_workers.bit_length()] + _FIELD[work.worker_index.bit_length()]
+        size += _topic(numbers + _FIELD[(work.run_steps or 0).bit_length()] + 2 * work.has_evaluator)
+        if start is not None:
+            num_batches = 0 if start.num_batches is None else 1 + _varint(start.num_batches)
+            size += 2 + num_batches + _FIELD[start.in_step.bit_length()]
         return size + _FIELD[size.bit_length()] + payload
 
     @cached_property
@@ -98,7 +96,7 @@ class Framing:
         ):  # fmt: skip
             is_start = len(found) == 1
             payload = self._payload(num, self.is_direct and not self.reply_codec and not is_start)
-            size = 2 + 1 + _DOUBLE + _number(5, num) + (_text(codec) if num else 0)  # outcome, gate_wait_s
+            size = _topic(_number(1, num) + _text(codec)) if num else 0
             found.append((size, payload + (extra if num else 0.0)))
         return tuple(found)
 
@@ -114,8 +112,8 @@ class Framing:
 
 
 def _topic(num: int) -> int:
-    """A message of so many bytes, fewer than 128, within the one that is counted; an empty one is absent."""
-    return num and 2 + num
+    """A message of so many bytes within the one that is counted; an empty one is absent."""
+    return num and 1 + _varint(num) + num
 
 
 def _number(field: int, value: int) -> int:

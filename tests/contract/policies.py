@@ -125,8 +125,7 @@ class ModelStore:
                     self.committed.update(self.in_mean)
                     self.in_mean = []
                     self.version += 1
-                case Reply(rank, outcome, reason):
-                    assert reason, "a reply without a reason"
+                case Reply(rank, outcome):
                     assert rank in self.live, f"reply to rank {rank}, which is not live"
                     assert rank not in replied, f"rank {rank} replied twice in one event"
                     replied.add(rank)

@@ -121,8 +121,8 @@ class Process:
             self._send(message_frames(header, [as_bytes(weights)]))
             received = await self._next("reply")
         await self._payload(received)
-        assert received.header.codec == ""
-        self.number = received.header.step
+        assert received.header.weights.codec == ""
+        self.number = received.header.result.seq
         return False
 
     async def lose(self) -> None:
@@ -152,13 +152,13 @@ class Process:
 
     async def take(self, break_off: bool = False) -> str:
         received = await self._next("reply")
-        outcome = pb.Reply.Outcome.Name(received.header.outcome)
+        outcome = pb.Reply.Outcome.Name(received.header.result.outcome)
         payload = await self._payload(received)
         if break_off:
             return outcome
-        assert received.header.codec == "delta" and len(payload) == payload_bytes(CODEC, self.layout)
+        assert received.header.weights.codec == "delta" and len(payload) == payload_bytes(CODEC, self.layout)
         self.encoder.commit() if outcome in ("APPLIED", "REPEATED") else self.encoder.rollback()
-        self.sent, self.number = None, received.header.step
+        self.sent, self.number = None, received.header.result.seq
         self.weights = new_payload(self.layout.exchange_bytes)
         take_payload(CODEC, self.decoder, self.layout, payload, self.weights)
         self.decoder.commit()
@@ -166,7 +166,7 @@ class Process:
         return outcome
 
     async def _payload(self, received: Any) -> torch.Tensor:
-        payload = new_payload(received.header.payload_bytes)
+        payload = new_payload(received.header.weights.num_bytes)
         left = len(payload)
         while True:
             as_bytes(payload)[received.offset : received.offset + len(received.data)] = received.data

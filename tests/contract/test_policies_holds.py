@@ -9,7 +9,7 @@ from paramserver.ps.policies.base import Commit, Outcome, Reply
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 from paramserver.worker.session import Progress
 
-from ..records import contribution_of
+from ..records import contribution_of, reply_of
 
 # ---- holds ----------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ def test_delayed_update_workers_guess_their_steps_right(mode: str, steps: int, l
     )
     policy.joined(0, 0.0)
     progress = Progress(total_steps=steps)
-    progress.replied(0, 0, policy.next_local_steps(0), True)
+    progress.replied(reply_of(0, 0, policy.next_local_steps(0)))
     is_last = False
     while not is_last:
         is_last = progress.assume_counted()

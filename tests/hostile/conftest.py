@@ -94,13 +94,13 @@ class Peer:
     def reply(self) -> str:
         received = self.receive("reply")
         self._take(received)
-        return str(pb.Reply.Outcome.Name(received.header.outcome))
+        return str(pb.Reply.Outcome.Name(received.header.result.outcome))
 
     def _take(self, received: Any) -> None:
-        left = received.header.payload_bytes - len(received.data)
+        left = received.header.weights.num_bytes - len(received.data)
         while left > 0:
             left -= len(self.receive(None).data)
-        self.step, self.version = received.header.step, received.header.version
+        self.step, self.version = received.header.result.seq, received.header.result.version
 
     def ended(self) -> tuple[str, str, str]:
         """(status, ps-reason, text) of a stream that the server ends."""

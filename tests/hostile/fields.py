@@ -165,29 +165,34 @@ RunSettings       polyak merge_alpha : real header
 RunSettings       delayed_update ends_by_metrics union_batch : flag any
 RunSettings       train : values TrainConfig
 Waiting           reason : text shown
-Reply            outcome : choice header
-Reply            step version payload_bytes training_steps batches steps reference : whole header
-Reply            num_workers worker_index : whole header
-Reply            next_local_steps in_step : whole any
-Reply            staleness : whole unread
-Reply            gate_wait_s : real header
-Reply            same_batches_as : whole header
-Reply            reason : text shown
-Reply            segment : part open_segment
-Reply            codec : text header
-Reply            began group rates : part header
-Reply            evaluator bring upload_optimizer : flag any
-Reply            checked_reference : whole compared
-Reply            reference_crc : hash compared
-Reply            left_out : part Reference._codecs
+Reply             result next_work weights group start : part header
+Result            outcome : choice header
+Result            seq version : whole header
+Result            staleness : whole unread
+Result            gate_wait_s : real header
+Result            reason : text shown
+NextWork          training_steps run_steps num_workers worker_index same_batches_as : whole header
+NextWork          local_steps : whole any
+NextWork          has_evaluator : flag any
+WeightsInfo       num_bytes : whole header
+WeightsInfo       codec : text header
+WeightsInfo       segment : part open_segment
+WeightsInfo       reference : part header
+ReferenceInfo     number : whole header
+ReferenceInfo     checked : whole compared
+ReferenceInfo     crc : hash compared
+ReferenceInfo     left_out : part Reference._codecs
 LeftOut           tensors : whole Reference._codecs
-Group             generation members : whole header
-Group             rendezvous : address header
-Group             secret : bytes header
-Group             held : flag any
-Final             version payload_bytes : whole header
+GroupInfo         generation members : whole header
+GroupInfo         rendezvous : address header
+GroupInfo         secret : bytes header
+GroupInfo         has_weights uploads_weights uploads_optimizer : flag any
+StartInfo         num_batches : whole header
+StartInfo         in_step : whole any
+StartInfo         rates position : part header
+Final             version : whole header
 Final             evaluate : flag any
-Final             segment : part open_segment
+Final             weights : part header
 Snapshot          run : text header
 Snapshot          version payload_bytes : whole header
 Snapshot          tensors : part layout_from_proto

@@ -63,7 +63,8 @@ def test_a_new_field_has_none():
 
 BY_HEADER = [item for item, rule in RULES.items() if rule.checked_by == "header" and rule.kind != "part"]
 SOUND = {
-    "Welcome": welcome(), "RunSettings": settings(), "Reply": pb.Reply(outcome=pb.Reply.APPLIED, num_workers=1),
+    "Welcome": welcome(), "RunSettings": settings(), "Result": pb.Result(outcome=pb.Reply.APPLIED),
+    "NextWork": pb.NextWork(num_workers=1),
     "Direct": pb.Direct(port=1, ticket=bytes(32)),
 }  # fmt: skip
 _NARROW = {FieldDescriptor.TYPE_UINT32: 2**32 - 1, FieldDescriptor.TYPE_SINT32: 2**31 - 1}

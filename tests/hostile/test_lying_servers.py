@@ -113,8 +113,11 @@ def test_a_server_sends_its_worker_nowhere_by_its_direct_port(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
         offered = pb.Direct(port=listener.getsockname()[1], ticket=bytes(32))
-        ended = welcoming(welcome(direct=offered), pb.ServerMessage(reply=pb.Reply(outcome=9)))
-        assert "Reply.outcome is 9" in refused(ended, tmp_path)
+        ended = welcoming(
+            welcome(direct=offered),
+            pb.ServerMessage(reply=pb.Reply(result=pb.Result(outcome=9), next_work=pb.NextWork())),
+        )
+        assert "Result.outcome is 9" in refused(ended, tmp_path)
         connection, _ = listener.accept()
         connection.close()
 

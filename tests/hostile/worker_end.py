@@ -23,7 +23,7 @@ from paramserver.worker.conversation.messages import Outgoing, read_settings
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.training.tasks.loading import check_named_by_server
 
-from ..records import contribution_of
+from ..records import contribution_of, reply_proto
 from .hostile import Hostile
 from .lying import settings, welcome
 
@@ -145,8 +145,8 @@ class WorkerEnd:
         return self._model.layout.exchange_bytes
 
     def _make_reply(self, outcome: int, **fields: Any) -> pb.ServerMessage:
-        ordinary = {"next_local_steps": 1, "num_workers": 1, "payload_bytes": self._bytes, "version": 1, "reason": "so"}
-        return pb.ServerMessage(reply=pb.Reply(outcome=outcome, **(ordinary | fields)))
+        ordinary = {"local_steps": 1, "num_workers": 1, "num_bytes": self._bytes, "version": 1, "reason": "so"}
+        return pb.ServerMessage(reply=reply_proto(outcome, **(ordinary | fields)))
 
     def _joined(self, *then: bytes) -> Exchange:
         """With a welcome that is sound."""
@@ -183,7 +183,7 @@ class WorkerEnd:
         if hostile.random.random() < 0.3:
             state = pb.State(num_bytes=8, piece=bytes(8))
             self._say(hostile, pb.ServerMessage(state=state))
-        self._say(hostile, self._make_reply(pb.Reply.START, began=pb.Position(step=1)), self._bytes)
+        self._say(hostile, self._make_reply(pb.Reply.START, position=pb.Position(step=1)), self._bytes)
         try:
             found.start(self._model, self._optimizer)
         finally:
@@ -194,7 +194,7 @@ class WorkerEnd:
         if hostile.random.random() < 0.2:
             self._script.append(pb.ServerMessage(waiting=pb.Waiting(reason="\x1b[31m" * 2000)).SerializeToString())
         outcome = hostile.random.choice(list(pb.Reply.Outcome.values())[2:])
-        self._say(hostile, self._make_reply(outcome, step=1, version=2, batches=1), self._bytes)
+        self._say(hostile, self._make_reply(outcome, seq=1, version=2, num_batches=1), self._bytes)
         try:
             found.contribute(WORK)
         finally:
@@ -202,7 +202,11 @@ class WorkerEnd:
 
     def _final(self, hostile: Hostile) -> None:
         found = self._begun()
-        self._say(hostile, pb.ServerMessage(final=pb.Final(version=1, payload_bytes=self._bytes)), self._bytes)
+        self._say(
+            hostile,
+            pb.ServerMessage(final=pb.Final(version=1, weights=pb.WeightsInfo(num_bytes=self._bytes))),
+            self._bytes,
+        )
         try:
             found.finish(can_evaluate=True)
         finally:

@@ -125,14 +125,14 @@ def test_a_whole_run_with_generated_code_alone(channel):
     start = [float(i) for i in range(700)]
     worker.send(initial_weights=pb.InitialWeights(payload_bytes=2800), offset=0, data=struct.pack("<700f", *start))
     reply = worker.receive("reply")
-    assert (reply.reply.outcome, reply.reply.version, reply.reply.next_local_steps) == (pb.Reply.START, 0, 1)
-    assert worker.payload(reply, reply.reply.payload_bytes) == start
+    assert (reply.reply.result.outcome, reply.reply.result.version, reply.reply.next_work.local_steps) == (pb.Reply.START, 0, 1)
+    assert worker.payload(reply, reply.reply.weights.num_bytes) == start
     for step in range(1, 5):
         worker.contribute(step, step - 1, [1.0] * 700)
         reply = worker.receive("reply")
-        assert (reply.reply.outcome, reply.reply.step, reply.reply.version) == (pb.Reply.APPLIED, step, step)
+        assert (reply.reply.result.outcome, reply.reply.result.seq, reply.reply.result.version) == (pb.Reply.APPLIED, step, step)
         assert worker.payload(reply, 2800) == [value - step for value in start]
-    assert reply.reply.next_local_steps == 0
+    assert reply.reply.next_work.local_steps == 0
     stub = pb_grpc.ParameterServerStub(channel)
     status = stub.Status(pb.StatusRequest(), timeout=10)
     assert (status.version, status.step, status.values["steps"], status.workers[0].rank) == (4, 4, 4, 0)
@@ -174,7 +174,7 @@ def test_a_repeated_contribution_gets_a_reply_and_not_applied(channel):
         worker.contribute(1, 0, [1.0] * 8)
         reply = worker.receive("reply")
         assert worker.payload(reply, 32) == [-1.0] * 8
-    assert (reply.reply.outcome, reply.reply.version, reply.reply.step) == (pb.Reply.REPEATED, 1, 1)
+    assert (reply.reply.result.outcome, reply.reply.result.version, reply.reply.result.seq) == (pb.Reply.REPEATED, 1, 1)
 
 
 _ANNOUNCED = {"contribution": {"seq": 1, "num_samples": 1, "num_bytes": 32}}
@@ -189,7 +189,7 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
     assert second.join().step == 0
     second.offer()
     reply = second.receive("reply")
-    assert reply.reply.version == 0
+    assert reply.reply.result.version == 0
     assert second.payload(reply, 32) == [0.0] * 8
 
 

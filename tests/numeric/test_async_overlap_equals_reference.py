@@ -21,7 +21,7 @@ from paramserver.tests.numeric.test_overlap_equals_reference import SIZES, Worke
 from paramserver.worker.session import Progress
 from paramserver.worker.tensors.overlap import Merge
 
-from ..records import contribution_of
+from ..records import contribution_of, reply_of
 
 __all__ = ["one_thread"]  # the fixture
 H, STEPS, LR, ALPHA = 8, 44, 0.8, 0.5
@@ -101,7 +101,7 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
         perform(policy.joined(rank, 0.0))
     due = {}
     for rank in RANKS:
-        progress[rank].replied(0, *replied.pop(rank), True)
+        progress[rank].replied(reply_of(0, *replied.pop(rank)))
         due[rank] = progress[rank].local_steps * SECONDS[rank]
     while due:
         now, rank = min((at, rank) for rank, at in due.items())

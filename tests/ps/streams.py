@@ -141,7 +141,7 @@ class Worker:
         """What came with the last reply, from wherever it lies."""
         at = max(index for index, received in enumerate(self.stream.received) if received.kind in ("reply", "final"))
         reply = self.stream.received[at]
-        payload = new_payload(reply.header.payload_bytes)
+        payload = new_payload(reply.header.weights.num_bytes)
         segment = None
         if reply.header.HasField("segment"):
             segment = open_segment(reply.header.segment)
@@ -174,7 +174,7 @@ class Worker:
 
     @property
     def outcomes(self) -> list[str]:
-        return [pb.Reply.Outcome.Name(r.header.outcome) for r in self.stream.received if r.kind == "reply"]
+        return [pb.Reply.Outcome.Name(r.header.result.outcome) for r in self.stream.received if r.kind == "reply"]
 
     async def end(self) -> str:
         """How the call ended: 'ok', 'cancelled', or the reason of the refusal."""

@@ -177,8 +177,8 @@ class Workers:
         for effect in found:
             if isinstance(effect, effects.Seated):
                 self.incarnations[effect.rank] = effect.incarnation
-            elif isinstance(effect, effects.Reply):
-                self.versions[effect.rank] = effect.version
+            elif isinstance(effect, effects.SendReply):
+                self.versions[effect.rank] = effect.reply.result.version
 
 
 def said(found: Iterable[effects.Effect]) -> str:
@@ -213,10 +213,11 @@ def _words(effect: effects.Effect) -> str:
             folded = " ".join(map(_contribution, effect.contributions))
             rate = f" lr {effect.hyperparameters[0]['lr']:g}" if effect.hyperparameters else ""
             return f"commit v{effect.version} [{folded}]{rate}{_scaled(effect.lr_scale)}"
-        case effects.Reply():
-            how = "" if effect.outcome == "APPLIED" else f" {effect.outcome}"
-            end = "" if effect.next_local_steps else ", all steps done"
-            return f"reply w{effect.rank}{how} v{effect.version}{end}"
+        case effects.SendReply(rank, _, reply):
+            outcome = reply.result.outcome.name
+            how = "" if outcome == "APPLIED" else f" {outcome}"
+            end = "" if reply.next_work.local_steps else ", all steps done"
+            return f"reply w{rank}{how} v{reply.result.version}{end}"
         case effects.Refuse(rank, incarnation, error):
             return f"refuse w{rank}.{incarnation}: {_named(error)}"
         case effects.TellDone(workers, evaluator):

@@ -97,7 +97,7 @@ class Teller:
                     late += f"; momentum among {among}" if among > 1 else ""
                     said.append(f"commit [{' '.join(self.folded)}] ({reason}{late})")
                     self.folded = []
-                case Reply(replied, outcome, _):
+                case Reply(replied, outcome):
                     self._take_weights(replied, outcome)
                     replies.setdefault(self._going_on(replied) + _NAMES[outcome], []).append(replied)
                 case Refuse(refused, kind, reason):

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 
 from paramserver.common.tensors.layout import new_payload
 from paramserver.common.wire.frames import frame, payload_frames
-from paramserver.common.wire.messages import contribution_message
+from paramserver.common.wire.messages import contribution_message, reply_message
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import effects
-from paramserver.ps.wire.transports.delivery import reply_message
 from paramserver.simulate.traffic.framing import Framing
 
-from ..records import contribution_of
+from ..records import contribution_of, reply_of
 
 COUNT = st.integers(0, 1 << 40)
 SIZES = st.sampled_from([1, 4096, 64 << 10, (64 << 10) + 1, 1 << 20, (3 << 20) + 77])
@@ -44,9 +43,10 @@ def test_a_contribution(
 def test_an_reply(
     number: int, version: int, steps: int, num_bytes: int, has_weights: bool, gate_wait_s: float, reason: str
 ) -> None:
-    reply = effects.Reply(
-        3, 1, "APPLIED", reason, number, version, has_weights, 1, steps, steps, gate_wait_s, 4, 3, None, steps, False
-    )
+    reply = reply_of(
+        number, version, 1, num_bytes if has_weights else None, staleness=steps, gate_wait_s=gate_wait_s, reason=reason,
+        training_steps=steps, num_workers=4, worker_index=3, run_steps=steps,
+    )  # fmt: skip
     num = num_bytes if has_weights else 0
     framing = Framing(down_bytes=num_bytes, is_direct=False)
-    assert framing.down(reply) == sent(reply_message(reply, version, num), num)
+    assert framing.down(effects.SendReply(3, 1, reply, has_weights)) == sent(reply_message(reply), num)

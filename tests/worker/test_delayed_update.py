@@ -18,8 +18,9 @@ from torch import nn
 
 from paramserver.common.errors import UnreachableError
 from paramserver.common.kinds import ContributionKind
+from paramserver.common.wire.records import Outcome
 from paramserver.worker.conversation import interrupts
-from paramserver.worker.conversation.messages import Final, Outgoing, Reply
+from paramserver.worker.conversation.messages import Final, Outgoing
 from paramserver.worker.conversation.pool import Helper, Stopped
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import delayed_update as pipeline
@@ -31,7 +32,7 @@ from paramserver.worker.tensors.overlap import Merge
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
-from ..records import contribution_of
+from ..records import contribution_of, reply_of
 
 WORK = Outgoing(contribution_of(1, 0, 4, loss=0.5, compute_s=0.1))
 DEADLINE_S = 10.0
@@ -92,9 +93,11 @@ class FakeExchange:
             for tensor, value in zip(self.model.tensors, (100.0, 200.0, 300.0, 400.0), strict=True):
                 tensor.fill_(value + version)
         left = self.settings.steps - self._applied * self._local_steps
-        self.progress.replied(self._applied, version, max(0, min(self._local_steps, left)), True)
-        self.progress.divided(1, 0, min(self.settings.steps, self._applied * self._local_steps))
-        return Reply(outcome=outcome, payload_bytes=16)
+        done = min(self.settings.steps, self._applied * self._local_steps)
+        local_steps = max(0, min(self._local_steps, left))
+        reply = reply_of(self._applied, version, local_steps, outcome=Outcome[outcome], training_steps=done)
+        self.progress.replied(reply)
+        return reply
 
     def finish(self, can_evaluate: bool) -> Final:
         self._reply("APPLIED", 50)

@@ -32,6 +32,8 @@ from paramserver.worker.training.place.taken import Taken
 from paramserver.worker.training.session import Session
 from paramserver.worker.training.slowdown import Slowdown
 
+from ..records import reply_of
+
 STEPS, LOCAL = 14, 2
 
 
@@ -49,9 +51,8 @@ class Run:
 
     def reply(self, progress: Progress, number: int) -> None:
         done = number * self.local_steps
-        progress.total_steps = STEPS
-        progress.replied(number, number, max(0, min(self.local_steps, STEPS - done)), True)
-        progress.divided(1, 0, done)
+        local_steps = max(0, min(self.local_steps, STEPS - done))
+        progress.replied(reply_of(number, number, local_steps, training_steps=done, run_steps=STEPS))
 
 
 class Strategy:

@@ -12,6 +12,8 @@ from paramserver.common.errors import UnreachableError
 from paramserver.common.wire.records import Position
 from paramserver.worker.session import Progress, Retry
 
+from ..records import reply_of
+
 # ---- retry ----------------------------------------------------------------------------------------
 
 
@@ -93,11 +95,10 @@ def test_a_worker_in_gradient_mode() -> None:
     progress = Progress(rank=None)
     progress.welcomed("run1", 3, 1)
     assert (progress.run, progress.rank, progress.incarnation, progress.num_counted) == ("run1", 3, 1, 0)
-    progress.replied(num_counted=0, version=7, next_local_steps=1, has_weights=True)
-    progress.divided(4, 3, 0)
+    progress.replied(reply_of(0, 7, 1))
     assert (progress.version, progress.is_done) == (7, False)
     assert progress.took_step()
-    progress.replied(num_counted=1, version=8, next_local_steps=0, has_weights=True)
+    progress.replied(reply_of(1, 8, 0, num_workers=4, worker_index=3))
     assert progress.is_done
     assert (progress.num_workers, progress.worker_index, progress.training_steps) == (4, 3, 0)
 
@@ -106,7 +107,7 @@ def test_a_worker_in_gradient_mode() -> None:
 def test_it_contributes_after_exactly_the_steps_it_was_given(local_steps: list[int]) -> None:
     progress, taken = Progress(), 0
     for number, steps in enumerate(local_steps):
-        progress.replied(number, number, steps, has_weights=True)
+        progress.replied(reply_of(number, number, steps))
         while True:
             taken += 1
             if progress.took_step():
@@ -117,10 +118,10 @@ def test_it_contributes_after_exactly_the_steps_it_was_given(local_steps: list[i
 def test_without_weights_the_base_version_is_the_old_one() -> None:
     """Staleness is counted from what the gradient was computed on, not from what the server said last."""
     progress = Progress()
-    progress.replied(0, 5, 1, has_weights=True)
-    progress.replied(1, 9, 1, has_weights=False)
+    progress.replied(reply_of(0, 5, 1))
+    progress.replied(reply_of(1, 9, 1, None))
     assert (progress.num_counted, progress.version) == (1, 5)
-    progress.replied(2, 11, 1, has_weights=True)
+    progress.replied(reply_of(2, 11, 1))
     assert progress.version == 11
 
 
@@ -128,7 +129,7 @@ def test_without_weights_the_base_version_is_the_old_one() -> None:
 def test_weights_are_fetched_with_every_nth_contribution(every: int, wanted: list[int]) -> None:
     progress, fetched = Progress(pull_every=every), []
     for step in range(6):
-        progress.replied(step, 0, 1, has_weights=True)
+        progress.replied(reply_of(step, 0, 1))
         if progress.wants_weights:
             fetched.append(step + 1)
     assert fetched == wanted
@@ -137,18 +138,17 @@ def test_weights_are_fetched_with_every_nth_contribution(every: int, wanted: lis
 def test_after_a_lost_connection_the_servers_word_counts() -> None:
     progress = Progress(rank=2)
     progress.welcomed("run1", 2, 1)
-    progress.replied(4, 10, 3, has_weights=True)
+    progress.replied(reply_of(4, 10, 3))
     progress.took_step()
     progress.welcomed("run1", 2, 2)
     assert (progress.num_counted, progress.steps_left) == (4, 2), "a welcome alone changes nothing: it may be resumed"
-    progress.replied(num_counted=5, version=12, next_local_steps=3, has_weights=True)
+    progress.replied(reply_of(5, 12, 3))
     assert (progress.incarnation, progress.num_counted, progress.version, progress.steps_left) == (2, 5, 12, 3)
 
 
 def test_the_place_in_the_data_counts_steps_that_are_not_contributed_yet() -> None:
     progress = Progress()
-    progress.replied(2, 2, 4, has_weights=True)
-    progress.divided(2, 0, 8)
+    progress.replied(reply_of(2, 2, 4, training_steps=8))
     assert progress.position == 8
     progress.took_step()
     assert progress.position == 9
@@ -161,8 +161,7 @@ def test_the_place_in_the_data_counts_steps_that_are_not_contributed_yet() -> No
 def test_a_contribution_that_is_computed_once_more_changes_nothing(step, local, following, missed, taken) -> None:
     """However many of its steps were taken: afterwards the process is where the server said, and sends the next one."""
     progress = Progress()
-    progress.replied(4, 9, following, True)
-    progress.divided(2, 1, step + local + missed)
+    progress.replied(reply_of(4, 9, following, training_steps=step + local + missed))
     wanted, number, is_done = progress.position, progress.next_number, progress.is_done
     progress.replay(Position(step, local, batches=0))
     assert progress.position == step and progress.is_replaying and not progress.is_done
@@ -176,8 +175,7 @@ def test_a_contribution_that_is_computed_once_more_changes_nothing(step, local, 
 
 def test_a_start_ends_what_is_computed_once_more() -> None:
     progress = Progress()
-    progress.replied(4, 9, 1, True)
+    progress.replied(reply_of(4, 9, 1))
     progress.replay(Position(3, 1, 0))
-    progress.replied(2, 7, 1, True)
-    progress.divided(1, 0, 2)
+    progress.replied(reply_of(2, 7, 1, training_steps=2))
     assert not progress.is_replaying and progress.position == 2

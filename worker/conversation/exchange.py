@@ -30,14 +30,13 @@ from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
-from ...common.wire.records import ContributionId, ResidualInfo, Timing
+from ...common.wire.records import COUNTED, ContributionId, GroupInfo, Outcome, Reply, ResidualInfo, Timing
 from ..session import Progress, Retry
 from ..tensors.parts import part_of
 from ..tensors.transfer import ModelTensors
 from ..transports.auto.measuring import Auto, Passed, round_trip_s
 from ..transports.choice import Transports
 from ..transports.limit import Limit
-from ..transports.up import COUNTED
 from .client import Client, Lost, wait_for_server
 from .heartbeat import Heartbeat
 from .interrupts import sleep
@@ -45,16 +44,13 @@ from .messages import (
     Begun,
     Final,
     Goodbye,
-    Group,
     HeartbeatReply,
     Outgoing,
-    Reply,
     Settings,
     Welcome,
     heartbeat_bytes,
     join_message,
     read_settings,
-    uploads_weights,
 )
 from .pool import Pool
 from .shard import Shard
@@ -94,11 +90,10 @@ class Exchange:
         self._passed: list[Passed] = []  # with the newest contribution
         self.measured: list[dict[str, Any]] = []  # the fields of EvaluationMetrics, that may not have been heard
         self.rendezvous = ""  # where members of a group may meet, of workers that average among themselves
-        self.group = Group()  # with whom, from here on;
+        self.group = GroupInfo()  # with whom, from here on;
         # By the newest heartbeat reply: whose membership it is about, server incarnation, newest generation that is
         # over.
         self._over = 0, 0, 0.0
-        self.brings = self.uploads_optimizer = False  # whether the next report is to have the weights, and what it says
         self.stop_reason = ""  # why this worker wants the run to end for all
         self._welcome: Welcome = self._join()  # the last one
         self.settings: Settings = read_settings(self._welcome.settings)
@@ -252,11 +247,7 @@ class Exchange:
 
     def _begin(self) -> Reply:
         reply = self._took(self._pool.all(self._shards, Shard.begin))
-        self.progress.num_starts += 1
-        self.progress.batches = reply.batches if reply.HasField("batches") else reply.training_steps
-        self.progress.in_step = reply.in_step
-        self.progress.first_rates, self.progress.last_rates = list(reply.rates.first), list(reply.rates.last)
-        self.progress.num_rate_changes = reply.rates.num_changes
+        self.progress.started(reply)
         self._history.write(
             "start",
             run=self.progress.run,
@@ -345,13 +336,13 @@ class Exchange:
             reply = self._exchange(outgoing)
         except Lost as lost:
             reply, self._passed = self._contribute_again(lost, outgoing), []
-        if self.auto is not None and reply.outcome in COUNTED:
+        if self.auto is not None and reply.result.outcome in COUNTED:
             self.auto.counted(self._passed, compute_s, local_steps, self.progress.training_steps)
             self._use_codec()
         if self._traces is not None:
-            self._traces.end(*name, reply.gate_wait_s, Reply.Outcome.Name(reply.outcome))
+            self._traces.end(*name, reply.result.gate_wait_s, reply.result.outcome.name)
         elapsed_s = time.perf_counter() - started
-        self._last_transfer_s = max(0.0, elapsed_s - reply.gate_wait_s)
+        self._last_transfer_s = max(0.0, elapsed_s - reply.result.gate_wait_s)
         return reply
 
     def _exchange(self, outgoing: Outgoing) -> Reply:
@@ -370,8 +361,9 @@ class Exchange:
             came = time.perf_counter()
             reply = shard.take(received)
             down_s = time.perf_counter() - came
-            up_s, here = came - began - reply.gate_wait_s, len(received.data or b"")
-            self._passed.append(Passed(shard.up.num_bytes, up_s, here, reply.payload_bytes - here, down_s))
+            up_s, here = came - began - reply.result.gate_wait_s, len(received.data or b"")
+            num_bytes = reply.weights.num_bytes if reply.weights is not None else 0
+            self._passed.append(Passed(shard.up.num_bytes, up_s, here, num_bytes - here, down_s))
             return reply
 
         if self._traces is not None:
@@ -467,7 +459,7 @@ class Exchange:
 
     def _reply_comes(self, reply: Reply) -> None:
         """From any shard, before its weights are written."""
-        if reply.outcome not in COUNTED:  # what is to be sent again may lie under these weights
+        if reply.result.outcome not in COUNTED:  # what is to be sent again may lie under these weights
             self.progress.server_incarnation = 0
 
     def _took(self, replies: list[Reply]) -> Reply:
@@ -475,24 +467,22 @@ class Exchange:
         self._count_lost()
         reply = replies[0]
         self.progress.server_incarnation = self._welcome.server_incarnation
-        self.progress.replied(reply.step, reply.version, reply.next_local_steps, uploads_weights(reply))
-        self.progress.total_steps = reply.steps or self.progress.total_steps
-        self.progress.has_evaluator = reply.evaluator
-        self.group, self.brings, self.uploads_optimizer = reply.group, reply.bring, reply.upload_optimizer
+        result = reply.result
+        self.progress.replied(reply)
+        self.group = reply.group or GroupInfo()
         self.measured.clear()
-        self.progress.divided(reply.num_workers, reply.worker_index, reply.training_steps)
-        if reply.outcome != Reply.START:  # that one is noted as a start, with whose server's it is
+        if result.outcome is not Outcome.START:  # that one is noted as a start, with whose server's it is
             self._history.write(
                 "replied",
                 **self._who,
-                step=reply.step,
-                version=reply.version,
-                outcome=Reply.Outcome.Name(reply.outcome),
+                step=result.seq,
+                version=result.version,
+                outcome=result.outcome.name,
             )
-        if reply.HasField("same_batches_as"):
-            log.warning("same_batches", **same_batches(reply.same_batches_as, self.progress.rank or 0))
-        if reply.outcome == Reply.REJECTED:
-            reason = shown(reply.reason, 2_000)
+        if (other := reply.next_work.same_batches_as) is not None:
+            log.warning("same_batches", **same_batches(other, self.progress.rank or 0))
+        if result.outcome is Outcome.REJECTED:
+            reason = shown(result.reason, 2_000)
             log.warning("rejected", rank=self.progress.rank, step=self.progress.next_number, reason=reason)
         return reply
 

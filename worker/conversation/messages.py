@@ -19,19 +19,15 @@ from ...common.tensors.optimizers import OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_header
 from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, payload_frames
-from ...common.wire.messages import read_position
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from_proto, optimizer_to_proto
 from ...common.wire.records import Contribution, Position
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 from ..tensors.overlap import RULES, Merge
-from ..transports.reference import News
 
 # What the server says, as the proto has it.
 Welcome = pb.Welcome
-Reply = pb.Reply
 Final = pb.Final
-Group = pb.Group
 Held = pb.Held
 HeartbeatReply = pb.HeartbeatReply
 Waiting = pb.Waiting
@@ -158,29 +154,10 @@ def initial_weights_frames(pieces: Iterable[memoryview], num_bytes: int) -> Iter
     return chain([frame(header)], payload_frames(pieces))
 
 
-def uploads_weights(reply: pb.Reply) -> bool:
-    """Also such as the worker has already, as its reference."""
-    return reply.payload_bytes > 0 or reply.reference > 0 or reply.HasField("group")
-
-
-def read_news(reply: pb.Reply) -> News | None:
-    """Of the reference that its weights are of; None where they are the server's own."""
-    left_out = tuple(item.tensors for item in reply.left_out)
-    news = News(reply.reference, reply.checked_reference, reply.reference_crc, left_out)
-    return news if reply.reference else None
-
-
 def state_frames(payload: bytes, kind: Literal["state", "optimizer"] = "state") -> Iterator[bytes]:
     for offset in range(0, len(payload), CHUNK_BYTES):
         piece = pb.State(num_bytes=len(payload), offset=offset, piece=payload[offset : offset + CHUNK_BYTES])
         yield frame(pb.WorkerMessage(state=piece) if kind == "state" else pb.WorkerMessage(optimizer=piece))
-
-
-def read_began(reply: pb.Reply, payload: bytes) -> Begun | None:
-    """What came with a START, if there was anything."""
-    if not reply.HasField("began"):
-        return None
-    return Begun(read_position(reply.began), payload)
 
 
 def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> Iterator[bytes]:

@@ -23,15 +23,17 @@ from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.wire.checks import check_header
 from ...common.wire.frames import Frame
-from ...common.wire.records import ResidualInfo
+from ...common.wire.messages import read_reply, read_weights
+from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, WeightsInfo
 from ...common.wire.segments import SegmentError, this_host
+from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
 from ..tensors.transfer import ModelTensors
 from ..transports.choice import Transports
 from ..transports.down import Down
 from ..transports.reference import Write
-from ..transports.up import COUNTED, Up
+from ..transports.up import Up
 from .client import Client, Lost
 from .messages import (
     Begun,
@@ -40,15 +42,12 @@ from .messages import (
     Held,
     KindOfRun,
     Outgoing,
-    Reply,
     SharedMemory,
     State,
     Waiting,
     Welcome,
     initial_weights_frames,
     model_message,
-    read_began,
-    read_news,
     rows_frames,
     state_frames,
 )
@@ -147,8 +146,10 @@ class Shard:
         while True:
             received = self._expect("reply", "send_weights", "state")
             if received.kind == "reply":
-                self.begun = read_began(received.of(Reply), bytes(state))
-                return self.take(received)
+                reply = self.take(received)
+                position = reply.start.position if reply.start is not None else None
+                self.begun = None if position is None else Begun(position, bytes(state))
+                return reply
             if received.kind == "state":
                 piece = received.of(State)
                 if piece.offset != len(state):
@@ -197,36 +198,37 @@ class Shard:
     def take(self, received: Frame) -> Reply:
         """The weights that came with it are in the model when this returns."""
         reply = self._note(received)
-        self._receive_weights(received, reply, reply.codec)
+        if reply.weights is not None:
+            self._receive_weights(received, reply.weights)
         return reply
 
     def _note(self, received: Frame) -> Reply:
-        reply = received.of(Reply)
+        reply = read_reply(received.of(pb.Reply))
         self._on_reply(reply)
-        self.up.replied(reply.outcome)
+        outcome = reply.result.outcome
+        self.up.replied(outcome)
         self.up.encoding.ready(self._progress.version)
-        if reply.outcome not in COUNTED:
+        if outcome not in COUNTED:
             self._sent_state = None
-        if reply.outcome == Reply.START:
+        if outcome is Outcome.START:
             self.down.started()
         return reply
 
-    def _receive_weights(self, received: Frame, announced: Reply | Final, codec: str) -> None:
+    def _receive_weights(self, received: Frame, weights: WeightsInfo) -> None:
         memory = None
-        news = read_news(announced) if isinstance(announced, Reply) else None
-        if received.data and len(received.data) == announced.payload_bytes and not received.offset:  # small: it is here
-            self.down.take(len(received.data), codec, lambda write: write(0, received.data), news=news)
+        num_bytes, codec, reference = weights.num_bytes, weights.codec, weights.reference
+        if received.data and len(received.data) == num_bytes and not received.offset:  # small: it is here
+            self.down.take(num_bytes, codec, lambda write: write(0, received.data), reference=reference)
             return
-        if announced.HasField("segment"):
+        if weights.segment is not None:
             try:
-                memory = self.transports.transport.memory(announced.segment)
+                memory = self.transports.transport.memory(weights.segment)
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
-        num_bytes = announced.payload_bytes
         if memory is not None and len(memory) < num_bytes:
             what = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
             raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
-        is_in_place = memory is None and codec in ("", "raw") and news is None
+        is_in_place = memory is None and codec in ("", "raw") and reference is None
         targets = self.transfer.targets if is_in_place else None
         kept: list[tuple[int, int]] = []  # bytes [start, end) that do not come: the model has them
 
@@ -237,7 +239,7 @@ class Shard:
         def receive(write: Write) -> None:
             self.client.receive_payload(received, num_bytes, write, memory, targets, leave)
 
-        self.down.take(num_bytes, codec, receive, kept, news)
+        self.down.take(num_bytes, codec, receive, kept, reference)
         if memory is not None:
             self.client.say(taken={})
 
@@ -284,7 +286,7 @@ class Shard:
         self.client.say(finish=finish)
         received = self._expect("final")
         final = received.of(Final)
-        self._receive_weights(received, final, codec="")
+        self._receive_weights(received, replace(read_weights(final.weights), codec=""))
         return final
 
     def pull_averaged(self, model: ModelTensors) -> None:

@@ -15,14 +15,16 @@ import torch
 from ...common.errors import ParamServerError, UsageError
 from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import Position
+from ...common.wire.messages import read_reply, reply_message
+from ...common.wire.records import Position, Reply
+from ...proto import parameter_server_pb2 as pb
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Reply, Settings
+from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .redistribution import Redistribution
 
-Said = TypeVar("Said", Reply, Final)
+Said = TypeVar("Said", pb.Reply, Final)
 
 
 class GroupMember:
@@ -74,16 +76,16 @@ class GroupMember:
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._local = model
 
-        def start(exchange: Exchange) -> Reply | None:
+        def start(exchange: Exchange) -> Final | None:
             exchange.start(self._whole, optimizer)
             return None
 
-        self._together(start, Reply)
+        self._together(start, Final)
 
     def contribute(self, outgoing: Outgoing) -> Reply:
-        reply = self._together(lambda own: own.contribute(outgoing), Reply)
-        assert reply is not None
-        return reply
+        message = self._together(lambda own: reply_message(own.contribute(outgoing)).reply, pb.Reply)
+        assert message is not None
+        return read_reply(message)
 
     def finish(self, can_evaluate: bool) -> Final | None:
         return self._together(lambda own: own.finish(can_evaluate), Final)

@@ -29,15 +29,14 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import clip
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import CompletionInfo, Contribution
+from ...common.wire.records import COUNTED, CompletionInfo, Contribution, Outcome, Reply
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Final, Goodbye, Outgoing, Reply
+from ..conversation.messages import Final, Goodbye, Outgoing
 from ..conversation.pool import Helper
 from ..conversation.security import check_plaintext
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from ..tensors.watch import Watch
-from ..transports.up import COUNTED
 from .buckets import leaving_order
 from .collectives.backends import computed, without_watchdog
 from .collectives.rendezvous import Broken, Generation, OutOfReach, Rendezvous
@@ -132,8 +131,8 @@ class AllReduceStrategy(Direct):
         """After a START."""
         while True:
             group = self._exchange.group
-            self._held_version = self._said.version if group.held else _NOBODY
-            if group.held:
+            self._held_version = self._said.version if group.has_weights else _NOBODY
+            if group.has_weights:
                 self._remember()
             if self._said.is_done or self._may_meet():  # done: there is no step to come
                 return
@@ -319,7 +318,7 @@ class AllReduceStrategy(Direct):
         is_right = self._ready_gradients is None or self._ready_gradients.settle()
         computed(self._device)  # another thread averages what is there
         reply = self._until_taken(self._model.sources(ContributionKind.GRADIENT), outgoing, is_right)
-        if reply.outcome == Reply.START:
+        if reply.result.outcome == Outcome.START:
             self._enter()
 
     def _until_taken(
@@ -328,11 +327,11 @@ class AllReduceStrategy(Direct):
         """In as many groups as it takes. The contribution counts, or there is another START."""
         while True:
             reply = self._round(gradients, outgoing, is_right)
-            if reply.outcome in COUNTED and not self._said.is_done:
+            if reply.result.outcome in COUNTED and not self._said.is_done:
                 self._may_meet()  # where it fails, that is said with the next report
-            if reply.outcome in (*COUNTED, Reply.START):
+            if reply.result.outcome in (*COUNTED, Outcome.START):
                 return reply
-            if reply.outcome == Reply.REJECTED:
+            if reply.result.outcome == Outcome.REJECTED:
                 raise self._diverged(None)
 
     def _round(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Reply:
@@ -356,23 +355,23 @@ class AllReduceStrategy(Direct):
         if self._is_brought(group, outgoing):
             return self._bring(outgoing, mean)
         reply = self._say(ContributionKind.COMPLETION, outgoing)
-        if reply.outcome in COUNTED:
+        if reply.result.outcome in COUNTED:
             self._step(mean)
         return reply
 
     def _is_brought(self, group: Group, outgoing: Outgoing) -> bool:
-        return self._exchange.brings or (outgoing.contribution.training.evaluates and group.index == 0)
+        return self._exchange.group.uploads_weights or (outgoing.contribution.training.evaluates and group.index == 0)
 
     def _bring(self, outgoing: Outgoing, mean: Sequence[torch.Tensor | None]) -> Reply:
         """Report, with the weights that the mean leads to."""
         undo = self._copy()
         self._step(mean)
-        if self._exchange.uploads_optimizer:
+        if self._exchange.group.uploads_optimizer:
             outgoing = outgoing._replace(optimizer=self._remembered())
         reply = self._say(ContributionKind.WEIGHTS, outgoing)
-        if reply.outcome == Reply.REJECTED:
+        if reply.result.outcome == Outcome.REJECTED:
             raise self._diverged(None)
-        if reply.outcome not in COUNTED and reply.outcome != Reply.START:
+        if reply.result.outcome not in COUNTED and reply.result.outcome != Outcome.START:
             undo()
         return reply
 

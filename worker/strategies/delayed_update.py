@@ -26,8 +26,9 @@ from concurrent.futures import Future, wait
 
 from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
+from ...common.wire.records import Outcome, Reply
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Final, Goodbye, Outgoing, Reply, uploads_weights
+from ..conversation.messages import Final, Goodbye, Outgoing
 from ..conversation.pool import Helper, wait_for
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
@@ -53,7 +54,7 @@ class DelayedUpdate(Direct):
         # As if the contribution in flight had been applied; the exchange's own says what is known.
         self.progress: Progress = copy.copy(exchange.progress)
         # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
-        self._ends_a_line = {Reply.START} | ({Reply.REJECTED} if self.kind.worker_steps else set())
+        self._ends_a_line = {Outcome.START} | ({Outcome.REJECTED} if self.kind.worker_steps else set())
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._shadow = Shadow(model)
@@ -75,7 +76,7 @@ class DelayedUpdate(Direct):
         told = self.progress.local_steps
         if is_cut or told != taken:  # the loop has ended since, or it was told too late
             self.progress.local_steps, self.progress.is_cut_short = taken, True
-        base_version = self._turn(landed is not None and uploads_weights(landed))
+        base_version = self._turn(landed is not None and landed.has_new_weights)
         self._hand_over(base_version, outgoing)
         if self.progress.assume_counted(told):
             # The last one: whether the run is over for this worker only its reply says.
@@ -84,7 +85,7 @@ class DelayedUpdate(Direct):
 
     def _goes_on(self, landed: Reply) -> bool:
         """What was computed meanwhile is of use."""
-        return landed.outcome not in self._ends_a_line and not self._exchange.progress.is_done
+        return landed.result.outcome not in self._ends_a_line and not self._exchange.progress.is_done
 
     def _begin(self) -> None:
         """Go on from what the server said last, and nothing else."""
@@ -131,7 +132,7 @@ class DelayedUpdate(Direct):
         wait_for(self._flight)  # a signal may raise here: the flight stays pending then
         flight, self._flight = self._flight, None
         reply = flight.result()
-        if uploads_weights(reply):
+        if reply.has_new_weights:
             self._received_version = self._exchange.progress.version
         return reply
 

@@ -11,9 +11,9 @@ from torch import nn
 from ...common.errors import UsageError
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import Base, PayloadInfo, Position
+from ...common.wire.records import Base, Outcome, PayloadInfo, Position
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Reply
+from ..conversation.messages import Begun, Final, Goodbye, Outgoing
 from ..tensors.anchor import Anchor
 from ..tensors.fragments import Fragments
 from ..tensors.transfer import ModelTensors
@@ -186,7 +186,7 @@ class Direct:
             self._early.settle()
         reply = self._exchange.contribute(outgoing)
         if self._fragments is not None:
-            self._fragments.replied(reply.outcome not in (Reply.START, Reply.REJECTED))
+            self._fragments.replied(reply.result.outcome not in (Outcome.START, Outcome.REJECTED))
 
     def _described(self, outgoing: Outgoing) -> Outgoing:
         """With what is to be seen on the model's own tensors."""

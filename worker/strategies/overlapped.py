@@ -12,8 +12,9 @@ ones are measured. Buffers stay the worker's own until the run ends.
 from __future__ import annotations
 
 from ...common.kinds import ContributionKind
+from ...common.wire.records import Reply
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Outgoing, Reply, uploads_weights
+from ..conversation.messages import Outgoing
 from ..conversation.pool import wait_for
 from ..tensors.overlap import Overlap
 from ..tensors.transfer import ModelTensors
@@ -44,7 +45,7 @@ class Overlapped(DelayedUpdate):
         if landed is not None:
             return landed
         landed = super()._land()
-        if landed is not None and self._overlap is not None and self._goes_on(landed) and uploads_weights(landed):
+        if landed is not None and self._overlap is not None and self._goes_on(landed) and landed.has_new_weights:
             self._overlap.merge(self._shadow.tensors)
             self._held_version = self._received_version
         return landed

@@ -9,9 +9,10 @@ from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import as_bytes
+from ...common.wire.records import ReferenceInfo
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, copy_bytes
-from .reference import News, Reference
+from .reference import Reference
 
 # Takes the payload that was announced: `receive(write)` hands over each piece that comes, and returns after the last
 # one.
@@ -49,13 +50,13 @@ class Down:
         codec: str,
         receive: Receive,
         kept: Sequence[tuple[int, int]] = (),
-        news: News | None = None,
+        reference: ReferenceInfo | None = None,
     ) -> None:
         """The model has the weights when this returns, and the server may count on it. Whatever is raised, they did not
-        come, and may come again. Bytes `kept`, which `receive` finds, do not come: the model has them. `news` is an
-        reply that leads to a reference."""
-        if news is not None and self._reference is not None:
-            self._reference.take(num_bytes, codec, news, receive, self.transfer.write)
+        come, and may come again. Bytes `kept`, which `receive` finds, do not come: the model has them. With
+        `reference` the payload leads to one."""
+        if reference is not None and self._reference is not None:
+            self._reference.take(num_bytes, codec, reference, receive, self.transfer.write)
             num_bytes = num_bytes if codec in ("", "raw") else self._layout.exchange_bytes
         elif codec in ("", "raw"):
             self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,19 +11,10 @@ from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.codecs.shared.reference import check_sum, follow
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import Layout, as_bytes, new_payload
+from ...common.wire.records import ReferenceInfo
 from ..tensors.transfer import copy_bytes
 
 Write = Callable[[int, memoryview], None]
-
-
-class News(NamedTuple):
-    """A reply leads to reference `number`; that of number `checked` has this CRC-32."""
-
-    number: int
-    checked: int = 0
-    crc: int = 0
-    # Of each difference, tensors of the model that it has nothing of, by position in its specs; none: each is whole.
-    left_out: tuple[Sequence[int], ...] = ()
 
 
 class Reference:
@@ -45,7 +35,7 @@ class Reference:
         self,
         num_bytes: int,
         codec: str,
-        news: News,
+        info: ReferenceInfo,
         receive: Callable[[Write], None],
         write: Write,
     ) -> None:
@@ -59,9 +49,9 @@ class Reference:
             if codec != self._codec.name:
                 message = f"differences in codec '{codec}', asked for were '{self._codec.name}'"
                 raise refusal(Reason.BAD_REQUEST, message)
-            self._take_differences(num_bytes, news, self._payload, receive)
+            self._take_differences(num_bytes, info, self._payload, receive)
             write(0, as_bytes(self._payload))
-        self.number = news.number
+        self.number = info.number
 
     def _take_whole(
         self, num_bytes: int, payload: torch.Tensor, receive: Callable[[Write], None], write: Write
@@ -80,15 +70,15 @@ class Reference:
     def _take_differences(
         self,
         num_bytes: int,
-        news: News,
+        info: ReferenceInfo,
         payload: torch.Tensor,
         receive: Callable[[Write], None],
     ) -> None:
         held = self.number
-        if not 0 < held <= news.number:
-            message = f"differences up to reference {news.number}; this worker has reference {held}"
+        if not 0 < held <= info.number:
+            message = f"differences up to reference {info.number}; this worker has reference {held}"
             raise refusal(Reason.BAD_REQUEST, message)
-        codecs = self._codecs(news, news.number - held)
+        codecs = self._codecs(info, info.number - held)
         sizes = [payload_bytes(codec, self._layout) for codec in codecs]
         if num_bytes != sum(sizes) or num_bytes > max(*sizes, 0, self._layout.exchange_bytes):
             raise _of_other_bytes(num_bytes, sum(sizes))
@@ -100,22 +90,22 @@ class Reference:
 
         receive(keep)
         self.number = at = 0
-        for number, codec, size in zip(range(held + 1, news.number + 1), codecs, sizes, strict=True):
+        for number, codec, size in zip(range(held + 1, info.number + 1), codecs, sizes, strict=True):
             difference = encoded[at : at + size]
             follow(codec, self._layout, difference.clone() if at else difference, payload)  # which is aligned
             at += size
-            if number == news.checked:
-                self._check(number, payload, news.crc)
+            if number == info.checked:
+                self._check(number, payload, info.crc)
         self._encoded.give_back(encoded)
 
-    def _codecs(self, news: News, count: int) -> list[ByTensor]:
+    def _codecs(self, info: ReferenceInfo, count: int) -> list[ByTensor]:
         """Of each difference, for what it has. Refuses BAD_REQUEST what is not of so many, or of no such tensors."""
-        if not news.left_out:
+        if not info.left_out:
             return [self._codec] * count
-        if len(news.left_out) != count or self._names_at is None:
-            raise refusal(Reason.BAD_REQUEST, f"{count} differences, and what is not in {len(news.left_out)} of them")
+        if len(info.left_out) != count or self._names_at is None:
+            raise refusal(Reason.BAD_REQUEST, f"{count} differences, and what is not in {len(info.left_out)} of them")
         try:
-            return [only_rest(self._codec, self._names_at(positions)) for positions in news.left_out]
+            return [only_rest(self._codec, self._names_at(positions)) for positions in info.left_out]
         except IndexError:
             raise refusal(Reason.BAD_REQUEST, "differences without tensors that the model does not have") from None
 

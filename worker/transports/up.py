@@ -12,7 +12,7 @@ from ...common.reporting.log import get_logger
 from ...common.wire.direct import Placed
 from ...common.wire.frames import INLINE_BYTES, check_sum, divided, frame
 from ...common.wire.messages import contribution_message
-from ...common.wire.records import Contribution, PayloadInfo
+from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors
@@ -20,8 +20,6 @@ from .base import Messages, Transport
 from .encoding import Encoding
 
 log = get_logger()
-
-COUNTED = (pb.Reply.APPLIED, pb.Reply.REPEATED)
 
 
 class Up:
@@ -57,13 +55,13 @@ class Up:
         self.departed.clear()
         self.encoding.recall()
 
-    def replied(self, outcome: pb.Reply.Outcome) -> None:
+    def replied(self, outcome: Outcome) -> None:
         """What became of the contribution: the server's decoder does the same."""
         if outcome in COUNTED:
             self.encoding.commit()
-        elif outcome != pb.Reply.START:
+        elif outcome != Outcome.START:
             # The difference that steps have made is still where it was, up to the weights that come now.
-            is_work = self._kind.holds_differences and outcome == pb.Reply.DROPPED
+            is_work = self._kind.holds_differences and outcome == Outcome.DROPPED
             self.encoding.rollback(self.transfer.gather(self._kind, None)[0] if is_work else None)
         else:
             self.encoding.start()

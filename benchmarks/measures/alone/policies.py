@@ -51,8 +51,8 @@ class Alone:
             found = self.run.apply(event)
             spent.append(clock() - begun)
             for effect in found:
-                if isinstance(effect, effects.Reply):
-                    self.versions[effect.rank] = effect.version
+                if isinstance(effect, effects.SendReply):
+                    self.versions[effect.rank] = effect.reply.result.version
         return spent
 
     def joining(self, rank: int) -> list[events.Event]:

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from ....common.wire.records import RateInfo
 
 _Groups = tuple[dict[str, Any], ...]
-
-
-class RankRates(NamedTuple):
-    """Of one rank; one number for each group of its optimizer."""
-
-    first: tuple[float, ...]  # at the first training step of its first process
-    last: tuple[float, ...]  # of its newest contribution that counts
-    num_changes: int  # contributions that count whose rates differ from those of the one before
 
 
 class Rates:
     """Of all ranks."""
 
     def __init__(self) -> None:
-        self._of_rank: dict[int, RankRates] = {}
+        self._of_rank: dict[int, RateInfo] = {}
         self._told: dict[int, _Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
 
     def counted(self, rank: int, hyperparameters: _Groups | None, first: Sequence[float]) -> None:
@@ -34,10 +28,10 @@ class Rates:
             return
         self._told[rank] = hyperparameters
         last = tuple(rate_of(group) for group in hyperparameters)
-        known = self._of_rank.get(rank) or RankRates(tuple(first) or last, last, 0)
-        self._of_rank[rank] = RankRates(known.first, last, known.num_changes + (last != known.last))
+        known = self._of_rank.get(rank) or RateInfo(tuple(first) or last, last, 0)
+        self._of_rank[rank] = RateInfo(known.first, last, known.num_changes + (last != known.last))
 
-    def of(self, rank: int) -> RankRates | None:
+    def of(self, rank: int) -> RateInfo | None:
         return self._of_rank.get(rank)
 
     def saved(self) -> dict[str, list[Any]]:
@@ -50,7 +44,7 @@ class Rates:
         for rank, told in saved.items() if isinstance(saved, dict) else ():
             match told:
                 case [list(first), list(last), int(num_changes)] if rank.isdecimal() and _are_rates(first + last):
-                    self._of_rank[int(rank)] = RankRates(tuple(first), tuple(last), num_changes)
+                    self._of_rank[int(rank)] = RateInfo(tuple(first), tuple(last), num_changes)
 
 
 def rate_of(group: dict[str, Any]) -> float:

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal, NamedTuple
 
-
-class Outcome(Enum):
-    """What became of a contribution, with the sentence that a reply says; names are those of Reply.Outcome in the
-    proto."""
-
-    START = "start from these weights"
-    APPLIED = "applied"
-    REPEATED = "repeated: nothing folded"
-    DROPPED = "not of the open round: nothing folded"
-    REJECTED = "rejected: nothing folded"
+from ....common.wire.records import Outcome
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,6 @@ class Reply:
 
     rank: int
     outcome: Outcome
-    reason: str
 
 
 @dataclass(slots=True)

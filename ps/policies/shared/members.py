@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import islice
 from typing import Any, Literal
 
-from .decisions import Outcome
+from ....common.wire.records import Outcome
 
 _NUM_NAMED = 8  # ranks in a sentence
 

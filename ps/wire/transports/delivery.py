@@ -6,7 +6,6 @@ import hmac
 import secrets
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 from ....common.codecs.base import Codec
 from ....common.reporting.log import get_logger
@@ -18,8 +17,9 @@ from ....common.wire.frames import (
     message_frames,
     payload_frames,
 )
+from ....common.wire.messages import reply_message, write_weights
+from ....common.wire.records import ReferenceInfo, Reply, WeightsInfo
 from ....proto import parameter_server_pb2 as pb
-from ...core import effects
 from ...engine.engine import Engine
 from ...engine.peers import Done, Go, Item, Peer
 from ...tensors.replies.publication import Publication
@@ -30,49 +30,6 @@ from .grpc import Header, Transport
 log = get_logger()
 
 _KEY = secrets.token_bytes(32)  # of this process; never sent
-
-
-_OUTCOMES: dict[str, Any] = {name: pb.Reply.Outcome.Value(name) for name in pb.Reply.Outcome.keys()}  # noqa: SIM118
-
-
-def reply_message(
-    said: effects.Reply, version: int, num_bytes: int, segment: pb.Segment | None = None
-) -> pb.ServerMessage:
-    """One message, made anew each time: setting its fields takes a third of building it from them."""
-    message = pb.ServerMessage()
-    reply = message.reply
-    reply.outcome = _OUTCOMES[said.outcome]
-    reply.step = said.number
-    reply.version = version
-    reply.next_local_steps = said.next_local_steps
-    reply.payload_bytes = num_bytes
-    reply.staleness = said.staleness
-    reply.gate_wait_s = said.gate_wait_s
-    reply.reason = said.reason
-    reply.num_workers = said.num_workers
-    reply.worker_index = said.worker_index
-    reply.training_steps = said.training_steps
-    reply.steps = said.steps or 0
-    reply.evaluator = said.has_evaluator
-    reply.in_step = said.in_step
-    if said.num_batches is not None:
-        reply.batches = said.num_batches
-    if said.rates is not None:
-        reply.rates.MergeFrom(pb.Rates(**said.rates._asdict()))
-    if said.twin is not None:
-        reply.same_batches_as = said.twin
-    if segment is not None:
-        reply.segment.CopyFrom(segment)
-    if said.generation:
-        reply.bring, reply.upload_optimizer = said.brings, said.uploads_optimizer
-        reply.group.generation, reply.group.rendezvous, reply.group.held = (
-            said.generation,
-            said.rendezvous,
-            said.is_held,
-        )
-        reply.group.members.extend(said.group)
-        reply.group.secret = _secret_of(said.generation, said.group, said.rendezvous)
-    return message
 
 
 @lru_cache(maxsize=16)
@@ -97,42 +54,51 @@ class Delivery:
             return pb.ServerMessage(waiting=pb.Waiting(reason=item)).SerializeToString()
         if not isinstance(item, Go):
             return None
-        go, said, num_bytes = item, item.reply, self._engine.model.store.layout.exchange_bytes
-        if said.outcome == "START" or (said.has_weights and (go.payload is None or self._peer.encodes(said))):
+        effect, payload = item.effect, item.payload
+        if effect.is_start or (effect.has_weights and (payload is None or self._peer.encodes(effect))):
             return None
-        message = reply_message(said, said.version, num_bytes if said.has_weights else 0)
-        return frame(message, 0, [go.payload] if go.payload is not None else [])
+        message = self._message(effect.reply)
+        if payload is None:
+            return frame(message)
+        message.reply.weights.num_bytes = self._engine.model.store.layout.exchange_bytes
+        return frame(message, 0, [payload])
+
+    def _message(self, reply: Reply) -> pb.ServerMessage:
+        message = reply_message(reply)
+        if (group := reply.group) is not None and group.generation:
+            message.reply.group.secret = _secret_of(group.generation, group.members, group.rendezvous)
+        return message
 
     async def reply(self, go: Go) -> None:
-        said = go.reply
-        kept = self._engine.states.at(self._peer.rank, said.number) if said.outcome == "START" else None
+        effect, result = go.effect, go.effect.reply.result
+        kept = self._engine.states.at(self._peer.rank, result.seq) if effect.is_start else None
 
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
-            found = reply_message(said, version, num_bytes, segment)
+            found = self._message(effect.reply)
+            found.reply.result.version = version
+            write_weights(WeightsInfo(num_bytes, segment=segment), found.reply.weights)
             if kept is not None:
-                found.reply.began.CopyFrom(pb.Position(**kept.place))
+                found.reply.start.position.CopyFrom(pb.Position(**kept.place))
             return found
 
         if (raw := self.whole(go)) is not None:
             await self._stream.write(raw)
-        elif not said.has_weights:
-            await self._stream.say(header(said.version, 0, None))
-        elif said.outcome == "START":
+        elif effect.is_start:
             if kept is not None:
                 await self._tell_state(kept.payload)
             await self._start(header, go)
         elif go.news is not None:
             await self._send_news(header, go, go.news)
-        elif self._peer.reply_codec is not None and self._peer.encodes(said):
+        elif self._peer.reply_codec is not None and self._peer.encodes(effect):
             await self._send_encoded(self._peer.reply_codec, header, go)
         else:
-            await self._send(self.transport, header, said.version, go)
+            await self._send(self.transport, header, result.version, go)
         self._peer.traffic.received(*self._stream.take_sent())
 
     async def final(self, done: Done) -> None:
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
-            final = pb.Final(version=version, evaluate=done.evaluate, payload_bytes=num_bytes, segment=segment)
-            return pb.ServerMessage(final=final)
+            weights = pb.WeightsInfo(num_bytes=num_bytes, segment=segment)
+            return pb.ServerMessage(final=pb.Final(version=version, evaluate=done.evaluate, weights=weights))
 
         await self._send(self.transport, header, done.min_version)
 
@@ -147,7 +113,7 @@ class Delivery:
         if go.news is not None:
             await self._send_news(header, go, go.news, [frozen])
             return
-        await self._send(self._frames, header, go.reply.version, go, len(frozen))
+        await self._send(self._frames, header, go.effect.reply.result.version, go, len(frozen))
         for raw in payload_frames([frozen], offset=model.store.layout.exchange_bytes):
             await self._stream.write(raw)
 
@@ -164,7 +130,7 @@ class Delivery:
             )
             return
         publication = await self._publication(transport.as_frames, version, go)
-        is_next = go is not None and go.reply.outcome != "START" and peer.reply_codec is None
+        is_next = go is not None and not go.effect.is_start and peer.reply_codec is None
         transport.left_out = model.changes.kept(peer.base) if is_next and peer.base is not None else ()
         await transport.send(header, publication, num_bytes + more_bytes)
 
@@ -185,11 +151,10 @@ class Delivery:
         pieces = [*news.pieces, *more]
         num_bytes = sum(map(len, pieces))
         announced = header(news.version, num_bytes, None)
-        announced.reply.codec, announced.reply.reference = news.codec, news.number
-        for left_out in news.left_out:
-            announced.reply.left_out.add(tensors=self._engine.model.positions_of(left_out))
-        if news.checked is not None and news.checked.check is not None:
-            announced.reply.checked_reference, announced.reply.reference_crc = news.checked.number, news.checked.check
+        left_out = tuple(tuple(self._engine.model.positions_of(tensors)) for tensors in news.left_out)
+        checked, crc = (0, None) if news.checked is None else (news.checked.number, news.checked.check)
+        reference = ReferenceInfo(news.number, 0 if crc is None else checked, crc or 0, left_out)
+        write_weights(WeightsInfo(num_bytes, news.codec, reference=reference), announced.reply.weights)
         await self._write(announced, pieces)
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
@@ -198,10 +163,10 @@ class Delivery:
         memory = self._engine.folding.codec_memories.of(self._peer.rank)
         encode = partial(memory.encode, codec)
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
-            version, weights = go.reply.version, copy_of(memoryview(go.payload or model.small_payload()))
+            version, weights = go.effect.reply.result.version, copy_of(memoryview(go.payload or model.small_payload()))
             encoded = await tensors.run(partial(encode, weights))
         else:
-            publication = await self._publication(False, go.reply.version, go)
+            publication = await self._publication(False, go.effect.reply.result.version, go)
             try:
                 async for _ in publication.progress():
                     pass
@@ -210,6 +175,6 @@ class Delivery:
             finally:
                 model.publisher.release(publication, as_frames=False)
         announced = header(version, len(encoded), None)
-        announced.reply.codec = codec.name
+        announced.reply.weights.codec = codec.name
         await self._write(announced, [as_bytes(encoded)])
         memory.free_buffers.give_back(encoded)

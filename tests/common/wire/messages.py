@@ -11,7 +11,7 @@ from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.wire.frames import Frame, parse
 from paramserver.proto import parameter_server_pb2 as pb
 
-from ...records import contribution_proto
+from ...records import contribution_proto, reply_proto
 
 MESSAGES = [pb.WorkerMessage, pb.ServerMessage]
 
@@ -26,7 +26,7 @@ def refused_as_bad_request(call: Any) -> str:
 def header_of(message_class: Any) -> Any:
     if message_class is pb.WorkerMessage:
         return pb.WorkerMessage(contribution=contribution_proto(7, version=3, num_bytes=11, codec="raw"))
-    return pb.ServerMessage(reply=pb.Reply(outcome=pb.Reply.APPLIED, step=7, version=9, payload_bytes=11, reason="é"))
+    return pb.ServerMessage(reply=reply_proto(pb.Reply.APPLIED, seq=7, version=9, num_bytes=11, reason="é"))
 
 
 def assert_same_as_protobuf(parsed: Frame, message: Any) -> None:

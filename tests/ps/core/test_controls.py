@@ -52,7 +52,7 @@ def told(found: list[effects.Effect]) -> tuple[bool, str]:
 
 
 def replied(found: list[effects.Effect]) -> list[int]:
-    return [effect.rank for effect in found if isinstance(effect, effects.Reply)]
+    return [effect.rank for effect in found if isinstance(effect, effects.SendReply)]
 
 
 def commits(found: list[effects.Effect]) -> list[effects.Commit]:
@@ -192,7 +192,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
     contribute(run, 0)
     assert told(ask(run, "drain"))[0]
     found = contribute(run, 1)
-    assert [item.next_local_steps for item in found if isinstance(item, effects.Reply)] in ([0], [0, 0])
+    assert [item.reply.next_work.local_steps for item in found if isinstance(item, effects.SendReply)] in ([0], [0, 0])
     assert run.ended_by == "drained: somebody asked for it"
     assert told(ask(run, "pause", 0)) == (False, "the run is ending")
 
@@ -283,7 +283,7 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
             event = events.Controlled(what, *how)
         event.at = at
         for effect in run.apply(event):
-            if isinstance(effect, effects.Reply):
+            if isinstance(effect, effects.SendReply):
                 busy.add(effect.rank)
             elif isinstance(effect, effects.Commit):
                 committed += effect.contributions
@@ -323,7 +323,7 @@ class Commanded:
         self.at += 0.1
         event.at = self.at
         for effect in self.run.apply(event):
-            if isinstance(effect, effects.Reply):
+            if isinstance(effect, effects.SendReply):
                 self.busy.add(effect.rank)
             elif isinstance(effect, effects.TakeSnapshot):
                 self.apply(events.Stored(effect.attempt, effect.version))

@@ -40,7 +40,7 @@ def logged(found: list[effects.Effect], name: str) -> list[dict]:
 
 
 def replies(found: list[effects.Effect]) -> list[int]:
-    return [effect.next_local_steps for effect in found if isinstance(effect, effects.Reply)]
+    return [effect.reply.next_work.local_steps for effect in found if isinstance(effect, effects.SendReply)]
 
 
 def test_without_a_length_a_run_goes_on_until_all_have_finished() -> None:
@@ -140,7 +140,11 @@ def test_while_a_evaluator_is_there_workers_are_told() -> None:
     run = started(run_of())
 
     def evaluators(number: int) -> set[bool]:
-        return {effect.has_evaluator for effect in contribute(run, number) if isinstance(effect, effects.Reply)}
+        return {
+            effect.reply.next_work.has_evaluator
+            for effect in contribute(run, number)
+            if isinstance(effect, effects.SendReply)
+        }
 
     run.apply(events.HeartbeatBegan("evaluator", evaluates=True))
     assert evaluators(1) == {True}

@@ -137,7 +137,7 @@ def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution
             await server.settle()
         assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
         assert any(
-            "codec 'topk' cannot decode" in message.header.reason
+            "codec 'topk' cannot decode" in message.header.result.reason
             for message in worker.stream.received
             if message.kind == "reply"
         )

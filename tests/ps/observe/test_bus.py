@@ -10,11 +10,13 @@ import pytest
 
 from paramserver.common.reporting.history import History
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.ps.core.effects import Commit, Fact, Reply, RunEnded, Seated, StatusTaken, WorkerLeft
+from paramserver.ps.core.effects import Commit, Fact, RunEnded, Seated, SendReply, StatusTaken, WorkerLeft
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink
 from paramserver.ps.observe.sinks import StatusSink
 from paramserver.tests.cluster import Cluster
+
+from ...records import reply_of
 
 
 class Gathering(Sink):
@@ -147,7 +149,7 @@ def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
     bus = Bus([HistorySink(str(path))])
     bus.publish(1.25, Seated(5, 0, 1, False, 0))
     bus.publish(1.5, LEFT)
-    bus.publish(1.75, Reply(0, 1, "APPLIED", "applied", 7, 9, True, 1, 7))
+    bus.publish(1.75, SendReply(0, 1, reply_of(7, 9), True))
     bus.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"op": "join", "role": "server", "t": 1.25, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},

@@ -70,7 +70,7 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
                 worker.send_encoded(number, bytes(sizes[name]), **header)
                 await server.settle()
             assert worker.outcomes == ["START", "REJECTED", "APPLIED", "APPLIED"]
-            reasons = [message.header.reason for message in worker.stream.received if message.kind == "reply"]
+            reasons = [message.header.result.reason for message in worker.stream.received if message.kind == "reply"]
             assert "was not agreed on (worker.codec is q2: the server's SGD has momentum 0.9" in reasons[1]
             assert weight_of(server) == before  # zeros
             server.check_no_memory_is_kept()

@@ -41,7 +41,10 @@ class Trainer:
         came, self.num_seen = self.worker.stream.received[self.num_seen :], len(self.worker.stream.received)
         for received in came:
             if received.kind == "reply":
-                self.base, segment = received.header.version if received.header.payload_bytes else self.base, None
+                self.base, segment = (
+                    received.header.result.version if received.header.weights.num_bytes else self.base,
+                    None,
+                )
                 if received.header.HasField("segment"):
                     segment = open_segment(received.header.segment)
             start = received.offset

@@ -22,10 +22,11 @@ from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Layout, as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.frames import frame, message_frames
+from paramserver.common.wire.messages import read_weights
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
+from paramserver.common.wire.records import ReferenceInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.observe.metrics import MetricsSink
-from paramserver.worker.conversation.messages import read_news
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.transports.down import Down
@@ -118,7 +119,7 @@ class Follower(Worker):
 
     @property
     def version(self) -> int:
-        return self.header.version
+        return self.header.result.version
 
     @property
     def header(self) -> Any:
@@ -128,32 +129,32 @@ class Follower(Worker):
         """The newest reply: by `Down`, and by numpy."""
         at = max(index for index, item in enumerate(self.stream.received) if item.kind == "reply")
         reply, pieces = self.stream.received[at].header, self.stream.received[at:]
-        self.step = reply.step
-        if reply.outcome == pb.Reply.START:
+        result, weights = reply.result, read_weights(reply.weights)
+        self.step, codec, number = result.seq, weights.codec, reply.weights.reference.number
+        if result.outcome == pb.Reply.START:
             self.down.started()
 
         def receive(write: Callable[[int, memoryview], None]) -> None:
             for piece in pieces:
                 write(piece.offset, memoryview(bytes(piece.data)))
 
-        news = read_news(reply)
-        self.down.take(reply.payload_bytes, reply.codec, receive, news=news)
-        payload = bytearray(reply.payload_bytes)
+        self.down.take(weights.num_bytes, codec, receive, reference=weights.reference)
+        payload = bytearray(weights.num_bytes)
         for piece in pieces:
             payload[piece.offset : piece.offset + len(piece.data)] = piece.data
-        self.kinds_of_replies.append(f"{reply.codec or 'raw'}{reply.reference - self.number if reply.codec else ''}")
-        if not reply.reference:
+        self.kinds_of_replies.append(f"{codec or 'raw'}{number - self.number if codec else ''}")
+        if not number:
             return
-        if not reply.codec:
+        if not codec:
             self.mine = payload[: self.layout.exchange_bytes]
-        elif reply.reference > self.number:
-            count = reply.reference - self.number
+        elif number > self.number:
+            count = number - self.number
             size = len(payload) // count
             for piece in range(count):
                 follow(self.codec, self.layout, self.mine, bytes(payload[piece * size : (piece + 1) * size]))
-        self.number = reply.reference
-        if reply.checked_reference == reply.reference:
-            assert zlib.crc32(memoryview(self.mine)[: self.layout.parameter_bytes]) == reply.reference_crc
+        self.number = number
+        if reply.checked_reference == number:
+            assert zlib.crc32(memoryview(self.mine)[: self.layout.parameter_bytes]) == number_crc
 
     def check(self, server: Server) -> None:
         """All that have the newest number have the server's bits, in the copy and, but for local steps, the model."""
@@ -258,11 +259,11 @@ def _kinds_with_losses(seed: int) -> list[str]:
             worker.push(random_payload(SMALL, chance), wants_weights=order.random() < 0.5)
             await server.settle()
             fault, says = order.choice(["none", "lost", "long lost", "torn"]), None
-            if fault == "none" and worker.header.reference:
+            if fault == "none" and worker.header.weights.reference.number:
                 worker.take()
                 worker.check(server)
                 continue
-            worker.step = worker.header.step  # its reply was lost, or brought nothing
+            worker.step = worker.header.result.seq  # its reply was lost, or brought nothing
             if fault == "torn":
                 says = order.choice([0, 2**64 - 1])  # or what nobody has
                 worker.number = reference.number = 0
@@ -304,7 +305,7 @@ def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weigh
         first.push(random_payload(SMALL, chance), evaluates=True)
         await server.settle()
         first.take()
-        assert first.header.reference == 0 and first.kinds_of_replies[-1] == "raw"
+        assert first.header.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
         exact = dict(server.engine.model.store.tensors())
         assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())
         assert bytes(first.mine) == before
@@ -328,12 +329,11 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
         reference = down._reference
         assert reference is not None
         reference.number, reference._payload = held, new_payload(layout.exchange_bytes)
-        reply = pb.Reply(**{"reference": 4, "codec": "topk", **told})
-        news = read_news(reply)
-        down.take(len(data), reply.codec, lambda write: write(0, memoryview(data)), news=news)
+        codec, reference = told.pop("codec", "topk"), ReferenceInfo(**{"number": 4, **told})
+        down.take(len(data), codec, lambda write: write(0, memoryview(data)), reference=reference)
         return down.reference
 
-    assert take(nothing, {"checked_reference": 4, "reference_crc": crc}) == 4
+    assert take(nothing, {"checked": 4, "crc": crc}) == 4
     assert take(nothing + nothing, {}, 2) == 4
     assert take(b"", {"reference": 3}) == 3
     wrong: list[tuple[bytes, dict[str, Any], int, str]] = [
@@ -346,7 +346,7 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
         (b"\xff" * size, {}, 3, "codec 'topk' cannot decode"),
         (nothing, {"reference": 0}, 3, "no reference"),
         (bytes(7), {"codec": ""}, 3, "sends 7 bytes"),
-        (nothing, {"checked_reference": 4, "reference_crc": crc ^ 1}, 3, f"{crc:08x}, the server's"),
+        (nothing, {"checked": 4, "crc": crc ^ 1}, 3, f"{crc:08x}, the server's"),
     ]
     for data, told, held, text in wrong:
         with pytest.raises(ParamServerError, match=text) as error:
@@ -382,7 +382,7 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(6):
             worker.push(random_payload(SMALL, chance))
             await server.settle()
-            if worker.header.reference < 16:
+            if worker.header.weights.reference.number < 16:
                 worker.take()
         with pytest.raises(ParamServerError, match="weights of reference 16 are not the server's"):
             worker.take()

@@ -13,14 +13,14 @@ import pytest
 from paramserver.common.errors import Reason, refusal
 from paramserver.common.wire.direct import on_the_wire
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.core.effects import Reply
+from paramserver.ps.core.effects import SendReply
 from paramserver.ps.engine.peers import Go, Item, Peer
 from paramserver.ps.wire.direct import Connection
 from paramserver.ps.wire.small import SmallExchanges
 
-from ...records import contribution_proto
+from ...records import contribution_proto, reply_of
 
-GO = Go(Reply(0, 1, "APPLIED", "", 1, 1, True, 1, 1), b"weights")
+GO = Go(SendReply(0, 1, reply_of(1, 1), True), b"weights")
 
 
 def message(item: Item) -> bytes | None:

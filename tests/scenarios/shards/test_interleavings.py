@@ -31,7 +31,7 @@ class Client:
         self.num_processes = self.incarnation = self.stream = 0
         self.phase = "gone"  # joining, offering, waiting, bringing, computing, contributing, asking, done
         self.to_tell: list[int] = []  # shards that have not been told yet
-        self.heard: dict[int, effects.Reply] = {}
+        self.heard: dict[int, effects.SendReply] = {}
         self.looked_at = [0] * NUM_SHARDS
         self.number = self.counted = self.version = 0
         self.is_resumed = self.has_started = False
@@ -145,7 +145,7 @@ class Client:
                     self.refusals.append(error.reason)
                     self.shards.offer(events.Left(*self.seat, "closed", error.message))
                     self.die()
-            case effects.Reply(rank, incarnation) if (rank, incarnation) == self.seat:
+            case effects.SendReply(rank, incarnation) if (rank, incarnation) == self.seat:
                 if self.phase in ("gone", "joining"):
                     return  # it came to a stream that has ended
                 self.heard[shard] = effect
@@ -156,8 +156,8 @@ class Client:
         first, *others = self.heard.values()
         assert all(other == first for other in others), "the parts of one reply"
         self.heard, self.has_started = {}, True
-        self.number, self.version = first.number, first.version
-        self.phase = "computing" if first.next_local_steps else "done"
+        self.number, self.version = first.reply.result.seq, first.reply.result.version
+        self.phase = "computing" if first.reply.next_work.local_steps else "done"
 
 
 def check(shards: Shards) -> None:

@@ -33,12 +33,12 @@ import torch
 
 from ....common.kinds import ContributionKind
 from ....common.tensors.optimizers import OptimizerSpec
+from ....common.wire.records import COUNTED, Outcome, Reply
 from ...conversation.exchange import Exchange
-from ...conversation.messages import Final, Goodbye, Outgoing, Reply
+from ...conversation.messages import Final, Goodbye, Outgoing
 from ...conversation.pool import Helper, wait_for
 from ...session import Progress
 from ...tensors.transfer import ModelTensors
-from ...transports.up import COUNTED
 from ..all_reduce import AllReduceStrategy
 from ..group import Group
 from ..shadow import Shadow
@@ -163,9 +163,9 @@ class Delayed(AllReduceStrategy):
         assert flight.reply is not None
         self._await(flight.reply)
         reply = flight.reply.result()
-        if reply is None or reply.outcome == Reply.START:
+        if reply is None or reply.result.outcome == Outcome.START:
             self._end_flights()
-            if self._said.is_done and (reply is None or reply.outcome != Reply.START):
+            if self._said.is_done and (reply is None or reply.result.outcome != Outcome.START):
                 self.progress.become(self._said)
             else:
                 self._enter()
@@ -193,7 +193,7 @@ class Delayed(AllReduceStrategy):
         try:
             reply = self._until_taken(flight.held, flight.outgoing)
             flight.progress = copy.copy(self._said)
-            self._is_over = reply.outcome == Reply.START or flight.progress.is_done
+            self._is_over = reply.result.outcome == Outcome.START or flight.progress.is_done
             return reply
         except BaseException:
             self._is_over = True
@@ -234,12 +234,13 @@ class Delayed(AllReduceStrategy):
         def show() -> Outgoing:
             undo = self._ahead((flight.numbers, mean))
             self._shadow.snapshot(ContributionKind.WEIGHTS)
-            shown = outgoing._replace(optimizer=self._remembered()) if self._exchange.uploads_optimizer else outgoing
+            has_optimizer = self._exchange.group.uploads_optimizer
+            shown = outgoing._replace(optimizer=self._remembered()) if has_optimizer else outgoing
             undo()
             return shown
 
         reply = self._say(ContributionKind.WEIGHTS, self._there(show))
-        if reply.outcome in COUNTED:
+        if reply.result.outcome in COUNTED:
             self._step(mean)
         return reply
 

@@ -31,9 +31,9 @@ from ....common.reporting.log import get_logger
 from ....common.tensors.layout import Kind, Layout
 from ....common.tensors.optimizers import is_elementwise, plain_step
 from ....common.tensors.sharding import Part, Share, divide
+from ....common.wire.records import COUNTED, Outcome, Reply
 from ...conversation.exchange import Exchange
-from ...conversation.messages import Final, Outgoing, Reply
-from ...transports.up import COUNTED
+from ...conversation.messages import Final, Outgoing
 from ..all_reduce import AllReduceStrategy, nobody_has, remembers
 from ..group import Group
 from .rendezvous import Broken
@@ -183,15 +183,16 @@ class Zero(AllReduceStrategy):
         self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool = True
     ) -> Reply:
         reply = super()._until_taken(gradients, outgoing, is_right)
-        while not (self._is_whole or self._said.is_done or reply.outcome == Reply.START):
+        while not (self._is_whole or self._said.is_done or reply.result.outcome == Outcome.START):
             reply = self._report_broken()  # a death has broken off what was on its way: the next group has it
-            if reply.outcome != Reply.START:
+            if reply.result.outcome != Outcome.START:
                 self._may_meet()
         return reply
 
     def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
-        brings = self._exchange.brings or outgoing.contribution.training.evaluates
-        return *super()._metadata(outgoing), brings * (_UPLOADS + _UPLOADS_OPTIMIZER * self._exchange.uploads_optimizer)
+        group = self._exchange.group
+        uploads = group.uploads_weights or outgoing.contribution.training.evaluates
+        return *super()._metadata(outgoing), uploads * (_UPLOADS + _UPLOADS_OPTIMIZER * group.uploads_optimizer)
 
     def _is_brought(self, group: Group, outgoing: Outgoing) -> bool:
         """By the lowest; all take part in it."""
@@ -246,9 +247,9 @@ class Zero(AllReduceStrategy):
             log.warning("group_broken", rank=self._said.rank, reason=str(broken))
             return self._report_broken(outgoing)
         reply = self._say(ContributionKind.COMPLETION.received(has_payload=group.index == 0), outgoing)
-        if reply.outcome == Reply.REJECTED:
+        if reply.result.outcome == Outcome.REJECTED:
             raise self._diverged(None)
-        if reply.outcome not in COUNTED and reply.outcome != Reply.START:
+        if reply.result.outcome not in COUNTED and reply.result.outcome != Outcome.START:
             undo()
         return reply
 
