@@ -125,12 +125,14 @@ def test_a_whole_run_with_generated_code_alone(channel):
     start = [float(i) for i in range(700)]
     worker.send(initial_weights=pb.InitialWeights(payload_bytes=2800), offset=0, data=struct.pack("<700f", *start))
     reply = worker.receive("reply")
-    assert (reply.reply.result.outcome, reply.reply.result.version, reply.reply.next_work.local_steps) == (pb.Reply.START, 0, 1)
+    result, next_work = reply.reply.result, reply.reply.next_work
+    assert (result.outcome, result.version, next_work.local_steps) == (pb.Reply.START, 0, 1)
     assert worker.payload(reply, reply.reply.weights.num_bytes) == start
     for step in range(1, 5):
         worker.contribute(step, step - 1, [1.0] * 700)
         reply = worker.receive("reply")
-        assert (reply.reply.result.outcome, reply.reply.result.seq, reply.reply.result.version) == (pb.Reply.APPLIED, step, step)
+        result = reply.reply.result
+        assert (result.outcome, result.seq, result.version) == (pb.Reply.APPLIED, step, step)
         assert worker.payload(reply, 2800) == [value - step for value in start]
     assert reply.reply.next_work.local_steps == 0
     stub = pb_grpc.ParameterServerStub(channel)
@@ -142,7 +144,7 @@ def test_a_whole_run_with_generated_code_alone(channel):
     worker.send(finish=pb.Finish(can_evaluate=True))
     final = worker.receive("final")
     assert final.final.evaluate
-    worker.payload(final, final.final.payload_bytes)
+    worker.payload(final, final.final.weights.num_bytes)
     worker.send(leave=pb.Leave(final_metrics={"loss": 0.5}))
     worker.close()
     assert list(worker._replies) == []

@@ -28,6 +28,7 @@ from ..tensors.overlap import RULES, Merge
 # What the server says, as the proto has it.
 Welcome = pb.Welcome
 Final = pb.Final
+ReplyMessage = pb.Reply
 Held = pb.Held
 HeartbeatReply = pb.HeartbeatReply
 Waiting = pb.Waiting

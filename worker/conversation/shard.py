@@ -26,7 +26,6 @@ from ...common.wire.frames import Frame
 from ...common.wire.messages import read_reply, read_weights
 from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, WeightsInfo
 from ...common.wire.segments import SegmentError, this_host
-from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
 from ..tensors.transfer import ModelTensors
@@ -42,6 +41,7 @@ from .messages import (
     Held,
     KindOfRun,
     Outgoing,
+    ReplyMessage,
     SharedMemory,
     State,
     Waiting,
@@ -203,7 +203,7 @@ class Shard:
         return reply
 
     def _note(self, received: Frame) -> Reply:
-        reply = read_reply(received.of(pb.Reply))
+        reply = read_reply(received.of(ReplyMessage))
         self._on_reply(reply)
         outcome = reply.result.outcome
         self.up.replied(outcome)

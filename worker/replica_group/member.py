@@ -17,14 +17,13 @@ from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.messages import read_reply, reply_message
 from ...common.wire.records import Position, Reply
-from ...proto import parameter_server_pb2 as pb
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings
+from ..conversation.messages import Begun, Final, Goodbye, Outgoing, ReplyMessage, Settings
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .redistribution import Redistribution
 
-Said = TypeVar("Said", pb.Reply, Final)
+Said = TypeVar("Said", ReplyMessage, Final)
 
 
 class GroupMember:
@@ -83,7 +82,7 @@ class GroupMember:
         self._together(start, Final)
 
     def contribute(self, outgoing: Outgoing) -> Reply:
-        message = self._together(lambda own: reply_message(own.contribute(outgoing)).reply, pb.Reply)
+        message = self._together(lambda own: reply_message(own.contribute(outgoing)).reply, ReplyMessage)
         assert message is not None
         return read_reply(message)
 

@@ -153,8 +153,9 @@ class Follower(Worker):
             for piece in range(count):
                 follow(self.codec, self.layout, self.mine, bytes(payload[piece * size : (piece + 1) * size]))
         self.number = number
-        if reply.checked_reference == number:
-            assert zlib.crc32(memoryview(self.mine)[: self.layout.parameter_bytes]) == number_crc
+        if reply.weights.reference.checked == number:
+            crc = zlib.crc32(memoryview(self.mine)[: self.layout.parameter_bytes])
+            assert crc == reply.weights.reference.crc
 
     def check(self, server: Server) -> None:
         """All that have the newest number have the server's bits, in the copy and, but for local steps, the model."""
@@ -329,22 +330,23 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
         reference = down._reference
         assert reference is not None
         reference.number, reference._payload = held, new_payload(layout.exchange_bytes)
-        codec, reference = told.pop("codec", "topk"), ReferenceInfo(**{"number": 4, **told})
-        down.take(len(data), codec, lambda write: write(0, memoryview(data)), reference=reference)
+        name = told.pop("codec", "topk")
+        info = ReferenceInfo(**{"number": 4, **told}) if told.get("number", 4) else None
+        down.take(len(data), name, lambda write: write(0, memoryview(data)), reference=info)
         return down.reference
 
     assert take(nothing, {"checked": 4, "crc": crc}) == 4
     assert take(nothing + nothing, {}, 2) == 4
-    assert take(b"", {"reference": 3}) == 3
+    assert take(b"", {"number": 3}) == 3
     wrong: list[tuple[bytes, dict[str, Any], int, str]] = [
         (nothing[1:], {}, 3, f"sends {size - 1} bytes"),
         (nothing + nothing, {}, 3, f"sends {2 * size} bytes"),
-        (nothing * 200, {"reference": 203}, 3, f"sends {200 * size} bytes"),  # more than the whole
+        (nothing * 200, {"number": 203}, 3, f"sends {200 * size} bytes"),  # more than the whole
         (nothing, {}, 0, "this worker has reference 0"),
-        (nothing, {"reference": 2}, 3, "up to reference 2"),
+        (nothing, {"number": 2}, 3, "up to reference 2"),
         (nothing, {"codec": "q4"}, 3, "asked for were 'topk'"),
         (b"\xff" * size, {}, 3, "codec 'topk' cannot decode"),
-        (nothing, {"reference": 0}, 3, "no reference"),
+        (nothing, {"number": 0}, 3, "no reference"),
         (bytes(7), {"codec": ""}, 3, "sends 7 bytes"),
         (nothing, {"checked": 4, "crc": crc ^ 1}, 3, f"{crc:08x}, the server's"),
     ]
@@ -368,7 +370,8 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(9):
             worker.push(random_payload(SMALL, chance))
             await server.settle()
-            checked += [worker.header.checked_reference] * bool(worker.header.checked_reference)
+            number = worker.header.weights.reference.checked
+            checked += [number] * bool(number)
             worker.take()
         assert checked == [8]
         sink = MetricsSink("127.0.0.1:0")

@@ -120,7 +120,7 @@ def test_what_is_none_is_read_by_the_conversation() -> None:
 
 def test_a_reply_that_cannot_be_said_at_once_is_the_conversations() -> None:
     async def play() -> None:
-        for item in (GO, Go(GO.reply)):  # the connection is full; weights that are no small message
+        for item in (GO, Go(GO.effect)):  # the connection is full; weights that are no small message
             stage = Stage()
             stage.contribute()
             await until(lambda stage=stage: stage.num_taken)
