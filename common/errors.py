@@ -48,6 +48,13 @@ class UnknownNameError(UsageError, ValueError):
     """No such mode, codec, task or the like. A field's validator may raise it: it is a ValueError too."""
 
 
+def raise_first(*problems: tuple[object, str, str]) -> None:
+    """Raise UsageError for the first problem (condition, message, fix) whose condition is true."""
+    for is_one, message, fix in problems:
+        if is_one:
+            raise UsageError(message, fix=fix)
+
+
 class BindError(ParamServerError):
     exit_code = 10
 

@@ -1,9 +1,8 @@
-"""`ps-launch --estimate`: what a run would take and cost, from a few steps of it.
+"""`ps-launch --estimate`: estimates the time and cost of a run from a few of its steps.
 
-Steps are real ones, of the same processes on the same machines: one short run of each mode, which ends when its pace
-is steady, or after 20 s. A step takes what the
-slowest takes once all have taken their first; of the bytes those that travel once are left out. A run that is as short
-itself is taken whole. Nothing of it is kept, and nothing is evaluated but the end.
+The steps are real, with the same processes on the same machines: one short run of each mode, which ends when its pace
+is steady, or after 20 s. The time of a step counts from the moment at which all workers have taken their first. The
+estimate of traffic leaves out bytes that travel once. Nothing of the short runs is saved.
 """
 
 from __future__ import annotations
@@ -25,122 +24,108 @@ from ..common.reporting.report import duration, report_console, share, size
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary, price
 from . import run
-from .backends.base import Site
 from .plan.runs import Plan, Request
 
-_STEPS = 60  # or six rounds, where a contribution has several
+_STEPS = 60  # or six rounds, where a contribution has several steps
 _ROUNDS = 6
-_WITHIN, _MOST_S = 0.05, 20.0
+_TOLERANCE, _MAX_S = 0.05, 20.0
 _COLUMNS = ("mode", "time per step", "whole run", "time spent waiting", "traffic", "cost", "cost of waiting")
+_QUIET = {**dict.fromkeys(("save", "curve", "summary", "history", "report"), None), "store": False}  # of output
 
 
-def estimated(config: str | None, flags: Flags, sets: list[str], script_args: tuple[str, ...]) -> int:
-    """Print it; the exit code. UsageError for a run whose length is not known."""
-    modes, wanted = run.resolve(config, flags, sets)
-    steps = wanted.config.run.task_steps
-    if steps is None or wanted.config.launch.script is not None:
+def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tuple[str, ...]) -> int:
+    """Print the estimate; returns the exit code. Raises UsageError for a run of unknown length."""
+    modes, resolved = run.resolve(config, flags, sets)
+    steps = resolved.config.run.task_steps
+    if steps is None or resolved.config.launch.script is not None:
         raise UsageError("a script, or a number of epochs, does not say how many steps it has", fix="--steps N")
-    quiet: dict[str, Any] = {
-        **flags, "output.save": None, "output.curve": None, "output.summary": None, "output.history": None,
-        "output.report": None, "checkpoint.dir": None, "run.eval_every": None, "output.store": False,
-    }  # fmt: skip
-    plans, few = [], {}
+    quiet = {f"output.{key}": value for key, value in _QUIET.items()}
+    short: dict[str, Any] = {**flags, **quiet, "checkpoint.dir": None, "run.eval_every": None}
+    plans, num_steps = [], {}
     for mode in modes:
-        few[mode] = min(max(_STEPS, _ROUNDS * _local_steps(wanted.config, mode)), steps)
-        its, its_sets = of_mode(mode, quiet, sets) if mode != run.SINGLE else (quiet, sets)
-        plan, site = _planned({**its, "run.mode": mode, "run.steps": few[mode]}, config, its_sets, script_args)
+        num_steps[mode] = min(max(_STEPS, _ROUNDS * _local_steps(resolved.config, mode)), steps)
+        of_this, its_sets = of_mode(mode, short, sets) if mode != run.SINGLE else (short, sets)
+        of_this = {**of_this, "run.mode": mode, "run.steps": num_steps[mode]}
+        only, of_mode_alone = run.resolve(config, of_this, its_sets)
+        (plan, *_), site = run.plan(of_mode_alone, Request(modes=only, config_path=config, script_args=script_args))
         plans.append(plan)
     outcomes = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
+    summaries = [
+        (plan, outcome.summary, taken) for plan, outcome in zip(plans, outcomes, strict=False)
+        if outcome.summary is not None and (taken := _taken(outcome.summary, num_steps[plan.mode]))
+    ]  # fmt: skip
+    if summaries:
+        _show(summaries, steps, resolved.config.cost.currency)
     code = outcomes[-1].finish.exit_code
-    taken = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False)
-             if outcome.summary is not None and _taken(outcome.summary, few[plan.mode])]  # fmt: skip
-    if taken:
-        _show(taken, few, steps, wanted.config.cost.currency)
     if code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM):
-        print(f"{LAUNCHER}: ended: {len(taken)} of {len(modes)} modes were estimated", file=sys.stderr)
+        print(f"{LAUNCHER}: ended: {len(summaries)} of {len(modes)} modes were estimated", file=sys.stderr)
     return code
 
 
 class Enough:
-    """Whether a short run has shown what a step takes: its pace is the same in three statuses in a row, or its time is
-    over; after `least` steps at any rate."""
+    """Decides when a short run may end: its pace is the same in three statuses in a row, or its time is over.
+
+    It takes `least` steps in any case.
+    """
 
     def __init__(self, least: int) -> None:
         self._least = least
-        self._at: list[tuple[float, int]] = []
+        self._progress: list[tuple[float, int]] = []
 
     def __call__(self, status: Status) -> bool:
         if status.step < self._least:
             return False
-        self._at.append((status.elapsed_s, status.step))
+        self._progress.append((status.elapsed_s, status.step))
         paces = [
-            (step - before) / (now - then) for (then, before), (now, step) in pairwise(self._at[-4:]) if now > then
-        ]
-        agree = len(paces) == 3 and max(paces) - min(paces) <= _WITHIN * sorted(paces)[1]
-        return agree or status.elapsed_s >= _MOST_S
+            (step - before) / (now - then)
+            for (then, before), (now, step) in pairwise(self._progress[-4:])
+            if now > then
+        ]  # fmt: skip
+        is_steady = len(paces) == 3 and max(paces) - min(paces) <= _TOLERANCE * sorted(paces)[1]
+        return is_steady or status.elapsed_s >= _MAX_S
 
 
 def _local_steps(config: Config, mode: str) -> int:
     return getattr(config.policy.options(mode), "local_steps", 1) if mode != run.SINGLE else 1
 
 
-def _taken(summary: Summary, few: int) -> int:
-    """Training steps of each worker; `few` were wanted."""
-    if not summary.workers:
-        return few
-    return min(few, sum(worker.training_steps for worker in summary.workers) // len(summary.workers))
+def _taken(summary: Summary, wanted: int) -> int:
+    """Returns the training steps that each worker has taken; `wanted` is the most."""
+    workers = summary.workers
+    return min(wanted, sum(worker.training_steps for worker in workers) // len(workers)) if workers else wanted
 
 
-def _planned(
-    flags: dict[str, Any], config: str | None, sets: list[str], script_args: tuple[str, ...]
-) -> tuple[Plan, Site]:
-    """The short run of one mode."""
-    modes, resolved = run.resolve(config, flags, sets)
-    plans, site = run.plan(resolved, Request(modes=modes, config_path=config, script_args=script_args))
-    return plans[0], site
-
-
-def _show(taken: list[tuple[Plan, Summary]], few: dict[str, int], steps: int, currency: str) -> None:
+def _show(summaries: list[tuple[Plan, Summary, int]], steps: int, currency: str) -> None:
     console = report_console()
-    table = Table(*_COLUMNS, box=None, pad_edge=False)
-    for plan, summary in taken:
-        table.add_row(mode_label(plan.mode), *_cells(summary, plan.rate, currency, few[plan.mode], steps))
-    by = ", ".join(f"{_taken(item, few[plan.mode]):,} ({mode_label(plan.mode)})" for plan, item in taken)
-    console.print(f"{steps:,} steps of each worker, by those that were taken just now: {by}")
+    table, whole_s = Table(*_COLUMNS, box=None, pad_edge=False), {}
+    for plan, summary, taken in summaries:
+        step_s = summary.step_s or summary.wall_s / taken
+        whole_s[mode_label(plan.mode)] = step_s * steps
+        num_bytes = summary.num_bytes if taken == steps else (summary.num_bytes - _bytes_once(summary)) / taken * steps
+        costs = ["-", "-"]
+        if plan.rate is not None:
+            cost = step_s * steps / 3600 * plan.rate
+            costs = [f"{price(part * cost)} {currency}" for part in (1.0, summary.wait_share)]
+        times = f"{1000 * step_s:,.1f} ms", duration(step_s * steps), share(summary.wait_share)
+        table.add_row(mode_label(plan.mode), *times, size(int(num_bytes)), *costs)
+    counts = ", ".join(f"{taken:,} ({mode_label(plan.mode)})" for plan, _, taken in summaries)
+    console.print(f"{steps:,} steps of each worker, estimated from these: {counts}")
     console.print(table)
-    if any(plan.rate is None for plan, _ in taken):
+    if any(plan.rate is None for plan, _, _ in summaries):
         console.print("cost.per_hour says what an hour of a machine costs (--set cost.per_hour=0.40)", style="dim")
-    whole_s = {mode_label(plan.mode): _step_s(item, _taken(item, few[plan.mode])) * steps for plan, item in taken}
     console.print(_sentence(whole_s, steps), highlight=False)
 
 
 def _sentence(whole_s: dict[str, float], steps: int) -> str:
-    """What follows, for people. `whole_s`: seconds of the whole run, by mode."""
-    (first, first_s), *others = sorted(whole_s.items(), key=lambda value: value[1])
+    """Returns the conclusion. `whole_s`: seconds of the whole run, by mode."""
+    (first, first_s), *others = sorted(whole_s.items(), key=lambda item: item[1])
     message = f"{steps:,} steps take about {duration(first_s)} in {first}, plus the time to start"
-    if not others or not first_s:
-        return f"{message}."
-    slower = ", ".join(f"{mode} takes {seconds / first_s:.1f} times as long" for mode, seconds in others)
-    return f"{message}; {slower}."
+    slower = ", ".join(f"{mode} takes {seconds / first_s:.1f} times as long" for mode, seconds in others if first_s)
+    return f"{message}; {slower}." if slower else f"{message}."
 
 
-def _step_s(summary: Summary, few: int) -> float:
-    return summary.step_s or summary.wall_s / few
-
-
-def _cells(summary: Summary, rate: float | None, currency: str, few: int, steps: int) -> list[str]:
-    """What the short run comes to over all steps. `rate`: what an hour costs."""
-    few = _taken(summary, few)
-    step_s = _step_s(summary, few)
-    num_bytes = summary.num_bytes if few == steps else (summary.num_bytes - _once(summary)) / few * steps
-    all_s = step_s * steps
-    costs = [all_s / 3600 * rate * part for part in (1.0, summary.wait_share)] if rate is not None else []
-    told = [f"{price(cost)} {currency}" for cost in costs] or ["-", "-"]
-    return [f"{1000 * step_s:,.1f} ms", duration(all_s), share(summary.wait_share), size(int(num_bytes)), *told]
-
-
-def _once(summary: Summary) -> float:
-    """Bytes that do not come with steps: the initial weights go up from one worker and down to each."""
+def _bytes_once(summary: Summary) -> float:
+    """Returns the bytes of the initial weights: up from one worker, and down to each."""
     workers = summary.workers
     sent = [worker.bytes_sent for worker in workers]
     if len(workers) > 1 and len({worker.contributions for worker in workers}) == 1 and max(sent) < 2 * min(sent):

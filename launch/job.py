@@ -1,7 +1,6 @@
 """Runs a plan: the backend starts processes, the supervisor decides, the screen shows.
 
-Everything happens on one event loop in callbacks that do not wait; `run` only waits for the
-supervisor's Finish.
+Everything happens in callbacks on one event loop, and none of them blocks. `Job.run` waits for the supervisor's Finish.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `summary` is None when it ended without reporting one."""
+    """How a run ended. `summary` is None where it reported none."""
 
     finish: Finish
     summary: Summary | None = None
@@ -49,25 +48,24 @@ class Job:
     """One run of one plan."""
 
     def __init__(
-        self, plan: Plan, make_backend: Callable[..., Backend], site: Site, page: str = "",
+        self, plan: Plan, make_backend: Callable[..., Backend], site: Site, dashboard: str = "",
         series: Series | None = None, is_enough: Callable[[Status], bool] | None = None,
     ) -> None:  # fmt: skip
-        """`page`: where the run before it was shown, whose readers look for this one there. `series`: which of several
-        runs it is. `is_enough`: whether it may end now."""
-        self._is_enough = is_enough
-        self._series = series or Series()
+        """`dashboard`: the address where the run before it had its dashboard, which browsers have open.
+
+        `series`: the position among several runs. `is_enough`: whether the run may end at this status.
+        """
         log = plan.config.log
-        # Children tell programs of a worker's normal life at level debug; people are not told.
+        # Children log each worker's normal life for programs. At this level people do not see it.
         self._shown_level = "debug" if (log.format, log.level) == ("json", "info") else log.level
-        self._plan = plan
-        self._make_backend = make_backend
-        self._site = site
-        self._addresses: dict[Child, str] = {}  # where servers listen, in their own words
-        self._reached: dict[Child, str] = {}  # and where others reach them
+        self._plan, self._make_backend, self._site = plan, make_backend, site
+        self._series, self._is_enough = series or Series(), is_enough
+        self._addresses: dict[Child, str] = {}  # where servers listen
+        self._reached: dict[Child, str] = {}  # where others reach them
         self._checking: asyncio.Future[None] | None = None
-        self._has_snapshot: set[Child] = set()  # servers that took one in this run, not in an earlier one
+        self._has_snapshot: set[Child] = set()  # servers that took one in this run
         self.interrupted_by = 0  # the last signal
-        self.page = page  # where the coordinator shows the run
+        self.dashboard = dashboard
         self._summary: Summary | None = None
         self._trained: list[Point] = []
         self._blame = Blame()
@@ -88,7 +86,7 @@ class Job:
         self._finished: asyncio.Future[Finish]
 
     async def run(self) -> Outcome:
-        """Start everything, return when nothing of it is left."""
+        """Start everything, and return when nothing of it is left."""
         self._loop = asyncio.get_running_loop()
         self._finished = self._loop.create_future()
         self._loop.set_exception_handler(self._on_bug)
@@ -96,11 +94,11 @@ class Job:
         try:
             self._screen.note("starting", self._series.before(self._plan.headline()))
             if self._plan.config.launch.web and self._plan.server is None:
-                self._screen.note("no_page", f"{self._plan.mode} has no server, and so no page")
+                self._screen.note("no_dashboard", f"{self._plan.mode} has no server, and so no dashboard")
             self._backend = self._make_backend(self._on_line, self._on_exit, self._site)
             try:
                 if await self._is_prepared():
-                    self._carry_out(self._supervisor.begin(self._loop.time()))
+                    self._carry_out(self._supervisor.begin(self._now))
                     self._tick()
                 finish = await self._finished
             finally:
@@ -110,24 +108,25 @@ class Job:
             if finish.culprit is not None:
                 self._screen.failure(finish)
             elif finish.exit_code:
-                again = (
-                    f"; to go on: {shlex.join((LAUNCHER, *sys.argv[1:]))}"
-                    if self._plan.checkpoint_dir is not None
-                    else ""
-                )
+                command = shlex.join((LAUNCHER, *sys.argv[1:]))
+                again = f"; to continue: {command}" if self._plan.checkpoint_dir is not None else ""
                 self._screen.note("ended", f"{finish.reason}; every process has ended{again}", "warning")
         finally:
             self._screen.close()
         return Outcome(finish, self._summary)
 
     def interrupt(self, number: int) -> None:
-        """A signal, or the loss of the output, asks the job to end."""
+        """End the job because of a signal, or because nobody reads the output."""
         self.interrupted_by = number
         if not self._finished.done():
-            self._carry_out(self._supervisor.interrupt(number, self._loop.time()))
+            self._carry_out(self._supervisor.interrupt(number, self._now))
+
+    @property
+    def _now(self) -> float:
+        return self._loop.time()
 
     async def _is_prepared(self) -> bool:
-        """Whether everything may start; False when someone interrupted. Raises what the backend found."""
+        """Returns whether everything may start; False after an interrupt. Raises the backend's errors."""
         preparing = asyncio.ensure_future(self._backend.prepare(self._plan.processes()))
         both: set[asyncio.Future[Any]] = {preparing, self._finished}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -137,14 +136,14 @@ class Job:
         return not self._finished.done()
 
     def _tick(self) -> None:
-        self._screen.tick(self._loop.time())
+        self._screen.tick(self._now)
         self._decide()
         if not self._finished.done():
             self._loop.call_later(_TICK_S, self._tick)
 
     def _decide(self) -> None:
         if not self._finished.done():
-            self._carry_out(self._supervisor.tick(self._loop.time()))
+            self._carry_out(self._supervisor.tick(self._now))
 
     def _on_line(self, child: Child, line: str) -> None:
         event = parse_event(line)
@@ -160,55 +159,58 @@ class Job:
             self._on_server_event(child, event)
 
     def _understood(self, line: str, event: Event) -> bool:
-        """Take the metrics out of a status or summary event; False for everything else."""
+        """Use a status or summary event; returns False for any other."""
         if (status := event.status) is not None:
             add_trained(self._trained, status)
-            self._screen.status(line, status, self._loop.time())
+            self._screen.status(line, status, self._now)
             if self._is_enough is not None and self._is_enough(status):
                 self._is_enough = None
-                self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._loop.time()))
+                self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._now))
             return True
-        if event.name == "summary":
-            with suppress(ValidationError):
-                told = {**event.fields, "mode": self._plan.mode, "trained": self._trained}
-                self._summary = Summary.model_validate(told)
-                return True
+        if event.name != "summary":
+            return False
+        with suppress(ValidationError):
+            fields = {**event.fields, "mode": self._plan.mode, "trained": self._trained}
+            self._summary = Summary.model_validate(fields)
+            return True
         return False
 
     def _on_server_event(self, child: Child, event: Event) -> None:
-        if event.name == "snapshot":
-            self._has_snapshot.add(child)
-        elif event.name == "admitted":
-            self._supervisor.admitted(Child("worker", event.fields.get("rank", 0)))
-        elif event.name == "evicted":
-            self._supervisor.evicted(Child("worker", event.fields.get("rank", 0)))
-        elif event.name == "page":
-            self.page = str(event.fields.get("address", ""))
-            if token := os.environ.get(WEB_TOKEN_VARIABLE):
-                self._screen.secret(f"the page: {event.fields.get('url')}?token={token}")
-        elif event.name == "already_done":
-            done = "the run is already done, all {steps} steps: weights in {weights}; {more}".format_map(event.fields)
-            self._carry_out(self._supervisor.already_done(done, self._loop.time()))
-        elif event.name == "run_failed":
-            culprit, code = Child("worker", event.fields.get("rank", 0)), event.fields.get("exit_code", EXIT_BUG)
-            reason = str(event.fields.get("reason", ""))
-            self._carry_out(self._supervisor.run_failed(culprit, code, reason, self._loop.time()))
-        elif event.name == "listening":
-            self._addresses[child] = str(event.fields.get("address", ""))
-            self._reached[child] = self._backend.reach(child, self._addresses[child])
-            self._carry_out(self._supervisor.listening(child, self._loop.time()))
-            if self._supervisor.all_listen and self._checking is None:
-                self._checking = watched(self._let_workers_start())
+        fields, supervisor = event.fields, self._supervisor
+        worker = Child("worker", fields.get("rank", 0))
+        match event.name:
+            case "snapshot":
+                self._has_snapshot.add(child)
+            case "admitted":
+                supervisor.admitted(worker)
+            case "evicted":
+                supervisor.evicted(worker)
+            case "page":
+                self.dashboard = str(fields.get("address", ""))
+                if token := os.environ.get(WEB_TOKEN_VARIABLE):
+                    self._screen.secret(f"the dashboard: {fields.get('url')}?token={token}")
+            case "already_done":
+                reason = "the run is already done, all {steps} steps: weights in {weights}; {more}".format_map(fields)
+                self._carry_out(supervisor.already_done(reason, self._now))
+            case "run_failed":
+                code, reason = fields.get("exit_code", EXIT_BUG), str(fields.get("reason", ""))
+                self._carry_out(supervisor.run_failed(worker, code, reason, self._now))
+            case "listening":
+                self._addresses[child] = str(fields.get("address", ""))
+                self._reached[child] = self._backend.reach(child, self._addresses[child])
+                self._carry_out(supervisor.listening(child, self._now))
+                if supervisor.all_listen and self._checking is None:
+                    self._checking = watched(self._let_workers_start())
 
     async def _let_workers_start(self) -> None:
         try:
             await self._backend.check_reach(self._reached, self._plan.workers(self._reached[SERVER]))
         except ParamServerError as error:
             self._screen.note("unreachable", error.message, "error")
-            reason = f"{error.message.splitlines()[0]}; {error.fix}" if error.fix else error.message.splitlines()[0]
-            self._carry_out(self._supervisor.abort(error.exit_code, reason, self._loop.time()))
+            reason = "; ".join(filter(None, [error.message.splitlines()[0], error.fix]))
+            self._carry_out(self._supervisor.abort(error.exit_code, reason, self._now))
         else:
-            self._carry_out(self._supervisor.may_train(self._loop.time()))
+            self._carry_out(self._supervisor.may_train(self._now))
 
     def _on_exit(self, child: Child, code: int) -> None:
         for shown in self._blame.rest(child):
@@ -216,14 +218,14 @@ class Job:
         if child == self._plan.reporter:
             self._screen.is_down(child)
         raised = self._blame.last.get(child) if code == EXIT_BUG else None
-        self._carry_out(self._supervisor.exited(child, code, self._loop.time(), raised))
+        self._carry_out(self._supervisor.exited(child, code, self._now, raised))
 
     def _on_output_lost(self) -> None:
-        # Later, since this is found out in the middle of something else.
+        # Later, because a callback finds this out in the middle of its work.
         self._loop.call_soon(self.interrupt, signal.SIGPIPE)
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback raised: end the job with it instead of waiting for ever."""
+        """End the job with the exception of a callback, instead of waiting for ever."""
         if not self._finished.done():
             self._finished.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
@@ -241,7 +243,7 @@ class Job:
                 case Finish():
                     self._finished.set_result(decision)
         deadline = self._supervisor.deadline
-        if deadline is not None and deadline < self._loop.time() + _TICK_S:
+        if deadline is not None and deadline < self._now + _TICK_S:
             self._loop.call_at(deadline, self._decide)
 
     def _spec(self, child: Child) -> ProcessSpec:
@@ -249,10 +251,10 @@ class Job:
         if child in self._addresses:
             has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
             spec = self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)
-        return self._plan.with_page(spec, self.page) if child == SERVER and self.page else spec
+        return self._plan.with_dashboard(spec, self.dashboard) if child == SERVER and self.dashboard else spec
 
     def _say_why(self, decisions: list[Decision]) -> None:
-        """A note for each failure that is mended, and one for all processes that end for the same reason."""
+        """Show a note for each restart, and one for all processes that end for the same reason."""
         for decision in decisions:
             if isinstance(decision, Restart):
                 child, attempt = decision.child, decision.attempt
@@ -260,7 +262,7 @@ class Job:
                     "restarting", decision.reason, "warning", role=child.role, rank=child.rank,
                     in_s=attempt.in_s, restart=attempt.number, of=decision.max_restarts,
                 )  # fmt: skip
-        for kind, event, what in ((Terminate, "draining", "told to end"), (Kill, "killing", "killed")):
+        for kind, event, what in ((Terminate, "draining", "asked to end"), (Kill, "killing", "killed")):
             chosen = [decision for decision in decisions if isinstance(decision, kind)]
             if chosen:
                 who = ", ".join(str(decision.child) for decision in chosen[:4])
@@ -272,29 +274,31 @@ async def run_all(
     plans: list[Plan], make_backend: Callable[..., Backend], site: Site,
     is_enough: Callable[[Plan], Callable[[Status], bool]] | None = None,
 ) -> list[Outcome]:  # fmt: skip
-    """Run the plans one after another; the first that does not end with 0 is the last. What `is_enough` makes for a
-    plan says of each status whether the run may end."""
+    """Run the plans one after another, up to the first that does not end with 0.
+
+    `is_enough(plan)` returns a function of the status that says whether the run may end.
+    """
     loop = asyncio.get_running_loop()
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signals.append(signal.SIGHUP)
     outcomes: list[Outcome] = []
-    page = ""
     took_s: list[float] = []
-    for place, plan in enumerate(plans, 1):
-        job = Job(
-            plan, make_backend, site, page, Series(place, len(plans), tuple(took_s)), is_enough and is_enough(plan)
-        )
+    dashboard = ""
+    for number, plan in enumerate(plans, 1):
+        series = Series(number, len(plans), tuple(took_s))
+        job = Job(plan, make_backend, site, dashboard, series, is_enough and is_enough(plan))
         began = loop.time()
         running = asyncio.ensure_future(job.run())
-        for number in signals:
-            loop.add_signal_handler(number, job.interrupt, number)
-        outcomes.append(await running)
+        for name in signals:
+            loop.add_signal_handler(name, job.interrupt, name)
+        outcome = await running
         took_s.append(loop.time() - began)
-        page = job.page
-        if job.interrupted_by and not outcomes[-1].finish.exit_code and place < len(plans):
-            finish = Finish(128 + job.interrupted_by, "interrupted while a run ended")  # those to come do not start
-            outcomes[-1] = replace(outcomes[-1], finish=finish)
-        if outcomes[-1].finish.exit_code:
+        dashboard = job.dashboard
+        if job.interrupted_by and not outcome.finish.exit_code and number < len(plans):
+            finish = Finish(128 + job.interrupted_by, "interrupted while a run ended")  # later runs do not start
+            outcome = replace(outcome, finish=finish)
+        outcomes.append(outcome)
+        if outcome.finish.exit_code:
             break
     return outcomes

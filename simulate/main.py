@@ -1,4 +1,4 @@
-"""ps-sim: what a run would take on other machines and links, without them."""
+"""The command line of ps-sim."""
 
 from __future__ import annotations
 
@@ -7,100 +7,100 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..common.config.cli import SetOption, make_app, run_app
-from ..common.errors import EXIT_INTERRUPTED, UsageError
+from ..common.errors import EXIT_INTERRUPTED, UsageError, raise_first
 from ..common.user_code import is_in_file
+
+if TYPE_CHECKING:
+    from ..common.config.schema import Config
+    from ..drills.history_lines import Line
+    from .machines.world import World
+    from .plan import Flags
+    from .run.simulation import Simulation
+
+    Runs = list[tuple[Config, World]]
 
 PROGRAM = "ps-sim"
 _EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
-_HELP = """Simulate a run: the real rules of its mode, and workers, links and a server that you describe.
-
-Examples
-
-  ps-sim configs/digits.yaml -n 64 --bandwidth 100mbit --latency 40ms --mode sync,ssp,async
-                                                   what each mode would make of it
-  ps-sim configs/digits.yaml --mb 400 -n 1000 --bandwidth 500mbit/110mbit --stragglers p=0.1,x=5
-                                                   1,000 home links, one step in ten takes 5 times as long
-  ps-sim configs/digits.yaml --trace history.jsonl as a recorded run decided, all of it; and does
-                                                   the simulator foresee its second half?
-
-Times and bandwidths have units: 40ms, 100mbit, 12.5MB/s; DOWN/UP as a provider says it. A server's
-own link is shared by all. No loss is simulated without --learn, which trains the task for real.
-Ctrl-C shows what has been simulated so far (exit code 130).
-"""
-
-app = make_app(_HELP)
+app = make_app()
 
 
-@app.command(help=_HELP)
+@app.command()
 def simulate(
     config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file, see configs/.")] = None,
-    mode: Annotated[str | None, typer.Option(metavar="MODE,...", help="Compare these; 'all': every mode.")] = None,
+    mode: Annotated[str | None, typer.Option(metavar="MODE,...", help="Modes to compare; 'all': every mode.")] = None,
     workers: Annotated[int | None, typer.Option("-n", "--workers", min=1, help="Workers of the run.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps per worker.")] = None,
-    megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; none: of the task's.")] = None,
-    compute: Annotated[str, typer.Option(metavar="TIME", help="Of a training step, mean.")] = "100ms",
-    jitter: Annotated[float, typer.Option(min=0, help="Its standard deviation, as a part of it.")] = 0.1,
-    speeds: Annotated[str, typer.Option(metavar="A,B,...", help="Of the ranks in turn, as factors.")] = "1",
-    stragglers: Annotated[str | None, typer.Option(metavar="p=0.1,x=5", help="Slow steps, x times as long.")] = None,
-    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Of each worker's link.")] = "none",
-    latency: Annotated[str, typer.Option(metavar="TIME", help="There and back.")] = "0ms",
-    server_bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Of the server's, which all share.")] = "none",
-    fold: Annotated[str | None, typer.Option(metavar="TIME", help="To add a contribution; none: by --mb.")] = None,
-    step: Annotated[str | None, typer.Option(metavar="TIME", help="To make a version; none: by --mb.")] = None,
-    failures: Annotated[str | None, typer.Option(metavar="mtbf=1h,back=30s", help="Of each worker.")] = None,
-    join_at: Annotated[str | None, typer.Option(metavar="60s:4,10min", help="So many more workers join.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same events.")] = None,
-    trace: Annotated[str | None, typer.Option(metavar="HISTORY", help="A recorded run, of --history.")] = None,
+    megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; default: the task's.")] = None,
+    compute: Annotated[str, typer.Option(metavar="TIME", help="Mean time of a training step.")] = "100ms",
+    jitter: Annotated[float, typer.Option(min=0, help="Standard deviation of a step, relative to its mean.")] = 0.1,
+    speeds: Annotated[str, typer.Option(metavar="A,B,...", help="Speed factors of the ranks in turn.")] = "1",
+    stragglers: Annotated[str | None, typer.Option(metavar="p=0.1,x=5", help="Slow steps: x times as long.")] = None,
+    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of each worker's link.")] = "none",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="Round-trip time.")] = "0ms",
+    server_bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of the server's link.")] = "none",
+    fold: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time to add a contribution; default: by --mb.")
+    ] = None,
+    step: Annotated[str | None, typer.Option(metavar="TIME", help="Time to make a version; default: by --mb.")] = None,
+    failures: Annotated[str | None, typer.Option(metavar="mtbf=1h,back=30s", help="Failures of each worker.")] = None,
+    join_at: Annotated[str | None, typer.Option(metavar="60s:4,10min", help="When how many more workers join.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all randomness.")] = None,
+    trace: Annotated[str | None, typer.Option(metavar="HISTORY", help="A recorded run, written by --history.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Train the task: loss over virtual time.")] = False,
-    baseline: Annotated[bool, typer.Option("--baseline", help="And the same work on one machine.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Results as JSON.")] = False,
-    report: Annotated[str | None, typer.Option(metavar="DIR", help="And as HTML and Markdown.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Also simulate the same work on one machine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results as JSON.")] = False,
+    report: Annotated[str | None, typer.Option(metavar="DIR", help="Also write HTML and Markdown there.")] = None,
     sets: SetOption = None,
 ) -> int:
-    from ..common.registry import mode_label
-    from .plan import Told, alone, resolve, worlds
+    """Simulate a run: the real rules of its mode, and workers, links and a server that you describe.
+
+    Examples
+
+      ps-sim configs/digits.yaml -n 64 --bandwidth 100mbit --latency 40ms --mode sync,ssp,async
+                                                       compare modes
+      ps-sim configs/digits.yaml --mb 400 -n 1000 --bandwidth 500mbit/110mbit --stragglers p=0.1,x=5
+                                                       1,000 home links, one step in ten takes 5 times as long
+      ps-sim configs/digits.yaml --trace history.jsonl repeat all decisions of a recorded run, and
+                                                       foresee its second half from its first
+
+    Times and bandwidths have units: 40ms, 100mbit, 12.5MB/s; DOWN/UP as a provider states them. All
+    workers share the server's link. Without --learn, which trains the task for real, no loss is simulated.
+    Ctrl-C shows what has been simulated so far (exit code 130).
+    """
+    from .plan import Flags, alone, resolve, worlds
     from .recorded.traces import read_trace
 
-    flags = {"run.steps": steps, "run.seed": seed}
-    told = Told(
+    flags = Flags(
         megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures,
         join_at,
     )  # fmt: skip
-    configs = resolve(config, mode, workers, flags, sets or [], os.environ)
-    if trace is not None and (learn or baseline or as_json):
-        flag = "--learn" if learn else "--baseline" if baseline else "--json"
-        raise UsageError(
-            f"flag {flag} with --trace: a recorded run has no data here, and its own times", fix="one only"
-        )
-    if trace is not None and (flag := told.of_machines):
-        raise UsageError(
-            f"flag {flag} with --trace: its workers are the recorded ones",
-            fix="leave it out; links may be others: --bandwidth, --latency, --server-bandwidth",
-        )
-    if baseline and join_at is not None:
-        raise UsageError(
-            "flag --baseline with --join-at: how much work workers do that join later depends on when", fix="one only"
-        )
+    configs = resolve(config, mode, workers, {"run.steps": steps, "run.seed": seed}, sets or [], os.environ)
+    with_trace = [name for name, value in (("--learn", learn), ("--baseline", baseline), ("--json", as_json)) if value]
+    raise_first(
+        (trace is not None and with_trace, f"flag {', '.join(with_trace)} with --trace: a recorded run has no data "
+         "here, and its own times", "give one only"),
+        (trace is not None and flags.of_machines, f"flag {flags.of_machines} with --trace: the workers are the "
+         "recorded ones", "leave it out; links may differ: --bandwidth, --latency, --server-bandwidth"),
+        (baseline and join_at is not None, "flag --baseline with --join-at: the work of workers that join later "
+         "depends on when they join", "give one only"),
+    )  # fmt: skip
     try:
-        runs = worlds(configs, told)
+        runs = worlds(configs, flags)
         if trace is not None:
             lines = read_trace(trace)
             if not _decides_the_same(lines, configs[0]):
                 return 1
-            runs = _foresee(lines, runs, told, workers)
-        labels = [mode_label(item.run.mode) for item, _ in runs]
-        if baseline:
-            runs, labels = [alone(*runs[0]), *runs], ["single", *labels]
-        return _compare(runs, labels, learn, baseline, as_json, report)
+            runs = _foresee(lines, runs, flags, workers)
+        return _compare([alone(*runs[0]), *runs] if baseline else runs, learn, baseline, as_json, report)
     except BrokenPipeError:
         from ..launch.view.screen import discard_from_now_on
 
@@ -108,8 +108,8 @@ def simulate(
         return _EXIT_OUTPUT_LOST
 
 
-def _decides_the_same(lines: list[Any], config: Any) -> bool:
-    """Replay a recorded run, and say what came of it."""
+def _decides_the_same(lines: list[Line], config: Config) -> bool:
+    """Replay a recorded run and print the result."""
     from .recorded.replay import replay
 
     verdict = replay(lines, [mode for mode in config.run.modes if is_in_file(mode)])
@@ -124,8 +124,8 @@ def _decides_the_same(lines: list[Any], config: Any) -> bool:
     return False
 
 
-def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) -> list[Any]:
-    """Say how well the second half of the recorded run is foreseen from its first; the runs with what was fitted."""
+def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -> Runs:
+    """Print how well the first half of a recorded run foresees its second; returns the runs with the fitted worlds."""
     from ..common.reporting.report import share
     from .recorded.fit import calibrate, fitted
     from .recorded.traces import config_of, framing_of
@@ -140,56 +140,30 @@ def _foresee(lines: list[Any], runs: list[Any], told: Any, workers: int | None) 
     print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} foreseen ({found.rate_error:+.1%})")
     print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} foreseen")
     if was.num_sent and was.num_received:
-        errors = found.bytes_errors
-        print(f"  bytes sent: {was.num_sent:,} recorded, {is_.num_sent:,} foreseen ({errors[0]:+.3%})")
-        print(f"  bytes received: {was.num_received:,} recorded, {is_.num_received:,} foreseen ({errors[1]:+.3%})")
+        for name in ("sent", "received"):
+            recorded, foreseen = (getattr(half, f"num_{name}") for half in (was, is_))
+            print(f"  bytes {name}: {recorded:,} recorded, {foreseen:,} foreseen ({foreseen / recorded - 1:+.3%})")
     print(f"  staleness: distributions differ by at most {share(found.staleness_distance)}")
     chosen = []
     for config, world in runs:
         num = workers or found.num_workers
-        world = fitted(found, replace(world, num_workers=num), told.has_links)
+        world = fitted(found, replace(world, num_workers=num), flags.has_links)
         chosen.append((config.model_copy(update={"run": config.run.model_copy(update={"workers": num})}), world))
     if far := found.outside(chosen[0][1]):
         print(f"  more than ten times away from what was recorded: {'; '.join(far)}")
     return chosen
 
 
-def _compare(
-    runs: list[Any], labels: list[str], learns: bool, has_baseline: bool, as_json: bool, report: str | None
-) -> int:
+def _compare(runs: Runs, learns: bool, has_baseline: bool, as_json: bool, report: str | None) -> int:
+    """Simulate the runs, print and write the results, and return the exit code."""
+    from ..common.reporting.compared import write_report
     from ..common.reporting.log import setup_logging
-    from ..common.reporting.pictures.progress import Steps
     from ..common.reporting.report import comparison_table, report_console
     from .results.summary import as_text, for_people, sentence, summary, time_cells, time_pictures, time_table
-    from .run.simulation import Simulation
 
     setup_logging(runs[0][0].log.model_copy(update={"level": "warning"}), PROGRAM)
-    gc.disable()  # a simulation makes millions of small things and no circles
-    done: list[Any] = []
-    is_over = False
-    with Steps() as steps, interruptible() as is_interrupted:
-        for number, ((config, world), label) in enumerate(zip(runs, labels, strict=True)):
-
-            def looked(part: float, before: int = number, label: str = label) -> None:
-                steps.at((before + part) / len(runs), f"simulating {label}")
-                if is_interrupted():
-                    raise KeyboardInterrupt
-
-            learner = None
-            if learns:
-                from .learning.learner import Learner
-
-                learner = Learner(config, world.num_workers)
-            simulation = Simulation(config, world, time.perf_counter, learner=learner, looked=looked)
-            try:
-                simulation.go()
-            except KeyboardInterrupt:
-                is_over = True
-                label = f"{label}, ended"
-            if simulation.tally.num_steps:
-                done.append((label, simulation))
-            if is_over:
-                break
+    gc.disable()  # a simulation makes millions of small objects and no cycles
+    done, is_over = _simulated(runs, learns, has_baseline)
     if is_over:
         print(f"{PROGRAM}: ended: {len(done)} of {len(runs)} runs, the last one not to its end", file=sys.stderr)
     if not done:
@@ -197,8 +171,6 @@ def _compare(
     first = done[0][1] if has_baseline else None
     found = [(label, summary(item, first)) for label, item in done]
     if report is not None:
-        from ..common.reporting.compared import write_report
-
         notes = [f"{label}: events {item.tally.digest}" for label, item in done]
         write_report(report, "Simulated runs", found, notes, more=([time_cells(done)], time_pictures(done)))
     if as_json:
@@ -209,31 +181,59 @@ def _compare(
     console.print()
     console.print(time_table(done))
     if late := [label for label, item in done if not all(worker.incarnation for worker in item.workers)]:
-        print(f"{', '.join(late)}: over before all workers of --join-at were to join")
-    if learns:
-        for label, told in found:
-            print(f"\n{label}: loss over virtual time")
-            for point in told.curve:
-                print(f"  {point.elapsed_s:>12,.1f} s  step {point.step:>7,}  loss {point.metrics['loss']:.4f}")
-    else:
+        print(f"{', '.join(late)}: over before all workers of --join-at joined")
+    for label, item in found if learns else ():
+        print(f"\n{label}: loss over virtual time")
+        for point in item.curve:
+            print(f"  {point.elapsed_s:>12,.1f} s  step {point.step:>7,}  loss {point.metrics['loss']:.4f}")
+    if not learns:
         print("no loss simulated (--learn)")
     print(sentence(found))
     return EXIT_INTERRUPTED if is_over else 0
 
 
+def _simulated(runs: Runs, learns: bool, has_baseline: bool) -> tuple[list[tuple[str, Simulation]], bool]:
+    """Returns the simulations with their labels, and whether Ctrl-C ended the last one."""
+    from ..common.registry import mode_label
+    from ..common.reporting.pictures.progress import Steps
+    from .run.simulation import Simulation
+
+    done: list[tuple[str, Simulation]] = []
+    with Steps() as steps, interrupts_noted() as interrupts:
+        for number, (config, world) in enumerate(runs):
+            label = "single" if has_baseline and not number else mode_label(config.run.mode)
+
+            def progressed(part: float, before: int = number, label: str = label) -> None:
+                steps.at((before + part) / len(runs), f"simulating {label}")
+                if interrupts:
+                    raise KeyboardInterrupt
+
+            learner = None
+            if learns:
+                from .learning.learner import Learner
+
+                learner = Learner(config, world.num_workers)
+            simulation = Simulation(config, world, time.perf_counter, learner=learner, progressed=progressed)
+            try:
+                simulation.go()
+            except KeyboardInterrupt:
+                return [*done, (f"{label}, ended", simulation)] if simulation.tally.num_steps else done, True
+            done.append((label, simulation))
+    return done, False
+
+
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Within it Ctrl-C only is remembered, for who asks whether it came; a second one is an exception as ever."""
-    told: list[int] = []
+def interrupts_noted() -> Iterator[list[int]]:
+    """The list gets the first Ctrl-C instead of an exception; a second one is a KeyboardInterrupt as usual."""
+    interrupts: list[int] = []
 
     def note(number: int, frame: object) -> None:
-        if told:
-            raise KeyboardInterrupt
-        told.append(number)
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: bool(told)
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -15,13 +15,13 @@ from typing import Any
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.pictures import svg
 from paramserver.ps.core import effects
-from paramserver.simulate.plan import Told, alone, resolve, worlds
+from paramserver.simulate.plan import Flags, alone, resolve, worlds
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.simulate.run.worker import Worker
 
 FOLDER = Path(__file__).parents[1] / "figures"
 SETS = ["policy.delayed_update=false"]
-LINK = Told(megabytes=0.6, compute="100ms", jitter=0.15, speeds="1,0.9,1.1,0.55", bandwidth="200mbit", latency="6ms")
+LINK = Flags(megabytes=0.6, compute="100ms", jitter=0.15, speeds="1,0.9,1.1,0.55", bandwidth="200mbit", latency="6ms")
 SHOWN_S = 1.9
 # Of each mode: what it is told besides, and what stands above the picture.
 MODES = {
@@ -113,7 +113,7 @@ def _legend(top: int) -> str:
     return f'{shown}<text x="{x}" y="{top + 12}">dashed: a new version; 0 to {SHOWN_S:g} s</text>'
 
 
-def simulated(config: Config, told: Told = LINK) -> Watched:
+def simulated(config: Config, told: Flags = LINK) -> Watched:
     """A run of this mode, to its end."""
     ((config, world),) = worlds([config], told)
     simulation = Watched(config, world)
@@ -152,7 +152,7 @@ def _ring_and_server() -> str:
     for shards in (1, 4):
         points = []
         for num in numbers:
-            told = Told(
+            told = Flags(
                 megabytes=100, compute="1ms", jitter=0, bandwidth="1gbit", fold="0ms", step="0ms",
                 server_bandwidth=f"{shards}gbit",
             )  # fmt: skip

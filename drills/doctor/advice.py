@@ -17,7 +17,7 @@ from typing import Any
 
 from ...common import registry
 from ...common.errors import UsageError
-from ...simulate.plan import Told, resolve, worlds
+from ...simulate.plan import Flags, resolve, worlds
 from ...simulate.results.summary import metrics
 from ...simulate.run.simulation import Simulation
 from .measure import Link, Measured
@@ -136,7 +136,7 @@ def foresee(
     sets: Sequence[str] = (),
 ) -> list[Foreseen]:
     """Every mode with every codec; those with local steps with as many as keep exchanges at a fifth of the time."""
-    told = Told(
+    told = Flags(
         megabytes=megabytes, compute=f"{compute_s * 1e3:.4f}ms", jitter=0.0, latency=f"{trip_s * 1e3:.4f}ms",
         bandwidth=f"{link.down * 8 / 1e6:.4f}mbit/{link.up * 8 / 1e6:.4f}mbit", fold="0ms", step="0ms",
     )  # fmt: skip
@@ -151,7 +151,9 @@ def foresee(
     return found
 
 
-def _foreseen(config: str | None, mode: str, codec: str, num_workers: int, told: Told, settings: list[str]) -> Foreseen:
+def _foreseen(
+    config: str | None, mode: str, codec: str, num_workers: int, told: Flags, settings: list[str]
+) -> Foreseen:
     flags = {"run.steps": _STEPS}
     chosen = resolve(config, mode, num_workers, flags, settings, {})[0]
     world = worlds([chosen], told)[0][1]

@@ -1,24 +1,24 @@
-"""What a backend does: start processes somewhere, report their lines and their end, end them.
+"""The contract of a launch backend: start processes somewhere, report their lines and their end, end them.
 
-Its processes are started by agents (`launch/hosts/agent.py`), wherever those are. It runs on the launcher's event
-loop and calls `on_line` and `on_exit` from there. What every backend promises (tests/launch/test_backend_contract.py):
+Agents (`launch/hosts/agent.py`) start the processes, wherever those are. A backend runs on the launcher's event loop
+and calls `on_line` and `on_exit` from there. Every backend promises (tests/launch/test_backend_contract.py):
 
-- each line a process wrote comes before the report of its end;
-- each started process is reported to have ended exactly once, also one that cannot be started
-  (exits.CANNOT_START, after a line that says why) or whose host is lost (exits.HOST_LOST);
-- the launcher's PS_ variables reach every process, its own place (RANK, PS_SERVER, ...) none;
-- `kill` ends a process and everything it started; so does the process's own end;
-- when the launcher dies, whatever the cause, nothing it started stays behind.
+- `on_line` gets each line of a process before `on_exit` gets its end.
+- `on_exit` reports each started process exactly once, also one that cannot be started (exits.CANNOT_START, after a
+  line with the reason) or whose host is lost (exits.HOST_LOST).
+- The launcher's PS_ variables reach every process. Its own rank and address (RANK, PS_SERVER, ...) reach none.
+- `kill` ends a process and everything it has started; so does the process's own end.
+- When the launcher dies, whatever the cause, nothing that it started stays behind.
 
-To add one: a file in this folder with `ENTRY = YourBackend`, a subclass of `Backend`; its settings are fields of
-`LaunchConfig` (common/config/sections/launching.py). `spans_hosts` tells the planner that processes may land on other
-machines: their settings then travel as --set instead of as --config FILE, servers listen on all addresses (0.0.0.0)
-unless told where, and the summary is written by the launcher. The life of a backend in a job:
+To add one: a file in this folder with `ENTRY = YourBackend`, a subclass of `Backend`. Its settings are fields of
+`LaunchConfig` (common/config/sections/launching.py). `spans_hosts` says that processes may run on other machines: their
+settings then travel as --set instead of --config FILE, servers listen on all addresses (0.0.0.0) unless configured,
+and the launcher writes the summary. The life of a backend in a job:
 
     __init__ ─> prepare() ─> start(server) ... its `listening` event ─> reach(), for each server
              ─> start(shards) ─> check_reach(addresses) ─> start(workers) ... ─> close()
 
-The contract test builds each backend with the fixture `<name>_site`, which gives its `Site`.
+The contract test builds each backend with the fixture `<name>_site`, which returns its `Site`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ T = TypeVar("T")
 _END_S = 15.0
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
-_FILE = re.compile(r"^PS_SECURITY__")  # of these, only where the secret is
+_FILE = re.compile(r"^PS_SECURITY__")  # paths of secrets, not secrets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a backend is told once."""
+    """The configuration of a backend."""
 
     config: Config
     hosts: tuple[Host, ...] = ()  # of --hosts
@@ -64,26 +64,24 @@ class Site:
 
 @dataclass
 class Running:
-    """A process, from the wish to start it to its end."""
+    """A process, from the decision to start it to its end."""
 
     spec: ProcessSpec
     splitter: LineSplitter = field(default_factory=LineSplitter)
-    connection: Connection | None = None  # with the agent that has it; None: that is not there yet
-    number: int = 0  # the agent's for it
+    connection: Connection | None = None  # to its agent, once there is one
+    number: int = 0  # its id with the agent
     is_unwanted: bool = False  # ended before it was started
 
 
 class Backend(ABC):
-    """Built inside the running event loop. `_agent` is what each has to write."""
+    """Base of all backends, built inside the running event loop. Each implements `_agent`."""
 
     spans_hosts: ClassVar[bool] = False
-    takes_hosts: ClassVar[bool] = False  # whether --hosts is for this one
-    has_agent_each: ClassVar[bool] = False  # whether every process has an agent of its own
+    takes_hosts: ClassVar[bool] = False  # it reads --hosts
+    has_agent_each: ClassVar[bool] = False  # every process has its own agent
 
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
-        self._on_line = on_line
-        self._on_exit = on_exit
-        self._site = site
+        self._on_line, self._on_exit, self._site = on_line, on_exit, site
         self._running: dict[Child, Running] = {}
         self._connections: list[Connection] = []  # all that were ever made
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -91,16 +89,16 @@ class Backend(ABC):
 
     @abstractmethod
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
-        """Who is to start the process, what is added to the environment there, and the folder.
+        """Returns the agent that starts the process, variables to add to its environment, and the folder.
 
-        Raises Unreachable when there is no agent, and ParamServerError when its host is lost.
+        Raises Unreachable where there is no agent, and ParamServerError where its host is lost.
         """
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:  # noqa: B027  (nothing, by default)
-        """Before anything starts: see that these can. Raises ParamServerError, a line for each host that cannot."""
+        """Check that these can start. Raises ParamServerError with a line for each host that cannot."""
 
     def reach(self, child: Child, address: str) -> str:
-        """Where the run's other processes connect to a server that says it listens on `address`."""
+        """Returns the address at which the run's other processes reach a server that listens on `address`."""
         host, _, port = address.rpartition(":")
         if host not in WILDCARDS:
             return address
@@ -108,21 +106,21 @@ class Backend(ABC):
         return f"{f'[{there}]' if ':' in there else there or WILDCARDS[host]}:{port}"
 
     def _host_of(self, child: Child) -> str:
-        """Where others reach the host of a process; "": they are all on it."""
+        """Returns the address of the host of a process; "": all processes are on it."""
         return ""
 
     async def check_reach(  # noqa: B027
         self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]
     ) -> None:
-        """Before the workers (`specs`) start: see that they can connect. Raises ParamServerError as prepare."""
+        """Check that the workers (`specs`) can connect to the servers. Raises ParamServerError as `prepare` does."""
 
     @classmethod
     def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
-        """The commands that would start these, for people to read; no secrets in them."""
+        """Returns the commands that would start these, for people, without secrets."""
         return [f"[{spec.child}] {command_text(spec)}" for spec in specs]
 
     def start(self, spec: ProcessSpec) -> None:
-        """Start a process; its failure to start is reported as its end."""
+        """Start a process. If it cannot start, `on_exit` reports that as its end."""
         running = self._running[spec.child] = Running(spec)
         self._until_closed(watched(self._start(running)))
 
@@ -138,59 +136,58 @@ class Backend(ABC):
         running.connection = connection
         running.number = connection.start(
             {"argv": running.spec.argv, "env": dict(env), "folder": folder, "sharing": running.spec.sharing},
-            lambda data: self._said(running, running.splitter.feed(data)),
+            lambda data: self._lines(running, running.splitter.feed(data)),
             lambda code, why: self._ended(running, code, why),
         )
 
     def terminate(self, child: Child) -> None:
-        """Ask for an end in good order. Nothing happens when it has ended.
+        """Ask a process to end in good order. Does nothing when it has ended.
 
-        Only the leader is asked: what it has started is its to end, and a DataLoader whose processes die under it
-        fails instead of draining.
+        Only the leader gets the signal: a DataLoader whose processes die first fails instead of draining.
         """
         self._end(child, Connection.end)
 
     def kill(self, child: Child) -> None:
-        """End it and everything it started at once. Nothing happens when it has ended."""
+        """Kill a process and everything it has started. Does nothing when it has ended."""
         self._end(child, Connection.kill)
 
     def _end(self, child: Child, how: Callable[[Connection, int], None]) -> None:
         running = self._running.get(child)
         if running is None or running.is_unwanted:
             return
-        if running.connection is None:  # its host may take long to answer, and nothing of it is there yet
+        if running.connection is None:  # its host may take long to reply, and nothing has started there yet
             running.is_unwanted = True
             asyncio.get_running_loop().call_soon(self._ended, running, -signal.SIGTERM, "")
         else:
             how(running.connection, running.number)
 
-    def _said(self, running: Running, lines: Iterable[str]) -> None:
+    def _lines(self, running: Running, lines: Iterable[str]) -> None:
         if not self._is_closed:
             for line in lines:
                 self._on_line(running.spec.child, line)
 
     def _ended(self, running: Running, code: int, why: str) -> None:
-        """It has ended; `why` it could not be started or was lost, if so."""
+        """Report the end. `why`: the reason if it did not start or was lost."""
         if self._is_closed:
             return
         connection = running.connection
         if self.has_agent_each and connection is not None:
             if connection.is_lost:
                 code, why = self._lost(running, connection)
-            else:  # its agent has nothing else to do
+            else:  # its agent has no other process
                 watched(connection.close())
-        self._said(running, running.splitter.rest())
+        self._lines(running, running.splitter.rest())
         if why:
-            self._said(running, [f"cannot start {why}" if code == CANNOT_START else why])
+            self._lines(running, [f"cannot start {why}" if code == CANNOT_START else why])
         del self._running[running.spec.child]
         self._on_exit(running.spec.child, code)
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
-        """Returns the exit code, and the reason, of a process that was lost with its own agent."""
+        """Returns exit code and reason of a process that was lost with its own agent."""
         return HOST_LOST, f"{connection.name} was lost"
 
     def _threads_env(self, num_threads: int) -> dict[str, str]:
-        """The variable that limits a process to so many threads, unless the user has chosen a number."""
+        """Returns the variable for a process's number of threads, unless the user has chosen one."""
         is_chosen = self._site.config.worker.threads is not None or "OMP_NUM_THREADS" in os.environ
         return {} if is_chosen else {"OMP_NUM_THREADS": str(num_threads)}
 
@@ -204,7 +201,7 @@ class Backend(ABC):
         return task
 
     async def close(self) -> None:
-        """Kill what is left and give back what the backend holds; nothing is reported any more."""
+        """Kill what is left, and release the backend's resources. Nothing is reported after this."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -226,7 +223,7 @@ async def end_helper(process: Process, *, terminates: bool = False) -> None:
 
 
 def command_text(spec: ProcessSpec, *before: str) -> str:
-    """What a person would type in a shell; a variable that is named like a secret is not shown."""
+    """Returns the command for a shell, without the values of variables that are named like secrets."""
     shown = {
         name: "..." if _SECRET.search(name) and not _FILE.match(name) else value
         for name, value in sorted(spec.env.items())
@@ -236,5 +233,5 @@ def command_text(spec: ProcessSpec, *before: str) -> str:
 
 
 def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's PS_ variables: settings and the token. Not its own place in a job it is part of."""
+    """Returns the launcher's PS_ variables: settings and the token, not its own rank and address."""
     return {name: value for name, value in environ.items() if name.startswith("PS_") and name not in LAUNCHER_ENV_NAMES}

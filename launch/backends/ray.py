@@ -1,8 +1,8 @@
 """Processes in actors of a Ray cluster, in a placement group with a bundle for each.
 
-One child of the launcher is the Ray job (`launch/hosts/ray_job.py`): it holds the bundles, and puts an agent into the
-one of each process that is started, so that each can be ended and started again alone. When the launcher ends, however
-it does, the job's input ends, and Ray ends what the job had. Python and the folder are at the same paths on every node.
+One child of the launcher is the Ray job (`launch/hosts/ray_job.py`). It reserves the bundles, and starts an agent in
+the bundle of each process, so that each process can be ended and restarted alone. When the launcher ends, the job's
+input ends, and Ray ends everything of the job. Python and the folder have the same paths on every node.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class RayBackend(Backend):
         self._bundles = {spec.child: index for index, spec in enumerate(specs)}
         options: dict[str, Any] = {
             "address": launch.ray_address,
-            "bundles": [self._asked(spec.child) for spec in specs],
+            "bundles": [self._resources(spec.child) for spec in specs],
             "names": [str(spec.child) for spec in specs],
             "strategy": launch.ray_strategy,
             "wait_s": launch.ray_wait_s,
-            "socket": self._socket,
+            "socket": f"{self._folder}/job",
             "command": agent_command(),
             "folder": os.path.abspath(self._site.folder),
         }
@@ -61,33 +61,29 @@ class RayBackend(Backend):
             stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, preexec_fn=end_with(os.getpid()),
         )  # fmt: skip
         assert job.stdout is not None and job.stderr is not None
-        telling = self._until_closed(watched(_read(job.stderr)))
+        errors = self._until_closed(watched(job.stderr.read()))
         try:
-            told = read_json(await job.stdout.readline() or "{}")
+            reply = read_json(await job.stdout.readline() or "{}")
         except ValueError:
-            told = {}
-        if "nodes" not in told:
-            why = told.get("error") or f"the Ray job ended without a word: {(await telling)[-300:].strip()}"
-            raise UsageError(why, fix=told.get("fix", ""))
-        self._nodes = [(node, address) for node, address in told["nodes"]]
+            reply = {}
+        if "nodes" not in reply:
+            crash = f"the Ray job crashed: {(await errors).decode('utf-8', 'replace')[-300:].strip()}"
+            raise UsageError(reply.get("error") or crash, fix=reply.get("fix", ""))
+        self._nodes = [(node, address) for node, address in reply["nodes"]]
 
-    def _asked(self, child: Child) -> dict[str, float]:
+    def _resources(self, child: Child) -> dict[str, float]:
         launch = self._site.config.launch
         return launch.ray_server if child.role == "server" else launch.ray_worker
-
-    @property
-    def _socket(self) -> str:
-        return f"{self._folder}/job"
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         bundle = self._bundles[running.spec.child]
         connection = self._connection(
             name=self._nodes[bundle][1],
-            command=(sys.executable, "-I", "-S", "-c", PASS, self._socket, str(bundle)),
-            on_said=lambda line: self._said(running, [line]),
+            command=(sys.executable, "-I", "-S", "-c", PASS, f"{self._folder}/job", str(bundle)),
+            on_command_line=lambda line: self._lines(running, [line]),
         )
         connection.begin()
-        num_threads = max(1, int(self._asked(running.spec.child).get("CPU", 1)))
+        num_threads = max(1, int(self._resources(running.spec.child).get("CPU", 1)))
         env = handed_on(os.environ) | self._threads_env(num_threads)
         return connection, {**env, **running.spec.env}, os.path.abspath(self._site.folder)
 
@@ -106,15 +102,9 @@ class RayBackend(Backend):
     @classmethod
     def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
         launch = site.config.launch
-        asked = {"server": launch.ray_server, "worker": launch.ray_worker}
-        return [
-            f"[{spec.child} in Ray at {launch.ray_address}, {json.dumps(asked[spec.child.role])}] {command_text(spec)}"
-            for spec in specs
-        ]
-
-
-async def _read(stream: asyncio.StreamReader) -> str:
-    return (await stream.read()).decode("utf-8", "replace")
+        resources = {"server": json.dumps(launch.ray_server), "worker": json.dumps(launch.ray_worker)}
+        place = f"in Ray at {launch.ray_address}"
+        return [f"[{spec.child} {place}, {resources[spec.child.role]}] {command_text(spec)}" for spec in specs]
 
 
 ENTRY = RayBackend

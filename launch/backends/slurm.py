@@ -1,12 +1,11 @@
-"""Processes as steps of a Slurm job: `srun` in the allocation the launcher runs in, or in one it makes itself.
+"""Processes as steps of a Slurm job: `srun` in the allocation that the launcher runs in, or in a new one.
 
-Each process is a step of one task on the node that the backend chose, so that each can be ended and started
-again alone: an agent (`launch/hosts/agent.py`) with that one process, to which srun carries the launcher's words
-over its standard input. Signals do not do it: srun answers a SIGTERM by killing its step, and a killed srun
-leaves its step behind.
+Each process is a step of one task on the node that the backend chose, so that each can be ended and restarted alone:
+an agent (`launch/hosts/agent.py`) with that one process. srun carries the launcher's messages over its standard input.
+Signals would not work: srun answers a SIGTERM by killing its step, and a killed srun leaves its step behind.
 
-An allocation of the launcher's own is held by an salloc whose command reads from the launcher: it ends with it.
-What to ask for (partition, time, GPUs) is said as for any salloc, in SALLOC_ variables.
+A new allocation belongs to an salloc whose command reads from the launcher, so it ends with the launcher. Partition,
+time and GPUs are set as for any salloc, in SALLOC_ variables.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from ..supervise.exits import CANNOT_START, HOST_LOST
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper
 
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")
-# What salloc runs: says what it was given, then holds it until the launcher is gone.
+# salloc runs this: it prints the allocation, then keeps it until the launcher is gone.
 _HOLDER = "env | grep ^SLURM_; echo .; exec cat"
-# The place in a step of one task, which is not the process's place in the run.
+# Ranks in a step of one task, which are not the ranks of the run.
 _STEPS_OWN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS")
 _NOT_FOR_SRUN = re.compile(r"SLURM_(?!CONF$)")
-_NO_BINDING = "srun: cluster configuration lacks support for cpu binding"  # then there is none to turn off
-_WAITS = re.compile(r"queued and waiting|error")  # what of salloc's words is news
+_NO_BINDING = "srun: cluster configuration lacks support for cpu binding"  # it is off already
+_WAITS = re.compile(r"queued and waiting|error")  # lines of salloc that people should see
 
 
 class SlurmBackend(Backend):
@@ -71,7 +70,7 @@ class SlurmBackend(Backend):
             env=_for_slurm(LAUNCHER_ENV_NAMES),
             folder=self._site.folder,
             is_left_alone=True,
-            on_said=lambda line: self._said(running, [line] if line != _NO_BINDING else []),
+            on_command_line=lambda line: self._lines(running, [line] if line != _NO_BINDING else []),
         )
         connection.begin()
         env = self._threads_env(where.num_threads)
@@ -86,7 +85,7 @@ class SlurmBackend(Backend):
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         step, node = connection.hello.get("step"), self._places[running.spec.child].node
         lost = f"step {step} on {node} was lost" if step else f"no step could be started on {node}"
-        self._said(running, [f"{lost}: srun ended with {connection.code}"])
+        self._lines(running, [f"{lost}: srun ended with {connection.code}"])
         _cancel_left(connection)
         return HOST_LOST if step else CANNOT_START, ""
 
@@ -109,41 +108,41 @@ class SlurmBackend(Backend):
         return lines
 
     async def _allocate(self, specs: Sequence[ProcessSpec]) -> dict[str, str]:
-        """A job with a task for each process; its variables. Whoever waits for nodes is told so by salloc."""
+        """Allocate a job with a task for each process, and return its variables."""
         self._holder = holder = await asyncio.create_subprocess_exec(
             *_salloc(len(specs)), env=_for_slurm(), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
         assert holder.stdout is not None
-        telling = self._until_closed(watched(self._tell(holder, specs[0].child)))
+        showing = self._until_closed(watched(self._show_lines(holder, specs[0].child)))
         variables: dict[str, str] = {}
-        async for raw in holder.stdout:  # up to the holder's full stop; nothing when there is no allocation
+        async for raw in holder.stdout:  # up to the holder's full stop; nothing without an allocation
             name, equals, value = raw.decode("utf-8", "replace").rstrip("\n").partition("=")
             if not equals:
                 break
             variables[name] = value
         if "SLURM_JOB_ID" not in variables:
-            why = await telling or "salloc ended without a word"
+            why = await showing or "salloc ended without output"
             raise UsageError(f"Slurm gives no nodes: {why}", fix="SALLOC_PARTITION and the like say what to ask for")
         return variables
 
-    async def _tell(self, holder: Process, first: Child) -> str:
-        """Show what salloc says that is news; all that it said."""
+    async def _show_lines(self, holder: Process, first: Child) -> str:
+        """Show the lines of salloc about waiting and errors, and return all lines."""
         assert holder.stderr is not None
-        said = []
+        lines = []
         async for raw in holder.stderr:
-            said.append(raw.decode("utf-8", "replace").strip())
-            if _WAITS.search(said[-1]):
-                self._on_line(first, said[-1])
-        return "\n".join(said)
+            lines.append(raw.decode("utf-8", "replace").strip())
+            if _WAITS.search(lines[-1]):
+                self._on_line(first, lines[-1])
+        return "\n".join(lines)
 
 
 def _for_slurm(others: Collection[str] = ()) -> dict[str, str]:
-    """Our environment without what a job says of itself, which is no wish for its steps, and without `others`."""
+    """Returns the environment without `others` and the variables of a job, which srun would take for options."""
     return {name: value for name, value in os.environ.items() if not _NOT_FOR_SRUN.match(name) and name not in others}
 
 
 def _srun(spec: ProcessSpec, node: str, job: str) -> tuple[str, ...]:
-    """The command line before the agent's."""
+    """Returns the command line before the agent's."""
     name = str(spec.child).replace(" ", "-")
     return (*_STEP, f"--jobid={job}", f"--nodelist={node}", f"--job-name=ps-{name}")
 
@@ -161,7 +160,7 @@ def _allocation(environ: dict[str, str]) -> Allocation:
 
 
 def _node_addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Where Slurm itself reaches each node."""
+    """Returns the address at which Slurm reaches each node."""
     text = _client("scontrol", "show", "node", "--oneliner", ",".join(nodes))
     return dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
 

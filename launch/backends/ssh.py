@@ -1,8 +1,8 @@
 """Processes on other machines, over the system's ssh: one connection and one agent per host.
 
-The agent (`launch/hosts/agent.py`) starts the host's processes and ends them all when the connection ends, however it
-ends; this side speaks to it through a `Connection`. A host that was lost is connected to anew when one of its
-processes is started again, after what may be left there of the lost connection has been killed.
+The agent (`launch/hosts/agent.py`) starts the host's processes, and ends them all when the connection ends, whatever
+the cause. When a process of a lost host is started again, the backend connects anew and first kills what the lost
+connection may have left there.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class SshBackend(Backend):
     # ---- before the start
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
-        by_host: dict[str, list[ProcessSpec]] = {}
-        for spec in specs:
-            by_host.setdefault(self._host(spec).host, []).append(spec)
-        await _all(self._prepare_host(self._hosts[name], its) for name, its in by_host.items())
+        names = {self._host(spec).host for spec in specs}
+        await _all(
+            self._prepare_host(self._hosts[name], [spec for spec in specs if self._host(spec).host == name])
+            for name in names
+        )
 
     async def _prepare_host(self, host: Host, specs: Sequence[ProcessSpec]) -> None:
         connection = await self._connected(host)
@@ -61,16 +62,12 @@ class SshBackend(Backend):
                 raise UsageError(
                     f"{host.host}: cannot copy {path}: {problem}", fix="workdir: must be yours to write to"
                 )
-        asked = {
-            "folder": folder,
-            "needs": sorted({path for spec in specs for path in spec.needs}),
-            "leaves": sorted({path for spec in specs for path in spec.leaves}),
-        }
-        said = await connection.run(["-c", INSTALLED, json.dumps(asked)], dict(host.env))
-        found = last_json(said)
+        files = {name: sorted({path for spec in specs for path in getattr(spec, name)}) for name in ("needs", "leaves")}
+        output = await connection.run(["-c", INSTALLED, json.dumps({"folder": folder, **files})], dict(host.env))
+        found = last_json(output)
         if not isinstance(found, dict):
-            last = said.strip().rpartition("\n")[2]
-            raise UsageError(f"{host.host}: cannot look at what is installed there: {last}", fix="try its interpreter")
+            last = output.strip().rpartition("\n")[2]
+            raise UsageError(f"{host.host}: cannot check its installation: {last}", fix="try its interpreter")
         check_installed(host, found, PROGRAM_VERSION, folder)
 
     def _host_of(self, child: Child) -> str:
@@ -82,9 +79,9 @@ class SshBackend(Backend):
     async def check_reach(self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]) -> None:
         async def check(host: Host) -> None:
             connection = await self._connected(host)
-            answers = last_json(await connection.run(["-c", REACHES, str(_REACH_S), *addresses.values()], {}))
-            if isinstance(answers, list):  # otherwise the host was lost, which its processes will say
-                check_reaches(host, addresses, answers)
+            problems = last_json(await connection.run(["-c", REACHES, str(_REACH_S), *addresses.values()], {}))
+            if isinstance(problems, list):  # otherwise the host was lost, and its processes report it
+                check_reaches(host, addresses, problems)
 
         await _all(check(self._hosts[name]) for name in {self._host(spec).host for spec in specs})
 
@@ -105,7 +102,7 @@ class SshBackend(Backend):
         return self._hosts[spec.host] if spec.host else self._site.hosts[0]
 
     async def _connected(self, host: Host) -> Connection:
-        """The host's connection, opened once for all that ask at the same time. Raises ParamServerError."""
+        """Returns the host's connection, opened once for all concurrent callers. Raises ParamServerError."""
         known = self._newest.get(host.host)
         if known is not None and not known.is_lost:
             return known
@@ -123,15 +120,15 @@ class SshBackend(Backend):
             command=ssh_command(host, launch, python),
             sends_source=True,
             lost_after_s=launch.lost_after_s,
-            # ssh has a limit of its own for the connection; the interpreter there needs a moment too.
+            # ssh limits its own connecting to connect_s; the interpreter there needs time too.
             connect_s=2 * launch.connect_s + 5,
             guardian=self._guardian,
         )
         try:
             await connection.open(sweep)
         except Unreachable as error:
-            connection.hello = sweep or {}  # what is to be swept stays so
-            raise ssh_problem(host, error.code, error.said, python) from None
+            connection.hello = sweep or {}  # the next attempt sweeps it
+            raise ssh_problem(host, error.code, error.output, python) from None
         return connection
 
     @classmethod
@@ -148,15 +145,15 @@ class SshBackend(Backend):
 
 
 def ssh_command(host: Host, launch: LaunchConfig, python: str) -> list[str]:
-    """The command that starts the agent on a host. It holds nothing secret: all else is said over the connection."""
+    """Returns the command that starts the agent on a host. It contains no secrets: those go over the connection."""
     if host.host == THIS_MACHINE:
         return [os.path.expanduser(python), "-I", "-u", "-c", BOOTSTRAP]
     options = {
-        "BatchMode": "yes",  # there is nobody to type a password
+        "BatchMode": "yes",  # nobody can type a password
         "ConnectTimeout": f"{max(1, round(launch.connect_s))}",
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
-        "ControlMaster": "no",  # an existing one is used, but this one is not to become others' master
+        "ControlMaster": "no",  # uses an existing master, but does not become one
     }
     words = [*shlex.split(launch.ssh), "-T", "-x", *(f"-o{name}={value}" for name, value in options.items())]
     words += ["-l", host.user] if host.user else []
@@ -165,7 +162,7 @@ def ssh_command(host: Host, launch: LaunchConfig, python: str) -> list[str]:
 
 
 def _shell_path(path: str) -> str:
-    """Quoted for a shell, but for the ~ of a home."""
+    """Returns the path quoted for a shell, except the ~ of a home."""
     if not path.startswith("~"):
         return shlex.quote(path)
     home, slash, rest = path.partition("/")
@@ -173,7 +170,7 @@ def _shell_path(path: str) -> str:
 
 
 async def _all(checks: Iterable[Awaitable[None]]) -> None:
-    """Run them at the same time; one error for all that went wrong."""
+    """Run the checks concurrently. Raises one error for all their ParamServerErrors."""
     problems = []
     for result in await asyncio.gather(*checks, return_exceptions=True):
         if isinstance(result, ParamServerError):

@@ -1,35 +1,35 @@
-"""The launcher's hand where processes run: starts them, passes on what they say, ends them all with itself.
+"""The agent: starts processes for the launcher, passes on their output, and ends them all with itself.
 
 Every backend has one: a child of the launcher (local), at the end of a connection (ssh), a step of a job (slurm).
-Over ssh its source is sent ahead and run by the host's interpreter, so it imports nothing of ours and nothing
-that is not in the standard library, and runs on Python 3.8. (What version of paramserver the host has is looked
-up through it: it could not be part of that.) Elsewhere it is started as a file, without the package:
+Over ssh its source is sent ahead and run by the host's interpreter, so it imports only the standard library, and runs
+on Python 3.8. (It is also used to look up the host's version of paramserver, so it cannot be part of that.) Elsewhere
+it is started as a file, without the package:
 
     python -I -S agent.py OPTIONS      the options of `main`, in JSON
 
-Standard input and output are one conversation in JSON lines. The launcher says
+Standard input and output are one conversation in JSON lines. The launcher sends
 
     {"do": "start", "id": 1, "argv": [...], "env": {...}, "folder": "~/x", "sharing": 2}
     {"do": "end" | "kill", "id": 1}
     {"do": "write", "id": 2, "path": "task.py", "folder": "~/x", "size": 100}, then 100 bytes
-    {"do": "sweep", "pid": 4711, "since": "..."}          an agent of an earlier connection
-    {"do": "took", "size": 65536}                         so many bytes of output have been dealt with
+    {"do": "sweep", "pid": 4711, "since": "..."}          the agent of an earlier connection
+    {"do": "took", "size": 65536}                         output that the launcher has handled, in bytes
     {"heartbeat": 1}
 
 and the agent, after a first line with MAGIC,
 
-    {"out": 1, "size": 20}, then 20 bytes        as they were written
+    {"out": 1, "size": 20}, then 20 bytes        output, as it was written
     {"exit": 1, "code": -9, "why": ""}           of a process, or of a write
     {"heartbeat": 1}
 
-Each process leads a session and a process group of its own: a terminal's Ctrl-C does not reach it, and it can be
-killed with all it has started. Nothing outlives the conversation. At the end of standard input, or when the
-launcher has not been heard for `limit_s` (a connection that broke down without a word), every group is killed.
-Should someone kill the agent itself, its children go with it (PR_SET_PDEATHSIG, on Linux; it is not inherited,
-so what those have started, as a DataLoader does, stays), and a forked guardian kills the groups.
+Each process leads a session and a process group of its own: a terminal's Ctrl-C does not reach it, and killing the
+group kills everything it has started. Nothing outlives the conversation. At the end of standard input, or when the
+launcher has been silent for `limit_s` (a connection that broke unnoticed), the agent kills every group. If the agent
+itself is killed, the kernel kills its children (PR_SET_PDEATHSIG, on Linux; grandchildren such as a DataLoader's do
+not inherit it), and a forked guardian kills the groups.
 
-The main thread listens and starts processes (a child dies with the *thread* that started it); one thread talks, and
-each process has one that reads its output and one that waits for its end.
+The main thread reads and starts processes, because a child dies with the *thread* that started it. One thread writes.
+Each process has a thread that reads its output and one that waits for its end.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ MAGIC = "paramserver-agent-1"
 HEARTBEAT_S = 2.0
 CANNOT_START = 126
 _MAX_READ = 1 << 14
-_MAX_AHEAD = 1 << 18  # output the launcher has not taken; then children wait in their own pipes
-_NUM_LAST_READS = 256  # after a process's end: more than a pipe holds; a daemon it left may write for ever,
+_MAX_AHEAD = 1 << 18  # output that the launcher has not handled; beyond it, children block on their pipes
+_NUM_LAST_READS = 256  # after a process's end: more than a pipe's content; a daemon that it left may write for ever,
 _LAST_READS_S = 1.0  # or be silent
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Agent:
-    """One connection, and the processes that live as long as it does. For the arguments see `main`."""
+    """One conversation and its processes. For the arguments see `main`."""
 
     def __init__(self, limit_s: float | None, drop: frozenset[str], passes_on: bool) -> None:
         self._guardian = Guardian()
@@ -67,18 +67,18 @@ class Agent:
         self._drop = drop
         self._passes_on = passes_on
         self._popens: dict[int, subprocess.Popen[bytes]] = {}
-        self._to_say: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._taking = threading.Condition()
-        self._num_ahead = 0  # bytes of output that the launcher has not taken
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._handled = threading.Condition()
+        self._num_ahead = 0  # bytes of output that the launcher has not handled
 
     def run(self) -> None:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: children are to ignore it too
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: children ignore it too
                 signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, end_of_input)
-        in_thread(talk, self._to_say, 1, HEARTBEAT_S if self._limit_s is not None else None)
+        in_thread(talk, self._outbox, 1, HEARTBEAT_S if self._limit_s is not None else None)
         signal.setitimer(signal.ITIMER_REAL, self._limit_s or 0)
-        while (line := sys.stdin.buffer.readline()).endswith(b"\n"):  # the reader that has read our source
+        while (line := sys.stdin.buffer.readline()).endswith(b"\n"):  # the reader that has read this source
             signal.setitimer(signal.ITIMER_REAL, self._limit_s or 0)
             self._do(json.loads(line))
         self._end_all()
@@ -91,26 +91,26 @@ class Agent:
             popen.terminate()
 
     def _do(self, message: dict[str, Any]) -> None:
-        what, number = message.get("do"), message.get("id", 0)
-        if what == "start":
+        action, number = message.get("do"), message.get("id", 0)
+        if action == "start":
             self._start(message)
-        elif what == "write":
+        elif action == "write":
             problem = write_file(message["folder"], message["path"], sys.stdin.buffer.read(message["size"]))
-            self._say({"exit": number, "code": 0, "why": problem})
-        elif what == "took":
-            with self._taking:
+            self._send({"exit": number, "code": 0, "why": problem})
+        elif action == "took":
+            with self._handled:
                 self._num_ahead -= message["size"]
-                self._taking.notify_all()
-        elif what == "sweep":
+                self._handled.notify_all()
+        elif action == "sweep":
             sweep(message["pid"], message["since"])
-        elif (popen := self._popens.get(number)) is not None:  # another thread takes it out when it has ended
-            if what == "end":
+        elif (popen := self._popens.get(number)) is not None:  # another thread removes it at its end
+            if action == "end":
                 popen.terminate()
-            elif what == "kill":
+            elif action == "kill":
                 kill_group(popen.pid)
 
-    def _say(self, message: dict[str, Any], data: bytes = b"") -> None:
-        self._to_say.put(json.dumps(message).encode() + b"\n" + data)
+    def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        self._outbox.put(json.dumps(message).encode() + b"\n" + data)
 
     def _start(self, message: dict[str, Any]) -> None:
         number = message["id"]
@@ -121,43 +121,38 @@ class Agent:
         argv = [os.path.expanduser(message["argv"][0]), *message["argv"][1:]]
         try:
             popen = subprocess.Popen(
-                argv,
-                env=env,
-                cwd=os.path.expanduser(message["folder"]),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                argv, env=env, cwd=os.path.expanduser(message["folder"]), stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=end_with(os.getpid()),
-            )
+            )  # fmt: skip
         except OSError as error:
-            self._say({"exit": number, "code": CANNOT_START, "why": f"{error.filename}: {error.strerror}"})
+            self._send({"exit": number, "code": CANNOT_START, "why": f"{error.filename}: {error.strerror}"})
             return
         self._guardian.watch(popen.pid)
         self._popens[number] = popen
         in_thread(self._await_end, number, popen, in_thread(self._pass_on, number, popen))
 
     def _pass_on(self, number: int, popen: subprocess.Popen[bytes]) -> None:
-        """What a process writes, as fast as the launcher takes it: no chatty child is to be megabytes ahead of news."""
+        """Pass on output at the launcher's pace, so that events do not wait behind megabytes of a chatty child."""
         assert popen.stdout is not None
         num_last = 0
         with popen.stdout as pipe:
             while num_last < _NUM_LAST_READS and (data := os.read(pipe.fileno(), _MAX_READ)):
-                self._say({"out": number, "size": len(data)}, data)
-                with self._taking:
+                self._send({"out": number, "size": len(data)}, data)
+                with self._handled:
                     self._num_ahead += len(data)
-                    self._taking.wait_for(lambda: self._num_ahead < _MAX_AHEAD or popen.returncode is not None)
+                    self._handled.wait_for(lambda: self._num_ahead < _MAX_AHEAD or popen.returncode is not None)
                 num_last += popen.returncode is not None
 
     def _await_end(self, number: int, popen: subprocess.Popen[bytes], reader: threading.Thread) -> None:
         popen.wait()
-        kill_group(popen.pid)  # its number stays the group's as long as anything it started is alive
-        with self._taking:
-            self._taking.notify_all()
+        kill_group(popen.pid)  # the group keeps its number while anything in it is alive
+        with self._handled:
+            self._handled.notify_all()
         reader.join(_LAST_READS_S)
         self._guardian.forget(popen.pid)
         del self._popens[number]
-        self._say({"exit": number, "code": popen.returncode, "why": ""})
+        self._send({"exit": number, "code": popen.returncode, "why": ""})
 
     def _end_all(self) -> None:
         popens = list(self._popens.values())
@@ -169,7 +164,7 @@ class Agent:
 
 
 class Guardian:
-    """A forked child that kills the process groups it was told of once this process is gone."""
+    """A forked child that kills the watched process groups once this process is gone."""
 
     def __init__(self) -> None:
         read, self._tell = os.pipe()
@@ -180,7 +175,7 @@ class Guardian:
         os.setsid()
         os.close(self._tell)
         null = os.open(os.devnull, os.O_RDWR)
-        for end in (0, 1, 2):  # sshd waits until nobody holds the connection
+        for end in (0, 1, 2):  # sshd waits until nobody has the connection open
             os.dup2(null, end)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -193,28 +188,28 @@ class Guardian:
         os._exit(0)
 
     def watch(self, group: int) -> None:
-        self._say(b"+%d\n" % group)
+        self._send(b"+%d\n" % group)
 
     def forget(self, group: int) -> None:
-        self._say(b"-%d\n" % group)
+        self._send(b"-%d\n" % group)
 
     def close(self) -> None:
-        """End it, and the groups that were not forgotten."""
+        """End the guardian, which kills the groups that are still watched."""
         os.close(self._tell)
         with suppress(OSError):
             os.waitpid(self._pid, 0)
 
-    def _say(self, line: bytes) -> None:
-        with suppress(OSError):  # someone may have killed it; what runs does not depend on it
+    def _send(self, line: bytes) -> None:
+        with suppress(OSError):  # somebody may have killed it; the processes do not depend on it
             os.write(self._tell, line)
 
 
-def talk(to_say: queue.SimpleQueue[bytes | None], descriptor: int, heartbeat_s: float | None) -> None:
-    """Say what is in the queue, up to a None, and that one lives when there is nothing to say for `heartbeat_s`."""
-    with suppress(OSError):  # whoever reads knows that the connection is gone
+def talk(outbox: queue.SimpleQueue[bytes | None], descriptor: int, heartbeat_s: float | None) -> None:
+    """Write the messages of the queue, up to a None, and a heartbeat when there is none for `heartbeat_s`."""
+    with suppress(OSError):  # the reader notices that the connection is gone
         while True:
             try:
-                data = to_say.get(timeout=heartbeat_s)
+                data = outbox.get(timeout=heartbeat_s)
             except queue.Empty:
                 data = b'{"heartbeat": 1}\n'
             if data is None:
@@ -232,14 +227,14 @@ def in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 def end_of_input(*_: object) -> None:
-    """Let who reads standard input find its end, also one that waits there: a signal wakes it."""
+    """Make the reader of standard input find its end; a signal wakes one that blocks."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
 
 
 def write_file(folder: str, name: str, content: bytes) -> str:
-    """A file as a whole or not at all; what went wrong, if anything did."""
+    """Write a file atomically, and return the problem, if any."""
     path = os.path.join(os.path.expanduser(folder), name)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -266,7 +261,7 @@ def num_cores() -> int:
 
 
 def started_at(pid: int) -> str:
-    """What tells a process from a later one of the same number; "" where the system does not say."""
+    """Returns the start time of a process, which tells it from a later one of the same pid; "" if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -275,22 +270,22 @@ def started_at(pid: int) -> str:
 
 
 def sweep(pid: int, since: str) -> None:
-    """Kill the agent of an earlier connection; its guardian kills what it had started."""
+    """Kill the agent of an earlier connection; its guardian kills its processes."""
     if since and started_at(pid) == since:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(group: int) -> None:
-    with suppress(OSError):  # nobody left; macOS: EPERM for a group of zombies
+    with suppress(OSError):  # it is gone; macOS: EPERM for a group of zombies
         os.killpg(group, signal.SIGKILL)
 
 
 def end_with(parent: int) -> Callable[[], None] | None:
-    """What a new process does before exec: ask the kernel to be killed when its parent ends."""
+    """Returns a function that a new process calls before exec, so that the kernel kills it when its parent ends."""
     if sys.platform != "linux":
         return None
-    import ctypes  # before the fork: between fork and exec nothing may be loaded
+    import ctypes  # before the fork: nothing may be imported between fork and exec
 
     prctl = ctypes.CDLL(None).prctl
 
@@ -303,13 +298,13 @@ def end_with(parent: int) -> Callable[[], None] | None:
 
 
 def main(limit_s: float | None, drop: list[str], passes_on: bool = False) -> None:
-    """Introduce oneself and serve until the connection ends.
+    """Send the first line, and serve until the connection ends.
 
-    `limit_s`: how long the launcher may be silent, None for ever (then nobody needs to say that he lives).
-    `drop`: the variables of the agent's own environment that no child gets. `passes_on`: a signal to the agent is
-    for its processes (Slurm cancels a job or its time is over: they end in good order), not the end of all.
+    `limit_s`: how long the launcher may be silent; None: for ever, and no heartbeats are sent. `drop`: variables of
+    the agent's environment that no child gets. `passes_on`: the agent passes signals on to its processes, which end in
+    good order when Slurm cancels a job or its time is over; otherwise a signal ends everything.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored one, inherited, would reap children behind our back
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would reap the children
     agent = Agent(limit_s, frozenset(drop), passes_on)
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     hello = {"magic": MAGIC, "pid": os.getpid(), "since": started_at(os.getpid()), "python": sys.executable}

@@ -1,7 +1,7 @@
-"""The launcher's side of an agent: the command it is behind (`agent.py`), and the conversation with it.
+"""The launcher's side of an agent (`agent.py`): the command that starts it, and the conversation with it.
 
-What is said to the agent goes through a thread that may wait, and that says `heartbeat` when there is nothing else:
-a launcher whose terminal was stopped with Ctrl-S still lives. What comes back is read on the event loop.
+A thread writes to the agent. It may block, and it sends `heartbeat` when there is nothing else to send, so that a
+launcher whose terminal was stopped with Ctrl-S is still alive for the agent. The event loop reads the replies.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import IO, Any, NamedTuple, TypeVar
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
@@ -29,7 +30,7 @@ from . import agent
 
 BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 _CLOSE_S = 5.0
-_LOOK_S = 1.0  # how often the launcher looks whether the host is silent
+_LOOK_S = 1.0  # between two checks whether the host is silent
 _LAST_WORDS_S = 1.0
 _TOOK_BYTES = 1 << 15
 T = TypeVar("T")
@@ -37,22 +38,21 @@ _CLOSED = "the connection was closed"
 
 
 def agent_command(*drop: str, passes_on: bool = False) -> tuple[str, ...]:
-    """The command of an agent where this package is installed; see `agent.main`."""
+    """Returns the command of an agent where this package is installed. For the arguments see `agent.main`."""
     options = {"limit_s": None, "drop": [*sorted(LAUNCHER_ENV_NAMES), *drop], "passes_on": passes_on}
     return (sys.executable, "-I", "-S", agent.__file__, json.dumps(options))
 
 
 class Unreachable(Exception):
-    """There is no agent. `code` is the command's exit code, None if it did not end by itself."""
+    """There is no agent. `code`: the command's exit code, None if it did not end by itself; `output`: its lines."""
 
-    def __init__(self, code: int | None, said: Sequence[str]) -> None:
-        super().__init__(said[-1] if said else f"exit code {code}")
-        self.code = code
-        self.said = said
+    def __init__(self, code: int | None, output: Sequence[str]) -> None:
+        super().__init__(output[-1] if output else f"exit code {code}")
+        self.code, self.output = code, output
 
 
 class _Watcher(NamedTuple):
-    """Of a process, or of a file that is written."""
+    """The callbacks of a process, or of a file to write."""
 
     on_data: Callable[[bytes], object]
     on_exit: Callable[[int, str], None]
@@ -60,18 +60,18 @@ class _Watcher(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Connection:
-    """One agent, from the start of the command it is behind to its end: how to it, and when it is lost."""
+    """One agent, from the start of its command to its end."""
 
-    name: str  # of its host, in sentences
+    name: str  # of its host, for sentences
     command: Sequence[str]
-    env: Mapping[str, str] | None = None  # of the command; None: the launcher's own
+    env: Mapping[str, str] | None = None  # of the command; None: the launcher's
     folder: str | None = None
     sends_source: bool = False  # the command is an interpreter with BOOTSTRAP
-    lost_after_s: float | None = None  # neither side has heard the other for so long; None: a pipe says when it ends
-    connect_s: float | None = None  # for the agent's first word
-    is_left_alone: bool = False  # a signal is not how it ends: it may end by itself after the launcher has
+    lost_after_s: float | None = None  # silence after which it is lost; None: the end of the pipe shows it
+    connect_s: float | None = None  # limit for the agent's first message
+    is_left_alone: bool = False  # it ends by itself after the launcher, without a signal
     guardian: agent.Guardian | None = None  # kills what the command has started beside the agent
-    on_said: Callable[[str], None] = lambda line: None  # gets the command's own lines
+    on_command_line: Callable[[str], None] = lambda line: None  # gets the command's lines, which are not the agent's
 
     def __post_init__(self) -> None:
         self.hello: dict[str, Any] = {}
@@ -79,34 +79,28 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._watchers: dict[int, _Watcher] = {}
         self._ids = itertools.count(1)
-        self._last_said: deque[str] = deque(maxlen=20)  # by the command, not the agent
+        self._last_lines: deque[str] = deque(maxlen=20)  # of the command, not the agent
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._over: asyncio.Future[str] = self._loop.create_future()  # why
-        self._to_say: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._over: asyncio.Future[str] = self._loop.create_future()  # the reason
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._life: asyncio.Task[None] | None = None
-        self._heard = 0.0
+        self._heard_at = 0.0
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection is over: so is, there, everything that was started over it."""
+        """Whether the connection is over, and with it everything that it has started."""
         return self._over.done()
 
     # ---- opening and closing
 
     def begin(self) -> None:
-        """Start the command; from now on processes can be started. Raises Unreachable."""
+        """Start the command; then processes can be started. Raises Unreachable."""
         try:
             popen = subprocess.Popen(
-                self.command,
-                env=self.env,
-                cwd=self.folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,  # a terminal's Ctrl-C is the launcher's
+                self.command, env=self.env, cwd=self.folder, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0,
+                start_new_session=True,  # a terminal's Ctrl-C is for the launcher
                 preexec_fn=None if self.is_left_alone else agent.end_with(os.getpid()),
-            )
+            )  # fmt: skip
         except OSError as error:
             self._lose("there is no such command")
             raise Unreachable(127, [f"{error.filename}: {error.strerror}"]) from None
@@ -115,17 +109,17 @@ class Connection:
         if self.sends_source:
             call = f"\nmain({self.lost_after_s!r}, {sorted(LAUNCHER_ENV_NAMES)!r})\n"
             source = Path(agent.__file__).read_bytes() + call.encode()
-            self._to_say.put(b"%d\n%b" % (len(source), source))
+            self._outbox.put(b"%d\n%b" % (len(source), source))
         assert popen.stdin is not None
         heartbeat_s = None if self.lost_after_s is None else agent.HEARTBEAT_S
-        agent.in_thread(agent.talk, self._to_say, os.dup(popen.stdin.fileno()), heartbeat_s)
+        agent.in_thread(agent.talk, self._outbox, os.dup(popen.stdin.fileno()), heartbeat_s)
         popen.stdin.close()
         self._life = watched(self._live(popen))
 
     async def open(self, sweep: dict[str, Any] | None = None) -> None:
         """Start the command, and wait for the agent. Raises Unreachable.
 
-        `sweep`: the hello of a connection that was lost, whose agent is killed if it still lives.
+        `sweep`: the hello of a lost connection, whose agent is killed if it is still alive.
         """
         self.begin()
         assert self._life is not None
@@ -133,14 +127,14 @@ class Connection:
         if not self._ready.done():
             self._lose("did not answer in time")
             await self._life
-            raise Unreachable(self.code, self._last_said)
+            raise Unreachable(self.code, self._last_lines)
         if sweep and sweep["since"]:
-            self._say({"do": "sweep", "pid": sweep["pid"], "since": sweep["since"]})
+            self._send({"do": "sweep", "pid": sweep["pid"], "since": sweep["since"]})
 
     async def close(self) -> None:
-        """Let the agent end everything, and itself. Nothing is reported any more."""
+        """Let the agent end everything, and itself. Nothing is reported after this."""
         self._watchers.clear()
-        self._to_say.put(None)
+        self._outbox.put(None)
         if self._life is not None:
             await asyncio.wait([self._life], timeout=_CLOSE_S)
             self._lose("it did not end in time")
@@ -149,39 +143,36 @@ class Connection:
     # ---- processes and files
 
     def start(
-        self,
-        message: dict[str, Any],
-        on_data: Callable[[bytes], object],
-        on_exit: Callable[[int, str], None],
+        self, message: dict[str, Any], on_data: Callable[[bytes], object], on_exit: Callable[[int, str], None],
         content: bytes = b"",
-    ) -> int:
-        """Start a process; its id. `on_exit` gets its code and, if it could not be started or was lost, why."""
+    ) -> int:  # fmt: skip
+        """Start a process, and return its id. `on_exit` gets its code, and why it did not start or was lost."""
         number = next(self._ids)
         if self.is_lost:
             self._loop.call_soon(on_exit, HOST_LOST, f"{self.name} was lost")
         else:
             self._watchers[number] = _Watcher(on_data, on_exit)
-            self._say({"do": "start", "id": number, **message}, content)
+            self._send({"do": "start", "id": number, **message}, content)
         return number
 
     def end(self, number: int) -> None:
-        self._say({"do": "end", "id": number})
+        self._send({"do": "end", "id": number})
 
     def kill(self, number: int) -> None:
-        self._say({"do": "kill", "id": number})
+        self._send({"do": "kill", "id": number})
 
     async def run(self, argv: Sequence[str], env: dict[str, str]) -> str:
-        """What a small program says, run with the host's interpreter from the home directory there."""
+        """Run a small program with the host's interpreter in the home directory there, and return its output."""
         words = [self.hello["python"], *argv]
         return "".join(await self._done({"argv": words, "env": env, "folder": "~", "sharing": 0}))
 
     async def write(self, path: str, folder: str, content: bytes) -> str:
-        """Write a file there; empty, or what went wrong."""
+        """Write a file there, and return the problem, if any."""
         message = {"do": "write", "path": path, "folder": folder, "size": len(content)}
         return (await self._done(message, content))[1]
 
     async def _done(self, message: dict[str, Any], content: bytes = b"") -> tuple[str, str]:
-        """The output of what is started, and why it could not be, if so."""
+        """Returns the output of a process, and the reason if it did not start."""
         done: asyncio.Future[str] = self._loop.create_future()
         output = bytearray()
 
@@ -195,20 +186,20 @@ class Connection:
 
     # ---- the conversation
 
-    def _say(self, message: dict[str, Any], content: bytes = b"") -> None:
-        self._to_say.put(json.dumps(message).encode() + b"\n" + content)
+    def _send(self, message: dict[str, Any], content: bytes = b"") -> None:
+        self._outbox.put(json.dumps(message).encode() + b"\n" + content)
 
     def _lose(self, why: str) -> None:
         if not self._over.done():
             self._over.set_result(why)
 
     async def _live(self, popen: subprocess.Popen[bytes]) -> None:
-        """Listen until the connection is over, see that nothing is left of the command, and report."""
+        """Read until the connection is over, end what is left of the command, and report the loss."""
         assert popen.stdout is not None and popen.stderr is not None
         listening = watched(self._listen(popen.stdout))
         overhearing = watched(self._overhear(popen.stderr))
         why = await self._over
-        self._to_say.put(None)
+        self._outbox.put(None)
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(popen.wait, _LAST_WORDS_S if why == _CLOSED else 0)
         self.code = popen.poll()
@@ -219,23 +210,23 @@ class Connection:
         await asyncio.wait([overhearing], timeout=_LAST_WORDS_S)
         for task in (listening, overhearing):
             task.cancel()
-        reason = f"{self.name} was lost: {why}" + (f" ({self._last_said[-1]})" if self._last_said else "")
+        reason = f"{self.name} was lost: {why}" + (f" ({self._last_lines[-1]})" if self._last_lines else "")
         watchers, self._watchers = self._watchers, {}
         for watcher in watchers.values():
             watcher.on_exit(HOST_LOST, reason)
 
     async def _listen(self, pipe: IO[bytes]) -> None:
-        """Take what the agent says, and see to it that it is heard."""
+        """Handle the agent's messages."""
         num_taken = 0
         async with _reading(pipe) as reader:
             with suppress(asyncio.IncompleteReadError):
                 while (line := await _line(reader)).endswith(b"\n"):
-                    self._heard = self._loop.time()
+                    self._heard_at = self._loop.time()
                     message = _parsed(line)
                     if not self._ready.done():
                         self._introduce(message)
                     elif not message:
-                        self._lose(f"something else than our agent said {line[:80]!r}")
+                        self._lose(f"the agent sent no message but {line[:80]!r}")
                     elif "out" in message:
                         data = await reader.readexactly(message["size"])
                         num_taken += len(data)
@@ -244,13 +235,13 @@ class Connection:
                     elif message.get("exit") in self._watchers:
                         self._watchers.pop(message["exit"]).on_exit(message["code"], message["why"])
                     if num_taken >= _TOOK_BYTES:
-                        self._say({"do": "took", "size": num_taken})
+                        self._send({"do": "took", "size": num_taken})
                         num_taken = 0
-                    await asyncio.sleep(0)  # a signal does not wait until the lines of a chatty child are shown
+                    await asyncio.sleep(0)  # so that signals do not wait for the lines of a chatty child
         self._lose(_CLOSED)
 
     def _introduce(self, message: dict[str, Any]) -> None:
-        """The agent's first line; a shell's start-up files may have printed others before it."""
+        """Handle the first line of the agent; a shell's start-up files may have printed others before it."""
         if message.get("magic") == agent.MAGIC:
             self.hello = message
             self._ready.set_result(None)
@@ -258,7 +249,7 @@ class Connection:
                 watched(self._watch(self.lost_after_s))
 
     async def _overhear(self, pipe: IO[bytes]) -> None:
-        """Lines of the command itself: kept for a sentence on why there is no agent, or shown."""
+        """Read the lines of the command itself, which explain why there is no agent."""
         splitter = LineSplitter()
         async with _reading(pipe) as reader:
             while data := await reader.read(1 << 14):
@@ -268,16 +259,16 @@ class Connection:
     def _note(self, lines: list[str]) -> None:
         for line in lines:
             if line.strip():
-                self._last_said.append(line.strip())
-            self.on_said(line)
+                self._last_lines.append(line.strip())
+            self.on_command_line(line)
 
     async def _watch(self, lost_after_s: float) -> None:
-        """Until the host is not heard any more. Time in which this launcher stood still does not count."""
+        """End the connection when the host is silent. Time in which this launcher stood still does not count."""
         standstill = Standstill(_LOOK_S)
         while not self.is_lost:
             now = self._loop.time()
-            self._heard = min(now, self._heard + standstill.look(now))
-            if now - self._heard > lost_after_s:
+            self._heard_at = min(now, self._heard_at + standstill.look(now))
+            if now - self._heard_at > lost_after_s:
                 break
             await asyncio.sleep(_LOOK_S)
         self._lose(f"nothing was heard for {lost_after_s:g} s")
@@ -295,7 +286,7 @@ async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """The next line; empty at the end, and when something came that is longer than any line of ours."""
+    """Returns the next line, empty at the end and for a line longer than any message."""
     try:
         return await reader.readline()
     except ValueError:
@@ -303,7 +294,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """A message; empty for something else."""
+    """Returns the message of a line, empty for anything else."""
     try:
         message = read_json(line, nan=True, big=True)
     except ValueError:
@@ -312,7 +303,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def watched(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task whose mistake the loop reports, though nobody asks for its result."""
+    """Returns a task whose exception the loop reports, because nobody awaits it."""
 
     def report(task: asyncio.Task[T]) -> None:
         if not task.cancelled():

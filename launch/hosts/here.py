@@ -1,4 +1,4 @@
-"""What a run on this machine needs, looked for before any of its processes starts. Raises ParamServerError."""
+"""Checks that a run can start on this machine, before any of its processes starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..plan.runs import Plan
 
 
 def check_here(plans: Sequence[Plan], config: Config) -> None:
-    """Whether the task or script, the device, the initial weights and the addresses of `plans` can be used here."""
+    """Raise ParamServerError where task or script, device, initial weights or addresses cannot be used here."""
     if config.launch.script is not None:
         check_script(config.launch.script)
     else:

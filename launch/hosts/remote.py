@@ -1,4 +1,4 @@
-"""What --hosts means for a run, worked out before anything starts: the hosts, their addresses, who runs where."""
+"""Resolves --hosts before anything starts: the hosts, their addresses, and the placement of processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import PurePath
 from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
-from ...common.errors import AuthError, UsageError
+from ...common.errors import AuthError, UsageError, raise_first
 from ...common.registry import MODES
 from ...common.security import TOKEN_VARIABLE, is_loopback
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
@@ -25,7 +25,7 @@ _SSH_CONFIG_S = 10.0
 
 
 def hosts_of(config: Config) -> tuple[Host, ...]:
-    """The hosts of --hosts, each with its address. Raises UsageError."""
+    """Returns the hosts of --hosts, each with its address. Raises UsageError."""
     if config.launch.hosts is None:
         return ()
     hosts = load_hosts(config.launch.hosts)
@@ -36,7 +36,7 @@ def hosts_of(config: Config) -> tuple[Host, ...]:
 
 
 def _with_address(host: Host, ssh: str) -> Host:
-    """An alias of ~/.ssh/config is a name for ssh only: others know what it stands for."""
+    """Returns the host with the name behind an alias of ~/.ssh/config, which only ssh knows."""
     if host.address is not None or host.host == THIS_MACHINE:
         return host
     try:
@@ -48,7 +48,7 @@ def _with_address(host: Host, ssh: str) -> Host:
             timeout=_SSH_CONFIG_S,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return host  # the connection will say what is wrong
+        return host  # the connection reports the error
     names = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("hostname ")]
     return host.model_copy(update={"address": names[0] if names else host.host})
 
@@ -61,7 +61,7 @@ def _is_command(text: str) -> bool:
 
 
 def places_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: str) -> dict[Child, Place]:
-    """Who runs where, as far as hosts are given. Raises UsageError."""
+    """Returns the placement of each process, empty without hosts. Raises UsageError."""
     if not hosts:
         if config.launch.colocate:
             raise UsageError("--colocate: there are no hosts to put shards on", fix="--hosts hosts.yaml")
@@ -73,41 +73,33 @@ def places_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: s
 
 
 def check_remote(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> None:
-    """Settings that do not go together with hosts. Raises UsageError."""
-    config = resolved.config
-    if not _is_command(config.launch.ssh):
-        raise UsageError(
-            f"{resolved.origins['launch.ssh']}: {config.launch.ssh!r} is no command", fix="e.g. ssh -F FILE"
-        )
-    if config.launch.colocate and hosts and resolved.was_set("server.shards"):
-        num_shards = num_colocated(hosts, num_workers)
-        if config.server.shards != num_shards:
-            raise UsageError(
-                f"{resolved.origins['server.shards']}: {config.server.shards} shards, and --colocate means one on each "
-                f"of the {num_shards} hosts that have workers",
-                fix="leave --shards out",
-            )
-    if not config.launch.sync_code:
+    """Raise UsageError for settings that do not go together with these hosts."""
+    config, origins, launch = resolved.config, resolved.origins, resolved.config.launch
+    path, num_shards = code_file(config), config.server.shards
+    raise_first(
+        (not _is_command(launch.ssh), f"{origins.get('launch.ssh')}: {launch.ssh!r} is no command", "e.g. ssh -F FILE")
+    )
+    if launch.colocate and hosts and resolved.was_set("server.shards"):
+        num = num_colocated(hosts, num_workers)
+        raise_first((
+            num_shards != num, f"{origins.get('server.shards')}: {num_shards} shards, and --colocate means one on each "
+            f"of the {num} hosts that have workers", "leave --shards out",
+        ))  # fmt: skip
+    if not launch.sync_code:
         return
-    if not hosts:
-        raise UsageError("--sync-code: there are no hosts to copy to", fix="--hosts hosts.yaml")
-    path = code_file(config)
-    if path is None:
-        raise UsageError(
-            f"--sync-code: task {config.task.name} is built in, there is nothing to copy",
-            fix="leave it out, or give --task FILE.py:NAME or --script FILE.py",
-        )
-    if PurePath(path).is_absolute() or ".." in PurePath(path).parts:
-        raise UsageError(
-            f"--sync-code: {path} is not below this directory, and has no place below workdir there",
-            fix="start ps-launch where the file is, and name it without its directory",
-        )
-    if not os.path.isfile(path):
-        raise UsageError(f"--sync-code: no file {path}", fix="the path is relative to where you are")
+    raise_first(
+        (not hosts, "--sync-code: there are no hosts to copy to", "--hosts hosts.yaml"),
+        (path is None, f"--sync-code: task {config.task.name} is built in, there is nothing to copy",
+         "leave it out, or give --task FILE.py:NAME or --script FILE.py"),
+        (PurePath(path or "").is_absolute() or ".." in PurePath(path or "").parts,
+         f"--sync-code: {path} is not below this directory, and has no place below workdir there",
+         "start ps-launch where the file is, and name it without its directory"),
+        (not os.path.isfile(path or ""), f"--sync-code: no file {path}", "the path is relative to where you are"),
+    )  # fmt: skip
 
 
 def check_exposure(plan: Plan) -> None:
-    """AuthError for servers and peers that other machines can reach, in the clear or by anybody, without consent."""
+    """Raise AuthError where other machines can reach servers or peers without TLS, token or --insecure."""
     security = plan.config.security
     if plan.server is None or plan.config.server.insecure:
         return
@@ -134,6 +126,6 @@ def check_exposure(plan: Plan) -> None:
 
 
 def listen_of(argv: Sequence[str]) -> str:
-    """The address a planned server is told to listen on."""
+    """Returns the address that a planned server listens on."""
     prefix = "server.listen="
     return next(word.removeprefix(prefix).strip("\"'") for word in reversed(argv) if word.startswith(prefix))

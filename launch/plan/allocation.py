@@ -1,4 +1,4 @@
-"""Which process of a run goes to which node of a Slurm job. Pure."""
+"""Decides which process of a run goes to which node of a Slurm job. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .runs import Child, ProcessSpec
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job, and for each how many tasks and cores of it are there."""
+    """The nodes of a job, with the number of its tasks and cores on each."""
 
     job: str
     nodes: tuple[str, ...]
@@ -22,7 +22,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs: the node, and which of the node's workers it is."""
+    """Where a process runs: the node, and its number among the node's workers."""
 
     node: str
     local_rank: int
@@ -30,7 +30,7 @@ class Place:
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """A number for each node: `4,1(x2)` is 4, 1, 1."""
+    """Returns a number for each node: `4,1(x2)` is 4, 1, 1."""
     counts: list[int] = []
     for part in text.split(","):
         number, _, times = part.partition("(x")
@@ -39,8 +39,10 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def place(specs: Sequence[ProcessSpec], allocation: Allocation) -> dict[Child, Place]:
-    """Servers go to the nodes in turn, the first to the first; workers fill the tasks of node after node, and
-    leave the servers one each where there are enough. UsageError when there are fewer tasks than workers."""
+    """Returns the placement of each process: servers on the nodes in turn, workers in the tasks of node after node.
+
+    Each server takes a task where there are enough. Raises UsageError for fewer tasks than workers.
+    """
     servers = [spec.child for spec in specs if spec.child.role == "server"]
     workers = [spec.child for spec in specs if spec.child.role != "server"]
     chosen = {child: index % len(allocation.nodes) for index, child in enumerate(servers)}

@@ -1,4 +1,4 @@
-"""hosts.yaml: the machines a job may use, checked at the door like every other setting."""
+"""Reads and checks hosts.yaml: the machines that a job may use."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ _EXAMPLE = "configs/hosts.example.yaml"
 
 
 class Host(Section):
-    """One machine. Paths are paths there: ~ is the home there, and what is relative is below workdir."""
+    """One machine. Its paths are paths there: ~ is the home there, relative paths are below workdir."""
 
-    host: str = Field(min_length=1, description="its name for ssh, also one of ~/.ssh/config; localhost: no ssh")
-    user: str | None = Field(None, min_length=1, description="who to log in as; none: as ssh decides")
-    port: int | None = Field(None, ge=1, le=65535, description="of its sshd; none: as ssh decides")
-    address: str | None = Field(
-        None, min_length=1, description="where its servers listen and are reached; none: what ssh connects to"
-    )
-    slots: int = Field(1, ge=1, le=4096, description="workers it can take; none: one for each device, or 1")
-    server: bool = Field(False, description="servers run here; none says so: on the first host")
+    host: str = Field(min_length=1, description="name for ssh, also an alias of ~/.ssh/config; localhost: no ssh")
+    user: str | None = Field(None, min_length=1, description="user to log in as; none: as ssh decides")
+    port: int | None = Field(None, ge=1, le=65535, description="port of its sshd; none: as ssh decides")
+    address: str | None = Field(None, min_length=1, description="address of its servers; none: what ssh connects to")
+    slots: int = Field(1, ge=1, le=4096, description="number of workers; none: one for each device, or 1")
+    server: bool = Field(False, description="run servers here; none of the hosts: the first one runs them")
     python: str | None = Field(None, description="interpreter in which paramserver is installed")
     venv: str | None = Field(None, description="virtual environment with that interpreter")
-    workdir: str | None = Field(None, description="where processes start; none: the launcher's own directory")
-    per_hour: float | None = Field(None, ge=0, description="price of an hour of it; none: cost.per_hour")
+    workdir: str | None = Field(None, description="where processes start; none: the launcher's directory")
+    per_hour: float | None = Field(None, ge=0, description="price of an hour; none: cost.per_hour")
     env: dict[str, str] = Field(default_factory=dict, description="variables of its processes")
-    devices: tuple[int | str, ...] = Field((), description="of its GPUs, each worker sees one, in turn")
+    devices: tuple[int | str, ...] = Field((), description="its GPUs; each worker sees one, in turn")
 
     @field_validator("host")
     @classmethod
@@ -61,11 +59,11 @@ class Host(Section):
         return self
 
     def folder(self, launchers: str) -> str:
-        """Where its processes start, given where the launcher was started."""
+        """Returns the directory of its processes. `launchers`: the launcher's directory."""
         return self.workdir if self.workdir is not None else launchers
 
     def interpreter(self, launchers: str) -> str:
-        """A path, or a name to be looked up in the PATH there."""
+        """Returns the interpreter's path, or a name for the PATH there."""
         python = self.python or "python3" if self.venv is None else f"{self.venv.rstrip('/')}/bin/python"
         if "/" not in python or python.startswith(("/", "~")):
             return python
@@ -73,7 +71,7 @@ class Host(Section):
 
 
 def load_hosts(path: str) -> tuple[Host, ...]:
-    """The hosts of a file, in its order. Raises UsageError with file:line."""
+    """Returns the hosts of a file, in its order. Raises UsageError with file:line."""
     entries = read_document(path, "the hosts", f"see {_EXAMPLE}")
     defaults: dict[str, Any] = {}
     if isinstance(entries, yaml.MappingNode):
@@ -97,12 +95,12 @@ def load_hosts(path: str) -> tuple[Host, ...]:
 
 def _host(node: yaml.Node, defaults: Mapping[str, Any], path: str) -> Host:
     """One entry: a mapping, or only the name of a host."""
-    own, origins = ({"host": node.value}, {}) if isinstance(node, yaml.ScalarNode) else _entry(node, path)
-    if "python" in own or "venv" in own:  # one's own way to name the interpreter replaces the other
+    entry, origins = ({"host": node.value}, {}) if isinstance(node, yaml.ScalarNode) else _entry(node, path)
+    if "python" in entry or "venv" in entry:  # either names the interpreter
         defaults = {name: value for name, value in defaults.items() if name not in ("python", "venv")}
-    merged = {**defaults, **own}
-    if isinstance(own.get("env"), dict) and isinstance(defaults.get("env"), dict):
-        merged["env"] = {**defaults["env"], **own["env"]}
+    merged = {**defaults, **entry}
+    if isinstance(entry.get("env"), dict) and isinstance(defaults.get("env"), dict):
+        merged["env"] = {**defaults["env"], **entry["env"]}
     try:
         return Host.model_validate(merged)
     except ValidationError as error:
@@ -110,7 +108,7 @@ def _host(node: yaml.Node, defaults: Mapping[str, Any], path: str) -> Host:
 
 
 def _entry(node: yaml.Node, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The keys of a host that a mapping has: their values, and where they stand."""
+    """Returns the keys of a host in a mapping: their values, and their lines."""
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(
             f"{path}:{node.start_mark.line + 1}: expected keys such as 'host:' and 'slots:'", fix=f"see {_EXAMPLE}"

@@ -1,8 +1,8 @@
-"""Which process of a run goes to which host. Pure.
+"""Decides which process of a run goes to which host. Pure.
 
-Servers go to the first host, or are dealt out in turn to those that say `server: true`. Workers fill the
-slots of the first host, then those of the next. With `colocate` each host that got workers carries one
-server shard as well, the coordinator on the first of them.
+Servers go to the first host, or in turn to the hosts with `server: true`. Workers fill the slots of the first host,
+then those of the next. With `colocate` each host with workers also has one server shard, the coordinator on the first
+of them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .process import Child
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one process runs, and what it is told because of that."""
+    """Where one process runs, and the settings that follow from it."""
 
     host: str
     python: str
     listen: str  # the host part of a server's address
-    sharing: int  # processes of its kind on this host, which divide the cores
+    sharing: int  # processes of its role on this host, which share the cores
     env: Mapping[str, str]
     per_hour: float | None = None  # of this host
 
 
 def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
-    """The host of each rank, slot after slot. UsageError when there are too few slots."""
+    """Returns the host of each rank, slot after slot. Raises UsageError for too few slots."""
     slots = [host for host in hosts for _ in range(host.slots)]
     if len(slots) < num_workers:
         each = ", ".join(f"{host.host} {host.slots}" for host in hosts)
@@ -41,21 +41,23 @@ def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
 
 
 def place_servers(hosts: Sequence[Host], num_shards: int) -> list[Host]:
-    """The host of each shard."""
+    """Returns the host of each shard."""
     chosen = [host for host in hosts if host.server] or [hosts[0]]
     return [chosen[shard % len(chosen)] for shard in range(num_shards)]
 
 
 def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
-    """How many shards `colocate` means."""
+    """Returns the number of shards with `colocate`."""
     return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
 
 
 def place(
     hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str, group: int = 1
 ) -> dict[Child, Place]:
-    """A place for every process. `folder` is where the launcher was started; `group`: processes of each worker, which
-    take as many devices. Raises UsageError."""
+    """Returns the placement of every process. Raises UsageError.
+
+    `folder`: where the launcher was started. `group`: processes of each worker, which take as many devices.
+    """
     workers = place_workers(hosts, num_workers)
     servers = list({host.host: host for host in workers}.values()) if colocate else place_servers(hosts, num_shards)
     _check_addresses(servers, workers)
@@ -79,7 +81,7 @@ def place(
 
 
 def _devices_of(host: Host, worker: int, group: int) -> str:
-    """Of the `worker`th worker of a host; more workers than devices share them."""
+    """Returns the devices of a host's `worker`th worker; more workers than devices share them."""
     num = len(host.devices)
     if num % group:
         raise UsageError(
@@ -96,7 +98,7 @@ def _listen(host: Host) -> str:
 
 
 def _check_addresses(servers: Sequence[Host], workers: Sequence[Host]) -> None:
-    """This machine's servers need an address that the other hosts know."""
+    """Raise UsageError for servers on this machine without an address that the other hosts know."""
     elsewhere = next((host.host for host in [*workers, *servers] if host.host != THIS_MACHINE), None)
     for host in servers:
         if host.host == THIS_MACHINE and host.address in (None, THIS_MACHINE) and elsewhere is not None:

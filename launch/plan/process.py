@@ -1,4 +1,4 @@
-"""A process of a run: its name, and what starts it. Pure."""
+"""A process of a run: its name, and how to start it. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # and where this machine itself reaches them
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # with the addresses at which this machine reaches them
 
 
 class Child(NamedTuple):
-    """The stable name of a process of the run. Server 0 coordinates; further ones are its shards."""
+    """The stable name of a process of the run. Server 0 is the coordinator."""
 
     role: str  # "server" or "worker"
     rank: int
@@ -26,12 +26,12 @@ SERVER = Child("server", 0)
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to start. `env` is added to the environment the backend gives."""
+    """One process to start. `env` is added to the backend's environment."""
 
     child: Child
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    host: str = ""  # where it was placed; "": where the backend likes
-    sharing: int = 0  # processes that divide that host's cores; 0: the number of threads is not the launcher's to set
-    needs: tuple[str, ...] = ()  # files it reads,
-    leaves: tuple[str, ...] = ()  # and writes, as it finds them where it runs
+    host: str = ""  # of its placement; "": the backend decides
+    sharing: int = 0  # processes that share that host's cores; 0: the launcher sets no number of threads
+    needs: tuple[str, ...] = ()  # files that it reads on its host
+    leaves: tuple[str, ...] = ()  # files that it writes there

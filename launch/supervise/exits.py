@@ -1,4 +1,4 @@
-"""What an exit code means, in words: the table of docs for people who see only a number."""
+"""The meaning of exit codes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def describe_exit(code: int, *, is_script: bool = False) -> str:
 
 
 def shell_code(code: int) -> int:
-    """The code to pass on: a signal's death becomes 128 + its number, as a shell does it."""
+    """Returns the launcher's exit code: 128 + its number for a death by signal, as in a shell."""
     return code if code >= 0 else 128 - code
 
 

@@ -1,25 +1,25 @@
-"""Which failures a restart can mend, how long it waits, and how often. Pure; time comes in as `now`.
+"""Decides which failures a restart may mend, how long it waits, and how often. Pure; time is the argument `now`.
 
-Of a worker:
+A worker:
 
     1, any signal, 15 (server not reached)   a crash, a kill, a bad moment: it is started again
-    130, 143 (someone told it to end)        the job was asked for so many workers: started again
-    any other code                           a script's own; one cannot know, and the budget bounds the price
+    130, 143 (somebody asked it to end)      the job needs its number of workers: started again
+    any other code                           a script's own; its meaning is unknown, and the budget limits the price
     2, 11, 12, 14, 16, 126                   usage, security, mismatch, files, divergence, no such program:
-                                             the same again would fail the same
-    13 (no place, or replaced)               whoever has the rank now would be put out of it, back and forth
+                                             a restart would fail the same way
+    13 (not admitted, or replaced)           a restart would replace the rank's process, back and forth
 
-Of a server, each shard alike, the same, but for two. 10 (cannot listen) is final at the first start and not
-later: the port was its own a moment ago, so who holds it lets go of it soon. And a server that someone told
-to end has sent its workers away: that ends the job.
+A server, each shard alike, is the same except for two codes. 10 (cannot listen) is final at the first start, but not
+later: the port was its own a moment ago and will be free soon. A server that somebody asked to end (130, 143) has sent
+its workers away: that ends the job.
 
-An exception that is raised again where it was raised before the restart would be raised for ever: it ends the job. So
-does one that every worker has raised, if it is a mistake in the program, before any of them was let in again.
+An exception that recurs at the same place after a restart would recur for ever: it ends the job. So does one that
+every worker has raised, if it is a mistake in the program, before any of them was admitted again.
 
-Who was lost with its host (255) did nothing wrong: it is started again as after a crash.
+A process that was lost with its host (255) is started again as after a crash.
 
-A process that has run for 60 s since its start has lived down what was before: its restarts count from
-zero again, and it is no longer named as the first that failed.
+A process that has run for 60 s since its start is forgiven: its restarts count from zero again, and it is no longer
+named as the first that failed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ FORGIVEN_AFTER_S = 60.0
 MAX_BACKOFF_S = 10.0
 
 _FINAL = frozenset({2, 11, 12, 13, 14, 16, CANNOT_START})
-_TOLD_TO_END = frozenset({130, 143, -2, -15})
+_ASKED_TO_END = frozenset({130, 143, -2, -15})
 _CANNOT_LISTEN = 10
 
 
 class Attempt(NamedTuple):
-    """The restart that comes next."""
+    """The next restart."""
 
     number: int  # from 1
     in_s: float
 
 
 class Failure(NamedTuple):
-    """A process that failed, and how, in words."""
+    """A process that failed, and how, as a phrase."""
 
     child: Child
     how: str
@@ -57,8 +57,8 @@ class Failure(NamedTuple):
 
 
 def can_mend(child: Child, code: int, *, has_listened: bool) -> bool:
-    """Whether starting the process again may help. `has_listened`: this server did so once."""
-    if child.role == SERVER.role and code in _TOLD_TO_END:
+    """Returns whether a restart may help. `has_listened`: this server has listened before."""
+    if child.role == SERVER.role and code in _ASKED_TO_END:
         return False
     if code == _CANNOT_LISTEN:
         return child.role == SERVER.role and has_listened
@@ -74,7 +74,7 @@ class Restarts:
         self._started_at: dict[Child, float] = {}  # of those that run
         self._num_restarts: Counter[Child] = Counter()
         self._raised: dict[Child, list[tuple[str, str] | None]] = {}  # by each of its failures
-        self._failures: dict[Child, Failure] = {}  # the first of each that was not lived down, oldest first
+        self._failures: dict[Child, Failure] = {}  # the first of each that is not forgiven, oldest first
 
     def started(self, child: Child, now: float) -> None:
         self._started_at[child] = now
@@ -84,8 +84,10 @@ class Restarts:
         self._forgive(child)
 
     def failed(self, failure: Failure, now: float, raised: Raised | None = None) -> bool:
-        """Take note of it; who has run long enough by now is forgiven first. True when the same exception, at the
-        same place, has ended this process before: that is never lived down."""
+        """Count a failure, after forgiving the processes that have run long enough.
+
+        Returns whether the same exception, at the same place, has ended this process before: that is never forgiven.
+        """
         for child, since in self._started_at.items():
             if now - since >= FORGIVEN_AFTER_S:
                 self._forgive(child)
@@ -96,24 +98,24 @@ class Restarts:
         return raised is not None and raised.kind in before[:-1]
 
     def ended_by(self, child: Child, raised: Raised) -> bool:
-        """Whether its newest failure is this one."""
+        """Returns whether this was its newest failure."""
         return self._raised.get(child, [])[-1:] == [raised.kind]
 
     def has_restarted(self, child: Child) -> bool:
         return self._num_restarts[child] > 0
 
     def next(self, child: Child) -> Attempt | None:
-        """Take one restart from the child's budget; None when it is spent."""
+        """Take one restart from the child's budget, None if it is spent."""
         if self._num_restarts[child] >= self.max_restarts:
             return None
         self._num_restarts[child] += 1
         number = self._num_restarts[child]
-        # The exponent is bounded: 2.0 ** 2000 is an error, and a budget may be as large.
+        # The exponent is bounded, because 2.0 ** 2000 is an error and a budget may be as large.
         return Attempt(number, min(MAX_BACKOFF_S, self._backoff_s * 2.0 ** min(number - 1, 60)))
 
     @property
     def first(self) -> Failure:
-        """The oldest failure that was not lived down. There must have been one."""
+        """The oldest failure that is not forgiven. There must be one."""
         return next(iter(self._failures.values()))
 
     def _forgive(self, child: Child) -> None:

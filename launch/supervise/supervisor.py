@@ -1,4 +1,4 @@
-"""What the launcher does when something happens to its processes. Pure; time comes in as `now`.
+"""Decides what the launcher does when something happens to its processes. Pure; time is the argument `now`.
 
     STARTING ──may train──> RUNNING ──every worker ended with 0──> ENDING ──servers ended─> OVER
       │  ^ │                 ^ │ │                                    │
@@ -11,16 +11,15 @@ One process, while the job is STARTING or RUNNING:
                  ^   └──failed, and a restart may mend it──> WAITING ──the back-off is over──┐
                  └───────────────────────────────────────────────────────────────────────────┘
 
-Events go in (`begin`, `listening`, `may_train`, `exited`, `abort`, `interrupt`, `tick`), decisions come out,
-each with its reason as a sentence. The coordinator starts first, the other shards of the server when it
-listens, the workers when all of them do and whoever drives this has said that they `may_train`.
+Events go in (`begin`, `listening`, `may_train`, `exited`, `abort`, `interrupt`, `tick`), decisions come out, each with
+its reason as a sentence. The coordinator starts first. The other shards start when it listens. The workers start when
+all shards listen and the caller has called `may_train`.
 
-A failed process is started again if that may mend it (`restarts.py`), a worker as long as there is a server to join,
-a server (each shard alike) only when it keeps snapshots to go on from. Any other failure is final: its exit code
-becomes the launcher's, or 17 if it was the budget of restarts that ended; the others are drained and, after the grace
-time, killed; who writes results (the servers, or workers without one) has ten times as long. What they then exit with
-says nothing new and is ignored. Nothing is started any more once the job is ENDING or DRAINING, or the coordinator
-has ended with 0.
+A failed process is started again if that may help (`restarts.py`): a worker as long as there is a server to join, a
+server (each shard alike) only when it keeps snapshots to continue from. Any other failure is final. Its exit code
+becomes the launcher's, or 17 if the budget of restarts is spent. The others are drained and, after the grace time,
+killed; processes that write results (the servers, or workers without one) have ten times as long. Their exit codes are
+then ignored. No process starts once the job is ENDING or DRAINING, or the coordinator has ended with 0.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from .blame import Raised
 from .exits import BUDGET_SPENT, UNREACHABLE, describe_exit, shell_code, signal_name
 from .restarts import Attempt, Failure, Restarts, can_mend
 
-# A server whose workers are all done has nothing left to do but to write its results. It is told
-# to end soon (a script may leave without a goodbye), and killed late: large weights take a while.
+# A server whose workers are done only writes its results. It is asked to end soon, because a script may exit without
+# leaving, and killed late, because large weights take a while.
 _SERVER_END_S = 2.0
 _SERVER_WRITE_GRACES = 10  # times the grace time
 
@@ -52,40 +51,40 @@ class State(StrEnum):
 
     PLANNED = "planned"
     RUNNING = "running"
-    STOPPING = "stopping"  # told to end
-    WAITING = "waiting"  # to be started again
+    STOPPING = "stopping"  # asked to end
+    WAITING = "waiting"  # for its restart
     ENDED = "ended"
 
 
 @dataclass(frozen=True)
-class _OfOne:
+class _Step:
     child: Child
     reason: str
 
 
-class Start(_OfOne):
+class Start(_Step):
     """Start the process."""
 
 
 @dataclass(frozen=True)
-class Restart(_OfOne):
-    """Nothing to do yet: a Start of the process follows in `attempt.in_s` seconds."""
+class Restart(_Step):
+    """A Start of the process follows in `attempt.in_s` seconds; nothing to do yet."""
 
     attempt: Attempt
     max_restarts: int
 
 
-class Terminate(_OfOne):
+class Terminate(_Step):
     """Ask the process to end in good order (SIGTERM)."""
 
 
-class Kill(_OfOne):
+class Kill(_Step):
     """End the process and everything it started, now."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The job is over and nothing of it is left."""
+    """The job is over, and none of its processes is left."""
 
     exit_code: int
     reason: str
@@ -99,7 +98,7 @@ _COMPLETE = Finish(0, "the server ended with exit code 0: the run is complete")
 
 @dataclass(frozen=True)
 class _Pending:
-    """A restart to come at `due`, and what the job ends with if it never does."""
+    """A restart at `due`, and the job's end if it never happens."""
 
     due: float
     attempt: Attempt
@@ -120,21 +119,21 @@ class JobSettings:
 
 
 class Supervisor:
-    """The state of one job. `deadline` is when `tick` has something to decide, None for never."""
+    """The state of one job. `deadline`: when `tick` has something to decide, None for never."""
 
     def __init__(self, job: JobSettings) -> None:
         self.phase = Phase.STARTING
         self._job = job
         self._workers = [Child("worker", rank) for rank in range(job.num_workers)]
         self._servers = [Child("server", shard) for shard in range(job.num_shards)]
-        self._listening: set[Child] = set()  # servers that did so once
+        self._listening: set[Child] = set()  # servers that have listened
         self._states = dict.fromkeys([*self._servers, *self._workers], State.PLANNED)
         self._restarts = Restarts(job.max_restarts, job.backoff_s)
         self._pending: dict[Child, _Pending] = {}
         self._evicted: set[Child] = set()
-        self._is_out: dict[Child, Finish] = {}  # failed and not let in again: the job's end if that never happens
-        self._patience: float | None = None  # when those that were told to end, or should end, are late
-        self._write_until = 0.0  # when those are that write results
+        self._is_out: dict[Child, Finish] = {}  # failed and not admitted again, with the job's end if that stays so
+        self._patience: float | None = None  # when processes that should end are late
+        self._write_until = 0.0  # when processes that write results are late
         self._outcome = Finish(0, "every process ended with exit code 0")
 
     @property
@@ -144,14 +143,14 @@ class Supervisor:
         return min((pending.due for pending in self._pending.values()), default=None)
 
     def begin(self, now: float) -> list[Decision]:
-        """The first processes to start."""
+        """Start the first processes."""
         if SERVER in self._states:
             return [self._start(SERVER, "the workers need its address", now)]
         self.phase = Phase.RUNNING
         return [self._start(child, "there is no server to wait for", now) for child in self._workers]
 
     def listening(self, child: Child, now: float) -> list[Decision]:
-        """A server answers on its address, also when it does so again."""
+        """A server listens on its address, for the first time or again."""
         self._listening.add(child)
         self._is_out.pop(child, None)
         if self.phase is not Phase.STARTING or child != SERVER:
@@ -161,11 +160,11 @@ class Supervisor:
 
     @property
     def all_listen(self) -> bool:
-        """Whether every server has listened, and the workers wait for `may_train`."""
+        """Whether every server has listened, and only `may_train` is missing."""
         return self.phase is Phase.STARTING and self._listening.issuperset(self._servers)
 
     def may_train(self, now: float) -> list[Decision]:
-        """Every server listens and can be reached."""
+        """Every server can be reached: start the workers."""
         if not self.all_listen:
             return []
         self.phase = Phase.RUNNING
@@ -173,29 +172,28 @@ class Supervisor:
         return [self._start(child, f"{what} listening", now) for child in self._workers]
 
     def admitted(self, worker: Child) -> None:
-        """The server has let a worker into the run: what had ended it before is mended."""
+        """The server has admitted a worker: its earlier failure is over."""
         self._is_out.pop(worker, None)
 
     def evicted(self, worker: Child) -> None:
-        """Somebody has put it out of the run: its end is no failure, and it is not started again."""
+        """Somebody has evicted a worker: its end is no failure, and it is not started again."""
         self._evicted.add(worker)
 
     def already_done(self, reason: str, now: float) -> list[Decision]:
-        """The server has gone on from a snapshot of the run's end: nobody is needed but for its results."""
+        """The server has resumed a snapshot of the run's end: only its results are needed."""
         if self.phase not in (Phase.STARTING, Phase.RUNNING):
             return []
         self._states |= {worker: State.ENDED for worker in self._workers if self._states[worker] is State.PLANNED}
         self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self._job.grace_s
         self._outcome = Finish(0, reason)
-        return list(self._tell_to_end([*self._servers, *self._workers], reason))
+        return list(self._ask_to_end([*self._servers, *self._workers], reason))
 
     def abort(self, exit_code: int, reason: str, now: float) -> list[Decision]:
-        """Something that is no process's failure makes the job impossible."""
+        """End the job for a reason that is no process's failure."""
         return [] if self.phase is Phase.DRAINING else self._drain(Finish(exit_code, reason), now)
 
     def run_failed(self, culprit: Child, exit_code: int, reason: str, now: float) -> list[Decision]:
-        """The server says that a worker has failed after the last training step: all end by themselves, and what
-        they exit with says nothing new."""
+        """A worker has failed after the last training step: all end by themselves, and their exit codes are ignored."""
         if self.phase is Phase.DRAINING:
             return []
         self._give_up_restarts()
@@ -204,33 +202,33 @@ class Supervisor:
         return self._finish_when_empty()
 
     def exited(self, child: Child, code: int, now: float, raised: Raised | None = None) -> list[Decision]:
-        """A process has ended; `code` is negative for a signal, `raised` the exception that it has shown."""
+        """A process has ended. `code`: negative for a signal; `raised`: the exception in its output."""
         was, self._states[child] = self._states[child], State.ENDED
         if self.phase is Phase.DRAINING:
             return self._finish_when_empty()
         if was is State.STOPPING and code in (0, 143, -15):
-            code = 0  # told to end after its workers, and it did
+            code = 0  # asked to end after its workers, and it did
         if child in self._evicted:
             code = 0
         was_late = child in self._servers or self._restarts.has_restarted(child)
         if code == UNREACHABLE and child != SERVER and self._states.get(SERVER) is State.ENDED and was_late:
-            code = 0  # it came back too late: the others did without it
+            code = 0  # it came back too late, and the others finished
             self._outcome = self._outcome if self._outcome.exit_code else _COMPLETE
         if code != 0:
             return self._failed(child, code, now, raised=raised)
         if child in self._servers and child not in self._listening and was is not State.STOPPING:
             return self._failed(child, 1, now, "exit code 0 before it was listening")
         self._restarts.ended_well(child)
-        told = self._complete() if child == SERVER and self._is_out else []
+        ending = self._complete() if child == SERVER and self._is_out else []
         if all(self._states[worker] is State.ENDED for worker in self._workers):
             down = next((server for server in self._servers if server in self._pending), None)
-            if down is not None:  # nobody is left whom it could serve
+            if down is not None:  # it would have no worker to serve
                 return self._drain(self._pending[down].otherwise, now)
             self.phase, self._patience = Phase.ENDING, now + _SERVER_END_S
-        return [*told, *self._finish_when_empty()]
+        return [*ending, *self._finish_when_empty()]
 
     def interrupt(self, signal_number: int, now: float) -> list[Decision]:
-        """SIGINT, SIGTERM or the like reached the launcher: the first drains, the next one kills."""
+        """The launcher got SIGINT, SIGTERM or the like: the first one drains, the next one kills."""
         name = signal_name(signal_number)
         if self.phase is Phase.DRAINING:
             self._patience = None
@@ -259,30 +257,29 @@ class Supervisor:
         return [Kill(child, f"still there after {after_s:g} s") for child in self._alive() if child not in writers]
 
     def _complete(self) -> list[Terminate]:
-        """The run is complete without those who failed: they are not needed, but what they failed with is said if it
-        is a code of their own, not a kill or a connection."""
-        own = [end for end in self._is_out.values() if end.exit_code < 128 and end.exit_code != UNREACHABLE]
+        """The run is complete without the failed workers. The job still ends with their exit code, unless it was a kill
+        or a lost connection."""
+        failures = [end for end in self._is_out.values() if end.exit_code < 128 and end.exit_code != UNREACHABLE]
         is_missing = any(self._states[child] is not State.ENDED for child in self._is_out)
-        self._outcome = (*own, _COMPLETE if is_missing else self._outcome)[0]
+        self._outcome = (*failures, _COMPLETE if is_missing else self._outcome)[0]
         self._give_up_restarts()
-        return self._tell_to_end([*self._is_out], _COMPLETE.reason)
+        return self._ask_to_end([*self._is_out], _COMPLETE.reason)
 
     def _server_is_late(self, now: float) -> list[Decision]:
         wait_s = _SERVER_WRITE_GRACES * self._job.grace_s
-        told = self._tell_to_end(self._servers, "every worker is done")
-        if told:
+        if ending := self._ask_to_end(self._servers, "every worker is done"):
             self._patience = now + wait_s
-            return list(told)
+            return list(ending)
         self.phase = Phase.DRAINING
         late = self._alive()
-        reason = f"the {late[0]} was told to end and was still there after {wait_s:g} s"
+        reason = f"the {late[0]} was asked to end and was still there after {wait_s:g} s"
         self._outcome = Finish(1, reason, late[0])
         return [Kill(child, reason) for child in late]
 
     def _failed(
         self, child: Child, code: int, now: float, how: str = "", raised: Raised | None = None
     ) -> list[Decision]:
-        """Start it again after a while, or end the job."""
+        """Restart the process after a back-off, or end the job."""
         is_script = self._job.is_script and child.role == "worker"
         failure = Failure(child, how or str(raised or describe_exit(code, is_script=is_script)))
         is_again = self._restarts.failed(failure, now, raised)
@@ -312,36 +309,36 @@ class Supervisor:
         return [Restart(child, reason, attempt, of)]
 
     def _is_everyones(self, child: Child, raised: Raised) -> bool:
-        """All other workers have failed so too, and none of them has been let in again."""
+        """Whether all other workers have failed the same way, and none has been admitted again."""
         others = [worker for worker in self._workers if worker != child]
         return bool(others) and all(
             other in self._is_out and self._restarts.ended_by(other, raised) for other in others
         )
 
     def _may_restart(self, child: Child, code: int) -> bool:
-        """Whether there is a point in it. With a budget of 0 nobody wants restarts, and 17 says nothing."""
+        """Whether a restart may help. A budget of 0 means that no restarts are wanted."""
         if self.phase not in (Phase.STARTING, Phase.RUNNING) or not self._restarts.max_restarts:
             return False
         there_is_a_server = child == SERVER or self._states.get(SERVER) in (State.RUNNING, State.WAITING)
         return there_is_a_server and can_mend(child, code, has_listened=child in self._listening)
 
     def _final(self, exit_code: int, failure: Failure, more: str = "") -> Finish:
-        """The end of the job by this failure; the first one in the job is named if it was another's."""
+        """Returns the end of the job by this failure; it names the job's first failure too."""
         first = self._restarts.first
         if first.child != failure.child:
             more += f"; the first to fail was {first.child}: {first.how}"
         return Finish(exit_code, f"{failure}{more}", failure.child)
 
     def _drain(self, outcome: Finish, now: float, reason: str = "") -> list[Decision]:
-        """End the job with `outcome`, and tell who runs why, if that is another sentence."""
+        """End the job with `outcome`. `reason`: the sentence for running processes, if it differs."""
         self._give_up_restarts()
         self._outcome = outcome
         self.phase, self._patience = Phase.DRAINING, now + self._job.grace_s
         self._write_until = now + _SERVER_WRITE_GRACES * self._job.grace_s
-        told = self._tell_to_end([*self._servers, *self._workers], reason or outcome.reason)
-        return [*told, *self._finish_when_empty()]
+        ending = self._ask_to_end([*self._servers, *self._workers], reason or outcome.reason)
+        return [*ending, *self._finish_when_empty()]
 
-    def _tell_to_end(self, children: list[Child], reason: str) -> list[Terminate]:
+    def _ask_to_end(self, children: list[Child], reason: str) -> list[Terminate]:
         running = [child for child in children if self._states[child] is State.RUNNING]
         self._states |= dict.fromkeys(running, State.STOPPING)
         return [Terminate(child, reason) for child in running]
@@ -352,7 +349,7 @@ class Supervisor:
         self._pending.clear()
 
     def _finish_when_empty(self) -> list[Decision]:
-        """Finish once nothing runs and nothing will."""
+        """Finish once no process runs and none will start."""
         if self._alive() or self.phase in (Phase.STARTING, Phase.RUNNING):
             return []
         self.phase, self._patience = Phase.OVER, None

@@ -1,7 +1,6 @@
-"""What children say: lines, and the JSON events among them.
+"""Splits the output of children into lines, and parses the JSON events among them.
 
-Any line that is a JSON object with an "event" is an event; any other one is the user's own
-output or a traceback and stays as it is.
+A line that is a JSON object with an "event" is an event. Any other line is the user's output or a traceback.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class LineSplitter:
         return [_text(line) for line in complete]
 
     def rest(self) -> list[str]:
-        """The last line, if it had no end."""
+        """Returns the last line, if it has no end."""
         partial, self._partial = self._partial, b""
         return [_text(partial)] if partial else []
 
@@ -42,7 +41,7 @@ def _text(line: bytes) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a child. `fields` leaves out what every event carries."""
+    """One event of a child. `fields` are those that not every event has."""
 
     name: str
     level: str = "info"

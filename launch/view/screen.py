@@ -1,8 +1,8 @@
-"""Where the launcher shows things: on standard error, since results go to standard output.
+"""Shows a job on standard error; results go to standard output.
 
-On a terminal child lines scroll above one live table; without one there is a compact line every
-few seconds; as JSON each line is one object for a program to read. All three do nothing more
-once the output is gone (`ps-launch 2>&1 | head`), beside telling so: then the job must end.
+On a terminal, lines of children scroll above a live table. Without one there is a compact line every few seconds. As
+JSON, each line is one object for a program. Once the output is gone (`ps-launch 2>&1 | head`), a screen reports that
+and shows nothing more: the job must end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_LINES_HELD = 200
 
 
 class Screen(ABC):
-    """What a job tells its user, on standard error until that is gone. One screen per run."""
+    """Shows one run on standard error, until that is gone."""
 
     def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
         self._hosts = hosts
@@ -41,32 +41,32 @@ class Screen(ABC):
 
     @abstractmethod
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
-        """Something the launcher itself did or found; `fields` say the same for programs."""
+        """Show what the launcher did or found. `fields`: the same for programs."""
 
     def secret(self, sentence: str) -> None:
-        """For whoever sits here alone: what is read by programs is kept and sent on."""
+        """Show a sentence to the person at the terminal only: output for programs is stored and forwarded."""
         self.note("page", sentence)
 
     @abstractmethod
     def line(self, child: Child, line: str, event: Event | None) -> None:
-        """A child wrote a line."""
+        """Show a line of a child."""
 
     @abstractmethod
     def status(self, line: str, status: Status, now: float) -> None:
-        """The run reported its status in a line."""
+        """Show the run's status; `line`: as reported."""
 
     def is_down(self, child: Child) -> None:  # noqa: B027
         """The process whose status is shown has ended."""
 
     def tick(self, now: float) -> None:  # noqa: B027  (nothing, for most)
-        """A moment has passed."""
+        """Refresh the screen."""
 
     def failure(self, finish: Finish) -> None:
-        """The last word about a job that failed."""
+        """Show how a job failed."""
         self.note("failed", finish.reason, "error")
 
     def close(self) -> None:  # noqa: B027
-        """Leave the output as it was found."""
+        """Restore the terminal."""
 
     def _print(self, text: Text) -> None:
         if self._console.is_terminal:
@@ -88,8 +88,7 @@ class Screen(ABC):
 def make_screen(
     config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series | None = None
 ) -> Screen:
-    """The screen that suits the output. `on_lost` is called once when nobody reads it any more; `series` is of the runs
-    that the command makes."""
+    """Returns the screen for the output. `on_lost`: called once nobody reads it. `series`: the run's position."""
     if config.log.format == "json":
         return JsonScreen(hosts, on_lost)
     series = series or Series()
@@ -99,7 +98,7 @@ def make_screen(
 
 
 def discard_from_now_on(descriptor: int) -> None:
-    """Let a standard stream that nobody reads end nowhere, so that no later flush fails."""
+    """Redirect a standard stream that nobody reads to /dev/null, so that no later flush fails."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)
@@ -144,7 +143,7 @@ class PlainScreen(Screen):
             self._shown, self._shown_at = text, now
 
     def _job(self, status: Status) -> str:
-        return self._series.told(status.elapsed_s, status.eta_s)
+        return self._series.text(status.elapsed_s, status.eta_s)
 
     def failure(self, finish: Finish) -> None:
         repeated = self._last_lines.to_repeat(finish.culprit) if finish.culprit else []

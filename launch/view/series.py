@@ -1,4 +1,4 @@
-"""Which run of several it is, and when all are over. No I/O."""
+"""The position of a run among several, and the time until all are over. No I/O."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from ...common.reporting.pictures.words import about
 
 @dataclass(frozen=True)
 class Series:
-    """Run `number` of `num_runs`, of which those before it took `took_s`."""
+    """Run `number` of `num_runs`; `took_s`: seconds of the runs before it."""
 
     number: int = 1
     num_runs: int = 1
     took_s: Sequence[float] = ()
 
-    def told(self, run_s: float = 0.0, eta_s: float | None = None) -> str:
-        """`run 5 of 14, about 3 min to go`; empty where there is one. Of this run, `run_s` are over and `eta_s` left,
-        None where that is not known. Runs to come take what those before took in the mean, or else what this one
-        takes."""
+    def text(self, run_s: float = 0.0, eta_s: float | None = None) -> str:
+        """Returns `run 5 of 14, about 3 min to go`, empty for a single run.
+
+        `run_s`, `eta_s`: seconds over and left of this run, None if unknown. Later runs are estimated by the mean of
+        earlier ones, or by this one.
+        """
         if self.num_runs == 1:
             return ""
         name, later = f"run {self.number} of {self.num_runs}", self.num_runs - self.number
@@ -30,6 +32,6 @@ class Series:
         return f"{name}, about {about(left + later * each)} to go"
 
     def before(self, sentence: str) -> str:
-        """The sentence with that before it."""
-        told = self.told()
-        return f"{told}: {sentence}" if told else sentence
+        """Returns the sentence after this text."""
+        text = self.text()
+        return f"{text}: {sentence}" if text else sentence

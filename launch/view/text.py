@@ -1,4 +1,4 @@
-"""How a job looks: the lines of its children, a failure. No I/O."""
+"""Renders the lines of a job's children. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_LAST_LINES = 20
 
 
 def child_line(child: Child, line: str, event: Event | None, host: str = "") -> Text:
-    """`[worker 2] ...`, or `[worker 2 on gpu1] ...`: an event as `name key=value`, anything else as it was written."""
+    """`[worker 2] ...`, or `[worker 2 on gpu1] ...`: an event as `name key=value`, any other line unchanged."""
     style = "bold" if child.role == "server" else RANK_COLOURS[child.rank % len(RANK_COLOURS)]
     prefix = (f"[{child} on {host}] " if host else f"[{child}] ", style)
     if event is None:
@@ -25,7 +25,7 @@ def child_line(child: Child, line: str, event: Event | None, host: str = "") -> 
 
 
 def sentence_of(child: Child, event: Event) -> str:
-    """What some events of the server mean for the whole job; empty for all others, which are shown as they are."""
+    """Returns a sentence for some events of the server, empty for all others, which are shown unchanged."""
     if child.role == "server" and event.name == "training_started":
         num = event.fields.get("workers")
         return "1 worker joined" if num == 1 else f"{num} workers joined"
@@ -33,7 +33,7 @@ def sentence_of(child: Child, event: Event) -> str:
 
 
 def event_text(event: Event) -> str:
-    """`joined rank=0 reason='first of 4'`; an exception's traceback on the lines below."""
+    """Returns `joined rank=0 reason='first of 4'`; an exception's traceback is on the lines below."""
     fields = {name: value for name, value in event.fields.items() if name != "exception"}
     words = [event.name, *(f"{name}={_value_text(value)}" for name, value in fields.items())]
     if event.level in ("warning", "error", "critical"):
@@ -50,7 +50,7 @@ def _value_text(value: Any) -> str:
 
 
 class LastLines:
-    """The last lines of each child, to show again when it failed and they have scrolled away."""
+    """The last lines of each child, to repeat when it has failed and they have scrolled away."""
 
     def __init__(self) -> None:
         self._num_shown = 0
@@ -61,7 +61,7 @@ class LastLines:
         self._lines.setdefault(child, deque(maxlen=_NUM_LAST_LINES)).append((self._num_shown, line))
 
     def to_repeat(self, child: Child) -> list[Text]:
-        """Its last lines; none of them when they are still the ones just above."""
+        """Returns its last lines, none if they are still just above."""
         lines = self._lines.get(child, deque())
         foreign = self._num_shown - lines[-1][0] if lines else 0
         return [line for _, line in lines] if foreign > _NUM_LAST_LINES // 2 else []

@@ -1,9 +1,8 @@
 """A link that many transfers share: max-min fair, each no faster than its own end allows. Pure.
 
 A fluid model: bytes flow at rates that change only when a transfer begins or ends. Transfers with the same limit have
-the same rate, so that one number, the bytes that each of them has been given so far, stands for all of them, and a
-heap by the number at which each ends says who is next: O(log N) for each beginning and end, and as much again for each
-different limit.
+the same rate. One number, the bytes that each of them has received so far, stands for all of them. A heap, ordered by
+the number at which each ends, gives the next end: O(log N) for each begin and end, plus one step for each limit.
 """
 
 from __future__ import annotations
@@ -28,37 +27,26 @@ class _Class(Generic[Key]):
 
 
 class Link(Generic[Key]):
-    """Of `capacity` bytes per second. Times must not go back."""
+    """A link of `capacity` bytes per second. Times must not go back."""
 
     def __init__(self, capacity: float = math.inf) -> None:
         self.capacity = capacity
-        self._only: _Class[Key] | None = None  # where all have one limit
-        self.next_end = math.inf  # when the next transfer ends, as things are
+        self.next_end = math.inf  # when the next transfer ends, at the current rates
         self._classes: dict[float, _Class[Key]] = {}
         self._at = 0.0
         self._num_begun = self._num = 0  # ever, and now
 
     @property
     def is_unlimited(self) -> bool:
-        """Nobody who sends here makes others slower."""
+        """Whether transfers do not slow each other down."""
         return math.isinf(self.capacity)
 
     def begin(self, now: float, key: Key, num_bytes: float, limit: float) -> None:
-        """A transfer that is not free begins; it goes no faster than `limit`."""
-        found = self._only
-        if found is not None and found.limit == limit:
-            found.given = found.given + found.rate * (now - self._at) if found.heap else 0.0
-            self._at = now
-            self._num_begun += 1
-            self._num += 1
-            heapq.heappush(found.heap, (found.given + num_bytes, self._num_begun, key))
-            self._share()
-            return
+        """Begin a transfer of `num_bytes` > 0, at most as fast as `limit`."""
         self._advance(now)
         found = self._classes.get(limit)
         if found is None:
             found = self._classes[limit] = _Class(limit)
-            self._only = found if len(self._classes) == 1 else None
         elif not found.heap:
             found.given = 0.0  # keep the sums small, and exact
         self._num_begun += 1
@@ -67,13 +55,9 @@ class Link(Generic[Key]):
         self._share()
 
     def end(self) -> Key:
-        """The transfer that ends at `next_end`."""
-        first = self._only
-        if first is not None:  # all that has been given on the way is what it ends with
-            self._at = self.next_end
-        else:
-            first = min((class_ for class_ in self._classes.values() if class_.heap), key=self._end_of)
-            self._advance(self.next_end)
+        """End the transfer that is due at `next_end`, and return its key."""
+        first = min((class_ for class_ in self._classes.values() if class_.heap), key=self._end_of)
+        self._advance(self.next_end)
         first.given, _, key = heapq.heappop(first.heap)
         self._num -= 1
         self._share()
@@ -81,36 +65,21 @@ class Link(Generic[Key]):
 
     def _advance(self, now: float) -> None:
         elapsed_s, self._at = now - self._at, now
-        if (only := self._only) is not None:
-            if only.heap:
-                only.given += only.rate * elapsed_s
-        elif elapsed_s:
+        if elapsed_s:
             for class_ in self._classes.values():
                 if class_.heap:
                     class_.given += class_.rate * elapsed_s
 
-    def _end_of(self, item: _Class[Key]) -> float:
-        left = item.heap[0][0] - item.given
-        return self._at + left / item.rate if left > 0 else self._at
+    def _end_of(self, class_: _Class[Key]) -> float:
+        left = class_.heap[0][0] - class_.given
+        return self._at + left / class_.rate if left > 0 else self._at
 
     def _share(self) -> None:
-        """Who cannot use an equal part leaves the rest to the others."""
-        if (only := self._only) is not None:
-            if not self._num:
-                self.next_end = math.inf
-                return
-            part, left = self.capacity / self._num, only.heap[0][0] - only.given
-            only.rate = rate = only.limit if only.limit < part else part
-            self.next_end = self._at + left / rate if left > 0 else self._at
-            return
-        busy = [class_ for class_ in self._classes.values() if class_.heap]
-        if len(busy) > 1:
-            busy.sort(key=lambda class_: class_.limit)
+        """Divide the capacity: a transfer that cannot use an equal part leaves the rest to the others."""
         left, num = self.capacity, self._num
         self.next_end = math.inf
-        for item in busy:
-            part, size = left / num, len(item.heap)
-            item.rate = rate = item.limit if item.limit < part else part
+        for class_ in sorted((item for item in self._classes.values() if item.heap), key=lambda item: item.limit):
+            part, size = left / num, len(class_.heap)
+            class_.rate = rate = min(class_.limit, part)
             left, num = left - rate * size, num - size
-            if (end := self._end_of(item)) < self.next_end:
-                self.next_end = end
+            self.next_end = min(self.next_end, self._end_of(class_))

@@ -1,15 +1,14 @@
 """Fits computing and exchange of each rank on the first half of a recorded run, and foresees the second. Pure.
 
-From a reply to the rank's next contribution the time is the worker's, its links' and the server's; from a
-contribution to its reply it is the mode's, which is not fitted: the mode itself decides. So what is kept of a rank is
-a list of pairs, seconds of computing and of the rest, in their order, and they are taken in that order again: what
-drifts drifts, and what slows all workers at one time does so again. The first tenth is left out: processes warm up.
-With links that the user names only the computing is kept.
+The time from a reply to the rank's next contribution belongs to the worker, its links and the server. The time from a
+contribution to its reply belongs to the mode, which decides in the simulation too, so it is not fitted. The fit of a
+rank is a list of pairs, seconds of computing and of the rest, which are taken in the recorded order: drift repeats,
+and so does a moment that slows all workers. The first tenth, in which processes warm up, is left out. With links from
+the user only the computing is fitted.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +29,7 @@ _COUNTING = ("accepted", "skipped")
 
 
 class Cycle(NamedTuple):
-    """One contribution that counts. Seconds; `gate_wait_s` by the mode, `exchange_s` what is neither this nor
-    computing."""
+    """One contribution that counts. Seconds; `exchange_s`: neither computing nor waiting for the mode."""
 
     rank: int
     at: float
@@ -39,15 +37,15 @@ class Cycle(NamedTuple):
     exchange_s: float
     gate_wait_s: float
     staleness: int
-    num_steps: int = 0  # training steps in it; 0: the history does not say so, they are as many in all
-    number: int = 0  # of the rank's
-    num_sent: int = -1  # bytes, of the contribution; -1: the history does not say so
+    num_steps: int = 0  # training steps; 0: the history does not say, and all have as many
+    number: int = 0  # of the rank
+    num_sent: int = -1  # bytes of the contribution; -1: not recorded
     num_received: int = -1  # of the reply to the one before
 
 
 @dataclass(frozen=True)
 class Half:
-    """What some contributions came to: how many a second, the part of the time that the mode held them."""
+    """Measurements of some contributions: how many a second, the part of the time that they waited for the mode."""
 
     num: int
     rate: float
@@ -67,14 +65,7 @@ class Calibration:
     foreseen: Half
     world: World  # fitted
     exchange_s: float  # mean
-    jitter: float  # of computing, mean over the ranks
     extra: Extra = NOTHING  # bytes of an exchange beyond what is counted, in the first half
-
-    @property
-    def bytes_errors(self) -> tuple[float, float]:
-        """Of what was sent and received, as parts of what was recorded."""
-        was, is_ = self.recorded, self.foreseen
-        return is_.num_sent / was.num_sent - 1, is_.num_received / was.num_received - 1
 
     @property
     def rate_error(self) -> float:
@@ -90,8 +81,7 @@ class Calibration:
         )
 
     def outside(self, world: World) -> list[str]:
-        """What of a world is more than ten times away from the recorded one, as phrases. Computing never is, nor its
-        jitter: it stays as recorded."""
+        """Returns what of a world is more than ten times away from the recording, as phrases."""
         found = []
         if _is_far(world.num_workers, self.num_workers):
             found.append(f"{world.num_workers:,} workers, {self.num_workers} recorded")
@@ -103,8 +93,10 @@ class Calibration:
 
 
 def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = None) -> Calibration:
-    """Of a run that `config` describes (its mode, options and length), by the server's history; bytes are foreseen
-    where their `framing` is given. UsageError where it does not tell enough."""
+    """Fit a recorded run by the server's history. Raises UsageError where the history lacks something.
+
+    `config`: its mode, options and length. Bytes are foreseen where their `framing` is given.
+    """
     found = cycles((line.op, line["t"], line.fields) for line in lines if line.role == "server")
     half = len(found) // 2
     if not any(cycle.compute_s for cycle in found):
@@ -133,7 +125,6 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     extra = _extra(found[:half], again) if framing is not None else NOTHING
     again = [_with(extra, cycle) for cycle in again]
     exchange_s = sum(exchange for cycle in recorded for _, exchange in cycle) / sum(map(len, recorded))
-    jitter = sum(_jitter([compute for compute, _ in cycle]) for cycle in recorded) / len(recorded)
     return Calibration(
         len(ranks),
         measured(found[:half], found[0].at),
@@ -141,7 +132,6 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
         measured(again[half:], again[half - 1].at),
         world,
         exchange_s,
-        jitter,
         extra,
     )
 
@@ -165,28 +155,27 @@ def _with(extra: Extra, cycle: Cycle) -> Cycle:
 
 
 def _simulated(config: Config, world: World) -> list[Cycle]:
-    told: list[tuple[str, float, dict[str, Any]]] = []
+    lines: list[tuple[str, float, dict[str, Any]]] = []
 
-    def tell(at: float, fact: effects.Fact) -> None:
+    def observe(at: float, fact: effects.Fact) -> None:
         op, fields = line_of(fact)
-        told.append((op, at, fields))
+        lines.append((op, at, fields))
 
     run = config.run.model_copy(update={"workers": world.num_workers})
-    Simulation(config.model_copy(update={"run": run}), world, tell=tell).go()
-    return cycles(told)
+    Simulation(config.model_copy(update={"run": run}), world, observe=observe).go()
+    return cycles(lines)
 
 
-def fitted(calibration: Calibration, world: World, is_told: bool) -> World:
-    """`world` with the recorded computing; where no links were told (`is_told`) with the recorded exchanges too, and
-    nothing else that takes time."""
+def fitted(calibration: Calibration, world: World, has_links: bool) -> World:
+    """Returns `world` with the recorded computing; unless the user gave links (`has_links`), also with the recorded
+    exchanges, and nothing else that takes time."""
     pairs, framing = calibration.world.recorded, world.framing
     if framing is not None:
         world = replace(world, framing=replace(framing, extra=calibration.extra))
-    if is_told:
+    if has_links:
         return replace(world, recorded=tuple(tuple((compute_s, 0.0) for compute_s, _ in pair) for pair in pairs))
-    bare = World(num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs)
     sizes = {name: getattr(world, name) for name in ("up_bytes", "down_bytes", "start_bytes", "framing")}
-    return replace(bare, **sizes)
+    return World(num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs, **sizes)
 
 
 def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
@@ -237,11 +226,6 @@ def measured(found: Sequence[Cycle], since: float) -> Half:
         sum(max(0, cycle.num_sent) for cycle in found),
         sum(max(0, cycle.num_received) for cycle in found),
     )
-
-
-def _jitter(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values)) / mean if mean else 0.0
 
 
 def _is_far(value: float, other: float) -> bool:

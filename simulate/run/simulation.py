@@ -1,10 +1,10 @@
-"""The run itself, `ps/core`, under a virtual clock: workers, links and the server's tensor work say when things happen.
+"""The run itself, `ps/core`, under a virtual clock: workers, links and tensor work decide when events happen.
 
-    compute -> (a place among max_staged) -> upload -> Run.apply(Contributed) -> fold, step -> download -> compute
+    compute -> (wait for one of max_staged) -> upload -> Run.apply(Contributed) -> fold, step -> download -> compute
 
-Everything that decides is the real run's: nothing here knows a mode, only what any worker knows of it (what it sends,
-how many local steps, how often it fetches weights). The same world and configuration give the same events, and the
-tally's `digest` says so.
+The real run decides. Nothing here knows a mode, only the facts that every worker knows of it: what it sends, how many
+local steps, how often it fetches weights. The same world and configuration give the same events; the tally's `digest`
+shows it.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ _SILENT = TrainingInfo()
 
 
 class Simulation:
-    """One run of one mode; `go`, then look at it and its `tally`. `tell` is told facts as a server's observers are;
-    `clock` measures what the run's decisions cost; a `learner` trains; `looked` is told now and then which part (0..1)
-    of all training steps is taken, and may raise."""
+    """One run of one mode: `go`, then read its `tally`.
+
+    `observe` gets the facts that a server's observers get. `clock` measures the cost of decisions. A `learner` trains.
+    `progressed` gets, now and then, the part (0..1) of the training steps that is taken, and may raise.
+    """
 
     def __init__(
         self,
         config: Config,
         world: World,
         clock: Callable[[], float] = lambda: 0.0,
-        tell: Callable[[float, effects.Fact], None] | None = None,
+        observe: Callable[[float, effects.Fact], None] | None = None,
         learner: Learner | None = None,
-        looked: Callable[[float], object] = lambda part: None,
+        progressed: Callable[[float], object] = lambda part: None,
     ) -> None:
         self.config, self.world, self.learner = config, world, learner
         self.policy = policy = make_policy(config)
         if policy.kind.has_peers:
-            message = (
-                f"mode {config.run.mode}: its workers average among themselves, and links between them are not told"
-            )
+            message = f"mode {config.run.mode}: its workers average among themselves, over links that are not simulated"
             raise UsageError(message, fix="take a mode whose workers exchange with the server")
         plain = {"keeps_snapshots": False, "epochs": None, "stop_when": None, "patience": None}
         options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
         self.run = Run(options, policy, "simulated")
         self.tally = Tally()
-        self._clock, self._tell, self._looked = clock, tell, looked
+        self._clock, self._observe, self._progressed = clock, observe, progressed
         self._server = Server(world, policy, self._arrived, self._delivered)
         self._agenda = self._server.agenda
-        self._is_mean = not policy.kind.may_lose  # what is sent stands on the average that it contains
+        self._is_mean = not policy.kind.may_lose  # a contribution is based on the average that it contains
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
@@ -73,7 +73,7 @@ class Simulation:
         self._own_down_s = world.down_bytes / world.down
         self._sampled_at = 1  # training steps of all
         self._chance = random.Random(world.seed + 0.25)
-        self._looks_at_time = any(
+        self._needs_ticks = any(
             name.endswith("_s") and value is not None for name, value in policy.options.model_dump().items()
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -99,7 +99,7 @@ class Simulation:
         return self._agenda.is_stopped
 
     def go(self) -> None:
-        """To the end. UsageError where it would never come."""
+        """Simulate to the end. Raises UsageError where it would never come."""
         self._start()
         self._go_on()
         if self.learner is not None:
@@ -107,7 +107,7 @@ class Simulation:
 
     def _go_on(self) -> None:
         never, num_idle, agenda = math.inf, 0, self._agenda
-        tick_at = TICK_S if self._looks_at_time else never
+        tick_at = TICK_S if self._needs_ticks else never
         while not self.is_over:
             agenda.go_on(tick_at)
             if self.is_over:
@@ -119,15 +119,15 @@ class Simulation:
                 if num_idle > _MOST_IDLE_TICKS:
                     why = self.policy.waiting_reason(agenda.now)
                     raise UsageError(f"nothing happens any more after {agenda.now:,.1f} s: {why or 'nobody is here'}")
-            agenda.now, tick_at = tick_at, tick_at + TICK_S if self._looks_at_time else never
+            agenda.now, tick_at = tick_at, tick_at + TICK_S if self._needs_ticks else never
             self._happens(events.Ticked())
 
-    # ---- how it begins, who fails ------------------------------------------------------------
+    # ---- joins and failures ------------------------------------------------------------
 
     def _start(self) -> None:
         policy, run = self.policy, self.run
-        if self._tell is not None:
-            self._tell(
+        if self._observe is not None:
+            self._observe(
                 0.0,
                 effects.RunStarted(
                     run.name, run.incarnation, self.config.run.mode, 0, {}, run.options.num_workers,
@@ -153,11 +153,11 @@ class Simulation:
         self.workers[seated.rank].incarnation = seated.incarnation
 
     def _fail(self, worker: Worker, _: object) -> None:
-        """The process dies, and another one takes its place."""
+        """The process dies, and a new one joins later."""
         if worker.is_finished:
             return
         self.tally.num_failures += 1
-        worker.life, worker.told_steps = worker.life + 1, 0
+        worker.life, worker.next_steps = worker.life + 1, 0
         worker.is_computing = worker.is_ready = worker.is_in_flight = False
         self._server.release(worker)
         self._happens(events.Disconnected(worker.rank, worker.incarnation))
@@ -181,7 +181,7 @@ class Simulation:
             self._hand_over(worker)
 
     def _hand_over(self, worker: Worker) -> None:
-        """The contribution leaves; who is delayed_update goes on with the next, unless it was the last."""
+        """Send the contribution. With delayed updates the next one is computed meanwhile."""
         number, pull_every = worker.counted + 1, self.policy.pull_every
         num_samples, training = self._batch_size * worker.steps, _SILENT
         if self.learner is not None:
@@ -190,8 +190,8 @@ class Simulation:
         contribution = Contribution(
             ContributionId(worker.rank, worker.incarnation, number),
             self.policy.kind,
-            # The steps where it was told others too late.
-            Counts(num_samples, worker.steps if worker.steps != worker.told_steps else None),
+            # The number of steps, where a reply changed it too late.
+            Counts(num_samples, worker.steps if worker.steps != worker.next_steps else None),
             Base(worker.version if self._is_mean else worker.base),
             Timing(worker.computed_s, worker.transfer_s),
             training=training if wants_weights else replace(training, wants_weights=False),
@@ -202,16 +202,16 @@ class Simulation:
         worker.done_steps += worker.steps
         self._server.take(worker)
         if self._is_delayed and (left := self._steps_left(worker)) > 0:
-            self._compute(worker, min(worker.told_steps, left))
+            self._compute(worker, min(worker.next_steps, left))
 
     def _steps_left(self, worker: Worker) -> int:
         total = self.policy.training_steps
-        return worker.told_steps if total is None else total - worker.done_steps
+        return worker.next_steps if total is None else total - worker.done_steps
 
     def _delivered(self, worker: Worker, reply: effects.SendReply) -> None:
-        """The worker has its reply, and the weights in it."""
+        """The reply has arrived at the worker, with its weights."""
         worker.counted, worker.done_steps = reply.reply.result.seq, reply.reply.next_work.training_steps
-        worker.told_steps = reply.reply.next_work.local_steps
+        worker.next_steps = reply.reply.next_work.local_steps
         if reply.has_weights:
             worker.version = reply.reply.result.version
         if self.learner is not None:
@@ -220,7 +220,7 @@ class Simulation:
             worker.is_in_flight = False
             self._account(worker, reply)
         if not reply.reply.next_work.local_steps:
-            worker.life += 1  # what it still computes is nobody's
+            worker.life += 1  # cancels what it still computes
             worker.is_finished = True
             self._happens(events.Finished(worker.rank, worker.incarnation, worker.transfer_s))
         elif worker.is_ready:
@@ -229,18 +229,18 @@ class Simulation:
             self._compute(worker, reply.reply.next_work.local_steps)
 
     def _account(self, worker: Worker, reply: effects.SendReply) -> None:
-        """Where the time of this exchange went."""
+        """Count the time of this exchange by cause."""
         worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - reply.reply.result.gate_wait_s)
         own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
         self.tally.exchanged(worker, reply.reply.result.gate_wait_s, own_s, self._rest_cause)
 
     def _arrived(self, worker: Worker, _: object) -> None:
-        """Its contribution is here, whole: the run decides."""
+        """The contribution has arrived: the run decides."""
         event = worker.event
         assert event is not None
         if self.learner is not None:
             self.learner.arrived(event)
-        if self._tell is not None:
+        if self._observe is not None:
             event.traffic = round(worker.num_sent), round(worker.num_received)
         event.at = now = self._agenda.now
         begun_s = self._clock()
@@ -255,7 +255,7 @@ class Simulation:
         self._carry_out(self.run.apply(event), now)
 
     def _carry_out(self, found: list[effects.Effect], now: float) -> None:
-        handlers, is_watched = self._handlers, self.learner is not None or self._tell is not None
+        handlers, is_watched = self._handlers, self.learner is not None or self._observe is not None
         for effect in found:
             if is_watched:
                 self._watch(effect, now)
@@ -268,8 +268,8 @@ class Simulation:
     def _watch(self, effect: effects.Effect, now: float) -> None:
         if self.learner is not None:
             self.learner.carry_out(effect, now, self.tally.num_steps)
-        if self._tell is not None and isinstance(effect, effects.Fact):
-            self._tell(now, effect)
+        if self._observe is not None and isinstance(effect, effects.Fact):
+            self._observe(now, effect)
 
     def _fold(self, fold: effects.Fold) -> None:
         self._server.fold(self.workers[fold.id.rank])
@@ -297,12 +297,12 @@ class Simulation:
         self.tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
 
     def _sample(self) -> None:
-        """How far apart the versions are that workers hold, and where their time went until now."""
-        held = [worker.version for worker in self.workers if worker.told_steps]  # and goes on
-        self.tally.sample(self._agenda.now, max(held) - min(held) if held else 0)
+        """Note how far apart the workers' versions are, and where their time went until now."""
+        versions = [worker.version for worker in self.workers if worker.next_steps]
+        self.tally.sample(self._agenda.now, max(versions) - min(versions) if versions else 0)
         total = self.world.num_workers * (self.policy.training_steps or 1)
         self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)
-        self._looked(min(1.0, self.tally.num_steps / total))
+        self._progressed(min(1.0, self.tally.num_steps / total))
 
     def _done(self, done: effects.TellDone) -> None:
         self._agenda.is_stopped = True

@@ -1,4 +1,4 @@
-"""One simulated worker: what it has, and what it is about."""
+"""One simulated worker."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ..machines.compute import Compute
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One rank. Versions are of weights that it holds, times virtual seconds."""
+    """The state of one rank. Times are virtual seconds."""
 
     rank: int
     compute: Compute
     incarnation: int = 0
-    life: int = 0  # what was begun in an older one is of nobody
+    life: int = 0  # pushes and transfers of an older life are dropped
     counted: int = 0
-    version: int = 0  # received last
-    base: int = 0  # that it computes on
-    told_steps: int = 0  # local steps of its contributions
-    steps: int = 0  # in the one that is computed or on its way
-    done_steps: int = 0  # as if all that it sent counted
+    version: int = 0  # of its weights
+    base: int = 0  # version of the current computation
+    next_steps: int = 0  # local steps of the next contribution
+    steps: int = 0  # of the current one
+    done_steps: int = 0  # as if everything it sent counts
     computed_s: float = 0.0
     is_computing: bool = False
     is_ready: bool = False  # computed, and the exchange before is not over
     is_in_flight: bool = False
     is_staged: bool = False
     is_finished: bool = False
-    event: events.Contributed | None = None  # that it has sent
-    sent_steps: int = 0  # in it
+    event: events.Contributed | None = None  # sent last
+    sent_steps: int = 0  # local steps of it
     sent_at: float = 0.0
-    begun_at: float = 0.0  # the upload: it has a place
+    begun_at: float = 0.0  # the upload
     decided_at: float = 0.0
-    left_at: float = 0.0  # the reply, from the server
+    left_at: float = 0.0  # when the reply left the server
     transfer_s: float = 0.0  # of the last exchange
     num_sent: float = 0  # bytes
     num_received: float = 0

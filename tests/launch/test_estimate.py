@@ -62,7 +62,7 @@ def test_bytes_that_travel_once_are_left_out(num_workers: int) -> None:
         for rank in range(num_workers)
     ]
     summary = Summary(mode="sync", local_steps=1, staleness_bound=0, version=60, workers=workers)
-    assert estimate._once(summary) == pytest.approx(1_000 * (num_workers + 1))
+    assert estimate._bytes_once(summary) == pytest.approx(1_000 * (num_workers + 1))
     assert estimate._taken(summary, 60) == 60
 
 

@@ -145,7 +145,7 @@ def test_a_signal_during_a_back_off_drains_at_once(number: int, marked, read_unt
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert time.monotonic() - asked < 8  # the back-off would take longer
     assert launcher.returncode == 128 + number
-    assert f"{signal.Signals(number).name}: the job ends; told to end: server, worker 0\n" in err
+    assert f"{signal.Signals(number).name}: the job ends; asked to end: server, worker 0\n" in err
     assert "hello from 1" not in err
     assert marked.left() == []
 
@@ -158,7 +158,7 @@ def test_a_second_signal_during_a_back_off_kills(marked, read_until) -> None:
         line = launcher.stderr.readline()
         awaited = {words for words in awaited if words not in line}
     launcher.send_signal(signal.SIGTERM)
-    read_until(launcher.stderr, "told to end")
+    read_until(launcher.stderr, "asked to end")
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 143

@@ -218,7 +218,7 @@ def test_whatever_happens_the_job_ends_once_and_whole(
     for _ in range(1 + asks_again):
         if world.finish is None:
             world.play("interrupt", 0, 0)
-    while world.finish is None:  # every process that is told to end does so
+    while world.finish is None:  # every process that is asked to end does so
         world.play("exit", 0, -9)
     assert world.supervisor.deadline is None
     assert world.alive == []

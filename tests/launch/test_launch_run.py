@@ -41,7 +41,7 @@ def test_the_first_failure_ends_the_job_with_its_code(marked) -> None:
     run = marked.run("-n", "3", FAKE_WORKER="hang", FAKE_WORKER_1="exit 12")
     assert run.returncode == 12
     reason = "worker 1 failed: exit code 12 (model or run mismatch)"
-    assert f"ps-launch: {reason}; told to end: server, worker 0, worker 2" in run.stderr
+    assert f"ps-launch: {reason}; asked to end: server, worker 0, worker 2" in run.stderr
     assert run.stderr.splitlines()[-1] == f"ps-launch: {reason}"
     assert run.stdout == ""
 
@@ -88,7 +88,7 @@ def test_a_server_that_dies_ends_the_workers(marked) -> None:
 def test_a_server_that_stays_is_told_to_end(marked) -> None:
     run = marked.run("-n", "1", FAKE_SERVER="linger")
     assert run.returncode == 0
-    assert "every worker is done; told to end: server" in run.stderr
+    assert "every worker is done; asked to end: server" in run.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -98,7 +98,7 @@ def test_the_first_signal_drains(number: int, code: int, marked, read_until) -> 
     launcher.send_signal(number)
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == code
-    assert f"{signal.Signals(number).name}: the job ends; told to end: server, worker 0" in err
+    assert f"{signal.Signals(number).name}: the job ends; asked to end: server, worker 0" in err
     assert "killed" not in err
     assert marked.left() == []
 
@@ -111,7 +111,7 @@ def test_under_nohup_a_hangup_is_nothing(marked, read_until) -> None:
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 143
-    assert "SIGTERM: the job ends; told to end: server, worker 0" in err
+    assert "SIGTERM: the job ends; asked to end: server, worker 0" in err
     assert "SIGHUP" not in err
     assert marked.left() == []
 
@@ -120,7 +120,7 @@ def test_the_second_signal_kills(marked, read_until) -> None:
     launcher = marked.launch("-n", "1", "--set", "launch.grace_s=60", FAKE_WORKER="stubborn")
     read_until(launcher.stderr, "hanging")
     launcher.send_signal(signal.SIGINT)
-    read_until(launcher.stderr, "told to end")
+    read_until(launcher.stderr, "asked to end")
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130

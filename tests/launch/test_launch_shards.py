@@ -28,7 +28,7 @@ TRANSCRIPTS = {
         exit server 0        ->
         exit shard 1 0       -> finish 0 (every process ended with exit code 0)
     """,
-    "shards that stay are told to end": """
+    "shards that stay are asked to end": """
         exit worker 0 0      ->
         exit worker 1 0 at 1 ->
         exit server 0 at 1   ->
@@ -42,8 +42,8 @@ TRANSCRIPTS = {
         exit server 0 at 1   ->
         exit shard 2 0 at 1  ->
         tick at 3            -> end server shard 1 (every worker is done)
-        tick at 103          -> kill server shard 1 (the server shard 1 was told to end and was still there after 100 s)
-        exit shard 1 -9      -> finish 1 (the server shard 1 was told to end and was still there after 100 s)
+        tick at 103          -> kill server shard 1 (the server shard 1 was asked to end and was still there after 100 s)
+        exit shard 1 -9      -> finish 1 (the server shard 1 was asked to end and was still there after 100 s)
     """,
     "a shard that dies comes back": """
         exit shard 1 -9 at 2 -> await server shard 1 for 0.5 s, restart 1 of 3
@@ -58,7 +58,7 @@ TRANSCRIPTS = {
         exit shard 2 0 at 9  ->
         exit server 0 at 9   -> finish 0 (every process ended with exit code 0)
     """,
-    "a shard that someone told to end ends the job": """
+    "a shard that someone asked to end ends the job": """
         exit shard 1 143     -> end server, end server shard 2, end worker 0, end worker 1 (server shard 1 failed: exit code 143 (drained on SIGTERM))
         exit server 143      ->
         exit shard 2 143     ->

@@ -33,7 +33,7 @@ TRANSCRIPTS = {
         exit worker 0 143 at 6   ->
         exit server 15 at 7      -> finish 12 (worker 1 failed: exit code 12 (model or run mismatch))
     """,
-    "a server that was told to end by someone else ends the job: its workers have been sent away": """
+    "a server that was asked to end by someone else ends the job: its workers have been sent away": """
         begin                    -> start server (the workers need its address)
         listening                -> start worker 0, start worker 1 (the server is listening)
         exit server 143 at 5     -> end worker 0, end worker 1 (server failed: exit code 143 (drained on SIGTERM))
@@ -115,8 +115,8 @@ TRANSCRIPTS = {
         exit worker 1 0 at 50    ->
         tick at 52               -> end server (every worker is done)
         tick at 151.9            ->
-        tick at 152              -> kill server (the server was told to end and was still there after 100 s)
-        exit server -9 at 152    -> finish 1 (the server was told to end and was still there after 100 s)
+        tick at 152              -> kill server (the server was asked to end and was still there after 100 s)
+        exit server -9 at 152    -> finish 1 (the server was asked to end and was still there after 100 s)
     """,
     "a server that fails while writing its results": """
         begin                    -> start server (the workers need its address)

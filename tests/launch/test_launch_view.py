@@ -129,7 +129,7 @@ def test_the_first_line_of_a_status_fits_80_columns_and_names_both_losses() -> N
     ],
 )
 def test_which_run_of_several_it_is(series: Series, run_s: float, eta_s: float | None, shown: str) -> None:
-    assert series.told(run_s, eta_s) == shown
+    assert series.text(run_s, eta_s) == shown
 
 
 def test_the_start_of_training_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,7 @@ def test_ctrl_c_ends_everything_in_good_order(remote, read_until) -> None:
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130
-    assert "SIGINT: the job ends; told to end: server, worker 0, worker 1, worker 2" in err
+    assert "SIGINT: the job ends; asked to end: server, worker 0, worker 1, worker 2" in err
     assert "killed" not in err
     assert remote.left() == []
 

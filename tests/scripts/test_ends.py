@@ -177,4 +177,4 @@ def test_who_fails_near_the_end_is_not_waited_for_and_fails_the_job(cluster: Clu
     assert "started again in" in done.stderr and done.stderr.count("Traceback") == 1
     *_, last = done.stderr.splitlines()
     assert last.startswith("ps-launch: worker 1 failed: ValueError: in the middle ("), done.stderr
-    assert "the server ended with exit code 0: the run is complete; told to end: worker 1" in done.stderr
+    assert "the server ended with exit code 0: the run is complete; asked to end: worker 1" in done.stderr

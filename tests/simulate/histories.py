@@ -22,7 +22,7 @@ def recorded(mode: str, num_workers: int, steps: int, policy: dict[str, Any] | N
             written.append(json.dumps({"op": op, "role": "server", "t": round(at, 6), **fields}).encode() + b"\n")
 
     config, world = config_of(mode, num_workers, steps, **(policy or {})), world_of(num_workers, **told)
-    Simulation(config, world, tell=tell).go()
+    Simulation(config, world, observe=tell).go()
     return parsed(b"".join(written))
 
 

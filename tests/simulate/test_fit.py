@@ -26,7 +26,6 @@ def test_of_a_run_with_jitter_and_unequal_workers(mode: str) -> None:
     assert abs(found.foreseen.wait_share - found.recorded.wait_share) < 0.05
     assert found.foreseen.num == found.recorded.num
     assert found.staleness_distance <= 0.1 or mode in ("ssp", "async_diloco")
-    assert steps > 48 or found.jitter == pytest.approx(0.15, rel=0.5)
 
 
 def test_far_from_what_was_recorded_it_says_so() -> None:

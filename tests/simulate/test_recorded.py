@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.simulate.plan import Told, resolve, worlds
+from paramserver.simulate.plan import Flags, resolve, worlds
 from paramserver.simulate.recorded.fit import calibrate
 from paramserver.simulate.recorded.replay import replay
 from paramserver.simulate.recorded.traces import config_of, framing_of, read_trace
@@ -38,7 +38,7 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     assert accepted == sum(worker["training_steps"] for worker in told["workers"]) == 180
 
     sets = ["worker.transports=grpc"]
-    config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Told())[0]
+    config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Flags())[0]
     found = calibrate(lines, config_of(lines, Config()), framing_of(lines, config, world))
     was = found.recorded
     assert found.foreseen.num_sent == was.num_sent > 0

@@ -14,8 +14,8 @@ from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.common.reporting.compared import write_report
 from paramserver.ps.core import effects
-from paramserver.simulate.plan import Told, resolve, worlds
-from paramserver.simulate.results.summary import ideal_rate, metrics, percentile, summary, time_cells, time_pictures
+from paramserver.simulate.plan import Flags, resolve, worlds
+from paramserver.simulate.results.summary import metrics, ideal_rate, percentile, summary, time_cells, time_pictures
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
 
@@ -29,7 +29,7 @@ def commit_times(mode: str, num_workers: int, steps: int, **told: Any) -> list[f
         if isinstance(fact, effects.Commit):
             times.append(at)
 
-    Simulation(config_of(mode, num_workers, steps), world_of(num_workers, **told), tell=tell).go()
+    Simulation(config_of(mode, num_workers, steps), world_of(num_workers, **told), observe=tell).go()
     return times
 
 
@@ -88,7 +88,7 @@ def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing
     world = world_of(
         6, up=3.0 * MB, server_up=8.0 * MB, jitter=0.3, slowdown=slow, fold_s=0.01, max_staged=4, **failing
     )
-    simulation = Simulation(config, world, tell=lambda at, fact: told.append((at, fact)))
+    simulation = Simulation(config, world, observe=lambda at, fact: told.append((at, fact)))
     simulation.go()
 
     times = [at for at, _ in told]
@@ -193,7 +193,7 @@ def test_percentiles_are_values_that_were_there() -> None:
 )
 def test_what_cannot_be_simulated_is_said(flags: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError) as error:
-        worlds([config_of("sync", 2, 4)], Told(megabytes=1.0, **flags))
+        worlds([config_of("sync", 2, 4)], Flags(megabytes=1.0, **flags))
     assert message in str(error.value)
 
 
