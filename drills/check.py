@@ -1,8 +1,8 @@
 """Checks history files: was every contribution applied exactly once, and nothing durable lost? Pure.
 
-`drills/replay.py` has what must hold for the server. For workers, whose lines may be in the same file
-or in files of their own: what one was told was applied is in the server's history, it was sent before,
-and the versions one sees of one server never go down.
+`drills/replay.py` has the rules for the server. For workers, whose lines may be in the same file or in files of their
+own: a contribution that a worker was told is applied is in the server's history and was sent before, and the versions
+that a worker sees of one server never decrease.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from .replay import Replay
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found. `problems` are in the order of the files and their lines; `lineage` is what the
-    last run's final weights hold."""
+    """A check's result. `problems`: in the order of files and lines; `lineage`: of the last run's final weights."""
 
     problems: list[Problem]
     tally: Tally
     num_lines: int
     lineage: Lineage
-    unchecked_modes: tuple[str, ...] = ()  # of runs whose mode's rules were not asked
-    deleted: tuple[str, ...] = ()  # of each newest snapshot that a server did not find any more, what that means
-    last_op: str = "end"  # of the server: anything else, and its history is cut
+    unchecked_modes: tuple[str, ...] = ()  # whose rules are not installed
+    deleted: tuple[str, ...] = ()  # deleted snapshots, as sentences
+    last_op: str = "end"  # of the server; any other means that its history is cut
 
     @property
     def is_good(self) -> bool:
@@ -34,14 +33,14 @@ class Verdict:
 
 
 def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Verdict:
-    """Check the histories of a run: file names and their lines, as a binary file gives them.
+    """Check the histories of a run. `files`: names with lines, as a binary file gives them.
 
-    One of the files holds the server's history; servers that were started again write to the same file. `modes`
-    in files of the user's own, `FILE.py:NAME`, have rules as the installed ones do.
+    One file has the server's history; a restarted server writes to the same file. `modes`: modes in the user's files,
+    `FILE.py:NAME`, whose rules are checked too.
     """
     replay = Replay(modes)
     problems: list[Problem] = []
-    told: list[Line] = []
+    of_workers: list[Line] = []
     num_lines, last_op = 0, "end"
     server_file: str | None = None
     for name, raw in files.items():
@@ -50,7 +49,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         num_lines += len(lines)
         for line in lines:
             if line.role != "server":
-                told.append(line)
+                of_workers.append(line)
                 continue
             if server_file not in (None, name):
                 problems.append(Problem(name, line.number, f"a server's history, and {server_file} is one already"))
@@ -61,11 +60,12 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         problems.append(Problem(", ".join(files), 0, "no server has written here: give the server's history"))
     tally = replay.finish()
     if server_file is not None:
-        problems += replay.problems + _check_workers(told, replay)
+        problems += replay.problems + _check_workers(of_workers, replay)
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
-    unchecked, deleted = tuple(replay.unchecked_modes), tuple(replay.deleted)
-    return Verdict(problems, tally, num_lines, replay.lineage, unchecked, deleted, last_op)
+    return Verdict(
+        problems, tally, num_lines, replay.lineage, tuple(replay.unchecked_modes), tuple(replay.deleted), last_op
+    )
 
 
 class _WorkerReplay:
@@ -84,7 +84,7 @@ class _WorkerReplay:
     def feed(self, line: Line) -> None:
         getattr(self, f"_on_{line.op}")(line)
 
-    def _say(self, line: Line, message: str) -> None:
+    def _report(self, line: Line, message: str) -> None:
         self.problems.append(Problem(line.file, line.number, message))
 
     def _on_start(self, line: Line) -> None:
@@ -93,7 +93,7 @@ class _WorkerReplay:
         )
         self.run = line["run"]
         if server < max(self._server.values(), default=0):
-            self._say(line, f"rank {rank} joins server incarnation {server} after a later one")
+            self._report(line, f"rank {rank} joins server incarnation {server} after a later one")
         self._server[incarnation] = server
         self._saw(line, rank, incarnation, version, self._highest.get(server, 0))
 
@@ -104,15 +104,14 @@ class _WorkerReplay:
         rank, incarnation, number = line["rank"], line["incarnation"], line["step"]
         if line["outcome"].lower() in ("applied", "repeated"):
             if number not in self._sent:
-                self._say(line, f"rank {rank} is told that contribution {number} was applied, and never sent it")
+                self._report(line, f"rank {rank} is told that contribution {number} was applied, and never sent it")
             if (rank, number) not in self._committed and not self._may_be_cut(rank, number, incarnation):
-                self._say(
-                    line, f"rank {rank} is told that contribution {number} was applied: the server never committed it"
-                )
+                message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
+                self._report(line, message)
         self._saw(line, rank, incarnation, line["version"], self._version_before(line))
 
     def _may_be_cut(self, rank: int, number: int, incarnation: int) -> bool:
-        """The server that said so was killed, or its disk was full, before the line of this commit was written."""
+        """Whether the server was killed, or its disk was full, before it wrote the line of this commit."""
         server = self._server.get(incarnation, max(self._server.values(), default=0))
         numbers = self._cut.get((self.run or "", server))
         return numbers is not None and number > numbers.get(rank, 0)
@@ -121,8 +120,10 @@ class _WorkerReplay:
         pass
 
     def _version_before(self, line: Line) -> int:
-        """The least version a reply may bring: the last one of its incarnation, or, when the worker has
-        resumed under a new one without a start, the highest of that server."""
+        """Returns the least version that the reply may have: the last of its incarnation.
+
+        For a worker that has resumed as a new incarnation without a start, it is the highest of that server.
+        """
         incarnation = line["incarnation"]
         if incarnation in self._seen or line["outcome"].lower() == "start":
             return self._seen.get(incarnation, 0)
@@ -131,14 +132,14 @@ class _WorkerReplay:
 
     def _saw(self, line: Line, rank: int, incarnation: int, version: int, before: int) -> None:
         if version < before:
-            self._say(line, f"rank {rank} sees version {version} after version {before} of the same server")
+            self._report(line, f"rank {rank} sees version {version} after version {before} of the same server")
         server = self._server.get(incarnation, 0)
         self._seen[incarnation] = version
         self._highest[server] = max(version, self._highest.get(server, 0))
 
 
 def _check_workers(lines: list[Line], server: Replay) -> list[Problem]:
-    """Problems of the workers' lines, given what the server's say."""
+    """Returns the problems of the workers' lines, given the server's."""
     replays: dict[int, _WorkerReplay] = {}
     problems: list[Problem] = []
     for line in lines:

@@ -18,19 +18,7 @@ if TYPE_CHECKING:
 PROGRAM = "ps-launch check"
 _MAX_SHOWN = 20
 
-_HELP = """
-Check what a run wrote to --history (output.history).
-
-Examples
-
-  ps-launch check history.jsonl              a server's history
-  ps-launch check server.jsonl worker*.jsonl with the workers' own
-  ps-launch check --mode my_mode.py:Mine h.jsonl of a run in a mode of your own: with its rules
-
-Exit code 0 when every promise was kept, 1 when one was not: each is shown with its line.
-"""
-
-# Titles of the table's rows, by the field of the tally.
+# Rows of the table, by the field of the tally.
 _TITLES = {
     "applied": "applied",
     "repeated": "repeated (replied, not applied)",
@@ -45,10 +33,10 @@ _TITLES = {
     "durable": "durable (in the newest snapshot)",
 }
 
-app = make_app(_HELP)
+app = make_app()
 
 
-@app.command(help=_HELP)
+@app.command()
 def check_files(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Histories, JSON lines.")],
     modes: Annotated[
@@ -56,24 +44,29 @@ def check_files(
         typer.Option("--mode", metavar="FILE.py:NAME", help="A mode of your own, to check its rules; repeatable."),
     ] = None,
 ) -> int:
-    verdict = check_paths(files, _modes_in_files(modes or []))
+    """Check the histories that a run wrote with --history (output.history).
+
+    Examples
+
+      ps-launch check history.jsonl              a server's history
+      ps-launch check server.jsonl worker*.jsonl with those of its workers
+      ps-launch check --mode my_mode.py:Mine h.jsonl of a run in your own mode: with its rules
+
+    Exit code 0 when every promise was kept, 1 when one was not: each problem is shown with its line.
+    """
+    from ..common.registry import canonical_mode
+
+    try:
+        own_modes = [canonical_mode(name) for name in modes or []]
+    except UsageError as error:
+        raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
+    verdict = check_paths(files, own_modes)
     show(verdict)
     return 0 if verdict.is_good else 1
 
 
-def _modes_in_files(names: list[str]) -> list[str]:
-    """The user's own modes, with the whole path; the installed ones are known anyway. Raises UsageError."""
-    from ..common.registry import canonical_mode
-
-    try:
-        return [canonical_mode(name) for name in names]
-    except UsageError as error:
-        raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
-
-
 def check_paths(paths: list[str], modes: list[str]) -> Verdict:
-    """Check the histories in these files, of runs in installed modes or `modes`, `FILE.py:NAME`. Raises UsageError
-    for a file that cannot be read."""
+    """Check the histories in these files. `modes`: of the user, `FILE.py:NAME`. Raises UsageError."""
     from .check import check
 
     with ExitStack() as stack:
@@ -87,14 +80,13 @@ def check_paths(paths: list[str], modes: list[str]) -> Verdict:
 
 
 def show(verdict: Verdict) -> None:
-    """The counts, then what is wrong."""
+    """Print the counts, then the problems."""
     from ..common.reporting.report import report_console
 
     report_console().print(tally_table(verdict.tally))
     for problem in verdict.problems[:_MAX_SHOWN]:
         print(problem)
-    more = len(verdict.problems) - _MAX_SHOWN
-    if more > 0:
+    if (more := len(verdict.problems) - _MAX_SHOWN) > 0:
         print(f"... and {more} more")
     for message in verdict.deleted:
         print(message)
@@ -102,29 +94,26 @@ def show(verdict: Verdict) -> None:
         print(f"the rules of mode {mode} were not checked: it is not installed here, and --mode does not name it")
     if verdict.last_op != "end":
         print(
-            f"the history is cut: its last line is '{verdict.last_op}', not the run's end; the server was killed or "
-            "runs still, or the file was copied in part, and nothing later was checked"
+            f"the history is cut: its last line is '{verdict.last_op}', not the run's end; the server was killed or is "
+            "still running, or the file is incomplete; nothing later was checked"
         )
     print(f"{verdict.num_lines:,} lines: {describe(verdict)}")
 
 
 def describe(verdict: Verdict) -> str:
-    if verdict.is_good:
-        lost = "but snapshots were deleted" if verdict.deleted else "nothing durable was lost"
-        return f"every contribution was applied once, {lost}"
-    count = len(verdict.problems)
-    return f"{count} problem{'s' if count > 1 else ''}"
+    """Returns the verdict as a phrase."""
+    if not verdict.is_good:
+        return f"{len(verdict.problems)} problem{'s' if len(verdict.problems) > 1 else ''}"
+    lost = "but snapshots were deleted" if verdict.deleted else "nothing durable was lost"
+    return f"every contribution was applied once, {lost}"
 
 
 def tally_table(tally: Tally) -> object:
-    """Counts that are not zero, and those that matter when they are."""
-    from rich.table import Table
+    """Returns a table of the counts that are not zero, and of those that matter when they are."""
+    from rich.table import Column, Table
 
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right")
-    table.add_column()
-    counts = asdict(tally)
-    for name, title in _TITLES.items():
-        if counts[name] or name in ("applied", "repeated", "restarts"):
-            table.add_row(f"{counts[name]:,}", title)
+    table = Table(Column(justify="right"), "", box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, count in asdict(tally).items():
+        if count or name in ("applied", "repeated", "restarts"):
+            table.add_row(f"{count:,}", _TITLES[name])
     return table

@@ -1,6 +1,6 @@
-"""What the newest weights hold: which contribution of which rank went in with which version; and counts. Pure.
+"""Keeps which contribution of which rank is in which version, and counts. Pure.
 
-A server that goes back to a snapshot takes the commits after it out again; they must be redone.
+A server that goes back to a snapshot removes the commits after it; they must be redone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Rank:
-    """Commits of one rank, in order; `first` is the number it began at, with nothing of its own.
+    """Commits of one rank, in order; `first`: the number at which it began, without a commit.
 
-    Steps that were skipped (store.on_nonfinite) count, and nothing of them is in the version.
+    Skipped contributions (store.on_nonfinite) count, but the version contains nothing of them.
     """
 
     first: int
@@ -38,15 +38,15 @@ class Tally:
     dropped: int = 0
     rejected: int = 0
     refused: int = 0
-    rolled_back: int = 0  # contributions that a restart of the server took out
     restarts: int = 0  # of the server
+    rolled_back: int = 0  # contributions that a restart of the server removed
+    lost: int = 0  # of these, not redone
     rejoins: int = 0
     durable: int = 0  # contributions in the newest snapshot
-    lost: int = 0  # taken out by a restart and not made again
 
 
 class Lineage:
-    """Begins with a snapshot's numbers, or with nothing."""
+    """The commits of a run, from a snapshot's numbers on."""
 
     def __init__(self, numbers: dict[int, int]) -> None:
         self._ranks = {rank: _Rank(number) for rank, number in numbers.items()}
@@ -55,66 +55,64 @@ class Lineage:
         return rank in self._ranks
 
     def begin(self, rank: int, number: int) -> None:
-        """A rank that was never here starts at `number`."""
+        """A new rank starts at `number`."""
         self._ranks.setdefault(rank, _Rank(number))
 
     def add(self, rank: int, number: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
-        """A commit, or a contribution that was skipped in it; says what is wrong with it."""
-        own = self._ranks.setdefault(rank, _Rank(max(0, number - 1)))
-        last = own.numbers[-1] if own.numbers else own.first
-        problem = None
+        """Add a commit, or a contribution that was skipped in it. Returns its mistake as a sentence, if any."""
+        commits = self._ranks.setdefault(rank, _Rank(max(0, number - 1)))
+        last, problem = self.number(rank), None
         if number <= last:
-            at = f" on line {own.lines[own.numbers.index(number)]}" if number in own.numbers else ""
-            problem = (
-                f"contribution {number} of rank {rank} is committed again: it was{at}, and rank {rank} is at {last}"
-            )
+            at = f" on line {commits.lines[commits.numbers.index(number)]}" if number in commits.numbers else ""
+            problem = f"is committed again: it was{at}, and rank {rank} is at {last}"
         elif number > last + 1:
-            problem = (
-                f"contribution {number} of rank {rank} is committed after {last}: {number - last - 1} between are lost"
-            )
-        own.numbers.append(number)
-        own.versions.append(version)
-        own.lines.append(line)
+            problem = f"is committed after {last}: {number - last - 1} between are lost"
+        commits.numbers.append(number)
+        commits.versions.append(version)
+        commits.lines.append(line)
         if is_skipped:
-            own.skipped.add(number)
-        return problem
+            commits.skipped.add(number)
+        return problem and f"contribution {number} of rank {rank} {problem}"
 
     def number(self, rank: int) -> int:
-        """Of the last commit; 0 for a rank that was never here."""
-        own = self._ranks.get(rank)
-        return 0 if own is None else own.numbers[-1] if own.numbers else own.first
+        """Returns the number of the last commit, 0 for an unknown rank."""
+        commits = self._ranks.get(rank, _Rank(0))
+        return commits.numbers[-1] if commits.numbers else commits.first
 
     def version(self, rank: int) -> int:
-        """The version that the rank's last commit made; 0 without one."""
-        own = self._ranks.get(rank)
-        return own.versions[-1] if own is not None and own.versions else 0
+        """Returns the version of the rank's last commit, 0 without one."""
+        versions = self._ranks.get(rank, _Rank(0)).versions
+        return versions[-1] if versions else 0
 
     def numbers(self) -> dict[int, int]:
+        """Returns the number of the last commit by rank."""
         return {rank: self.number(rank) for rank in self._ranks}
 
     def differences(self, version: int, numbers: dict[int, int], newcomers: set[int]) -> list[str]:
-        """How `numbers` differ from what was committed up to `version`; a rank without commits may be left out,
-        and `newcomers` have none."""
+        """Returns how `numbers` differ from the commits up to `version`, as phrases.
+
+        A rank without commits may be missing; `newcomers` have none.
+        """
         found = []
         for rank in sorted({*numbers, *self._ranks}):
-            own, told = self._ranks.get(rank), numbers.get(rank)
-            if own is None:
+            commits, number = self._ranks.get(rank), numbers.get(rank)
+            if commits is None:
                 if rank not in newcomers:
-                    found.append(f"rank {rank} at number {told}, it was never here")
+                    found.append(f"rank {rank} at number {number}, it was never here")
                 continue
-            committed = own.number_at(version)
-            if told != committed and not (told is None and committed == own.first):
-                found.append(f"rank {rank} at number {told}, committed were {committed}")
+            committed = commits.number_at(version)
+            if number != committed and not (number is None and committed == commits.first):
+                found.append(f"rank {rank} at number {number}, committed were {committed}")
         return found
 
     def roll_back(self, version: int, numbers: dict[int, int]) -> list[tuple[int, int]]:
-        """Forget what came after `version`, where the numbers were these: its (rank, number)."""
+        """Remove the commits after `version`, where the numbers were these, and return their (rank, number)."""
         voided: list[tuple[int, int]] = []
-        for rank, own in list(self._ranks.items()):
-            kept = bisect_right(own.versions, version)
-            voided += [(rank, number) for number in own.numbers[kept:] if number not in own.skipped]
-            own.skipped.intersection_update(own.numbers[:kept])
-            del own.numbers[kept:], own.versions[kept:], own.lines[kept:]
+        for rank, commits in list(self._ranks.items()):
+            kept = bisect_right(commits.versions, version)
+            voided += [(rank, number) for number in commits.numbers[kept:] if number not in commits.skipped]
+            commits.skipped.intersection_update(commits.numbers[:kept])
+            del commits.numbers[kept:], commits.versions[kept:], commits.lines[kept:]
             if not kept and rank not in numbers:
                 del self._ranks[rank]
         for rank, number in numbers.items():
@@ -122,19 +120,21 @@ class Lineage:
         return voided
 
     def contributions(self, version: int | None = None) -> set[tuple[int, int]]:
-        """The (rank, number) in the weights of `version`, the newest by default."""
+        """Returns the (rank, number) in the weights of `version`, the newest by default."""
         return {
             (rank, number)
-            for rank, own in self._ranks.items()
-            for number in (own.numbers if version is None else own.numbers[: bisect_right(own.versions, version)])
-            if number not in own.skipped
+            for rank, commits in self._ranks.items()
+            for number in (
+                commits.numbers if version is None else commits.numbers[: bisect_right(commits.versions, version)]
+            )
+            if number not in commits.skipped
         }
 
     def sizes(self) -> dict[int, int]:
-        """How many contributions each version holds."""
+        """Returns the number of contributions in each version."""
         return Counter(
             version
-            for own in self._ranks.values()
-            for number, version in zip(own.numbers, own.versions, strict=True)
-            if number not in own.skipped
+            for commits in self._ranks.values()
+            for number, version in zip(commits.numbers, commits.versions, strict=True)
+            if number not in commits.skipped
         )

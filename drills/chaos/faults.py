@@ -1,4 +1,4 @@
-"""How each fault of a plan is injected into a running job, and taken back."""
+"""Injects each fault of a plan into a running job, and takes it back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable
-from typing import Protocol
 
 from ...launch.plan.process import Child
 from .plan import Fault
@@ -21,24 +20,17 @@ _DROP_SHARE = 0.02  # of the packets
 _FULL_BYTES = 4096  # the most that a file may have on a disk that is full
 
 
-class Say(Protocol):
-    def __call__(self, what: str) -> None:
-        """Tell the user."""
+Say = Callable[[str], None]  # prints a line for the user
 
 
 class Injector:
-    """Injects faults into the job of one launcher. `close` takes back what lasts.
+    """Injects faults into the job of one launcher. `close` takes back lasting ones.
 
-    `port_of` gives the port on which a shard was last heard to listen.
+    `port_of`: returns the port on which a shard has listened last.
     """
 
     def __init__(
-        self,
-        launcher: int,
-        network: Network,
-        seed: int,
-        say: Say,
-        port_of: Callable[[int], int | None] = lambda _: None,
+        self, launcher: int, network: Network, seed: int, say: Say, port_of: Callable[[int], int | None]
     ) -> None:
         self.killed: list[Child] = []
         self._launcher = launcher
@@ -49,12 +41,12 @@ class Injector:
         self._lasting: dict[asyncio.Task[None], Callable[[], None]] = {}
 
     def inject(self, fault: Fault) -> None:
-        """Begin a fault; what it does for a while ends by itself."""
+        """Begin a fault; a lasting one ends by itself."""
         done = getattr(self, f"_{fault.kind}")(fault)
         self._say(f"{fault}" + (f": {done}" if done else ""))
 
     def close(self) -> None:
-        """Take back everything that lasts."""
+        """Take back all lasting faults."""
         for task, undo in list(self._lasting.items()):
             task.cancel()
             undo()
@@ -70,23 +62,25 @@ class Injector:
 
     # ---- processes -------------------------------------------------------------------------
 
-    def _kill(self, fault: Fault) -> str:
+    def _pid(self, fault: Fault) -> int | None:
         process = job_processes(self._launcher).get(fault.child)
-        if process is None:
+        return None if process is None else process.pid
+
+    def _kill(self, fault: Fault) -> str:
+        if (pid := self._pid(fault)) is None:
             return "it is not running"
-        handle = Handle(process.pid)
+        handle = Handle(pid)
         handle.send(signal.SIGKILL)
         handle.close()
         self.killed.append(fault.child)
-        return f"pid {process.pid}"
+        return f"pid {pid}"
 
     _kill_worker = _kill_server = _kill_shard = _kill
 
     def _freeze(self, fault: Fault) -> str:
-        process = job_processes(self._launcher).get(fault.child)
-        if process is None:
+        if (pid := self._pid(fault)) is None:
             return "it is not running"
-        handle = Handle(process.pid)
+        handle = Handle(pid)
         handle.send(signal.SIGSTOP)
 
         def thaw() -> None:
@@ -94,43 +88,42 @@ class Injector:
             handle.close()
 
         self._for_a_while(fault.for_s, thaw)
-        return f"pid {process.pid}"
+        return f"pid {pid}"
 
     _freeze_worker = _freeze_server = _freeze_shard = _freeze
 
     def _full_disk(self, fault: Fault) -> str:
-        """Every file that its process writes ends after a few bytes, with an error that says so."""
-        process = job_processes(self._launcher).get(fault.child)
-        if process is None:
+        """Limit the size of every file that the process writes to a few bytes."""
+        if (pid := self._pid(fault)) is None:
             return "it is not running"
-        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         if soft == _FULL_BYTES:
             return "it is full already"
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
 
         def make_room() -> None:
-            if job_processes(self._launcher).get(fault.child, process).pid == process.pid:
+            if self._pid(fault) in (None, pid):
                 with contextlib.suppress(ProcessLookupError):
-                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
         self._for_a_while(fault.for_s, make_room)
-        return f"pid {process.pid}"
+        return f"pid {pid}"
 
     # ---- the network -----------------------------------------------------------------------
 
     def _partition(self, fault: Fault) -> str:
         whose = _worker(fault)
-        self._network.hold(whose, UP, DOWN)
-        self._for_a_while(fault.for_s, lambda: self._network.release(whose, UP, DOWN))
+        self._network.block(whose, UP, DOWN)
+        self._for_a_while(fault.for_s, lambda: self._network.unblock(whose, UP, DOWN))
         return ""
 
     def _lose_replies(self, fault: Fault) -> str:
         whose = _worker(fault)
-        self._network.hold(whose, DOWN)
+        self._network.block(whose, DOWN)
 
-        def reset() -> None:  # first: what was held is never heard
+        def reset() -> None:  # first, so that the blocked bytes are lost
             self._network.reset(whose)
-            self._network.release(whose, DOWN)
+            self._network.unblock(whose, DOWN)
 
         self._for_a_while(fault.for_s, reset)
         return ""
@@ -143,11 +136,11 @@ class Injector:
         return f"{self._network.reset(fault.child)} connections"
 
     def _part_link(self, fault: Fault) -> str:
-        """A hold alone nobody would notice: nothing is lost, and an open connection has no lease."""
+        """Also reset: a blocked connection loses nothing, and a connection between shards has no lease."""
         whose = fault.child
-        self._network.hold(whose, UP, DOWN)
+        self._network.block(whose, UP, DOWN)
         self._network.reset(whose)
-        self._for_a_while(fault.for_s, lambda: self._network.release(whose, UP, DOWN))
+        self._for_a_while(fault.for_s, lambda: self._network.unblock(whose, UP, DOWN))
         return ""
 
     def _cut(self, fault: Fault) -> str:
@@ -170,7 +163,7 @@ class Injector:
         return ""
 
     def _drop(self, fault: Fault) -> str:
-        """Only in a network of our own (`network.py`): the machine's is not ours to disturb."""
+        """Drop packets, only in the job's own network namespace (`network.py`)."""
         rule = ["INPUT", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", str(_DROP_SHARE)]
         iptables("-A", *rule, "-j", "DROP")
         self._for_a_while(fault.for_s, lambda: iptables("-D", *rule, "-j", "DROP"))

@@ -1,4 +1,4 @@
-"""The job under chaos: an ordinary `ps-launch` as a child, so that its supervision is tried as well."""
+"""The job under chaos: an ordinary `ps-launch` as a child, so that its supervision is tested as well."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _GRACE_S = 15.0
 _LOOK_S = 1.0
 _POLL_S = 0.05
 _MAX_UNEXPECTED = 5
-# Events of the job that the user sees beside the faults: with what, and whose word it is where two say it.
+# Events of the job that are shown beside the faults, with the field to show. _SERVERS: the server's count only.
 _SHOWN = {"restarting": "reason", "away": "reason", "left": "reason", "resumed": "step", "rejoined": "step"}
 _OF_SHARDS = {"shard_away": "lost_in_s", "shard_back": "missed", "shard_lost": "meaning"}
 _SHOWN |= {**_OF_SHARDS, "snapshot_failed": "reason"}
 _SERVERS = frozenset({"away", "left", "resumed"})
-# After these there is nothing to hit until the run goes on from its newest snapshot.
+# After these there is nothing to hit until the run resumes from its newest snapshot.
 _STOPS_ALL = frozenset({"kill_server", "kill_shard"})
 _NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY", "https_proxy", "http_proxy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What to run, and what to do to it. Seconds."""
+    """What to run, and which faults to inject. Seconds."""
 
     arguments: tuple[str, ...]  # of ps-launch
     folder: Path
     plan: list[Fault]
     seed: int
-    last_step: int  # of the fastest worker up to which there are faults: whoever is hit must be back in time
+    last_step: int  # of the fastest worker: no faults after it, so that every process is back in time
     hang_s: float = 90.0  # without any progress
-    deadline_s: float  # for the whole job, which may go round in circles
+    deadline_s: float  # for the whole job, which may repeat itself
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Ending:
     """How the job went."""
 
     exit_code: int | None = None  # None: it hung
-    signal_number: int = 0  # that asked us to stop
+    signal_number: int = 0  # of the user's interrupt
     faults: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     unexpected: list[str] = field(default_factory=list)  # ends of processes that nobody killed
@@ -72,19 +72,19 @@ class Chaos:
         self._say = say
         self._ending = Ending()
         self._status: Status | None = None
-        self._moved_at = 0.0  # when the last commit was heard of
-        self._killed_at = 0.0  # when the server was, by us
-        self._progress: tuple[object, float] = (None, 0.0)  # what there was last, and since when
-        self._begun = asyncio.Event()  # there is a snapshot to go back to
+        self._moved_at = 0.0  # when the last commit was reported
+        self._killed_at = 0.0  # when a fault killed the server
+        self._progress: tuple[object, float] = (None, 0.0)  # the last one, and since when
+        self._begun = asyncio.Event()  # there is a snapshot
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        self._restarted: Counter[Child] = Counter()  # after we had killed it
+        self._restarted: Counter[Child] = Counter()  # after a fault killed it
         self._launcher = 0  # its pid
-        self._ports: dict[int, int] = {}  # of each shard that has said that it listens
+        self._ports: dict[int, int] = {}  # of each listening shard
         self._injector: Injector | None = None
 
     async def run(self) -> Ending:
-        """Start the job, inject the faults, return when nothing of it is left."""
+        """Start the job, inject the faults, and return when nothing of it is left."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -112,7 +112,7 @@ class Chaos:
         self._injector = Injector(self._launcher, network, self._setup.seed, self._say, self._ports.get)
 
     async def _watch(self, backend: LocalBackend) -> None:
-        """Until the job has ended, the user has had enough, or nothing moves any more."""
+        """Wait until the job has ended, the user interrupts, or nothing moves."""
         assert self._injector is not None
         loop = asyncio.get_running_loop()
         faults = asyncio.ensure_future(self._inject(self._injector))
@@ -141,10 +141,10 @@ class Chaos:
             self._ending.exit_code = self._ended.result()
 
     async def _inject(self, injector: Injector) -> None:
-        """The plan, from the first snapshot until the fastest worker is near its end.
+        """Inject the plan, from the first snapshot until the fastest worker is near its end.
 
-        Its gaps are kept; the time until the server works again after a kill is added, since a job that is
-        not there is no test of a fault. Only the fault after a kill comes when it comes.
+        The time until the server works again after a kill is added to the plan's gaps, because a fault that hits no
+        running job tests nothing. Only the fault right after a kill does not wait.
         """
         await self._begun.wait()
         before_s, was_server = 0.0, False
@@ -163,12 +163,12 @@ class Chaos:
             before_s, was_server = fault.at_s, is_server
 
     async def _until_it_goes_on(self) -> None:
-        """Until a commit has been heard of since the server was killed."""
+        """Wait for the first commit after the server was killed."""
         while self._moved_at < self._killed_at:
             await asyncio.sleep(_POLL_S)
 
     async def _end(self, backend: LocalBackend) -> None:
-        """Ask for an end in good order; what is there after the grace time is killed by `close`."""
+        """Ask the job to end in good order; `close` kills what is left after the grace time."""
         backend.terminate(LAUNCHER)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._ended), _GRACE_S)
@@ -235,7 +235,7 @@ class Chaos:
             self._ending.unexpected.append(reason)
 
     def _who_waits(self, what: str) -> str:
-        """Who waits for what, and what the processes do."""
+        """Returns who waits for what, and the state of the processes."""
         lines = [what]
         status = self._status
         if status is not None:

@@ -1,6 +1,6 @@
-"""Reads the weights of a `ledger` run and compares them with what its history says was applied.
+"""Compares the weights of a `ledger` run with the contributions in its history.
 
-Neither torch nor numpy is loaded for it: a safetensors file is a JSON header and raw little-endian numbers.
+It imports neither torch nor numpy: a safetensors file is a JSON header and raw little-endian numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Epoch:
-    """The work of a ledger run: one epoch. `has_rounds` and `may_scale` are the mode's (`Policy`)."""
+    """One epoch, the work of a ledger run. `has_rounds`, `may_scale`: traits of the mode (`Policy`)."""
 
     num_workers: int
     steps: int
@@ -36,7 +36,7 @@ class Epoch:
 
 @dataclass
 class Account:
-    """What the weights say. `problems` is empty when that is what was applied, and all was."""
+    """The account in the weights. `problems` is empty when all samples were applied as committed."""
 
     samples: int
     missing: int
@@ -67,12 +67,12 @@ def read_floats(path: Path, name: str) -> array[float]:
 
 
 def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = None) -> Account:
-    """Compare the saved weights with the contributions of the run's final lineage; `num_samples` are in these, where
-    contributions may have fewer steps than others.
+    """Compare the saved weights with the contributions of the run's final lineage.
 
-    Each sample of a contribution is worth 1, or 1/n in a version of n. Which samples those are only the
-    workers know, so both sides are sorted: a sample lost or applied twice still stands out. Where the mode scales
-    them, only how many samples there are is compared.
+    Each sample of a contribution is worth 1, or 1/n in a version of n contributions. Only the workers know which
+    samples those are, so both sides are sorted: a sample lost or applied twice still stands out. Where the mode scales
+    contributions, only the number of samples is compared. `num_samples`: in all contributions, where their numbers of
+    steps differ.
     """
     applied = sorted(read_floats(path, "applied"))
     clock = read_floats(path, "clock")
@@ -96,14 +96,14 @@ def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = 
 
 
 def _expected(epoch: Epoch, lineage: Lineage) -> Iterator[float]:
-    """What each applied sample is worth."""
+    """Yields the worth of each applied sample."""
     for version, size in lineage.sizes().items():
         num_samples = size * _local_steps(epoch, version) * epoch.batch_size
         yield from [1.0 if epoch.may_scale else 1 / size] * num_samples
 
 
 def _local_steps(epoch: Epoch, version: int) -> int:
-    """Of the contributions in a version; the last round may be shorter."""
+    """Returns the steps of each contribution in a version; the last round may be shorter."""
     done = (version - 1) * epoch.local_steps if epoch.has_rounds else 0
     return min(epoch.local_steps, epoch.steps - done)
 

@@ -1,4 +1,4 @@
-"""ps-launch chaos: a real job under random kills, pauses, partitions and packet loss, and what came of it."""
+"""ps-launch chaos: runs a real job under random kills, pauses, partitions and packet loss, and judges the result."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...common.config.cli import make_app
+from ...common.config.cli import SetOption, make_app
 from ...common.errors import UsageError
+from .plan import KINDS, OF_SHARDS, check_kinds
 
 if TYPE_CHECKING:
     from .job import Ending, Setup
@@ -22,55 +23,40 @@ if TYPE_CHECKING:
 
 PROGRAM = "ps-launch chaos"
 
-_HELP = """
-Run a real job under random faults, then prove that nothing was lost or applied twice.
-
-Examples
-
-  ps-launch chaos                                    4 workers, ssp, a minute
-  ps-launch chaos --seed 7 --mode sync -n 3          other faults, another mode
-  ps-launch chaos --shards 3 --mode sync             the server in several processes, any of which is hit
-  ps-launch chaos --seconds 3600                     an hour of it
-  ps-launch chaos --faults kill_server,partition     only these
-  ps-launch chaos configs/digits.yaml --seconds 30   a job of your own (checked by its history only)
-
-Faults are those of a plan that is the same for the same seed: see --faults. Exit code 0 when the job
-ended well, every sample was applied exactly once, and its history keeps every promise; else 1.
-"""
-
-app = make_app(_HELP)
+app = make_app()
 
 
-@app.command(help=_HELP)
+@app.command()
 def chaos(
     config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file; default the task ledger.")] = None,
-    seconds: Annotated[float, typer.Option(min=5, help="About how long the job runs.")] = 60,
-    seed: Annotated[int, typer.Option(min=0, help="Of the faults, and of the run.")] = 1,
+    seconds: Annotated[float, typer.Option(min=5, help="Approximate length of the job.")] = 60,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the faults and of the run.")] = 1,
     workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Number of workers.")] = 4,
     mode: Annotated[str, typer.Option(help="An installed mode, or FILE.py:NAME.")] = "ssp",
     shards: Annotated[int, typer.Option(min=1, help="Number of server shards.")] = 1,
-    faults: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND,...",
-            help="kill_worker, kill_server, freeze_worker, freeze_server, partition, lose_replies, reset, cut, "
-            "slow, loss, drop; with shards also kill_shard, freeze_shard, reset_link, part_link, full_disk; "
-            "default all.",
-        ),
-    ] = None,
-    transport: Annotated[
-        str, typer.Option(metavar="TRANSPORT", help="Of the tensors: direct, grpc or shared.")
-    ] = "direct",
+    faults: Annotated[str | None, typer.Option(metavar="KIND,...", help=f"Default all: {', '.join(KINDS)}; with shards "
+                                               f"also {', '.join(OF_SHARDS)}.")] = None,
+    transport: Annotated[str, typer.Option(help="Transport of the tensors: direct, grpc or shared.")] = "direct",
     keep: Annotated[str | None, typer.Option(metavar="DIR", help="Keep logs, history and weights there.")] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.")
-    ] = None,
-) -> int:
-    from .plan import check_kinds
+    sets: SetOption = None,
+) -> int:  # fmt: skip
+    """Run a real job under random faults, then prove that nothing was lost or applied twice.
+
+    Examples
+
+      ps-launch chaos                                    4 workers, ssp, a minute
+      ps-launch chaos --seed 7 --mode sync -n 3          other faults, another mode
+      ps-launch chaos --shards 3 --mode sync             faults also hit the shards of the server
+      ps-launch chaos --seconds 3600                     run for an hour
+      ps-launch chaos --faults kill_server,partition     only these
+      ps-launch chaos configs/digits.yaml --seconds 30   your own job (only its history is checked)
+
+    The same seed gives the same plan of faults: see --faults. Exit code 0 when the job ended well, every
+    sample was applied exactly once, and its history keeps every promise; else 1.
+    """
     from .trial import TRANSPORTS, make_trial
 
-    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # a drill is no run that anybody looks for
-
+    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # a drill does not belong in the run store
     if not sys.platform.startswith("linux"):
         raise UsageError("faults are injected with what Linux has (/proc, pidfd)", fix="run it on Linux")
     kinds = check_kinds(faults, shards)
@@ -80,12 +66,12 @@ def chaos(
     if shards > 1:
         chosen["server.shards"] = shards
     make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed)
-    make(folder=Path(), kinds=kinds)  # mistakes are found before anything is done
+    make(folder=Path(), kinds=kinds)  # raises for mistakes before it does anything
     trial = make(folder=_folder(keep), kinds=_possible(kinds))
     command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
     command += f" --mode {mode} --transport {transport}" + (f" --shards {shards}" if shards > 1 else "")
     print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command}", flush=True)
-    return _tell(_run(trial.setup), trial, is_kept=keep is not None)
+    return _judge(_run(trial.setup), trial, is_kept=keep is not None)
 
 
 def _folder(keep: str | None) -> Path:
@@ -102,15 +88,15 @@ def _folder(keep: str | None) -> Path:
 
 
 def _possible(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The kinds that can be injected here; packets are dropped only in a network of our own."""
+    """Returns the kinds that can be injected here. `drop` needs a network namespace."""
     from .network import enter_own_network
 
     why_not = enter_own_network() if "drop" in kinds else None
     if why_not is not None:
         print(f"chaos: no packets are dropped: {why_not}")
         kinds = tuple(kind for kind in kinds if kind != "drop")
-        if not kinds:
-            raise UsageError("no fault is left to inject", fix="name others with --faults")
+    if not kinds:
+        raise UsageError("no fault is left to inject", fix="name others with --faults")
     return kinds
 
 
@@ -130,8 +116,8 @@ def _run(setup: Setup) -> Ending:
     return asyncio.run(run())
 
 
-def _tell(ending: Ending, trial: Trial, *, is_kept: bool) -> int:
-    """Say what came of it, and give the exit code."""
+def _judge(ending: Ending, trial: Trial, *, is_kept: bool) -> int:
+    """Print the result, and return the exit code."""
     from .trial import judge
 
     folder = trial.setup.folder

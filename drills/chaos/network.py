@@ -1,7 +1,6 @@
-"""A network of the job's own, in which packets can be dropped without disturbing the machine's.
+"""A network namespace for the job, in which packets can be dropped without disturbing the machine.
 
-The calling process moves into a new network namespace; what it starts from then on is in it too, and it
-ends with them: nothing is left behind, however they end.
+The calling process moves into it with everything that it starts later. The namespace ends with them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 def why_no_drops() -> str | None:
-    """Why packets cannot be dropped here; None when they can."""
+    """Returns why packets cannot be dropped here, None if they can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -26,7 +25,7 @@ def why_no_drops() -> str | None:
 
 
 def enter_own_network() -> str | None:
-    """Move this process into a network of its own, with a loopback; says why not when that fails."""
+    """Move this process into a new network with a loopback. Returns why that failed, None if it did not."""
     why_not = why_no_drops()
     if why_not is not None:
         return why_not

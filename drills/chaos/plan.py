@@ -1,19 +1,19 @@
-"""Which fault when to whom: the same for the same seed. Pure.
+"""Plans which fault happens when to whom: the same for the same seed. Pure.
 
     kill_worker       SIGKILL; the launcher starts it again
-    kill_server       SIGKILL; it goes on from its newest snapshot
+    kill_server       SIGKILL; it restarts from its newest snapshot
     freeze_worker     SIGSTOP for less or for more than the lease, then SIGCONT
-    freeze_server     the same to the server; nobody may be let go because of it
+    freeze_server     the same for the server; it may not release a worker because of it
     partition         one worker, or all, and the server do not hear each other, for less or more than the lease
     lose_replies      one worker is heard and hears nothing, and then its connections are reset
     reset             the connections of one worker are reset
-    cut               they are reset in the middle of what the worker sends next
+    cut               they are reset in the middle of the next bytes from the worker
     slow              every piece of data takes a while longer, both ways, for everybody
     loss              some pieces wait as long as TCP takes to notice a lost packet
     drop              packets are lost (needs root, iptables and a network of its own)
 
-With several shards the server's faults are the coordinator's, a reset may be of the connections to one shard alone,
-and there are besides:
+With several shards, server faults hit the coordinator, and a reset may hit only the connections to one shard. There
+are also:
 
     kill_shard        SIGKILL of another shard; all go back to the newest common snapshot
     freeze_shard      SIGSTOP of it for less or for more than the lease, then SIGCONT
@@ -50,8 +50,8 @@ _MEAN_GAP_LEASES = 0.8  # seconds between two faults, in leases: they overlap no
 
 
 class Fault(NamedTuple):
-    """`at_s` counts from the first snapshot; `rank` is a worker's, None the server, or everybody; `for_s` 0: at once.
-    `shard` is the one it happens to, or to the connections with it."""
+    """One fault. `at_s`: since the first snapshot. `rank`: the worker, None: the server, or everybody. `for_s`: 0 for a
+    momentary one. `shard`: the one that it hits, or whose connections."""
 
     at_s: float
     kind: str
@@ -71,7 +71,7 @@ class Fault(NamedTuple):
 
 
 def check_kinds(text: str | None, num_shards: int = 1) -> tuple[str, ...]:
-    """The kinds of a comma list, for None all that there can be. Raises UsageError."""
+    """Returns the kinds of a comma list, all possible ones for None. Raises UsageError."""
     possible = ALL_KINDS if num_shards > 1 else KINDS
     kinds = possible if text is None else tuple(word.strip() for word in text.split(","))
     for kind in kinds:
@@ -83,15 +83,9 @@ def check_kinds(text: str | None, num_shards: int = 1) -> tuple[str, ...]:
 
 
 def make_plan(
-    seed: int,
-    *,
-    seconds: float,
-    num_workers: int,
-    lease_s: float,
-    kinds: Iterable[str] = KINDS,
-    num_shards: int = 1,
+    seed: int, *, seconds: float, num_workers: int, lease_s: float, kinds: Iterable[str] = KINDS, num_shards: int = 1
 ) -> list[Fault]:
-    """Faults over `seconds`, in order. Equal arguments give equal plans."""
+    """Returns faults over `seconds`, in order. Equal arguments give equal plans."""
     chance = random.Random(seed)
     deck = _deal(chance, sorted(set(kinds)))
     plan: list[Fault] = []
@@ -125,7 +119,7 @@ def _fault(chance: random.Random, at_s: float, kind: str, num_workers: int, leas
 
 
 def _at_a_shard(chance: random.Random, fault: Fault, num_shards: int) -> Fault:
-    """Which shard it happens to, where there are several."""
+    """Returns the fault at a random shard, where its kind has one."""
     if fault.kind in OF_SHARDS:
         return fault._replace(shard=chance.randrange(1, num_shards))
     if fault.kind == "reset":

@@ -1,6 +1,6 @@
-"""The processes of a running job, as the kernel knows them (Linux): which there are, and whose a connection is.
+"""Finds the processes of a running job, and the owner of a connection, in /proc (Linux).
 
-Read from /proc and not from the job's log, so that a process can be hit in the moment it starts.
+The job's log would show a process too late to be hit in the moment it starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ZOMBIE = "Z"
 
 
 class Process(NamedTuple):
-    """`state` is the kernel's letter: R runs, S sleeps, T is stopped, D waits for a disk."""
+    """A process of the job. `state`: the kernel's letter: R runs, S sleeps, T is stopped, D waits for a disk."""
 
     child: Child
     pid: int
@@ -27,7 +27,7 @@ class Process(NamedTuple):
 
 
 def job_processes(launcher: int) -> dict[Child, Process]:
-    """The servers and the workers that a launcher has running."""
+    """Returns the running servers and workers of a launcher."""
     found: dict[Child, Process] = {}
     for agent, _, _ in children_of(launcher):
         for pid, state, argv in children_of(agent):
@@ -38,7 +38,7 @@ def job_processes(launcher: int) -> dict[Child, Process]:
 
 
 def children_of(parent: int) -> Iterator[tuple[int, str, list[str]]]:
-    """Number, state and command line of the processes that `parent` has running."""
+    """Yields pid, state and command line of the running children of `parent`."""
     for entry in _PROC.iterdir():
         if not entry.name.isdigit():
             continue
@@ -49,22 +49,20 @@ def children_of(parent: int) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def _child_of(argv: list[str]) -> Child | None:
-    """Which process of a job has this command line; None for something else, as the agent's guardian."""
+    """Returns the process of a job with this command line; None for others, such as the agent's guardian."""
     if "paramserver.ps" in argv:
-        return Child("server", _shard_of(argv))
+        shards = [int(word.partition("=")[2]) for word in argv if word.startswith("server.shard=")]
+        return Child("server", max(shards, default=0))
     if "paramserver.worker" in argv:
         return Child("worker", int(argv[argv.index("--rank") + 1]))
     return None
 
 
-def _shard_of(argv: list[str]) -> int:
-    """The last --set counts."""
-    return max((int(word.partition("=")[2]) for word in argv if word.startswith("server.shard=")), default=0)
-
-
 def child_of_port(launcher: int, port: int) -> Child | None:
-    """The process of the job whose end of a TCP connection has this local port; never the coordinator, which connects
-    to nobody while the run lasts."""
+    """Returns the process of the job whose end of a TCP connection has this local port.
+
+    It is never the coordinator, which makes no connections during a run.
+    """
     inode = _inode_of(port)
     if inode is None:
         return None
@@ -94,13 +92,13 @@ def _open_files(pid: int) -> set[str]:
 
 
 class Handle:
-    """A process that can be signalled without hitting another one that got its number since."""
+    """Signals a process, never a later one with the same pid."""
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)
 
     def send(self, number: int) -> None:
-        """Harmless when the process has ended."""
+        """Send a signal; does nothing when the process has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, number)
 

@@ -1,12 +1,12 @@
-"""The network of a job, under our control: an HTTP proxy that tunnels (CONNECT).
+"""A controlled network for a job: an HTTP proxy that tunnels (CONNECT).
 
-gRPC takes its way through it when `grpc_proxy` is in the environment, so neither the processes nor the launcher need
-to know. What can be done to the connections that a process has made, a worker or a shard (to the coordinator):
+gRPC uses it when `grpc_proxy` is in the environment, so neither the processes nor the launcher know of it. Faults of
+the connections that a process has made (a worker, or a shard to the coordinator):
 
-    hold, release         nothing gets through, in one direction or both; new connections hang as well
+    block, unblock        nothing gets through, in one direction or both; new connections hang as well
     reset                 both ends get a TCP reset
-    cut                   reset after so many more bytes that the process sends
-    num_slow, num_lossy   every piece takes longer; some wait as for a packet that was lost
+    cut                   reset after so many more bytes from the process
+    num_slow, num_lossy   every piece takes longer; some wait as for a lost packet
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ UP, DOWN = "up", "down"  # from the process that has connected, to it
 
 @dataclass(eq=False)
 class _Link:
-    """One tunnelled connection that `child` has made (None: not known who) to a `port`."""
+    """One tunnelled connection of `child` (None: unknown) to a `port`."""
 
     child: Child | None
     port: int = 0
     writers: dict[str, asyncio.StreamWriter] = field(default_factory=dict)  # by the direction they write in
-    cut_after: int | None = None  # bytes still to be sent up
+    cut_after: int | None = None  # bytes still to pass up
 
     def reset(self) -> None:
         for writer in self.writers.values():
@@ -48,7 +48,7 @@ class _Link:
 
 
 class Network:
-    """The proxy. `child_of(port)` tells which process has connected from a local port."""
+    """The proxy. `child_of(port)` returns the process that has connected from a local port."""
 
     def __init__(self, child_of: Callable[[int], Child | None], seed: int) -> None:
         self.address = ""
@@ -58,7 +58,7 @@ class Network:
         self._child_of = child_of
         self._chance = random.Random(seed)
         self._links: set[_Link] = set()
-        self._held: Counter[tuple[Child | None, str]] = Counter()  # how often: whose (None: all) and direction
+        self._blocked: Counter[tuple[Child | None, str]] = Counter()  # count by process (None: all) and direction
         self._changed = asyncio.Event()
         self._server: asyncio.Server
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,18 +76,18 @@ class Network:
             link.reset()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # ---- what can be done ------------------------------------------------------------------
+    # ---- faults ------------------------------------------------------------------
 
-    def hold(self, child: Child | None, *directions: str) -> None:
-        self._held.update((child, direction) for direction in directions)
+    def block(self, child: Child | None, *directions: str) -> None:
+        self._blocked.update((child, direction) for direction in directions)
 
-    def release(self, child: Child | None, *directions: str) -> None:
-        self._held.subtract((child, direction) for direction in directions)
+    def unblock(self, child: Child | None, *directions: str) -> None:
+        self._blocked.subtract((child, direction) for direction in directions)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def reset(self, child: Child | None, port: int | None = None) -> int:
-        """Reset the connections of a process, or of all, to this port or to all; returns how many."""
+        """Reset the connections of a process (None: all) to a port (None: all), and return their number."""
         links = [link for link in self._of(child) if port is None or link.port == port]
         for link in links:
             link.reset()
@@ -128,12 +128,10 @@ class Network:
         link.port = int(port)
         upstream, link.writers[UP] = await asyncio.open_connection(host.strip("[]"), link.port)
         link.writers[DOWN].write(b"HTTP/1.1 200 OK\r\n\r\n")
-        pumps = [
-            asyncio.ensure_future(self._pump(link, reader, UP)),
-            asyncio.ensure_future(self._pump(link, upstream, DOWN)),
-        ]
+        ends = ((reader, UP), (upstream, DOWN))
+        pumps = [asyncio.ensure_future(self._pump(link, stream, direction)) for stream, direction in ends]
         try:
-            # The end of a process closes its half: what it has sent before still arrives.
+            # A process that ends closes its direction; the bytes that it has sent still arrive.
             await asyncio.gather(*pumps)
         finally:
             for pump in pumps:
@@ -160,6 +158,6 @@ class Network:
             writer.write_eof()
 
     async def _pass(self, link: _Link, direction: str) -> None:
-        """Wait while the direction is held for this process."""
-        while self._held[None, direction] > 0 or self._held[link.child, direction] > 0:
+        """Wait while the direction is blocked for this process."""
+        while self._blocked[None, direction] > 0 or self._blocked[link.child, direction] > 0:
             await self._changed.wait()

@@ -1,7 +1,7 @@
-"""One run under chaos: its settings, and the three proofs that it lost nothing and applied nothing twice.
+"""One run under chaos: its settings, and three proofs that it lost nothing and applied nothing twice.
 
-The proofs: the weights of the task `ledger` (each sample applied exactly once), the history
-(`ps-launch check`), and the exit code of the job, of which no process may have ended unless it was killed.
+The proofs: the weights of the task `ledger` (each sample applied exactly once), the history (`ps-launch check`), and
+the job's exit code, where no process ended without being killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
+from ...common.config.sources import LAUNCHER_ENV_NAMES, load_config
 from ...common.registry import MODES
 from ...common.wire.json_text import read_json
 from ...ps.policies.base import Common
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from ...common.config.schema import Config
     from ..check import Verdict
 
-# `worker.transports` by the one that is tried.
+# `worker.transports` by the tested transport.
 TRANSPORTS = {"direct": "[direct, grpc]", "grpc": "[grpc]", "shared": "[shared, direct, grpc]"}
 _LEDGER = "ledger"
 _BATCH_SIZE = 4
-_STEP_S = 0.05  # of every step of a worker, beside its exchange; more where a run is long
+_STEP_S = 0.05  # computing time of a step; more in a long run
 _MAX_STEPS = 6000  # an epoch has a sample for each, and the model a weight for each sample
-_EXCHANGE_S = 0.02  # about, with all that goes on
-_BUSY_SHARE = 0.7  # of the time; the rest is what the faults cost
-_RETURN_S = 6.0  # of the run without faults at its end, for whoever was hit last to come back
+_EXCHANGE_S = 0.02  # estimate, on a busy machine
+_BUSY_SHARE = 0.7  # of the time; faults cost the rest
+_RETURN_S = 6.0  # at the end of the run without faults, so that every process is back
 _PADDING_BYTES = 200_000
 _LEASE_S = 2.0
 _SPARE_RESTARTS = 3  # of each process, beside one for each time it is killed
@@ -41,59 +41,49 @@ _SPARE_RESTARTS = 3  # of each process, beside one for each time it is killed
 
 @dataclass(frozen=True)
 class Trial:
-    """A job to be run: `setup` is what `job.Chaos` takes, `config` the settings as its processes see them."""
+    """A job to run. `setup`: for `job.Chaos`; `config`: the settings that its processes see."""
 
     setup: Setup
     config: Config
 
 
 def make_trial(
-    config_path: str | None,
-    chosen: dict[str, Any],
-    sets: list[str],
-    *,
-    folder: Path,
-    seconds: float,
-    seed: int,
+    config_path: str | None, chosen: dict[str, Any], sets: list[str], *, folder: Path, seconds: float, seed: int,
     kinds: Iterable[str],
-) -> Trial:
-    """A job that writes into `folder` and lasts about `seconds`, under a plan of faults of these kinds.
+) -> Trial:  # fmt: skip
+    """Returns a job that writes into `folder` and lasts about `seconds`, under a plan of faults of these kinds.
 
-    Settings: the trial's own, then `chosen` (by dotted key), then `sets` (`key=value`). Without a
-    configuration the task is `ledger`, for one epoch. Raises UsageError.
+    Settings: the trial's, then `chosen` (by dotted key), then `sets` (`key=value`). Without a configuration the task
+    is `ledger`, for one epoch. Raises UsageError.
     """
-    own = _where_to(folder) | ({} if config_path else _what_to_do(seconds, seed)) | chosen
-    resolved = _resolved(config_path, [*_as_sets(own), *sets])
+    settings = _output(folder) | ({} if config_path else _ledger(seconds, seed)) | chosen
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
+    resolved = load_config(config_path, {}, [*_as_sets(settings), *sets], environ)
     config, run = resolved.config, resolved.config.run
     for key in resolved.unread([run.mode]):
-        own.pop(key, None)  # meant for another mode
+        settings.pop(key, None)  # meant for another mode
     num_workers, steps = run.workers or 1, run.task_steps or 1
     if config.task.name == _LEDGER:
         samples = num_workers * steps * run.batch_size
         args = {"samples": samples, "padding_bytes": _PADDING_BYTES, **config.task.args}
-        own["task.args"] = "{" + ", ".join(f"{key}: {value}" for key, value in args.items()) + "}"
+        settings["task.args"] = "{" + ", ".join(f"{key}: {value}" for key, value in args.items()) + "}"
     plan = make_plan(
         seed, seconds=seconds, num_workers=num_workers, lease_s=config.server.lease_s, kinds=kinds,
         num_shards=config.server.shards,
     )  # fmt: skip
-    own.setdefault("launch.max_restarts", _SPARE_RESTARTS + sum(fault.kind.startswith("kill") for fault in plan))
+    settings.setdefault("launch.max_restarts", _SPARE_RESTARTS + sum(fault.kind.startswith("kill") for fault in plan))
     arguments = [config_path] if config_path else []
-    for item in [*_as_sets(own), *sets]:
+    for item in [*_as_sets(settings), *sets]:
         arguments += ["--set", item]
     num_last = round(_RETURN_S / (config.slowdown.base_s + _EXCHANGE_S))
-    last_step = max(steps // 4, steps - num_last)
     setup = Setup(
-        arguments=tuple(arguments),
-        folder=folder,
-        plan=plan,
-        seed=seed,
-        last_step=last_step,
-        deadline_s=3 * seconds + 60,
-    )
+        arguments=tuple(arguments), folder=folder, plan=plan, seed=seed,
+        last_step=max(steps // 4, steps - num_last), deadline_s=3 * seconds + 60,
+    )  # fmt: skip
     return Trial(setup, config)
 
 
-def _where_to(folder: Path) -> dict[str, Any]:
+def _output(folder: Path) -> dict[str, Any]:
     return {
         "checkpoint.dir": folder / "snapshots", "checkpoint.every_s": 1.0, "launch.backoff_s": 0,
         "output.history": folder / "history.jsonl", "output.save": folder / "weights.safetensors",
@@ -101,7 +91,7 @@ def _where_to(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _what_to_do(seconds: float, seed: int) -> dict[str, Any]:
+def _ledger(seconds: float, seed: int) -> dict[str, Any]:
     busy_s = _BUSY_SHARE * seconds
     steps = min(_MAX_STEPS, max(10, round(busy_s / (_STEP_S + _EXCHANGE_S))))
     step_s = round(max(_STEP_S, busy_s / steps - _EXCHANGE_S), 3)
@@ -113,18 +103,12 @@ def _what_to_do(seconds: float, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _resolved(config_path: str | None, sets: list[str]) -> Resolved:
-    """The settings as the job will see them. Raises UsageError."""
-    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
-    return load_config(config_path, {}, sets, environ)
-
-
 def _as_sets(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
 def judge(ending: Ending, trial: Trial) -> list[str]:
-    """Show what the history and the weights say; returns what is wrong, one sentence each."""
+    """Print the verdict on history and weights. Returns the failures as sentences."""
     folder = trial.setup.folder
     failures = [f"nobody killed it: {reason}" for reason in ending.unexpected]
     if ending.exit_code is None:
@@ -147,7 +131,7 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
 
 
 def _tracebacks(log: Path) -> list[str]:
-    """Whatever is done to a process, it says in a sentence how it ends."""
+    """Returns the tracebacks as a failure: under every fault, a process ends with a sentence."""
     if not log.exists():
         return []
     count = log.read_text(encoding="utf-8", errors="replace").count("Traceback (most recent call last)")
@@ -161,15 +145,17 @@ def _audit(trial: Trial, verdict: Verdict) -> Account:
         run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
     )
     folder = trial.setup.folder
-    told = _samples(folder / "history.jsonl", verdict.lineage.contributions()) if mode.may_scale else None
-    return audit(folder / "weights.safetensors", epoch, verdict.lineage, told)
+    samples = _samples(folder / "history.jsonl", verdict.lineage.contributions()) if mode.may_scale else None
+    return audit(folder / "weights.safetensors", epoch, verdict.lineage, samples)
 
 
 def _samples(history: Path, contributions: set[tuple[int, int]]) -> int:
-    """In these, as the history has them: where paces differ some are of fewer steps."""
+    """Returns the number of samples in these contributions; where paces differ, some have fewer steps."""
     found: dict[tuple[int, int], int] = {}
     with history.open(encoding="utf-8") as lines:
         for line in lines:
             if '"op":"accept"' in line and (fields := read_json(line, nan=True, big=True))["outcome"] == "accepted":
-                found[fields["rank"], fields["step"]] = fields["samples"]  # of what was taken out the newest counts
+                found[fields["rank"], fields["step"]] = fields[
+                    "samples"
+                ]  # of a redone contribution the newest line counts
     return sum(found[contribution] for contribution in contributions)

@@ -1,8 +1,8 @@
-"""What measured machines and links mean for training: what is wrong, what each mode would make of it, in sentences.
+"""Turns measured machines and links into advice: problems, the speed of each mode, sentences.
 
-Steps a second are foreseen by the simulator (`paramserver/simulate`): the real rules of each mode, with the computing
-time and the link that were measured. Local steps follow from one sum: an exchange of E seconds takes at most 20 % of
-the time where K >= 4 E / C, with C seconds of computing in a step.
+The simulator (`paramserver/simulate`) foresees steps a second: the real rules of each mode, with the measured computing
+time and link. Local steps follow from one formula: an exchange of E seconds takes at most 20 % of the time where
+K >= 4 E / C, with C seconds of computing in a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .measure import Link, Measured
 CODECS = ("raw", "bf16", "int8", "q4")
 MODES = ("sync", "async", "ssp", "dssp", "buffered", "localsgd", "diloco", "async_diloco")
 _SHARE = 0.2  # of the time in exchanges, at most
-_GOOD, _ROUND = 0.8, 0.03  # of ideal; a run's first weights are raw
+_GOOD, _MARGIN = 0.8, 0.03  # of ideal; a run's first weights are raw
 _STEPS = 200
 _COPIES = 4  # of the model in a worker's memory: weights, gradients, two moments
 _NAMES_THE_SAME = ("program", "torch", "python")
@@ -33,7 +33,7 @@ _NAMES_THE_SAME = ("program", "torch", "python")
 
 @dataclass(frozen=True)
 class Finding:
-    """`level`: ok, warn or fail; `fix` is empty where nothing is to be done."""
+    """One finding. `level`: ok, warn or fail; `fix`: empty where nothing is to do."""
 
     level: str
     text: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Of all workers together."""
+    """The foreseen speed of all workers together."""
 
     mode: str
     codec: str
@@ -52,7 +52,7 @@ class Foreseen:
 
 
 def checks(measured: Measured) -> list[Finding]:
-    """What of the machines would fail a run, or spoil it."""
+    """Returns what would fail a run on these machines, or slow it down."""
     machines = measured.machines
     found = list(_differing(machines))
     for rank, item in sorted(machines.items()):
@@ -82,61 +82,54 @@ def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:
 
 
 def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:
-    need, disk = int(_COPIES * megabytes * 1e6), int(10 * megabytes * 1e6)
-    if item["free_memory"] < need:
-        message = f"{item['free_memory'] / 1e9:.1f} GB of memory are free, {need / 1e9:.1f} are needed"
-        yield Finding("fail", f"{who}: {message}", "another machine, or --shards and a smaller model")
-    if item["free_disk"] < disk:
-        message = f"{item['free_disk'] / 1e9:.1f} GB of disk are free in {item['folder']}"
-        yield Finding(
-            "warn", f"{who}: {message}", "snapshots want ten times the model, or elsewhere (--checkpoint-dir)"
-        )
-    if item["fsync_s"] < 0:
-        yield Finding("warn", f"{who}: nothing can be written in {item['folder']}", "start it elsewhere (workdir)")
-    elif item["fsync_s"] > 0.1:
-        message = f"a MiB takes {item['fsync_s']:.2f} s to be on the disk"
-        yield Finding("warn", f"{who}: {message}", "snapshots seldom (--checkpoint-every), or on another disk")
-    if item["files"] < 1024:
-        yield Finding("warn", f"{who}: {item['files']} open files are possible", "ulimit -n 65536")
-    if abs(behind_s) > 2.0:
-        message = f"its clock differs by {behind_s:+.1f} s"
-        yield Finding("warn", f"{who}: {message}", "nothing depends on it but what logs say; chrony or ntpd mend it")
-    if item["load"] > 1.5 * item["cores"]:
-        message = f"load {item['load']:.1f} on {item['cores']} cores"
-        yield Finding(
-            "warn", f"{who}: {message}", "somebody else works there: it will be the straggler, see ssp and async"
-        )
+    memory, disk, fsync_s, folder = (
+        int(_COPIES * megabytes * 1e6),
+        int(10 * megabytes * 1e6),
+        item["fsync_s"],
+        item["folder"],
+    )
+    problems = (
+        (item["free_memory"] < memory, "fail",
+         f"{item['free_memory'] / 1e9:.1f} GB of memory are free, {memory / 1e9:.1f} are needed",
+         "another machine, or --shards and a smaller model"),
+        (item["free_disk"] < disk, "warn", f"{item['free_disk'] / 1e9:.1f} GB of disk are free in {folder}",
+         "snapshots need ten times the model; or write them elsewhere (--checkpoint-dir)"),
+        (fsync_s < 0, "warn", f"nothing can be written in {folder}", "start it elsewhere (workdir)"),
+        (fsync_s > 0.1, "warn", f"a MiB takes {fsync_s:.2f} s to be on the disk",
+         "fewer snapshots (--checkpoint-every), or on another disk"),
+        (item["files"] < 1024, "warn", f"{item['files']} open files are possible", "ulimit -n 65536"),
+        (abs(behind_s) > 2.0, "warn", f"its clock differs by {behind_s:+.1f} s",
+         "only times in logs depend on it; chrony or ntpd correct it"),
+        (item["load"] > 1.5 * item["cores"], "warn", f"load {item['load']:.1f} on {item['cores']} cores",
+         "other programs slow it down: it will be the straggler, see ssp and async"),
+    )  # fmt: skip
+    return [Finding(level, f"{who}: {text}", fix) for is_found, level, text, fix in problems if is_found]
 
 
 def typical(links: Sequence[Link]) -> Link:
-    """One for all workers while all of them exchange: each metric is the median of their best transports."""
+    """Returns one link for all workers while all exchange: medians of their best transports."""
     up, down = median(link.up / link.together for link in links), median(link.down / link.together for link in links)
     return Link(-1, links[0].transport, up, down, median(link.exchange_s * link.together for link in links))
 
 
 def best_links(measured: Measured) -> list[Link]:
-    """Of each worker, over the transport that it would take."""
+    """Returns the link of each worker over its best transport."""
     return [measured.of_rank(rank)[0] for rank in sorted(measured.machines) if measured.of_rank(rank)]
 
 
 def local_steps_for(exchange_s: float, compute_s: float) -> int:
-    """The fewest with which exchanges take at most a fifth of the time."""
+    """Returns the fewest local steps with which exchanges take at most a fifth of the time."""
     if compute_s <= 0:
         raise UsageError("a training step takes no time", fix="--compute 100ms")
     return max(1, math.ceil(exchange_s * (1 - _SHARE) / _SHARE / compute_s - 1e-9))
 
 
 def foresee(
-    config: str | None,
-    num_workers: int,
-    megabytes: float,
-    compute_s: float,
-    link: Link,
-    trip_s: float,
+    config: str | None, num_workers: int, megabytes: float, compute_s: float, link: Link, trip_s: float,
     sets: Sequence[str] = (),
-) -> list[Foreseen]:
-    """Every mode with every codec; those with local steps with as many as keep exchanges at a fifth of the time."""
-    told = Flags(
+) -> list[Foreseen]:  # fmt: skip
+    """Returns every mode with every codec; local steps are chosen so that exchanges take a fifth of the time."""
+    machines = Flags(
         megabytes=megabytes, compute=f"{compute_s * 1e3:.4f}ms", jitter=0.0, latency=f"{trip_s * 1e3:.4f}ms",
         bandwidth=f"{link.down * 8 / 1e6:.4f}mbit/{link.up * 8 / 1e6:.4f}mbit", fold="0ms", step="0ms",
     )  # fmt: skip
@@ -146,30 +139,30 @@ def foresee(
             for ways in (("worker.codec", "worker.reply_codec"), ("worker.codec",)):
                 settings = [*sets, *(f"{way}={codec}" for way in ways)]
                 with suppress(UsageError):  # not every mode takes every codec both ways
-                    found.append(_foreseen(config, mode, codec, num_workers, told, settings))
+                    found.append(_foreseen(config, mode, codec, num_workers, machines, settings))
                     break
     return found
 
 
 def _foreseen(
-    config: str | None, mode: str, codec: str, num_workers: int, told: Flags, settings: list[str]
+    config: str | None, mode: str, codec: str, num_workers: int, machines: Flags, settings: list[str]
 ) -> Foreseen:
     flags = {"run.steps": _STEPS}
     chosen = resolve(config, mode, num_workers, flags, settings, {})[0]
-    world = worlds([chosen], told)[0][1]
+    world = worlds([chosen], machines)[0][1]
     if hasattr(chosen.policy.options(mode), "local_steps"):
         exchange_s = world.latency_s + world.up_bytes / world.up + world.down_bytes / world.down
         local = local_steps_for(exchange_s, world.compute_s)
         flags = {"run.steps": local * max(30, _STEPS // local)}  # whole rounds
         chosen = resolve(config, mode, num_workers, flags, [*settings, f"policy.local_steps={local}"], {})[0]
-    simulation = Simulation(*worlds([chosen], told)[0], time.perf_counter)
+    simulation = Simulation(*worlds([chosen], machines)[0], time.perf_counter)
     simulation.go()
     final = metrics(simulation)
     return Foreseen(mode, codec, final["steps/s"], final["of ideal"], simulation.policy.local_steps)
 
 
 def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s: float, megabytes: float) -> list[str]:
-    """What follows, for people."""
+    """Returns the advice as sentences."""
     exchange_s = trip_s + megabytes * 1e6 * (1 / link.up + 1 / link.down)
     rate = f"{link.up * 8 / 1e6:,.0f} Mbit/s up, {link.down * 8 / 1e6:,.0f} down, {trip_s * 1e3:.1f} ms there and back"
     told = [
@@ -177,7 +170,7 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
         f"{exchange_s * 1e3:,.1f} ms ({rate})."
     ]
     every_step = [item for item in foreseen if item.local_steps == 1 and item.of_ideal >= _GOOD]
-    if any(foreseen.codec == "raw" for foreseen in every_step):
+    if any(item.codec == "raw" for item in every_step):
         told.append(
             f"This link carries raw gradients of every step: {_named(every_step, 'raw')} compute {_GOOD:.0%} of the "
             "time or more. Equal machines: sync; unequal ones: ssp or async."
@@ -206,9 +199,12 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
 
 
 def first_try(foreseen: Sequence[Foreseen]) -> Foreseen:
-    """The least lossy that computes enough with gradients of every step; else the fewest local steps, whose codec costs
-    less than they do (claims N5 and N7), of two alike in a mode that sends differences (N6); else the fastest."""
-    good = [item for item in foreseen if item.of_ideal >= _GOOD - _ROUND]
+    """Returns the best choice: the least lossy that computes enough with gradients of every step.
+
+    Otherwise the fewest local steps, because a codec costs less than they do (claims N5 and N7), preferably in a mode
+    that sends differences (N6); otherwise the fastest.
+    """
+    good = [item for item in foreseen if item.of_ideal >= _GOOD - _MARGIN]
     if every_step := [foreseen for foreseen in good if foreseen.local_steps == 1]:
         return min(every_step, key=lambda item: CODECS.index(item.codec))
     if good:

@@ -1,4 +1,4 @@
-"""Runs `ps-launch` once, with the probe as each worker, and reads its metrics until they agree."""
+"""Runs `ps-launch` once, with the probe as each worker, and reads its measurements until they agree."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ PROBE = Path(__file__).with_name("probe.py")
 TRANSPORTS = ("shared", "direct", "grpc")
 TINY_MB = 256 / 1e6
 _MARK = "PROBE "
-_STEPS = "100000000"  # the probe ends when its time is over
+_STEPS = "100000000"  # the doctor ends the probe
 _PULL_EVERY = 2  # contributions: one goes up alone, the next both ways
-_MOST_ROUNDS = 1_000
+_MAX_ROUNDS = 1_000
 _END_S = 10.0  # for a launcher to end what it started
 
 
 @dataclass
 class Link:
-    """Between one worker's machine and the server over one transport. Seconds; bytes a second."""
+    """One worker's machine and the server, over one transport. Seconds; bytes a second."""
 
     rank: int
     transport: str
     up: float
     down: float
-    exchange_s: float  # of both ways, median
-    together: float = 1.0  # so many times as long while all workers exchange
+    exchange_s: float  # both ways, median
+    together: float = 1.0  # factor on exchange_s while all workers exchange
 
     def fields(self) -> dict[str, Any]:
         return {**vars(self), "up_mb_s": round(self.up / 1e6, 2), "down_mb_s": round(self.down / 1e6, 2)}
@@ -46,22 +46,22 @@ class Link:
 
 @dataclass
 class Measured:
-    """What was found."""
+    """All measurements."""
 
     megabytes: float
     machines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
-    clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine's, at most; by rank
+    clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine's, an upper bound; by rank
     round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
     links: list[Link] = field(default_factory=list)
-    refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, transport, and why it was not given
-    server: dict[str, Any] = field(default_factory=dict)  # its machine, where no worker is on it
-    security: str = "none"  # of the connections, as a server says it: `mutual TLS, token`
+    refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, transport and reason
+    server: dict[str, Any] = field(default_factory=dict)  # its machine, where it has no worker
+    security: str = "none"  # of the connections, as in the server's log: `mutual TLS, token`
     compute_s: float = 0.0  # of a training step of the task; 0: not measured
-    ended: str = ""  # why no more was measured, a sentence
+    ended: str = ""  # why measuring ended, a sentence
     is_partial: bool = False  # ended by Ctrl-C
 
     def of_rank(self, rank: int) -> list[Link]:
-        """The best transport first."""
+        """Returns the links of a worker, the best transport first."""
         return sorted((link for link in self.links if link.rank == rank), key=lambda link: link.exchange_s)
 
 
@@ -69,22 +69,25 @@ class Measured:
 class Plan:
     """What a probe measures."""
 
-    seconds: float  # of a turn, for each worker and transport
+    seconds: float  # of a turn of each worker and transport
     megabytes: float | None  # of the model; None: the task's
     transports: tuple[str, ...]
     task: dict[str, Any] | None = None  # name, args, batch_size, accumulate, precision; None: its step is not measured
-    rounds: int = _MOST_ROUNDS
+    rounds: int = _MAX_ROUNDS
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a job is started: what `ps-launch` is told beside the probe's own."""
+    """The job that runs the probes."""
 
-    arguments: tuple[str, ...]  # CONFIG, -n, --hosts, ...
+    arguments: tuple[str, ...]  # of ps-launch: CONFIG, -n, --hosts, ...
     num_workers: int
 
-    def said(self, plan: Plan, secured: Callable[[str], object]) -> Generator[dict[str, Any]]:
-        """What the probes say, as they say it; the job ends with the iterator. ParamServerError where it fails."""
+    def messages(self, plan: Plan, secured: Callable[[str], object]) -> Generator[dict[str, Any]]:
+        """Yields the probes' messages; the job ends with the iterator. Raises ParamServerError.
+
+        `secured` gets the security of the connections.
+        """
         settings = ("run.mode=async", "output.store=false", f"policy.pull_every={_PULL_EVERY}")
         command = [
             sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
@@ -100,8 +103,8 @@ class Job:
         try:
             for line in process.stdout:
                 last = [*last[-8:], line.rstrip()]
-                if (said := _read(line, secured)) is not None:
-                    yield said
+                if (message := _read(line, secured)) is not None:
+                    yield message
             if code := process.wait():
                 error = ParamServerError(f"the measuring run ended with exit code {code}:\n" + "\n".join(last))
                 error.exit_code = code
@@ -111,7 +114,7 @@ class Job:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The launcher, which ends the others. Of what they still say nothing is read."""
+    """End the launcher, which ends its processes. Their further output is not read."""
     assert process.stdout is not None
     process.stdout.close()
     if process.poll() is None:
@@ -119,7 +122,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         try:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # and what it started ends with it
+            process.kill()  # its processes end with it
             process.wait()
 
 
@@ -136,97 +139,95 @@ def _read(line: str, secured: Callable[[str], object]) -> dict[str, Any] | None:
     at = text.find(_MARK)
     if at < 0:
         return None
-    said: dict[str, Any] = read_json(text[at + len(_MARK) :])
-    said["arrived"] = time.time()
-    return said
+    return {**read_json(text[at + len(_MARK) :]), "arrived": time.time()}
 
 
-class Metrics:
-    """What the probes have said so far, and what that comes to."""
+class Measurements:
+    """Collects the probes' messages."""
 
     def __init__(self, num_workers: int, transports: tuple[str, ...]) -> None:
         self._num_workers, self._transports = num_workers, transports
         self.security = ""
         self._machines: dict[int, dict[str, Any]] = {}
-        self._said: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and transport
+        self._turns: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and transport
         self._together: dict[int, list[dict[str, Any]]] = {}
         self._refused: dict[tuple[int, str], str] = {}
 
-    def add(self, said: dict[str, Any]) -> None:
-        rank = said["rank"]
-        match said["kind"]:
+    def add(self, message: dict[str, Any]) -> None:
+        """Add a message of a probe."""
+        rank = message["rank"]
+        match message["kind"]:
             case "machine":
-                self._machines[rank] = said
-            case "transport" if said["given"] == said["transport"]:
-                self._said.setdefault((rank, said["transport"]), []).append(said)
+                self._machines[rank] = message
+            case "transport" if message["given"] == message["transport"]:
+                self._turns.setdefault((rank, message["transport"]), []).append(message)
             case "transport":
-                self._refused[rank, said["transport"]] = said["reason"]
+                self._refused[rank, message["transport"]] = message["reason"]
             case "together":
-                self._together.setdefault(rank, []).append(said)
+                self._together.setdefault(rank, []).append(message)
 
     @property
     def num_rounds(self) -> int:
-        """That all workers have finished."""
-        found = [len(item) for item in self._together.values()]
+        """Rounds that all workers have finished."""
+        found = [len(messages) for messages in self._together.values()]
         return min(found) if len(found) == self._num_workers else 0
 
     def of_round(self, number: int) -> dict[Any, float]:
-        """What has to agree with other rounds: seconds of an exchange, by worker and transport."""
-        return {key: found[number]["both_s"] for key, found in self._said.items() if len(found) > number}
+        """Returns the seconds of an exchange in a round, by worker and transport."""
+        return {key: found[number]["both_s"] for key, found in self._turns.items() if len(found) > number}
 
     @property
     def measured(self) -> Measured:
-        """Medians of all rounds, also of one that is not over."""
+        """Medians of all rounds, also of an incomplete one."""
         first = next(iter(self._machines.values()), {})
         found = Measured(first.get("bytes", 0) / 1e6, dict(sorted(self._machines.items())), security=self.security)
         found.compute_s = median([machine["compute_s"] or 0.0 for machine in self._machines.values()] or [0.0])
         found.clocks = {rank: machine["arrived"] - machine["time"] for rank, machine in found.machines.items()}
         found.refused = [(rank, transport, why) for (rank, transport), why in sorted(self._refused.items())]
         for rank in found.machines:
-            if trips := [item for (of, _), all_said in self._said.items() if of == rank for item in all_said]:
-                found.round_trips[rank] = (
-                    median(trip["trip_s"] for trip in trips),
-                    max(trip["trip_p99_s"] for trip in trips),
-                )
-        for (rank, transport), said in sorted(self._said.items()):
-            found.links.append(self._link(rank, transport, said, found))
+            if turns := [turn for (of, _), its in self._turns.items() if of == rank for turn in its]:
+                worst_s = max(turn["trip_p99_s"] for turn in turns)
+                found.round_trips[rank] = median(turn["trip_s"] for turn in turns), worst_s
+        found.links = [self._link(*key, turns, found) for key, turns in sorted(self._turns.items())]
         return found
 
-    def _link(self, rank: int, transport: str, said: list[dict[str, Any]], found: Measured) -> Link:
-        up_s, both_s = median(text["up_s"] for text in said), median(text["both_s"] for text in said)
-        num, trip_s = found.machines[rank]["bytes"], found.round_trips[rank][0]
-        # Two medians: what is between them may be less than their noise, where weights come as fast as that.
+    def _link(self, rank: int, transport: str, turns: list[dict[str, Any]], found: Measured) -> Link:
+        up_s, both_s = median(turn["up_s"] for turn in turns), median(turn["both_s"] for turn in turns)
+        num_bytes, trip_s = found.machines[rank]["bytes"], found.round_trips[rank][0]
+        # The difference of two medians may be less than their noise where weights come fast.
         down_s = max(0.05 * both_s, both_s - up_s)
-        link = Link(rank, transport, num / max(0.05 * up_s, up_s - trip_s), num / down_s, both_s)
-        together = [item["both_s"] for item in self._together.get(rank, []) if item["transport"] == transport]
+        link = Link(rank, transport, num_bytes / max(0.05 * up_s, up_s - trip_s), num_bytes / down_s, both_s)
+        together = [turn["both_s"] for turn in self._together.get(rank, []) if turn["transport"] == transport]
         if together and self._num_workers > 1:
             link.together = max(1.0, median(together) / both_s)
         return link
 
 
 def measure(
-    job: Job, plan: Plan, most_s: float, say: Callable[[float, str], None], clock: Callable[[], float] = time.monotonic
+    job: Job, plan: Plan, max_s: float, show: Callable[[float, str], None], clock: Callable[[], float] = time.monotonic
 ) -> Measured:
-    """Round by round, until metrics agree, `most_s` are over, or Ctrl-C. `say`: which part (0..1) is done, and what
-    comes now. A transport that nobody was given is left out."""
+    """Measure round by round, until rounds agree, `max_s` are over, or Ctrl-C.
+
+    `show` gets the part (0..1) that is done, and what comes next. A transport that no worker got is left out.
+    """
     if plan.megabytes is not None and plan.megabytes <= 0:
         raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")
-    found, rounds, why = Metrics(job.num_workers, plan.transports), Rounds(clock(), most_s), ""
+    found, rounds, why = Measurements(job.num_workers, plan.transports), Rounds(clock(), max_s), ""
 
-    def secured(told: str) -> None:
-        found.security = told
+    def secured(text: str) -> None:
+        found.security = text
 
-    say(0.0, "starting a server and the workers" + (", which take some steps of the task" if plan.task else ""))
+    show(0.0, "starting a server and the workers" + (", which take some steps of the task" if plan.task else ""))
     is_partial = False
     try:
-        with closing(job.said(plan, secured)) as saying:
-            for said in saying:
-                found.add(said)
+        with closing(job.messages(plan, secured)) as messages:
+            for message in messages:
+                found.add(message)
                 while rounds.num < found.num_rounds:
                     rounds.add(found.of_round(rounds.num))
                 if why := rounds.why_stop(clock()) or (f"{rounds.num} round" if rounds.num >= plan.rounds else ""):
                     break
-                say(rounds.part_done(clock()), f"measuring {', '.join(plan.transports)}: round {rounds.num + 1}")
+                show(rounds.part_done(clock()), f"measuring {', '.join(plan.transports)}: round {rounds.num + 1}")
     except KeyboardInterrupt:
         is_partial = True
         why = f"{rounds.num} whole round{'' if rounds.num == 1 else 's'}, then Ctrl-C"

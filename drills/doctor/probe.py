@@ -1,13 +1,13 @@
-"""A training script that measures: its machine, a step of the task, and exchanges with the server over each transport.
+"""A training script that measures its machine, a step of the task, and exchanges with the server over each transport.
 
     python probe.py PLAN         as JSON: see `Plan` in measure.py
 
-Started by `ps-launch doctor` as each worker. It measures the same again and again, round by round, and says one line
-`PROBE {...}` for each metric; the doctor ends it when metrics agree.
+`ps-launch doctor` starts it as each worker. It repeats the same measurements round by round, and prints one line
+`PROBE {...}` for each; the doctor ends it when rounds agree.
 
 In a round the workers take turns: each has the server to itself over one transport after another. Then all exchange at
-once, each over its best. Whose turn it is they read from the server's status: each contribution carries the number of
-the newest phase that its worker has finished, in place of a loss.
+once, each over its best. The workers read from the server's status whose turn it is: in place of a loss, each
+contribution carries the number of the newest phase that its worker has finished.
 """
 
 import json
@@ -24,7 +24,7 @@ from typing import Any
 
 from paramserver.common.config.cli import before_torch
 
-before_torch()  # as in ps-worker: a step of digits took 0.94 s with threads that spin, on a busy machine, 6 ms without
+before_torch()  # as in ps-worker: on a busy machine a step of digits took 0.94 s with spinning threads, 6 ms without
 
 import torch  # noqa: E402
 
@@ -42,7 +42,7 @@ _NAMES = {"shared memory": "shared"}
 
 
 def main(plan: dict[str, Any]) -> None:
-    """Measure, and say it, until `rounds` are over or somebody ends this process."""
+    """Measure and print, until `rounds` are over or somebody ends this process."""
     config = load_config(None, {}, [], os.environ).config
     compute_s, num_bytes = (None, 0) if plan["task"] is None else of_task(plan["task"], config)
     if plan["megabytes"] is not None:
@@ -53,7 +53,7 @@ def main(plan: dict[str, Any]) -> None:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
         model[0].grad = torch.full((size,), 1e-3)
         session.record(loss=0.0)
-        optimizer.step()  # memory is touched, and all are here
+        optimizer.step()  # touches memory, and waits for all workers
         say(session, "machine", bytes=4 * size, compute_s=compute_s, **machine())
         turns = Turns(session, optimizer, plan["seconds"])
         for number in range(plan["rounds"]):
@@ -61,16 +61,16 @@ def main(plan: dict[str, Any]) -> None:
 
 
 class Turns:
-    """Takes turns with the other workers, and measures exchanges in its own."""
+    """Takes turns with the other workers, and measures exchanges in its own turn."""
 
     def __init__(self, session: Any, optimizer: Any, seconds: float) -> None:
         self.session, self._optimizer, self._seconds = session, optimizer, seconds
         self.exchange = session._exchange
         self.ask = self.exchange._shards[0].client.status
-        self.phase = 0  # this one; those before it are over for this worker
+        self.phase = 0  # the current one
 
     def wait(self, in_turn: bool) -> None:
-        """Until all have finished the phases before, and in turn those of lower rank this one too."""
+        """Wait until all have finished the earlier phases; with `in_turn`, lower ranks this one too."""
         rank = self.session.rank
         while True:
             done = {worker.rank: worker.values.get("loss", math.nan) for worker in self.ask().workers}
@@ -79,9 +79,9 @@ class Turns:
             time.sleep(_LOOK_S)
 
     def measured(self) -> tuple[float, float]:
-        """Medians, seconds: of an exchange on the way up alone, and of one both ways."""
+        """Returns the median seconds of an upload alone, and of an exchange both ways."""
         taken: dict[bool, list[float]] = {True: [], False: []}
-        self._step(self.phase)  # the first one on new streams
+        self._step(self.phase)  # warm up new streams
         until = time.monotonic() + self._seconds
         while time.monotonic() < until or min(map(len, taken.values())) < _LEAST:
             fetches, took_s = self._step(self.phase)
@@ -91,7 +91,7 @@ class Turns:
         return statistics.median(taken[False]), statistics.median(taken[True])
 
     def _step(self, done: int) -> tuple[bool, float]:
-        """Whether it fetched weights, and seconds."""
+        """Take a step. Returns whether it fetched weights, and its seconds."""
         progress = self.session._progress
         fetches = progress.next_number % progress.pull_every == 0
         self.session.record(loss=float(done))
@@ -100,7 +100,7 @@ class Turns:
         return fetches, time.perf_counter() - began
 
     def trips(self) -> list[float]:
-        """Seconds of small calls there and back."""
+        """Returns the seconds of small round trips, sorted."""
         found = []
         for _ in range(_NUM_TRIPS):
             began = time.perf_counter()
@@ -110,7 +110,7 @@ class Turns:
 
 
 def one_round(turns: Turns, number: int, transports: list[str]) -> None:
-    """Each transport in turn, then all workers at once over their best ones."""
+    """Measure each transport in turn, then all workers at once over their best ones."""
     session, best = turns.session, (float("inf"), "grpc")
     for transport in transports:
         turns.wait(in_turn=True)
@@ -133,7 +133,7 @@ def say(session: Any, kind: str, **metrics: Any) -> None:
 
 
 def of_task(task: dict[str, Any], config: Any) -> tuple[float, int]:
-    """Seconds that a training step of the task computes, and the bytes of its contribution."""
+    """Returns the seconds that a training step of the task computes, and the bytes of its contribution."""
     from paramserver.worker.tensors.transfer import ModelTensors
     from paramserver.worker.trainer import choose_device
     from paramserver.worker.training.data import to_device
@@ -167,12 +167,9 @@ def of_task(task: dict[str, Any], config: Any) -> tuple[float, int]:
 
 
 def machine() -> dict[str, object]:
-    """Of this one. Bytes and seconds."""
-    memory = {}
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            name, _, rest = line.partition(":")
-            memory[name] = int(rest.split()[0]) * 1024
+    """Returns the facts of this machine, in bytes and seconds."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        memory = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
     return {
         "host": platform.node(), "python": platform.python_version(), "torch": torch.__version__.split("+")[0],
         "program": PROGRAM_VERSION, "cores": len(os.sched_getaffinity(0)),
@@ -184,7 +181,7 @@ def machine() -> dict[str, object]:
 
 
 def _fsync_s() -> float:
-    """Of a MiB in this folder, median of five; -1: nothing can be written here."""
+    """Returns the median seconds to sync a MiB in this folder; -1: nothing can be written here."""
     taken = []
     try:
         with tempfile.TemporaryFile(dir=".") as file:

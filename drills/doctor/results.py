@@ -1,9 +1,9 @@
-"""What ps-launch doctor found, as tables for people and as JSON for programs."""
+"""The results of ps-launch doctor, as tables and as JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
@@ -12,68 +12,75 @@ from . import advice
 from .measure import Measured
 
 
-def as_json(
-    found: Measured, checks: list[advice.Finding], foreseen: list[advice.Foreseen], told: list[str],
-    beside: list[tuple[advice.Foreseen, float]], compute_s: float,
-) -> str:  # fmt: skip
-    trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in found.round_trips.items()}
-    return json.dumps({
-        "megabytes": found.megabytes, "compute_s": compute_s, "ended": found.ended,
-        "is_partial": found.is_partial, "security": found.security,
-        "machines": found.machines, "server": found.server, "clocks_s": found.clocks, "round_trips": trips,
-        "links": [link.fields() for link in found.links], "checks": [asdict(check) for check in checks],
-        "foreseen": [asdict(item) for item in foreseen], "advice": told,
-        "verified": [
-            {"mode": item.mode, "codec": item.codec, "foreseen": item.steps_per_s, "measured": rate}
-            for item, rate in beside
-        ],
-    }, indent=2)  # fmt: skip
+@dataclass(frozen=True)
+class Report:
+    """All results of the doctor."""
 
+    measured: Measured
+    checks: list[advice.Finding]
+    foreseen: list[advice.Foreseen]
+    sentences: list[str]
+    verified: list[tuple[advice.Foreseen, float]]  # with the measured steps a second
+    compute_s: float
 
-def show(
-    found: Measured, checks: list[advice.Finding], foreseen: list[advice.Foreseen], told: list[str],
-    beside: list[tuple[advice.Foreseen, float]],
-) -> None:  # fmt: skip
-    console = report_console()
-    columns = ("up MB/s", "down MB/s", "exchange", "while all exchange", "round trip", "slowest 1 %")
-    links = Table("worker", "host", "transport", *columns, box=None)
-    for link in sorted(found.links, key=lambda link: (link.rank, link.exchange_s)):
-        trip, worst = found.round_trips[link.rank]
-        links.add_row(
-            str(link.rank), str(found.machines[link.rank]["host"]), link.transport, f"{link.up / 1e6:,.1f}",
-            f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms",
-            f"{link.together:.1f} times as long" if link.together > 1 else "",
-            f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
-        )  # fmt: skip
-    console.print(links)
-    console.print(_machines(found))
-    for check in checks:
-        style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
-        console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
-    console.print(f"Measured {found.ended}.", style="dim", highlight=False)
-    console.print("Steps a second of all workers, by codec, and the part of the time that workers compute:")
-    modes = Table("mode", "local steps", *advice.CODECS, box=None)
-    for mode in dict.fromkeys(item.mode for item in foreseen):
-        row = {item.codec: item for item in foreseen if item.mode == mode}
-        local = "/".join(dict.fromkeys(str(item.local_steps) for item in row.values()))
-        cells = [
-            f"{row[codec].steps_per_s:,.1f} ({share(row[codec].of_ideal)})" if codec in row else "-"
-            for codec in advice.CODECS
-        ]
-        modes.add_row(mode, local, *cells)
-    console.print(modes)
-    if beside:
-        real = Table("mode", "codec", "foreseen", "measured", "error", box=None)
-        for entry, rate in beside:
-            error = f"{entry.steps_per_s / rate - 1:+.0%}" if rate else "-"
-            real.add_row(entry.mode, entry.codec, f"{entry.steps_per_s:,.1f}", f"{rate:,.1f}", error)
-        console.print(real)
-    for sentence in told:
-        console.print(sentence, highlight=False)
+    def as_json(self) -> str:
+        """Returns everything as JSON."""
+        found = {name: value for name, value in vars(self.measured).items() if name not in ("clocks", "refused")}
+        trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in self.measured.round_trips.items()}
+        found |= {
+            "compute_s": self.compute_s, "clocks_s": self.measured.clocks, "round_trips": trips,
+            "links": [link.fields() for link in self.measured.links], "checks": [asdict(item) for item in self.checks],
+            "foreseen": [asdict(item) for item in self.foreseen], "advice": self.sentences,
+            "verified": [
+                {"mode": item.mode, "codec": item.codec, "foreseen": item.steps_per_s, "measured": rate}
+                for item, rate in self.verified
+            ],
+        }  # fmt: skip
+        return json.dumps(found, indent=2)
+
+    def show(self) -> None:
+        """Print tables and sentences."""
+        found = self.measured
+        console = report_console()
+        columns = ("up MB/s", "down MB/s", "exchange", "while all exchange", "round trip", "slowest 1 %")
+        links = Table("worker", "host", "transport", *columns, box=None)
+        for link in sorted(found.links, key=lambda link: (link.rank, link.exchange_s)):
+            trip, worst = found.round_trips[link.rank]
+            links.add_row(
+                str(link.rank), str(found.machines[link.rank]["host"]), link.transport, f"{link.up / 1e6:,.1f}",
+                f"{link.down / 1e6:,.1f}", f"{link.exchange_s * 1e3:,.1f} ms",
+                f"{link.together:.1f} times as long" if link.together > 1 else "",
+                f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
+            )  # fmt: skip
+        console.print(links)
+        console.print(_machines(found))
+        for check in self.checks:
+            style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
+            console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
+        console.print(f"Measured {found.ended}.", style="dim", highlight=False)
+        console.print("Steps a second of all workers, by codec, and the part of the time that workers compute:")
+        modes = Table("mode", "local steps", *advice.CODECS, box=None)
+        for mode in dict.fromkeys(item.mode for item in self.foreseen):
+            row = {item.codec: item for item in self.foreseen if item.mode == mode}
+            local = "/".join(dict.fromkeys(str(item.local_steps) for item in row.values()))
+            cells = [
+                f"{row[codec].steps_per_s:,.1f} ({share(row[codec].of_ideal)})" if codec in row else "-"
+                for codec in advice.CODECS
+            ]
+            modes.add_row(mode, local, *cells)
+        console.print(modes)
+        if self.verified:
+            real = Table("mode", "codec", "foreseen", "measured", "error", box=None)
+            for entry, rate in self.verified:
+                error = f"{entry.steps_per_s / rate - 1:+.0%}" if rate else "-"
+                real.add_row(entry.mode, entry.codec, f"{entry.steps_per_s:,.1f}", f"{rate:,.1f}", error)
+            console.print(real)
+        for sentence in self.sentences:
+            console.print(sentence, highlight=False)
 
 
 def _machines(found: Measured) -> Table:
-    """Also what is as it should be."""
+    """Returns the table of machines, also of those without problems."""
     free = ("memory free", "disk free", "shared memory free")
     names = ("clock differs by", "cores", "load", *free, "to write 1 MiB", "open files", "GPUs", "security")
     table = Table("machine", *names, box=None)

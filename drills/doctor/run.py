@@ -1,4 +1,4 @@
-"""What ps-launch doctor does: it measures, foresees, and tries."""
+"""The work of ps-launch doctor: it measures, foresees, and verifies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ...launch.plan.hosts import load_hosts
 from ...launch.plan.placement import place_servers, place_workers
 from . import advice
 from .measure import TINY_MB, Job, Measured, Plan, measure
-from .results import as_json, show
+from .results import Report
 
 PROGRAM = "ps-launch doctor"
-_MEASURING = 0.9  # of the whole time; what is simulated afterwards takes the rest
+_MEASURING = 0.9  # of the progress bar; the simulation is the rest
 _SERVER_S = 30.0
 
-_Tried = tuple[advice.Foreseen, float]  # and the steps a second that were measured
+_Verified = tuple[advice.Foreseen, float]  # and the measured steps a second
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Request:
 
 
 def examine(wanted: Request) -> int:
-    """Measure, print what was found, and return the exit code. Raises ParamServerError."""
+    """Measure, print the results, and return the exit code. Raises ParamServerError."""
     machines = ["--hosts", wanted.hosts, "--sync-code"] if wanted.hosts else []
     where = (*([wanted.config] if wanted.config else []), "-n", str(wanted.workers), *machines)
     sets = wanted.sets
@@ -68,24 +68,27 @@ def examine(wanted: Request) -> int:
         steps.at(_MEASURING, "simulating each mode with these metrics")
         foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)
     checks = advice.checks(found)
-    told = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes)
+    sentences = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes)
     over = f"worker.transports={','.join(dict.fromkeys([*wanted.transports, 'grpc']))}"
-    beside: list[tuple[advice.Foreseen, float]] = []
+    verified: list[_Verified] = []
     if wanted.verify and not found.is_partial:
         with Steps() as steps:
-            tries = _verified(where, foreseen, wanted.seconds, wanted.workers, [*sets, over], steps)
-            found.is_partial = _took_all(tries, beside)
+            try:
+                verified.extend(_verified(where, foreseen, wanted.seconds, wanted.workers, [*sets, over], steps))
+            except KeyboardInterrupt:
+                found.is_partial = True
+    report = Report(found, checks, foreseen, sentences, verified, compute_s)
     if wanted.as_json:
-        print(as_json(found, checks, foreseen, told, beside, compute_s))
+        print(report.as_json())
     else:
-        show(found, checks, foreseen, told, beside)
+        report.show()
     if found.is_partial:
         return EXIT_INTERRUPTED
     return 1 if any(check.level == "fail" for check in checks) else 0
 
 
 def _nothing(found: Measured, wanted: Request) -> int:
-    """No metric of any transport: the exit code, or UsageError where no worker was given one."""
+    """Handle a run without measurements: return the exit code, or raise UsageError if no worker got a transport."""
     if found.is_partial:
         print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -95,18 +98,8 @@ def _nothing(found: Measured, wanted: Request) -> int:
     )
 
 
-def _took_all(tries: Iterator[_Tried], beside: list[_Tried]) -> bool:
-    """Put them into `beside`; whether Ctrl-C came before the last."""
-    try:
-        for item in tries:
-            beside.append(item)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
 def _task(config: Config) -> dict[str, Any]:
-    """What a probe needs to take steps of it."""
+    """Returns the settings with which a probe takes steps of the task."""
     return {
         "name": config.task.name, "args": config.task.args, "batch_size": config.run.batch_size,
         "accumulate": config.train.accumulate, "precision": config.train.precision,
@@ -114,8 +107,7 @@ def _task(config: Config) -> dict[str, Any]:
 
 
 def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) -> dict[str, Any]:
-    """What the probe says on the machine of the server, which keeps snapshots and optimizer state; empty where a worker
-    is there and says it."""
+    """Measure the server's machine, which keeps snapshots and optimizer state; empty where a worker runs on it."""
     known = load_hosts(hosts)
     host = place_servers(known, 1)[0]
     if host.host in {host.host for host in place_workers(known, num_workers)}:
@@ -130,22 +122,16 @@ def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) ->
 
 
 def _sets(mode: str, sets: list[str]) -> list[str]:
-    """As flags, without what is other modes'."""
+    """Returns the settings as flags, without those of other modes."""
     return [f"--set={item}" for item in of_mode(mode, {}, sets)[1]]
 
 
 def _ran(where: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summary:
-    """What a short run came to. ParamServerError where it fails."""
+    """Returns the summary of a short run. Raises ParamServerError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary.json"
-        quiet = [
-            "output.store=false",
-            "output.save=null",
-            "output.history=null",
-            "checkpoint.dir=null",
-            "run.eval_every=null",
-            *sets,
-        ]
+        nothing = ("output.save", "output.history", "checkpoint.dir", "run.eval_every")
+        quiet = ["output.store=false", *(f"{key}=null" for key in nothing), *sets]
         command = [
             sys.executable, "-m", "paramserver.launch", *where, "--mode", mode, "--steps", str(steps), "--summary",
             str(path), *_sets(mode, quiet),
@@ -153,9 +139,8 @@ def _ran(where: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summ
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not path.exists():
             last = "\n".join((done.stderr or done.stdout).splitlines()[-8:])
-            error = ParamServerError(
-                f"a run of {steps} steps in {mode} ended with exit code {done.returncode}:\n{last}"
-            )
+            message = f"a run of {steps} steps in {mode} ended with exit code {done.returncode}:\n{last}"
+            error = ParamServerError(message)
             error.exit_code = done.returncode or 1
             raise error
         return Summary.model_validate_json(path.read_text())
@@ -163,9 +148,11 @@ def _ran(where: tuple[str, ...], mode: str, steps: int, sets: list[str]) -> Summ
 
 def _verified(
     where: tuple[str, ...], foreseen: list[advice.Foreseen], seconds: float, workers: int, sets: list[str], steps: Steps
-) -> Iterator[_Tried]:
-    """Every mode raw and the first with every codec, as real runs of some `seconds` and at least three rounds: steps a
-    second of all workers while they train."""
+) -> Iterator[_Verified]:
+    """Yields the measured steps a second of every mode with raw and of the first mode with every codec.
+
+    They are real runs of about `seconds`, and at least three rounds.
+    """
     chosen = [item for item in foreseen if item.codec == advice.CODECS[0] or item.mode == advice.MODES[0]]
     for number, entry in enumerate(chosen):
         steps.at(number / len(chosen), f"run {number + 1} of {len(chosen)}: {entry.mode}, {entry.codec}")

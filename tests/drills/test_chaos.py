@@ -169,18 +169,18 @@ def test_everything_gets_through_in_order() -> None:
 
 
 @pytest.mark.parametrize("direction", [UP, DOWN])
-def test_what_is_held_waits_until_every_hold_is_released(direction: str) -> None:
+def test_a_blocked_direction_waits_until_every_block_is_lifted(direction: str) -> None:
     async def work(network: Network, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        network.hold(OTHER, direction)  # somebody else's
+        network.block(OTHER, direction)  # somebody else's
         writer.write(b"a")
         assert await reader.readexactly(1) == b"a"
-        network.hold(WORKER, direction)
-        network.hold(None, direction)
+        network.block(WORKER, direction)
+        network.block(None, direction)
         writer.write(b"b")
         assert await is_silent(reader)
-        network.release(None, direction)
+        network.unblock(None, direction)
         assert await is_silent(reader)
-        network.release(WORKER, direction)
+        network.unblock(WORKER, direction)
         assert await reader.readexactly(1) == b"b"
 
     tunnelled(work)

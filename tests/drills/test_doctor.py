@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor import advice, results, run
-from paramserver.drills.doctor.measure import Link, Measured, Metrics, Plan, measure
+from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, measure
 from paramserver.drills.doctor.rounds import Rounds
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.overlap.slow_link import why_not
@@ -179,7 +179,7 @@ def said_of(rank: int, number: int, both_s: float, transport: str = "direct", gi
 
 def test_metrics_are_medians_of_what_was_said_so_far() -> None:
     """Also in the middle of a round, and of a transport that a worker was not given."""
-    found = Metrics(2, ("direct", "shared"))
+    found = Measurements(2, ("direct", "shared"))
     for rank in range(2):
         found.add(
             {"rank": rank, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 2.0, "time": 1.5, **HEALTHY}
@@ -208,7 +208,7 @@ class Made:
         self._clock, self._values, self._after = clock, values, interrupted_after
         self.is_ended = False
 
-    def said(self, plan: Plan, secured: object) -> Iterator[dict]:
+    def messages(self, plan: Plan, secured: object) -> Iterator[dict]:
         try:
             yield {
                 "rank": 0,
