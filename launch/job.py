@@ -185,7 +185,7 @@ class Job:
                 supervisor.admitted(worker)
             case "evicted":
                 supervisor.evicted(worker)
-            case "page":
+            case "dashboard":
                 self.dashboard = str(fields.get("address", ""))
                 if token := os.environ.get(WEB_TOKEN_VARIABLE):
                     self._screen.secret(f"the dashboard: {fields.get('url')}?token={token}")

@@ -160,9 +160,9 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
     await server.start()
     await server.serve()
     while server.goes_back and not signals.heard:
-        # Where it listened: workers and shards look for it there, and people for its page.
-        page = (isinstance(server, Server) and server.engine.page) or config.server.web
-        listening = config.server.model_copy(update={"listen": server.address, "web": page})
+        # Where it listened: workers and shards look for it there, and people for its dashboard.
+        dashboard = (isinstance(server, Server) and server.engine.dashboard) or config.server.web
+        listening = config.server.model_copy(update={"listen": server.address, "web": dashboard})
         config = config.model_copy(update={"server": listening})
         signals.server = server = server.after(config)
         await server.start()

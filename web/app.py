@@ -1,4 +1,4 @@
-"""The routes: a page, and the same for programs (`/api/openapi.json` describes them)."""
+"""The routes of the dashboard: the page for people, and the API for programs (`/api/openapi.json`)."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from ..common.runstore.reading import StoredRun
 from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
 from .feed import Feed, Message
-from .guard import told
+from .guard import refusal
 from .openapi import Done, Health, Session, description
 from .stored import Store
 
 _STATIC = Path(__file__).parent / "static"
 _STYLE = "style.css"
-MOST_VIEWERS = 32
+MAX_VIEWERS = 32
 _KEEP_ALIVE_S = 15.0
 _LIST = TypeAdapter(list[StoredRun])
 
 
 class Runs:
-    """The runs that can be looked at, by name: of this process, and on record."""
+    """The runs by name: of this process, and of the run store."""
 
     def __init__(self, store: Store | None = None) -> None:
         self.live: dict[str, Feed] = {}
         self.store = store
-        self.most_viewers = MOST_VIEWERS
+        self.max_viewers = MAX_VIEWERS
         self.num_viewers = 0
         self.stopped = asyncio.Event()
 
     def begin(self, feed: Feed, version: int) -> None:
-        """A run of this process, from `version` on. What was before it is on record, where runs are kept."""
+        """Add a run of this process, from `version` on. The run store may have the part before."""
         about = feed.view.about
         before = self.store.view(about.run) if self.store is not None and about.server_incarnation > 1 else None
         if before is not None:
@@ -53,7 +53,7 @@ class Runs:
         self.live[about.run] = feed
 
     def feed(self, name: str) -> Feed:
-        """`live` is the newest one that goes on. HTTPException 404 names those there are."""
+        """Returns the feed of a run; `live`: the newest one of this process. HTTPException 404 names the known ones."""
         if name == "live" and self.live:
             return next(reversed(self.live.values()))
         if name in self.live:
@@ -65,23 +65,20 @@ class Runs:
         return Feed.of(view)
 
     def listed(self) -> list[StoredRun]:
-        """All runs, the newest first."""
+        """Returns all runs, the newest first."""
         stored = self.store.runs() if self.store is not None else []
-        return [
-            *map(_listed, reversed(self.live.values())),
-            *(stored_run for stored_run in stored if stored_run.id not in self.live),
-        ]
+        return [*map(_listed, reversed(self.live.values())), *(run for run in stored if run.id not in self.live)]
 
     def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
-        """How a run that another process writes is read again; None for what is told by itself."""
+        """Returns how to read a run of another process again, None for a run of this process or one that is over."""
         if feed in self.live.values() or feed.is_over:
             return None
         return lambda: self.feed(feed.view.about.run)
 
     def check_room(self) -> None:
-        """HTTPException 503 where as many look as may."""
-        if self.num_viewers >= self.most_viewers:
-            raise HTTPException(503, f"{self.most_viewers} viewers look already, which is as many as may")
+        """Raise HTTPException 503 at the maximum of viewers."""
+        if self.num_viewers >= self.max_viewers:
+            raise HTTPException(503, f"there are {self.max_viewers} viewers already, which is the maximum")
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
@@ -94,11 +91,17 @@ class Runs:
 
 
 def make_app(runs: Runs) -> Starlette:
-    """To be wrapped in a `Guard`."""
+    """Returns the application, to be wrapped in a `Guard`."""
 
     def of_run(answer: Callable[[Feed], Any]) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
             return JSONResponse(finite(answer(runs.feed(request.path_params["run"]))))
+
+        return handle
+
+    def reply(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            return JSONResponse(answer(request))
 
         return handle
 
@@ -110,7 +113,7 @@ def make_app(runs: Runs) -> Starlette:
 
     async def events(request: Request) -> Response:
         feed = runs.feed(request.query_params.get("run", "live"))
-        runs.check_room()  # while there is still a status to refuse with
+        runs.check_room()  # while a status can still refuse
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_sse(runs, feed), media_type="text/event-stream", headers=headers)
 
@@ -120,18 +123,12 @@ def make_app(runs: Runs) -> Starlette:
     async def control(request: Request) -> Response:
         return await _control(runs.feed(request.path_params["run"]), request)
 
-    async def session(request: Request) -> Response:
-        return JSONResponse(Session(may_control=request.state.may_control, program=PROGRAM_VERSION).model_dump())
+    def session(request: Request) -> Any:
+        return Session(may_control=request.state.may_control, program=PROGRAM_VERSION).model_dump()
 
-    async def health(request: Request) -> Response:
-        return JSONResponse(Health(runs=len(runs.live), viewers=runs.num_viewers).model_dump())
-
-    async def metrics(request: Request) -> Response:
-        found = {"run": shown_of_run(Display.PAGE), "worker": shown_of_workers(Display.PAGE)}
-        return JSONResponse({scope: [_described(metric) for metric in shown] for scope, shown in found.items()})
-
-    async def described(request: Request) -> Response:
-        return JSONResponse(description())
+    def metrics(request: Request) -> Any:
+        found = {"run": shown_of_run(Display.DASHBOARD), "worker": shown_of_workers(Display.DASHBOARD)}
+        return {scope: [_described(metric) for metric in shown] for scope, shown in found.items()}
 
     files = _files()
 
@@ -142,30 +139,31 @@ def make_app(runs: Runs) -> Starlette:
         return handle
 
     def newest(feed: Feed) -> Any:
-        tick = feed.view.newest
-        return tick.model_dump(mode="json") if tick is not None else None
+        return feed.view.newest.model_dump(mode="json") if feed.view.newest is not None else None
 
+    def workers(feed: Feed) -> list[dict[str, Any]]:
+        tick = feed.view.newest
+        return [worker.model_dump() for worker in tick.status.workers] if tick is not None else []
+
+    run = "/api/runs/{run}"
     return Starlette(
         routes=[
             Route("/", file("index.html")),
             Route("/runs", file("runs.html")),
             Route("/favicon.ico", file("icon.svg")),
             Route("/static/{name:path}", file("")),
-            Route("/api/openapi.json", described),
-            Route("/api/health", health),
-            Route("/api/session", session),
-            Route("/api/metrics", metrics),
+            Route("/api/openapi.json", reply(lambda _: description())),
+            Route("/api/health", reply(lambda _: Health(runs=len(runs.live), viewers=runs.num_viewers).model_dump())),
+            Route("/api/session", reply(session)),
+            Route("/api/metrics", reply(metrics)),
             Route("/api/runs", listed),
-            Route("/api/runs/{run}", whole),
-            Route("/api/runs/{run}/status", of_run(newest)),
-            Route("/api/runs/{run}/workers", of_run(_workers)),
-            Route("/api/runs/{run}/metrics", of_run(lambda feed: feed.view.series)),
-            Route("/api/runs/{run}/events", of_run(lambda feed: [event.model_dump() for event in feed.view.events])),
-            Route(
-                "/api/runs/{run}/snapshots",
-                of_run(lambda feed: [snapshot.model_dump() for snapshot in feed.view.snapshots]),
-            ),
-            Route("/api/runs/{run}/controls", control, methods=["POST"]),
+            Route(run, whole),
+            Route(f"{run}/status", of_run(newest)),
+            Route(f"{run}/workers", of_run(workers)),
+            Route(f"{run}/metrics", of_run(lambda feed: feed.view.series)),
+            Route(f"{run}/events", of_run(lambda feed: [event.model_dump() for event in feed.view.events])),
+            Route(f"{run}/snapshots", of_run(lambda feed: [item.model_dump() for item in feed.view.snapshots])),
+            Route(f"{run}/controls", control, methods=["POST"]),
             Route("/api/events", events),
             WebSocketRoute("/ws/events", socket),
         ],
@@ -174,8 +172,7 @@ def make_app(runs: Runs) -> Starlette:
 
 
 def _files() -> dict[str, tuple[bytes, str]]:
-    """What a browser may ask for, by name, with its ETag: read once, for it asks for a dozen at once. Its own style is
-    in each page, which then has something to show as soon as it is there."""
+    """Returns the static files by name, with their ETags. Each page has the style inline, so it renders at once."""
     found = {path.relative_to(_STATIC).as_posix(): path.read_bytes() for path in _STATIC.rglob("*") if path.is_file()}
     link = f'<link rel="stylesheet" href="/static/{_STYLE}">'.encode()
     style = b"<style>\n" + found[_STYLE] + b"</style>"
@@ -194,7 +191,7 @@ def _file(files: dict[str, tuple[bytes, str]], name: str, request: Request) -> R
 
 
 def _listed(feed: Feed) -> StoredRun:
-    """A run of this process, as the run store would have it."""
+    """Returns a run of this process in the form of the run store."""
     about, tick = feed.view.about, feed.view.newest
     state = "over" if feed.is_over else "live"
     known: dict[str, Any] = {
@@ -212,29 +209,22 @@ def _described(metric: Metric) -> dict[str, str]:
     return {"name": metric.name, "label": metric.label, "help": metric.help, "unit": metric.unit.value}
 
 
-def _workers(feed: Feed) -> list[dict[str, Any]]:
-    """All workers: what each does now, and its metrics."""
-    tick = feed.view.newest
-    return [worker.model_dump() for worker in tick.status.workers] if tick is not None else []
-
-
 async def _control(feed: Feed, request: Request) -> Response:
     try:
-        asked = _command(await request.body())
+        command = _command(await request.body())
     except (ValueError, ClientDisconnect) as error:
-        return told(
-            400, "the body is not a JSON object", f'{error or "it did not come whole"}; e.g. {{"do": "snapshot"}}'
-        )
+        fix = f'{error or "it is incomplete"}; e.g. {{"do": "snapshot"}}'
+        return refusal(400, "the body is not a JSON object", fix)
     if feed.control is None or feed.is_over:
-        return told(409, "this run takes no orders: it is over, or kept for reading only")
+        return refusal(409, "this run takes no controls: it is over, or can only be read")
     try:
-        return JSONResponse(Done(done=await feed.control(asked)).model_dump())
+        return JSONResponse(Done(done=await feed.control(command)).model_dump())
     except ValueError as error:
-        return told(422, str(error))
+        return refusal(422, str(error))
 
 
 def _command(body: bytes) -> dict[str, Any]:
-    """A flat object of JSON. ValueError for anything else."""
+    """Returns a flat object of JSON. Raises ValueError for anything else."""
     found = read_json(body)
     if not isinstance(found, dict):
         raise ValueError("it is another kind of JSON")
@@ -276,13 +266,13 @@ async def _websocket(runs: Runs, websocket: WebSocket) -> None:
 
 
 async def _disconnected(websocket: WebSocket) -> None:
-    """Returns when the viewer is gone. What a viewer sends means nothing here."""
+    """Wait until the viewer is gone. Its messages are ignored."""
     while (await websocket.receive())["type"] != "websocket.disconnect":
         pass
 
 
 async def _until(runs: Runs, feed: Feed, gone: asyncio.Future[None] | None = None) -> AsyncIterator[Message | None]:
-    """A feed's messages until it or the page ends, or the viewer is gone; None now and then, where nothing comes."""
+    """Yields a feed's messages until it or the dashboard ends, or the viewer is gone; None as a keep-alive."""
     messages = feed.messages(runs.again(feed))
     stopped: asyncio.Future[object] = asyncio.ensure_future(runs.stopped.wait())
     ends: set[asyncio.Future[Any]] = {stopped} if gone is None else {stopped, gone}
@@ -307,10 +297,10 @@ async def _until(runs: Runs, feed: Feed, gone: asyncio.Future[None] | None = Non
 
 
 async def _next(messages: AsyncIterator[Message]) -> Message | None:
-    """None at the end: what raises StopAsyncIteration cannot be a task."""
+    """Returns None at the end: a task cannot raise StopAsyncIteration."""
     return await anext(messages, None)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return told(error.status_code, error.detail)
+    return refusal(error.status_code, error.detail)

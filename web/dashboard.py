@@ -8,17 +8,15 @@ from pathlib import Path
 
 from ..common.config.schema import Config
 from ..common.runstore.reading import RunStore
-from .serve import Page
+from .serve import Dashboard
 
 
 def serve_dashboard(path: Path, address: str) -> None:
-    """Until it is interrupted. StoreError for a file that cannot be read, BindError for the address, AuthError where
-    others could reach it."""
-    with RunStore(path):
-        pass
-    page = Page(Config.model_validate({"server": {"web": address}}), path, "/runs")
-    page.start()
-    print(f"runs of {path}: {page.url}", flush=True)
+    """Serve until it is interrupted. Raises StoreError for the file, BindError and AuthError for the address."""
+    RunStore(path).close()
+    dashboard = Dashboard(Config.model_validate({"server": {"web": address}}), path, "/runs")
+    dashboard.start()
+    print(f"runs of {path}: {dashboard.url}", flush=True)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     try:
@@ -26,4 +24,4 @@ def serve_dashboard(path: Path, address: str) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        page.close()
+        dashboard.close()

@@ -1,6 +1,6 @@
-"""What viewers of one run get: the whole once, then what is new, encoded once for all of them.
+"""Sends viewers one run: the whole first, then ticks, encoded once for all of them.
 
-A viewer that does not keep up is not waited for: it gets the whole again. Lives in the page's thread.
+A viewer that does not keep up is not waited for: it gets the whole again. Lives in the dashboard's thread.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import NamedTuple
 from ..common.reporting.view import About, Tick, View
 
 _AGAIN_S = 1.0
-_KEPT = 4  # ticks for viewers that are a little late
+_KEPT = 4  # ticks, for viewers that are slightly late
 
-Control = Callable[[dict[str, object]], Awaitable[str]]  # asks the run for something; what came of it, or a ValueError
+Control = Callable[
+    [dict[str, object]], Awaitable[str]
+]  # applies a control of the run; returns its result or raises ValueError
 
 
 class Message(NamedTuple):
-    """`kind`: whole, tick, or over, after which nothing comes; `data` is JSON."""
+    """One message. `kind`: whole, tick, or over, which is the last; `data`: JSON."""
 
     kind: str
     number: int
@@ -27,7 +29,7 @@ class Message(NamedTuple):
 
 
 class Feed:
-    """Of one run that goes on."""
+    """The messages of one run."""
 
     def __init__(self, view: View, control: Control | None = None) -> None:
         self.view = view
@@ -41,7 +43,7 @@ class Feed:
 
     @classmethod
     def of(cls, view: View) -> Feed:
-        """Of a run on record, as it was read."""
+        """Returns the feed of a run of the run store, as it was read."""
         feed = cls(view)
         feed.is_over = view.newest is None or view.newest.is_over
         return feed
@@ -50,13 +52,13 @@ class Feed:
         self.view.add(tick)
         self._number += 1
         self.is_over = tick.is_over
-        if self._num_viewers:  # who comes later begins with the whole
+        if self._num_viewers:  # later ones begin with the whole
             self._ticks.append(Message("tick", self._number, tick.model_dump_json()))
         self._whole = None
         self._wake()
 
     def retell(self, about: About) -> None:
-        """The run is not what it began as: everyone gets the whole again."""
+        """The run's settings have changed: every viewer gets the whole again."""
         self.view.about = about
         self._number += 1
         self._ticks.clear()
@@ -64,7 +66,7 @@ class Feed:
         self._wake()
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """End the feed."""
         self.is_over = True
         self._wake()
 
@@ -78,8 +80,7 @@ class Feed:
         return self._whole
 
     async def messages(self, again: Callable[[], Feed | None] | None = None) -> AsyncIterator[Message]:
-        """For one viewer, until the run is over; whoever takes them sets the pace. `again`: it is read anew, all of it,
-        every second."""
+        """Yields the messages for one viewer, at its pace, until the run is over. `again` reads it anew each second."""
         if again is not None:
             number, feed = 0, self
             while not feed.is_over:
@@ -98,7 +99,7 @@ class Feed:
             self._num_viewers -= 1
 
     async def _news(self) -> AsyncIterator[Message]:
-        """The whole, and what is new until the run is over."""
+        """Yields the whole, then ticks until the run is over."""
         seen = -1
         while True:
             late = [tick for tick in self._ticks if tick.number > seen]

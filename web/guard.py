@@ -1,14 +1,14 @@
-"""Who may do what over HTTP, before any route is looked at.
+"""Authorizes HTTP requests before any route sees them.
 
-* `Host` must be one of ours: a page elsewhere whose name was made to lead here (DNS rebinding, as in CVE-2026-27482)
-  is turned away with 421.
-* What changes something needs the token, and from a browser (`Origin`) that the page is our own: 403.
-* At an address that other machines can reach everything needs the token: 401.
+* `Host` must be one of this server's names: 421 for a page elsewhere whose name was made to lead here (DNS rebinding,
+  as in CVE-2026-27482).
+* A request that changes something needs the token, and from a browser (`Origin`) this server's own page: 403.
+* At an address that other machines can reach, every request needs the token: 401.
 * Bodies are small (413), viewers are few (503, in `app.py`).
 
 The token comes as `Authorization: Bearer`, or as the cookie that `/?token=...` sets: HttpOnly, so that no script reads
-it, and SameSite=Strict, so that no other page sends it. A browser gives a host's cookies to all of its ports, so the
-port that was asked for is in the name: several pages of one machine, or behind tunnels, log each other out of nothing.
+it, and SameSite=Strict, so that no other page sends it. A browser sends a host's cookies to all of its ports, so the
+cookie's name has the port: several dashboards of one machine, or behind tunnels, do not log each other out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_MOST_BODY = 64 << 10  # bytes
+_MAX_BODY_BYTES = 64 << 10
 _PAGES = ("/", "/runs")
 _READS = ("GET", "HEAD")
 _HEADERS = [
@@ -33,8 +33,10 @@ _HEADERS = [
 
 
 class Guard:
-    """Wraps the application. `hosts`: names that may be asked for, without ports; empty: any, where all needs the
-    token. `tokens`: each of which is enough."""
+    """Wraps the application. `hosts`: valid names, without ports; empty: any, and every request needs the token.
+
+    `tokens`: any of them is valid. `is_open`: other machines can reach the address.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], tokens: Iterable[str], is_open: bool, is_tls: bool) -> None:
         self._app = app
@@ -48,7 +50,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        scope.setdefault("state", {})["may_control"] = self._shows_token(headers)
+        scope.setdefault("state", {})["may_control"] = self._has_token(headers)
         refused = self._refusal(scope, headers)
         if refused is not None:
             if scope["type"] == "websocket":
@@ -60,31 +62,33 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         if self._hosts and _name_of(headers.get("host", "")) not in self._hosts:
-            return told(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
+            return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
-        if origin is not None and _place_of(origin) != headers.get("host"):
-            return told(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
-        if int(headers.get("content-length") or 0) > _MOST_BODY:
-            return told(413, f"a body has {_MOST_BODY} bytes at most", "nothing here takes that many")
+        if origin is not None and _address_of(origin) != headers.get("host"):
+            return refusal(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
+        if int(headers.get("content-length") or 0) > _MAX_BODY_BYTES:
+            return refusal(413, f"a body has {_MAX_BODY_BYTES} bytes at most", "nothing here takes that many")
         if scope["type"] == "http" and scope["path"] in _PAGES and (given := _query_token(scope)):
             if not self._is_token(given):
-                return told(403, "the token in this address is not this server's", "take the address it printed last")
+                return refusal(
+                    403, "the token in this address is not this server's", "take the address it printed last"
+                )
             return self._logged_in(scope["path"], given, headers)
         is_read = scope["type"] == "websocket" or scope.get("method") in _READS
         if (self._is_open or not is_read) and not scope["state"]["may_control"]:
             fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
-            return told(401, "this needs the token", fix)
+            return refusal(401, "this needs the token", fix)
         return None
 
     def _logged_in(self, path: str, token: str, headers: Headers) -> Response:
-        """On to the page, without the token in what history and screenshots show."""
+        """Redirect to the page, without the token in the address bar and the history."""
         response = RedirectResponse(path, 303)
         response.set_cookie(
             cookie_of(headers.get("host", "")), token, httponly=True, samesite="strict", secure=self._is_tls
         )
         return response
 
-    def _shows_token(self, headers: Headers) -> bool:
+    def _has_token(self, headers: Headers) -> bool:
         scheme, _, rest = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(rest.strip()):
             return True
@@ -95,34 +99,34 @@ class Guard:
         return cookie is not None and self._is_token(cookie.value)
 
     def _is_token(self, given: str) -> bool:
-        found = [hmac.compare_digest(given.encode(), token.encode()) for token in self._tokens]
+        found = [hmac.compare_digest(given.encode(), token.encode()) for token in self._tokens]  # all, in constant time
         return any(found)
 
 
-def told(status: int, error: str, fix: str = "") -> Response:
-    """A refusal as programs and people read it."""
+def refusal(status: int, error: str, fix: str = "") -> Response:
+    """Returns a refusal, for programs and people."""
     return JSONResponse({"error": error, "fix": fix}, status)
 
 
 def cookie_of(host: str) -> str:
-    """The name of the cookie for who asks this host and port."""
+    """Returns the name of the cookie for this host and port."""
     port = host.rpartition(":")[2]
     return f"paramserver-{port}" if port.isascii() and port.isdigit() else "paramserver"
 
 
 def _name_of(host: str) -> str:
-    """Without the port; `[::1]` keeps its brackets away."""
+    """Returns the host without its port, and `::1` for `[::1]`."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
-def _place_of(origin: str) -> str:
-    """Its host and port."""
+def _address_of(origin: str) -> str:
+    """Returns host and port of an origin."""
     try:
         return urlsplit(origin).netloc
-    except ValueError:  # a bracket without its other
+    except ValueError:  # an unbalanced bracket
         return ""
 
 
@@ -131,7 +135,7 @@ def _query_token(scope: Scope) -> str:
 
 
 def _with_headers(scope: Scope, send: Send) -> Send:
-    """After what may have a body the connection ends: what of it was not taken is not read on."""
+    """Add headers. The connection ends after a request that may have a body, so that its rest is not read."""
     more = _HEADERS if scope.get("method") in _READS else [*_HEADERS, (b"connection", b"close")]
 
     async def sends(message: Message) -> None:
@@ -143,7 +147,7 @@ def _with_headers(scope: Scope, send: Send) -> Send:
 
 
 def _limited(receive: Receive) -> Receive:
-    """Also a body that does not say how long it is ends where it is too long."""
+    """Limit a body, also one of undeclared length."""
     taken = 0
 
     async def receives() -> Message:
@@ -151,7 +155,7 @@ def _limited(receive: Receive) -> Receive:
         message = await receive()
         if message["type"] == "http.request":
             taken += len(message.get("body", b""))
-            if taken > _MOST_BODY:
+            if taken > _MAX_BODY_BYTES:
                 return {"type": "http.disconnect"}
         return message
 

@@ -1,4 +1,4 @@
-"""What programs may ask, as OpenAPI 3.1: the schemas are those of the types that are sent."""
+"""Describes the API as OpenAPI 3.1, with the schemas of the types that it sends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..common.version import PROGRAM_VERSION
 
 
 class Session(BaseModel):
-    """What the caller may do."""
+    """The caller's rights."""
 
     may_control: bool
     program: str  # its version
 
 
 class Health(BaseModel):
-    """The page is there."""
+    """The dashboard is up."""
 
     status: Literal["ok"] = "ok"
     runs: int  # of this process
@@ -30,13 +30,13 @@ class Health(BaseModel):
 
 
 class Done(BaseModel):
-    """What came of an order."""
+    """The result of a control."""
 
     done: str
 
 
 class Refusal(BaseModel):
-    """Why not, and what to do."""
+    """The reason of a refusal, and the fix."""
 
     error: str
     fix: str
@@ -44,20 +44,20 @@ class Refusal(BaseModel):
 
 _KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Session, Health, Done, Refusal)
 _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "string"},
-        "description": "its name, or `live`: the newest that goes on"}  # fmt: skip
+        "description": "its name, or `live`: the newest in progress"}  # fmt: skip
 
 
 _QUERY = {**_RUN, "in": "query", "required": False}
 _REFUSALS = {
-    "401": "the token is needed, and was not shown: for what changes something, and at an open address for all",
-    "403": "another page's browser asks (Origin), or the token in the address is not this server's",
-    "421": "the server is not known by this name (Host)",
+    "401": "the token is missing: changes need it, and at an open address every request",
+    "403": "the request comes from another page (Origin), or the token in the address is wrong",
+    "421": "the server has another name (Host)",
 }
 
 
 @cache
 def description() -> dict[str, Any]:
-    """The document at /api/openapi.json."""
+    """Returns the document at /api/openapi.json."""
     kinds = [(kind, "serialization") for kind in _KINDS]
     _, definitions = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     return {

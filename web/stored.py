@@ -1,4 +1,4 @@
-"""Runs of the run store (`common/runstore`) as the page shows them, also those that other processes write now."""
+"""Reads runs of the run store (`common/runstore`) for the dashboard, also those that other processes write now."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..common.reporting.status import Status
 from ..common.reporting.view import About, Tick, View, Wait, series_of
 from ..common.runstore.reading import RunStore, StoredRun
 
-_FRESH_S = 0.9  # what was read is shown again within this time
-_MOST_EVENTS = 300
+_FRESH_S = 0.9  # for which a read view is reused
+_MAX_EVENTS = 300
 
 
 class Store:
-    """The file of runs, opened for each question: it may be replaced, and a page may be open for days."""
+    """The run store's file, opened for each read: it may be replaced, and a dashboard may be open for days."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -23,7 +23,7 @@ class Store:
         self._listed: tuple[list[tuple[int, int, int]], list[StoredRun]] = [], []
 
     def runs(self) -> list[StoredRun]:
-        """All runs, the newest first; none where there is no file. Read once while nobody writes."""
+        """Returns all runs, the newest first; none without a file. They are read once while nobody writes."""
         stamps = [*_stamp(self._path), *_stamp(self._path.with_name(f"{self._path.name}-wal"))]
         if stamps and stamps == self._listed[0]:
             return self._listed[1]
@@ -32,12 +32,12 @@ class Store:
                 runs = store.runs()
         except ParamServerError:
             return []
-        # One that goes on may be lost without a word in the file.
+        # A running one may crash, which changes nothing in the file.
         self._listed = [] if any(run.state == "running" for run in runs) else stamps, runs
         return runs
 
     def view(self, name: str) -> View | None:
-        """All that the page shows of one run; None where it is not there."""
+        """Returns the view of one run, None where it is not there."""
         known = self._read.get(name)
         if known is not None and time.monotonic() - known[0] < _FRESH_S:
             return known[1]
@@ -54,7 +54,7 @@ class Store:
 
 
 def _stamp(path: Path) -> list[tuple[int, int, int]]:
-    """What changes when the file does; nothing where there is none, or nothing in it: a reader leaves an empty WAL."""
+    """Returns what changes with the file, nothing for none and for an empty one: a reader leaves an empty WAL."""
     try:
         found = path.stat()
     except OSError:
@@ -63,7 +63,7 @@ def _stamp(path: Path) -> list[tuple[int, int, int]]:
 
 
 def view_of(store: RunStore, run: StoredRun) -> View:
-    """As its server's own page would show it, without the last minute and the ranks that somebody waits for."""
+    """Returns the view that its server's dashboard would show, without the last minute and the awaited ranks."""
     points, summary, workers = store.series(run), store.summary(run), store.newest_workers(run)
     about = About(
         run=run.id, mode=run.mode, label=summary.label if summary is not None else run.mode, task=run.work,
@@ -72,7 +72,7 @@ def view_of(store: RunStore, run: StoredRun) -> View:
     )  # fmt: skip
     view = View(about=about, evaluations=store.evaluations(run), series=series_of(points))
     view.add_snapshots(store.snapshots(run))
-    view.events.extend(store.events(run)[-_MOST_EVENTS:])
+    view.events.extend(store.events(run)[-_MAX_EVENTS:])
     newest = view.evaluations[-1] if view.evaluations else None
     status = Status(mode=run.mode, waiting=run.waiting, workers=list(workers), evaluated=newest, **run.row())
     view.newest = Tick(

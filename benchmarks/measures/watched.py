@@ -73,7 +73,7 @@ def _measure(options: WatchedOptions, having: tuple[str, ...]) -> dict[str, floa
 @contextmanager
 def _viewers(server: ServerProcess, count: int) -> Iterator[None]:
     """So many that read what they are sent until the end of the block."""
-    address = str(server.wait_for("page", _START_S)["address"])
+    address = str(server.wait_for("dashboard", _START_S)["address"])
     host, _, port = address.rpartition(":")
     with ExitStack() as stack:
         for _ in range(count):

@@ -54,14 +54,14 @@ class Display(Flag):
     """Where a metric is displayed. Status call, status lines and run store have all metrics of a worker."""
 
     NOWHERE = 0
-    PAGE = auto()
+    DASHBOARD = auto()
     TERMINAL = auto()  # the live table
     TRACKERS = auto()
     PROMETHEUS = auto()
     SUMMARY = auto()  # the table at the end of a run
     REPORT = auto()  # columns and bars of a comparison
     NOTEBOOK = auto()
-    STATUS = PAGE | TERMINAL | TRACKERS
+    STATUS = DASHBOARD | TERMINAL | TRACKERS
     RESULTS = SUMMARY | REPORT | NOTEBOOK
     EVERYWHERE = STATUS | PROMETHEUS | RESULTS
 
@@ -212,9 +212,9 @@ def _of_time(name: str) -> Callable[[Row], Value]:
 
 # ---- the table ------------------------------------------------------------------------------------------
 
-_LIVE = Display.PAGE | Display.TERMINAL | Display.TRACKERS
+_LIVE = Display.DASHBOARD | Display.TERMINAL | Display.TRACKERS
 _TABLE = Display.SUMMARY | Display.PROMETHEUS
-_NOWHERE, _PAGE, _TERMINAL, _SUMMARY = Display.NOWHERE, Display.PAGE, Display.TERMINAL, Display.SUMMARY
+_NOWHERE, _DASHBOARD, _TERMINAL, _SUMMARY = Display.NOWHERE, Display.DASHBOARD, Display.TERMINAL, Display.SUMMARY
 
 
 def _counted(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **more: Any) -> Metric:
@@ -275,9 +275,9 @@ _METRICS = (
            read=lambda worker: worker.lead, display=_LIVE),
     _counted("training_steps", "steps", "Training steps in accepted contributions."),
     _counted("contributions", "contributions", "Accepted contributions; with local steps each has several steps.",
-             display=_TABLE | _PAGE, differs_from="training_steps"),
+             display=_TABLE | _DASHBOARD, differs_from="training_steps"),
     _counted("samples", "samples", "Samples in accepted contributions.", read=lambda worker: worker.stats.known_samples,
-             display=_TABLE | _PAGE, display_run=_PAGE | Display.TRACKERS | Display.NOTEBOOK),
+             display=_TABLE | _DASHBOARD, display_run=_DASHBOARD | Display.TRACKERS | Display.NOTEBOOK),
     Metric("loss", "loss", "Mean training loss of the newest contribution.", Unit.NUMBER, default=None,
            read=lambda worker: _finite(worker.stats.loss), over_workers=Fold.MEAN,
            display=_LIVE | Display.PROMETHEUS, display_run=_LIVE | Display.NOTEBOOK),
@@ -293,28 +293,28 @@ _METRICS = (
            derive=_of_time("transfer_s"), display=_TERMINAL | Display.TRACKERS),
     Metric("wait_share", "waiting", "Waiting as a share of the workers' time.", Unit.SHARE,
            derive=_of_time("wait_s"), over_workers=Fold.DERIVED, display=_TERMINAL | Display.TRACKERS,
-           display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+           display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
     _counted("staleness_sum", "staleness", "Staleness of accepted contributions, added up.", display=_NOWHERE),
     Metric("staleness_mean", "stale mean", "Mean staleness of accepted contributions, in versions.", Unit.MEAN,
            derive=lambda row: _ratio(row["staleness_sum"], row["contributions"]), over_workers=Fold.DERIVED,
-           display=_PAGE | _SUMMARY, display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+           display=_DASHBOARD | _SUMMARY, display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
     _counted("staleness_max", "stale max", "Largest staleness of an accepted contribution, in versions.",
-             over_workers=Fold.MAX, over_time=Fold.MAX, display=_PAGE | _SUMMARY,
-             display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+             over_workers=Fold.MAX, over_time=Fold.MAX, display=_DASHBOARD | _SUMMARY,
+             display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
     _counted("lead_max", "lead max", "Largest lead after one of the worker's contributions.",
              over_workers=None, over_time=Fold.MAX, display=_SUMMARY),
     _counted("bytes_sent", "sent", "Bytes from the worker to the server, framing included.", Unit.BYTES,
-             read=lambda worker: worker.bytes_sent, display=_TABLE | _PAGE),
+             read=lambda worker: worker.bytes_sent, display=_TABLE | _DASHBOARD),
     _counted("bytes_received", "received", "Bytes from the server to the worker, framing included.", Unit.BYTES,
-             read=lambda worker: worker.bytes_received, display=_TABLE | _PAGE),
+             read=lambda worker: worker.bytes_received, display=_TABLE | _DASHBOARD),
     Metric("num_bytes", "traffic", "Bytes between workers and server, both ways.", Unit.BYTES,
            derive=lambda row: total_or_unknown([row["bytes_sent"], row["bytes_received"]]), over_workers=Fold.DERIVED,
-           display=_NOWHERE, display_run=_PAGE | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+           display=_NOWHERE, display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
     _counted("peer_bytes", "peer traffic", "Bytes sent to other workers; of the run: the mean of its workers.",
              Unit.BYTES, read=lambda worker: worker.peer_bytes, over_workers=Fold.MEAN, is_rare=True,
              display_run=Display.REPORT),
     _counted("restarts", "restarts", "Processes that have taken the rank after its first.", **_RARE,
-             read=lambda worker: max(0, worker.stats.num_joins - 1), display=_TABLE | _PAGE),
+             read=lambda worker: max(0, worker.stats.num_joins - 1), display=_TABLE | _DASHBOARD),
     _counted("dropped", "dropped", "Contributions that came after their round had closed.", **_RARE),
     _counted("rejected", "rejected", "Contributions with NaN or Inf, or beyond store.max_norm.", **_RARE),
     _counted("skipped", "skipped", "Steps of which nothing was folded, because of such values.", **_RARE),

@@ -104,7 +104,7 @@ class About(BaseModel):
 
 def series_columns() -> list[str]:
     """The names of the metrics whose course the page draws."""
-    return [metric.name for metric in shown_of_run(Display.PAGE)]
+    return [metric.name for metric in shown_of_run(Display.DASHBOARD)]
 
 
 def series_of(statuses: Sequence[Any]) -> dict[str, list[Value]]:

@@ -272,7 +272,7 @@ class Supervisor:
             return list(ending)
         self.phase = Phase.DRAINING
         late = self._alive()
-        reason = f"the {late[0]} was asked to end and was still there after {wait_s:g} s"
+        reason = f"the {late[0]} did not end within {wait_s:g} s"
         self._outcome = Finish(1, reason, late[0])
         return [Kill(child, reason) for child in late]
 

@@ -45,7 +45,7 @@ class Screen(ABC):
 
     def secret(self, sentence: str) -> None:
         """Show a sentence to the person at the terminal only: output for programs is stored and forwarded."""
-        self.note("page", sentence)
+        self.note("dashboard", sentence)
 
     @abstractmethod
     def line(self, child: Child, line: str, event: Event | None) -> None:

@@ -74,7 +74,7 @@ class Engine:
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots: Snapshots | None = None
-        self.page = ""  # the address at which one shows the run
+        self.dashboard = ""  # its address
         self.bytes_when: dict[int, int] = {}  # exchanged, when the evaluation of this version came
         self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
         self.is_broken = False  # an event was half applied, or tensor work failed: no state to keep

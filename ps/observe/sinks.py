@@ -122,7 +122,7 @@ def make_bus(config: Config) -> Bus:
 
         sinks.append(TracingSink(config.output.traces))
     if config.server.web is not None and config.server.shard == 0:
-        from .page import PageSink
+        from .dashboard import DashboardSink
 
-        sinks.append(PageSink(config))
+        sinks.append(DashboardSink(config))
     return Bus(sinks)

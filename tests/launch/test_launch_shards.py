@@ -42,8 +42,8 @@ TRANSCRIPTS = {
         exit server 0 at 1   ->
         exit shard 2 0 at 1  ->
         tick at 3            -> end server shard 1 (every worker is done)
-        tick at 103          -> kill server shard 1 (the server shard 1 was asked to end and was still there after 100 s)
-        exit shard 1 -9      -> finish 1 (the server shard 1 was asked to end and was still there after 100 s)
+        tick at 103          -> kill server shard 1 (the server shard 1 did not end within 100 s)
+        exit shard 1 -9      -> finish 1 (the server shard 1 did not end within 100 s)
     """,
     "a shard that dies comes back": """
         exit shard 1 -9 at 2 -> await server shard 1 for 0.5 s, restart 1 of 3

@@ -15,7 +15,7 @@ from paramserver.common.registry import MODES
 from paramserver.common.reporting.compared import write_report
 from paramserver.ps.core import effects
 from paramserver.simulate.plan import Flags, resolve, worlds
-from paramserver.simulate.results.summary import metrics, ideal_rate, percentile, summary, time_cells, time_pictures
+from paramserver.simulate.results.summary import ideal_rate, metrics, percentile, summary, time_cells, time_pictures
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
 

@@ -101,7 +101,7 @@ def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
     monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
     told = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}}
-    page = serve.Page(Config.model_validate(told))
+    page = serve.Dashboard(Config.model_validate(told))
     page.start()
     yield page
     page.close()

@@ -54,7 +54,7 @@ def main() -> None:
         dashboard.until(lambda: "runs of" in dashboard.output and dashboard.output.endswith("\n"), "address")
         wanted = {
             "page of a live run": (
-                server.event("page")["url"] + "?token=measured",
+                server.event("dashboard")["url"] + "?token=measured",
                 "() => document.querySelectorAll('#workers tbody tr').length === 2",
             ),
             "list of 1,000 runs": (

@@ -47,7 +47,7 @@ def test_no_command_ends_the_run(cluster: Cluster) -> None:
         "--mode", "ssp", "--task", "xor", "--steps", "1000000", "--web", "127.0.0.1:0",
         "--checkpoint-dir", "snapshots", "--history", "h.jsonl", PS_WEB_TOKEN="secret",
     )  # fmt: skip
-    page, worker = Client(server.event("page")["address"]), cluster.worker(0)
+    page, worker = Client(server.event("dashboard")["address"]), cluster.worker(0)
 
     def asks(body: bytes) -> int:
         return page.ask("POST", CONTROL, body, **SHOWN)[0]

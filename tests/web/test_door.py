@@ -174,7 +174,7 @@ def test_silence_instead_of_tls(
     }
     monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
     settings = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
-    page = serve.Page(Config.model_validate(settings))
+    page = serve.Dashboard(Config.model_validate(settings))
     page.start()
     try:
         those = [idle(page.address) for _ in range(300)]
@@ -197,7 +197,7 @@ def test_2000_idle_connections_cost_no_join_and_no_snapshot(
 ) -> None:
     flags = ("--mode", "async", "--task", "xor", "--steps", "100000", "--checkpoint-dir", "snapshots")
     server = limited(cluster, 1024, *flags)
-    page = Client(server.event("page")["address"])
+    page = Client(server.event("dashboard")["address"])
     for _ in range(NUM_IDLE):
         idle(page.address, said)
     worker = cluster.worker(0)

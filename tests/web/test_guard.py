@@ -168,7 +168,7 @@ def test_the_log_has_no_token(cluster: Cluster) -> None:
         server = cluster.start(kind, *flags, PS_LOG__FORMAT=kind, PS_WEB_TOKEN="secret")
         server.until(lambda server=server: "listening" in server.output, "listening")
         assert server.output.count("secret") == count
-        assert ("the page: http://127.0.0.1:" in server.output) == bool(count)
+        assert ("the dashboard: http://127.0.0.1:" in server.output) == bool(count)
 
 
 @pytest.fixture
@@ -238,12 +238,14 @@ def test_live_over_a_websocket(page: Any, client: Client) -> None:
 def test_an_open_address_needs_tls_and_a_token(cluster: Cluster) -> None:
     told = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", "0.0.0.0:0")
     assert told.returncode == 11
-    assert "the page at 0.0.0.0:0 could be opened from other machines, and lacks TLS (--cert, --key)" in told.stderr
+    assert (
+        "the dashboard at 0.0.0.0:0 could be opened from other machines, and lacks TLS (--cert, --key)" in told.stderr
+    )
 
 
 def test_on_a_network_one_trusts_all_needs_the_token(cluster: Cluster) -> None:
     server = cluster.server("--web", "0.0.0.0:0", "--insecure", PS_WEB_TOKEN="secret")
-    client = Client(server.event("page")["address"].replace("0.0.0.0", "127.0.0.1"))
+    client = Client(server.event("dashboard")["address"].replace("0.0.0.0", "127.0.0.1"))
     assert client.ask("GET", "/api/runs")[0] == client.ask("GET", "/")[0] == 401
     assert client.ask("GET", "/api/runs", Authorization="Bearer secret")[0] == 200
 
@@ -252,7 +254,7 @@ def test_a_port_that_is_taken(cluster: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         told = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", f"127.0.0.1:{taken.getsockname()[1]}")
     assert told.returncode == 10
-    assert "for the page: Address already in use" in told.stderr
+    assert "for the dashboard: Address already in use" in told.stderr
     assert "Traceback" not in told.stderr
 
 

@@ -27,7 +27,7 @@ def served(cluster: Cluster, *flags: str) -> tuple[Process, Client]:
     server = cluster.server(
         "--task", "xor", "--steps", "1000000", "--web", "127.0.0.1:0", *OFTEN, *flags, PS_WEB_TOKEN="secret"
     )
-    return server, Client(server.event("page")["address"])
+    return server, Client(server.event("dashboard")["address"])
 
 
 def newest(client: Client) -> dict[str, Any]:

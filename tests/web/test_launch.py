@@ -151,7 +151,7 @@ def test_who_was_evicted_stays_out_when_the_servers_go_back(cluster: Cluster) ->
     )  # fmt: skip
     shard = cluster.shard(1, 2, *flags)
     workers = [cluster.worker(rank, "--task", "digits", "--set", "slowdown.base_s=0.01") for rank in range(2)]
-    address = server.event("page")["address"]
+    address = server.event("dashboard")["address"]
     until_beyond(server, address, 20)
     assert "worker 1 is evicted" in ask(address, "/api/runs/live/controls", {"do": "evict", "rank": 1})["done"]
     assert workers[1].wait() == 13

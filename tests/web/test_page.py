@@ -65,7 +65,7 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     page.get_by_label("setting", exact=True).select_option("staleness")
     page.get_by_label("new value").fill("9")
     page.get_by_role("button", name="Set", exact=True).click()
-    until(shown, "() => document.getElementById('answer').textContent === 'staleness is 9, was 3'")
+    until(shown, "() => document.getElementById('reply').textContent === 'staleness is 9, was 3'")
     page.get_by_label("rank to pause").fill("1")
     page.get_by_role("button", name="Pause").click()
     until(shown, '() => document.querySelector(\'#waits line[data-from="0"][data-to="1"]\')')
@@ -75,7 +75,7 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     until(shown, f"first => ({STEP})() > first + 10", page.evaluate(STEP))
     page.get_by_label("rank to evict").fill("7")
     sure(shown, "Evict")
-    until(shown, "() => document.getElementById('answer').textContent.startsWith('no worker 7 is in the run')")
+    until(shown, "() => document.getElementById('reply').textContent.startsWith('no worker 7 is in the run')")
     sure(shown, "Drain")
     until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
     assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
@@ -202,7 +202,7 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
     server.popen.kill()
     server.popen.wait()
     until(shown, "() => document.getElementById('connection').dataset.state === 'lost'")
-    address = server.event("page")["address"]
+    address = server.event("dashboard")["address"]
     before = shown.page.evaluate(STEP)
     kept = points(shown, "loss"), points(shown, "evaluations"), sum(bins(shown).values())
     again = cluster.server(*flags, "--listen", cluster.address, "--web", address, PS_WEB_TOKEN=TOKEN)
@@ -237,7 +237,7 @@ def test_a_server_that_goes_back_shows_itself_where_it_did(cluster: Cluster, tab
     shard.popen.wait()
     cluster.shard(1, 2, *flags)
     until(shown, "() => document.getElementById('events').textContent.includes('continues from snapshots')")
-    assert len({event["address"] for event in server.events("page")}) == 1
+    assert len({event["address"] for event in server.events("dashboard")}) == 1
     until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
     assert points(shown, "loss")[1] == first
 
@@ -254,7 +254,7 @@ def test_two_pages_in_one_browser(
 ) -> None:
     """A browser gives one host's cookies to all its ports: the second page must not log the first one out."""
     monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "another")
-    other = serve.Page(
+    other = serve.Dashboard(
         Config.model_validate({"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}})
     )
     other.start()
@@ -294,7 +294,7 @@ def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
         raise AssertionError(f"Tab does not lead to {name}")
 
     def answered(number: int) -> None:
-        until(shown, "said => document.getElementById('answer').textContent === said", f"done {number}")
+        until(shown, "said => document.getElementById('reply').textContent === said", f"done {number}")
 
     go_to("Drain")
     keys.press("Enter")
@@ -375,7 +375,7 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
     folder = tmp_path / "certs"
     security = {"cert": f"{folder}/server.crt", "key": f"{folder}/server.key", "token_file": f"{folder}/token"}
     told = {"server": {"web": "0.0.0.0:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
-    secured = serve.Page(Config.model_validate(told))
+    secured = serve.Dashboard(Config.model_validate(told))
     secured.start()
     try:
         secured.begin(View(about=about()))
@@ -445,7 +445,7 @@ def test_only_those_with_the_token_are_shown_controls(page: Any, tab: Callable[.
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
     until(shown, f"() => ({STEP})() === 1")
-    assert "may only look" in shown.page.locator("#buttons").text_content()
+    assert "is read-only" in shown.page.locator("#buttons").text_content()
     shown.page.goto(f"http://{page.address}/?token=secret")
     shown.page.get_by_role("button", name="Drain").wait_for()
     shown.page.keyboard.press("Tab")  # the first stop is the way past the head

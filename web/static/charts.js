@@ -1,4 +1,4 @@
-// Curves, bars and sparklines. uPlot is known here only, so that another library could take its place.
+// Curves, bars and sparklines. Only this file knows uPlot, so that another library can replace it.
 import { color, shortNumber, make, whole } from './text.js';
 const charts = new Map();
 
@@ -17,11 +17,11 @@ function options(host, labels, axis, kind, height) {
   };
 }
 
-// Whether the newest are higher than those before: a twentieth of their range counts.
+// The direction of the newest quarter; changes below a twentieth of the range count as steady.
 function trend(values) {
-  const mean = part => part.reduce((sum, value) => sum + value, 0) / part.length, most = Math.max(1, Math.floor(values.length / 4));
+  const mean = part => part.reduce((sum, value) => sum + value, 0) / part.length, size = Math.max(1, Math.floor(values.length / 4));
   if (values.length < 4) return '';
-  const newest = mean(values.slice(-most)), before = mean(values.slice(-2 * most, -most)), range = Math.max(...values) - Math.min(...values);
+  const newest = mean(values.slice(-size)), before = mean(values.slice(-2 * size, -size)), range = Math.max(...values) - Math.min(...values);
   return Math.abs(newest - before) < range / 20 || !range ? ', steady' : newest > before ? ', rising' : ', falling';
 }
 

@@ -1,4 +1,4 @@
-// The page of one run. It gets the whole once, then a tick at a time, pushed; after a break the whole again.
+// The dashboard of one run. It gets the whole once, then pushed ticks; after a break the whole again.
 import { $, clock, duration, shortNumber, inPlace, make, price, say, size, whole, written } from './text.js';
 import { draw } from './charts.js';
 import { showWorkers } from './workers.js';
@@ -49,11 +49,11 @@ function showRest(tick) {
   const said = new Map(more);
   inPlace($('more'), more.map(([name]) => name), name => make('div', {}, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, said.get(name)));
   $('snapshots').hidden = !kept.length;
-  const of = new Map(kept.map(one => [`${one.version}`, one]));
-  inPlace($('snapshots').tBodies[0], [...of.keys()], version => { const one = of.get(version); return make('tr', {}, make('td', {}, whole(one.version)), make('td', {}, clock(one.at)), make('td', { class: 'text' }, one.path)); });
+  const of = new Map(kept.map(item => [`${item.version}`, item]));
+  inPlace($('snapshots').tBodies[0], [...of.keys()], version => { const item = of.get(version); return make('tr', {}, make('td', {}, whole(item.version)), make('td', {}, clock(item.at)), make('td', { class: 'text' }, item.path)); });
   const happened = [...state.events].reverse().slice(0, 200), times = new Map();
-  const events = new Map(happened.reverse().map(one => { const key = `${one.at} ${one.text}`, again = times.get(key) || 0; times.set(key, again + 1); return [`${key} ${again}`, one]; }));
-  inPlace($('events'), [...events.keys()].reverse(), key => { const one = events.get(key); return make('li', { 'data-kind': one.kind }, make('time', { datetime: new Date(one.at * 1000).toISOString() }, clock(one.at)), one.text); });
+  const events = new Map(happened.reverse().map(event => { const key = `${event.at} ${event.text}`, again = times.get(key) || 0; times.set(key, again + 1); return [`${key} ${again}`, event]; }));
+  inPlace($('events'), [...events.keys()].reverse(), key => { const event = events.get(key); return make('li', { 'data-kind': event.kind }, make('time', { datetime: new Date(event.at * 1000).toISOString() }, clock(event.at)), event.text); });
 }
 
 function show(tick, isWhole, spans) {
@@ -84,7 +84,7 @@ function gotTick(event) {
   state.newest = tick;
   state.events = [...state.events, ...tick.events].slice(-300);
   state.evaluations.push(...tick.evaluations);
-  for (const one of tick.snapshots) state.snapshots = [...state.snapshots.filter(other => other.version !== one.version), one];
+  for (const snapshot of tick.snapshots) state.snapshots = [...state.snapshots.filter(other => other.version !== snapshot.version), snapshot];
   state.snapshots = state.snapshots.slice(-Math.min(100, state.about.settings.checkpoint?.keep || 100));
   addRow(tick);
   show(tick, false, tick.spans);
@@ -100,11 +100,11 @@ async function connect() {
   source.onerror = () => {
     if (isOver) return;
     connection('lost', 'connection lost, trying again');
-    if (source.readyState === EventSource.CLOSED) retry(); // it gives up where the answer is no stream
+    if (source.readyState === EventSource.CLOSED) retry(); // it gives up where the reply is no stream
   };
 }
-// A server that is started again, or the next run, is found at the same address.
-function retry() { setTimeout(() => fetch(`/api/runs/${encodeURIComponent(run)}/status`).then(answer => { if (!answer.ok) throw answer; return answer.json(); }).then(tick => { if (tick && tick.is_over) throw tick; isOver = false; connect(); }).catch(retry), 1000); }
+// A restarted server, or the next run, has the same address.
+function retry() { setTimeout(() => fetch(`/api/runs/${encodeURIComponent(run)}/status`).then(reply => { if (!reply.ok) throw reply; return reply.json(); }).then(tick => { if (tick && tick.is_over) throw tick; isOver = false; connect(); }).catch(retry), 1000); }
 
 $('axis').addEventListener('change', () => state && showCharts());
 addEventListener('resize', () => state && state.newest && (showCharts(), addSpans([], state.newest.clock_s, false)));

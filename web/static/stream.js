@@ -1,11 +1,11 @@
-// What each worker did over the last minute, a line each, the server's tensor work as the last one.
+// A line for each worker with its last minute; the last line is the server's tensor work.
 import { $, color, duration, share } from './text.js';
-const SHOWN_S = 60, ROW = 16, LEFT = 64;
-const MOST_SAID = 8; // workers, in a sentence
+const WINDOW_S = 60, ROW = 16, LEFT = 64;
+const MAX_DESCRIBED = 8; // workers in the label
 let spans = [];
 
-// What a line of it shows, in words.
-function told(rank, from) {
+// A line as a phrase.
+function describe(rank, from) {
   const mine = spans.filter(span => span.rank === rank && span.begin_s >= from), sum = kind => mine.reduce((all, span) => all + span[kind], 0);
   if (rank < 0) return `the server applied for ${duration(sum('apply_s'))}`;
   const parts = [['computing', sum('compute_s')], ['transfer', sum('transfer_s')], ['waiting', sum('wait_s')]], total = parts.reduce((all, part) => all + part[1], 0) || 1;
@@ -13,7 +13,7 @@ function told(rank, from) {
 }
 
 export function addSpans(more, now, isWhole) {
-  spans = (isWhole ? [] : spans).concat(more).filter(span => span.begin_s > now - SHOWN_S - 30);
+  spans = (isWhole ? [] : spans).concat(more).filter(span => span.begin_s > now - WINDOW_S - 30);
   const canvas = $('stream'), ranks = [...new Set(spans.map(span => span.rank))].sort((a, b) => (a < 0) - (b < 0) || a - b);
   const width = canvas.clientWidth || 300, height = Math.max(1, ranks.length) * ROW + 18, ratio = devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -23,7 +23,7 @@ export function addSpans(more, now, isWhole) {
   paint.setTransform(ratio, 0, 0, ratio, 0, 0);
   paint.clearRect(0, 0, width, height);
   paint.font = '12px system-ui, sans-serif'; paint.textBaseline = 'middle';
-  const from = Math.max(0, now - SHOWN_S), scale = (width - LEFT) / SHOWN_S, x = at => LEFT + (at - from) * scale;
+  const from = Math.max(0, now - WINDOW_S), scale = (width - LEFT) / WINDOW_S, x = at => LEFT + (at - from) * scale;
   const kinds = [['wait_s', color('wait')], ['transfer_s', color('transfer')], ['compute_s', color('compute')], ['apply_s', color('apply')]];
   for (const span of spans) {
     const y = ranks.indexOf(span.rank) * ROW;
@@ -34,8 +34,8 @@ export function addSpans(more, now, isWhole) {
       at = end;
     }
   }
-  canvas.setAttribute('aria-label', `The last minute. ${ranks.slice(0, MOST_SAID).map(rank => told(rank, from)).join('; ')}${ranks.length > MOST_SAID ? `; and ${ranks.length - MOST_SAID} more: the table of workers has the shares` : ''}`);
+  canvas.setAttribute('aria-label', `The last minute. ${ranks.slice(0, MAX_DESCRIBED).map(rank => describe(rank, from)).join('; ')}${ranks.length > MAX_DESCRIBED ? `; and ${ranks.length - MAX_DESCRIBED} more: the table of workers has the shares` : ''}`);
   paint.fillStyle = color('dim');
   ranks.forEach((rank, at) => paint.fillText(rank < 0 ? 'server' : `worker ${rank}`, 0, at * ROW + ROW / 2));
-  for (let second = Math.ceil(from / 10) * 10; second <= from + SHOWN_S; second += 10) paint.fillText(`${second} s`, x(second), height - 8);
+  for (let second = Math.ceil(from / 10) * 10; second <= from + WINDOW_S; second += 10) paint.fillText(`${second} s`, x(second), height - 8);
 }

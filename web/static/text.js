@@ -1,4 +1,4 @@
-// How numbers are written: as in the terminal's tables (common/reporting/report.py). Text goes in as text, never as HTML.
+// Formats numbers as the terminal's tables do (common/reporting/report.py). Text is inserted as text, never as HTML.
 const SVG = ['svg', 'polyline', 'circle', 'line', 'text', 'path', 'marker', 'defs'];
 export function make(tag, attributes = {}, ...children) {
   const node = SVG.includes(tag) ? document.createElementNS('http://www.w3.org/2000/svg', tag) : document.createElement(tag);
@@ -6,7 +6,7 @@ export function make(tag, attributes = {}, ...children) {
   node.append(...children);
   return node;
 }
-// Children by key, changed in place: who reads them, by eye or screen reader, keeps the place.
+// Updates children by key in place, so that readers and screen readers keep their position.
 export function inPlace(parent, keys, build, change = () => {}) {
   const wanted = new Set(keys.map(String)), known = new Map();
   for (const node of [...parent.children]) { if (wanted.has(node.dataset.key)) known.set(node.dataset.key, node); else node.remove(); }
@@ -19,7 +19,7 @@ export function inPlace(parent, keys, build, change = () => {}) {
 }
 export function say(node, text) { if (node.textContent !== String(text)) node.textContent = text; }
 export const $ = id => document.getElementById(id);
-const WHOLE = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 }); // one for all: making one takes longer than a row
+const WHOLE = new Intl.NumberFormat('en-US', { maximumFractionDigits: 0 }); // shared: creating one takes longer than a row
 export const whole = value => value === null ? '–' : WHOLE.format(Math.round(value));
 export function shortNumber(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';

@@ -1,29 +1,29 @@
-// Who waits for whom: an arrow from each who waits to those it waits for, and the same in sentences.
+// Who waits for whom: an arrow from each waiting worker to those it waits for, and the same in sentences.
 import { $, color, make } from './text.js';
-const MOST = 24;
+const MAX_SHOWN = 24;
 
 export function showWaits(waits, workers) {
-  const ranks = workers.map(worker => worker.rank).slice(0, MOST), svg = $('waits');
-  const held = new Set(waits.flatMap(wait => wait.ranks));
-  const width = 640, height = ranks.length > 8 ? 300 : 200, place = new Map();
+  const ranks = workers.map(worker => worker.rank).slice(0, MAX_SHOWN), svg = $('waits');
+  const awaited = new Set(waits.flatMap(wait => wait.ranks));
+  const width = 640, height = ranks.length > 8 ? 300 : 200, position = new Map();
   ranks.forEach((rank, at) => {
     const angle = 2 * Math.PI * at / Math.max(1, ranks.length) - Math.PI / 2;
-    place.set(rank, [width / 2 + Math.cos(angle) * (width / 2 - 60), height / 2 + Math.sin(angle) * (height / 2 - 26)]);
+    position.set(rank, [width / 2 + Math.cos(angle) * (width / 2 - 60), height / 2 + Math.sin(angle) * (height / 2 - 26)]);
   });
   svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
   const head = make('defs', {}, make('marker', { id: 'head', viewBox: '0 0 8 8', refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: 'auto' }, make('path', { d: 'M0 0 8 4 0 8z', fill: color('transfer') })));
-  const lines = waits.flatMap(wait => wait.ranks.filter(rank => place.has(rank) && place.has(wait.rank)).map(rank => {
-    const [x1, y1] = place.get(wait.rank), [x2, y2] = place.get(rank), long = Math.hypot(x2 - x1, y2 - y1) || 1, cut = 18 / long;
+  const lines = waits.flatMap(wait => wait.ranks.filter(rank => position.has(rank) && position.has(wait.rank)).map(rank => {
+    const [x1, y1] = position.get(wait.rank), [x2, y2] = position.get(rank), long = Math.hypot(x2 - x1, y2 - y1) || 1, cut = 18 / long;
     return make('line', { x1: x1 + (x2 - x1) * cut, y1: y1 + (y2 - y1) * cut, x2: x2 - (x2 - x1) * cut, y2: y2 - (y2 - y1) * cut, stroke: color('transfer'), 'stroke-width': 1.6, 'marker-end': 'url(#head)', 'data-from': wait.rank, 'data-to': rank });
   }));
   const nodes = ranks.flatMap(rank => {
-    const [x, y] = place.get(rank), waits_ = waits.some(wait => wait.rank === rank);
-    return [make('circle', { cx: x, cy: y, r: 15, fill: waits_ ? color('wait') : color(held.has(rank) ? 'transfer' : 'compute') }),
+    const [x, y] = position.get(rank), waits_ = waits.some(wait => wait.rank === rank);
+    return [make('circle', { cx: x, cy: y, r: 15, fill: waits_ ? color('wait') : color(awaited.has(rank) ? 'transfer' : 'compute') }),
       make('text', { x, y: y + 5, 'text-anchor': 'middle', 'font-size': 14, fill: waits_ ? color('text') : '#fff' }, String(rank))];
   });
   svg.replaceChildren(head, ...lines, ...nodes);
   const said = new Map();
   for (const wait of waits) said.set(wait.why, [...(said.get(wait.why) || []), wait.rank]);
-  const sentences = [...said].slice(0, MOST).map(([why, those]) => make('li', {}, `${those.length > 1 ? 'workers' : 'worker'} ${those.join(', ')}: ${why}`));
-  $('waits-text').replaceChildren(...(sentences.length ? sentences : [make('li', {}, 'nobody waits')]));
+  const sentences = [...said].slice(0, MAX_SHOWN).map(([why, those]) => make('li', {}, `${those.length > 1 ? 'workers' : 'worker'} ${those.join(', ')}: ${why}`));
+  $('waits-text').replaceChildren(...(sentences.length ? sentences : [make('li', {}, 'no worker waits')]));
 }

@@ -1,7 +1,7 @@
-// The table of workers: what each does now, and its sums over the run, which at the end are those of the summary.
+// The table of workers: their states, and their sums over the run, which at the end are those of the summary.
 import { $, inPlace, make, say, share, whole, written } from './text.js';
 import { sparkline } from './charts.js';
-// [heading, cell, class, help]: what is said in words, and the metrics of /api/metrics between.
+// [heading, cell, class, help]: fixed columns, and the metrics of /api/metrics between them.
 const columns = metrics => [
   ['worker', now => now.rank], ['state', now => now.state, 'text'],
   ...metrics.map(metric => [metric.label, now => written(metric, now[metric.name]), '', metric.help]),
@@ -19,16 +19,16 @@ function shares(now) {
 }
 
 export function showWorkers(tick, metrics) {
-  const table = $('workers'), shown = columns(metrics);
-  if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...shown.map(([name, , kind, help]) => make('th', { scope: 'col', class: kind || '', title: help || '' }, name))));
+  const table = $('workers'), displayed = columns(metrics);
+  if (!table.tHead.rows.length) table.tHead.append(make('tr', {}, ...displayed.map(([name, , kind, help]) => make('th', { scope: 'col', class: kind || '', title: help || '' }, name))));
   const rows = tick.status.workers.map(now => {
     const rates = past.get(now.rank) || [];
     rates.push(now.samples_per_s); if (rates.length > 60) rates.shift();
     past.set(now.rank, rates);
-    return [now.rank, shown.map(([, cell]) => cell(now, rates))];
+    return [now.rank, displayed.map(([, cell]) => cell(now, rates))];
   });
   const of = new Map(rows);
-  inPlace(table.tBodies[0], [...of.keys()], rank => make('tr', { 'data-rank': rank }, ...shown.map(([, , kind]) => make('td', { class: kind || '' }))),
+  inPlace(table.tBodies[0], [...of.keys()], rank => make('tr', { 'data-rank': rank }, ...displayed.map(([, , kind]) => make('td', { class: kind || '' }))),
     (node, rank) => of.get(rank).forEach((value, at) => { if (value instanceof Element) node.cells[at].replaceChildren(value); else say(node.cells[at], value); }));
   $('left-out').textContent = tick.status.left_out ? `and ${whole(tick.status.left_out)} more, which are ahead of these` : '';
 }

@@ -137,7 +137,7 @@ class LogConfig(Section):
 
 class LaunchConfig(Section):
     web: Annotated[bool, Flag(Panel.OUTPUT, (LAUNCHER,))] = Field(
-        False, description="a page that shows the run, live; at server.web, or a free port of this machine"
+        False, description="live dashboard of the run; at server.web, or a free port of this machine"
     )
     backend: Annotated[str | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
         None, description="where processes start: local, slurm, ray or ssh; none: ssh with launch.hosts, else local"

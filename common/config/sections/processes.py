@@ -45,7 +45,7 @@ class ServerConfig(Section):
         None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere"
     )
     web: Annotated[Listening | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
-        None, description="HOST:PORT of a page that shows the run, live; none: nowhere"
+        None, description="HOST:PORT of the live dashboard of the run; none: nowhere"
     )
     max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
     max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")

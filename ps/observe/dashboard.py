@@ -1,6 +1,6 @@
-"""The page of the run (`paramserver/web`), fed with ticks (`ticks.py`), and what it asks of the run.
+"""Feeds the dashboard of the run (`paramserver/web`) with ticks (`ticks.py`), and applies its controls.
 
-The page runs on a thread of its own. Its packages are an extra, and are loaded with `server.web` only.
+The dashboard runs on a thread of its own. Its packages are an extra, imported only with `server.web`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .bus import Sink
 from .ticks import TickTaken
 
 if TYPE_CHECKING:
-    from ...web.serve import Page
+    from ...web.serve import Dashboard
 
 _CONTROL_S = 10.0  # within which every shard has done what was asked
 
 
-class PageSink(Sink):
-    """Of one server process. UsageError when the page's packages are not installed."""
+class DashboardSink(Sink):
+    """Feeds the dashboard of one server process. Raises UsageError where its packages are missing."""
 
-    name = "page"
+    name = "dashboard"
     kinds = (RunStarted, ControlTaken, TickTaken)
 
     def __init__(self, config: Config) -> None:
         try:
-            from ...web.serve import Page
+            from ...web.serve import Dashboard
         except ModuleNotFoundError as error:
             raise UsageError(
-                f"the page needs the package {error.name}, which is not installed",
+                f"the dashboard needs the package {error.name}, which is not installed",
                 fix="pip install 'paramserver[web]'; or leave --web out",
             ) from None
         self._config = config
-        self._page: Page = Page(config)
+        self._dashboard: Dashboard = Dashboard(config)
         self._started: RunStarted | None = None
         self._began_at = 0.0  # Unix seconds
         self._told: About | None = None
@@ -51,39 +51,39 @@ class PageSink(Sink):
         self._num_asked = 0
 
     def begin(self, engine: Engine) -> None:
-        """Also listens: BindError when the address cannot be had, AuthError when it may not be."""
+        """Also listen. Raises BindError and AuthError."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._page.start()
-        engine.page = self._page.address
+        self._dashboard.start()
+        engine.dashboard = self._dashboard.address
         if self._config.log.format == "text":
-            print(f"the page: {self._page.url}", file=sys.stderr)
+            print(f"the dashboard: {self._dashboard.url}", file=sys.stderr)
         if self._started is not None:
             self._show(self._started)
 
     def take(self, at: float, fact: Fact) -> None:
         match fact:
             case TickTaken(tick):
-                self._page.push(tick)
+                self._dashboard.push(tick)
             case ControlTaken():
                 if self._started is not None and (about := self._about(self._started)) != self._told:
                     self._told = about
-                    self._page.retell(about)
+                    self._dashboard.retell(about)
                 self._controlled(fact)
             case RunStarted():
                 self._began_at = time.time()
                 self._started = fact  # of one process before `begin`, of several shards after it
-                if self._page.address:
+                if self._dashboard.address:
                     self._show(fact)
 
     def close(self) -> None:
-        self._page.close()
+        self._dashboard.close()
 
     def _show(self, fact: RunStarted) -> None:
         self._told = about = self._about(fact)
         points = [reports.with_bytes(self._engine, point) for point in self._engine.run.curve.points]
         evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
-        self._page.begin(View(about=about, evaluations=evaluations), self._control, fact.version)
+        self._dashboard.begin(View(about=about, evaluations=evaluations), self._control, fact.version)
 
     def _about(self, fact: RunStarted) -> About:
         """With the mode and the settings of now, and what may be asked of it."""
@@ -101,7 +101,7 @@ class PageSink(Sink):
     # ---- controls --------------------------------------------------------------------------
 
     async def _control(self, asked: dict[str, Any]) -> str:
-        """In the page's thread: what came of it. ValueError with why nothing did."""
+        """Apply a control, in the dashboard's thread, and return its result. Raises ValueError."""
         event = read_control(asked)
         reply = asyncio.run_coroutine_threadsafe(self._ask(event), self._loop)
         return await asyncio.wrap_future(reply)
