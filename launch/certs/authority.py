@@ -1,6 +1,6 @@
-"""A small certificate authority for a lab: one CA, a server certificate, certificates for workers and shards.
+"""A small certificate authority for a lab: a CA, and certificates for server, shards and workers.
 
-EC P-256 keys. Nothing here writes a file; `kit.py` does.
+Keys are EC P-256. `kit.py` writes the files.
 """
 
 from __future__ import annotations

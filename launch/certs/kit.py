@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,37 +24,44 @@ Files = dict[str, bytes]  # by name
 
 
 def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int, *, renew: bool, force: bool) -> None:
-    """New certificates, of a new CA or of the one that is there; then say how to use them. 0 workers or shards: as
-    many as there were, or one certificate that all workers share. UsageError, AuthError, OutputError."""
+    """Make certificates, of a new CA or the existing one, and print how to use them.
+
+    0 workers or shards: as many as there were, or one certificate that all workers share. Raises UsageError, AuthError
+    and OutputError.
+    """
     if renew and force:
-        raise UsageError("--renew keeps the CA and --force replaces it", fix="give one of them")
+        raise UsageError("--renew keeps the CA and --force reshard_names it", fix="give one of them")
     for name in hosts:
         host_name(name)
     ranks = [f"{RANK_PREFIX}{rank}" for rank in range(workers)]
-    places = [f"{SHARD_PREFIX}{shard}" for shard in range(shards)]
+    shard_names = [f"{SHARD_PREFIX}{shard}" for shard in range(shards)]
     if renew:
         ca = load_ca(_read(directory / "ca.crt"), _read(directory / "ca.key"))
         server = directory / "server.crt"
-        known = facts_of(_read(server)).names if server.exists() else _own_names()
+        known = facts_of(_read(server)).names if server.exists() else _local_names()
         ranks = ranks or _existing(directory, f"{RANK_PREFIX}*.crt", f"{ANY_RANK}.crt")
-        places = places or _existing(directory, f"{SHARD_PREFIX}*.crt")
+        shard_names = shard_names or _existing(directory, f"{SHARD_PREFIX}*.crt")
     else:
-        _check_free(directory, force)
-        ca, known = make_ca(f"paramserver {socket.gethostname()}"[:64]), _own_names()
+        if (ours := _ours(directory)) and not force:
+            raise UsageError(
+                f"{directory} holds {ours[0].name} already",
+                fix="--renew makes new certificates with the CA that is there; --force replaces everything",
+            )
+        ca, known = make_ca(f"paramserver {socket.gethostname()}"[:64]), _local_names()
     ranks = ranks or [ANY_RANK]
     files: Files = {}
-    for name in ("server", *ranks, *places):
+    for name in ("server", *ranks, *shard_names):
         files |= _pair(name, issue(ca, name, days, dict.fromkeys([*known, *hosts])))
     if not renew:
         files |= _pair("ca", ca) | {"token": f"{secrets.token_urlsafe(32)}\n".encode()}
-    _write(directory, files, replaces_all=force)
-    _say_what_is_there(directory, ranks, places, renew)
+    _write(directory, files, reshard_names_all=force)
+    _print_result(directory, ranks, shard_names, renew)
     if not renew:
-        _say_what_to_type(directory, ranks[0], places, hosts[0] if hosts else socket.gethostname())
+        _print_commands(directory, ranks[0], shard_names, hosts[0] if hosts else socket.gethostname())
 
 
 def show(directory: Path) -> None:
-    """A table of the certificates: whose, for whom, until when."""
+    """Print a table of the certificates: name, hosts and expiry."""
     paths = sorted(directory.glob("*.crt"), key=_by_rank)
     if not paths:
         raise UsageError(f"no certificates in {directory}", fix=f"ps-certs init {directory}")
@@ -76,14 +84,13 @@ def show(directory: Path) -> None:
     report_console().print(table)
 
 
-def _own_names() -> tuple[str, ...]:
-    """How this machine is reached by itself, and its name where a certificate can hold it."""
-    here = ("localhost", "127.0.0.1", "::1")
-    try:
+def _local_names() -> tuple[str, ...]:
+    """Returns the names of this machine, with its host name where a certificate can have it."""
+    names: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
+    with suppress(UsageError):
         host_name(socket.gethostname())
-    except UsageError:
-        return here
-    return *here, socket.gethostname()
+        names = (*names, socket.gethostname())
+    return names
 
 
 def _existing(directory: Path, *patterns: str) -> list[str]:
@@ -92,22 +99,13 @@ def _existing(directory: Path, *patterns: str) -> list[str]:
 
 
 def _by_rank(path: Path) -> tuple[str, int]:
-    """rank-10 after rank-9."""
+    """Sorts rank-10 after rank-9."""
     stem, _, number = path.stem.partition("-")
     return stem, int(number) if number.isdigit() else -1
 
 
-def _check_free(directory: Path, force: bool) -> None:
-    ours = _ours(directory)
-    if ours and not force:
-        raise UsageError(
-            f"{directory} holds {ours[0].name} already",
-            fix="--renew makes new certificates with the CA that is there; --force replaces everything",
-        )
-
-
 def _ours(directory: Path) -> list[Path]:
-    """Files in the directory that this command makes."""
+    """Returns the files in the directory that this command has made."""
     found = [path for pattern in _OURS for path in directory.glob(pattern) if path.suffix in (".crt", ".key")]
     return sorted(found) + [path for path in [directory / "token"] if path.exists()]
 
@@ -120,16 +118,16 @@ def _read(path: Path) -> bytes:
 
 
 def _pair(name: str, identity: Identity) -> Files:
-    """The key first: a server that looks in between finds an old certificate with a new key, and waits."""
+    """The key comes first: a server that reads in between finds an old certificate with a new key, and waits."""
     return {f"{name}.key": identity.key_pem, f"{name}.crt": identity.certificate_pem}
 
 
-def _write(directory: Path, files: Files, replaces_all: bool) -> None:
+def _write(directory: Path, files: Files, reshard_names_all: bool) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in files.items():
             write_whole(directory / name, data, 0o644 if name.endswith(".crt") else 0o600, is_synced=False)
-        if replaces_all:
+        if reshard_names_all:
             for path in _ours(directory):
                 if path.name not in files:
                     path.unlink()
@@ -137,9 +135,11 @@ def _write(directory: Path, files: Files, replaces_all: bool) -> None:
         raise OutputError(f"cannot write to {directory}: {error.strerror}", fix="choose another directory") from None
 
 
-def _say_what_is_there(directory: Path, ranks: list[str], places: list[str], renewed: bool) -> None:
+def _print_result(directory: Path, ranks: list[str], shard_names: list[str], renewed: bool) -> None:
     facts = facts_of(_read(directory / "server.crt"))
-    who = ", ".join(group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in (places, ranks) if group)
+    who = ", ".join(
+        group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in (shard_names, ranks) if group
+    )
     kept = "; the CA and the token are the old ones" if renewed else ", and a token"
     print(f"{directory}: certificates for a server ({', '.join(facts.names)}) and for {who}{kept}")
     print(f"valid until {facts.not_after:%Y-%m-%d}; ps-certs init {directory} --renew makes new ones\n")
@@ -148,16 +148,16 @@ def _say_what_is_there(directory: Path, ranks: list[str], places: list[str], ren
         print("Copy new worker certificates to the workers' machines.")
 
 
-def _say_what_to_type(directory: Path, first: str, places: list[str], host: str) -> None:
+def _print_commands(directory: Path, first: str, shard_names: list[str], host: str) -> None:
     address = f"[{host}]:{DEFAULT_PORT}" if ":" in host and not host.startswith("[") else f"{host}:{DEFAULT_PORT}"
-    own = places[0] if places else "server"
-    num_shards = ("--shards", str(len(places))) if places else ()
+    own = shard_names[0] if shard_names else "server"
+    num_shards = ("--shards", str(len(shard_names))) if shard_names else ()
     rank = ("--rank", first.removeprefix(RANK_PREFIX)) if first.startswith(RANK_PREFIX) else ()
     listen = ("--listen", f"0.0.0.0:{DEFAULT_PORT}", *num_shards)
     server = ("ps-server", *listen, *_flags(directory, own), "--set", "security.mutual=true")
     worker = ("ps-worker", "--server", address, *rank, *_flags(directory, first))
     print(f"The server:\n  {shlex.join(server)}\n")
-    if places:
+    if shard_names:
         print(f"Its other shards show {SHARD_PREFIX}N.crt, with --shard N --coordinator {address}.\n")
     print(f"A worker (its machine needs ca.crt, {first}.crt, {first}.key and token):\n  {shlex.join(worker)}\n")
     print(f"{directory / 'ca.key'} signs new certificates: copy it nowhere.")

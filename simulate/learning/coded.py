@@ -1,8 +1,7 @@
-"""Payloads in a codec, both ways, as they would come out of a transport: error feedback and the shared reference
-included.
+"""Encodes payloads in a codec both ways, as a transport would, with error feedback and the shared reference.
 
-Up it is the worker's own `Encoding`, with what became of each contribution; down the server's own `References`: who is
-replied holds the newest one, whatever differences have led it there.
+Up, it is the worker's `Encoding`, with the outcome of each contribution. Down, it is the server's `References`: a
+worker with a reply has the newest reference, whatever differences have led it there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...worker.transports.encoding import Encoding
 
 
 def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> None:
-    """UsageError for codecs that the optimizer cannot have in front of it, as a worker finds when it joins."""
+    """Raise UsageError for codecs that do not suit the optimizer, as a joining worker does."""
     worker = config.worker
     groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
     up, down = CODECS.load(worker.codec)(), CODECS.load(worker.reply_codec)()
@@ -34,7 +33,7 @@ def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> N
 
 
 class Up:
-    """Of one process. Payloads are uint8 [exchange_bytes]."""
+    """The encoding of one process's contributions. Payloads are uint8 [exchange_bytes]."""
 
     def __init__(self, config: Config, layout: Layout, optimizer: OptimizerSpec) -> None:
         self._layout = layout
@@ -43,7 +42,7 @@ class Up:
         self._encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
 
     def sent(self, stretch: Stretch, version: int) -> torch.Tensor:
-        """What the server makes of a contribution, computed on the weights of a version."""
+        """Returns the contribution as the server decodes it; it was computed on the weights of `version`."""
         self._encoding.ready(version)
         self._stretch = stretch
         encoded = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
@@ -52,11 +51,11 @@ class Up:
         return payload
 
     def told(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
-        """As they are said with it."""
+        """Returns the hyperparameters as they are sent with a contribution."""
         return self._encoding.told(tuple(groups))
 
     def replied(self, reply: effects.SendReply, is_work: bool) -> None:
-        """What became of the newest; `is_work`: it is to be sent with the next one if it was dropped."""
+        """Handle the outcome of the newest contribution. `is_work`: the next one includes it if it was dropped."""
         outcome = reply.reply.result.outcome
         if outcome in COUNTED:
             self._encoding.commit()
@@ -65,14 +64,14 @@ class Up:
 
 
 class Down:
-    """Of one run: what a worker has when it has a reply."""
+    """The weights of a run's replies, as workers decode them."""
 
     def __init__(self, config: Config, model: Model) -> None:
         self._model, self._codec = model, CODECS.load(config.worker.reply_codec)()
         self._newest: tuple[int, torch.Tensor | None] = -1, None
 
     def weights(self, version: int, is_start: bool) -> torch.Tensor:
-        """A copy, shared by all who hold the same; `version` is the newest."""
+        """Returns a copy, shared by all workers with the same weights; `version`: the newest."""
         codec, model = self._codec, self._model
         is_start &= not codec.is_identity
         if isinstance(codec, ByTensor) and moves_reference(codec):

@@ -1,8 +1,7 @@
-"""Real training under the virtual clock: what workers compute and a server makes of it, when a simulation says so.
+"""Real training under the virtual clock: the workers' computing and the server's steps.
 
-A worker's gradients, local steps and data are those of its loop, the server's means and steps those of the engine's
-own `Folding` and `Store`. Nothing here decides, or tells the time: a run that learns has the events of one that does
-not.
+Gradients, local steps and data are those of a worker's loop; means and steps those of the engine's `Folding` and
+`Store`. The learner decides nothing and reads no clock: a run that learns has the events of one that does not.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from ...common.config.schema import Config
-from ...common.errors import DivergedError, UsageError
+from ...common.errors import DivergedError, UsageError, raise_first
 from ...common.reporting.curve import Point
 from ...common.tensors.layout import copy_of
 from ...common.tensors.optimizers import (
@@ -42,19 +41,19 @@ from ...worker.training.tasks.loading import load_task
 from ...worker.training.tasks.schedule import rate_at
 from .coded import Down, Up, check
 
-_MOST_BYTES = 4 << 30  # of all workers together
+_MAX_BYTES = 4 << 30  # of all workers together
 _NUM_POINTS = 20  # of a curve
 
 
 class _Inline(TensorThread):
-    """Nobody waits meanwhile: a virtual clock stands still."""
+    """Runs tensor work at once: the virtual clock stands still."""
 
     def size_for(self, num_bytes: int) -> None:
         torch.set_num_threads(1)
 
 
 class _Machine:
-    """A model and the optimizer of whoever computes on it."""
+    """A model and its optimizer."""
 
     def __init__(self, config: Config, task: Task) -> None:
         torch.manual_seed(config.run.seed)
@@ -67,10 +66,10 @@ class _Machine:
         self.tensors = ModelTensors(self.net)
         self.transfer = DirectTransfer(self.tensors)
         self.anchor: Anchor | None = None
-        self.holds: torch.Tensor | None = None  # the weights that were put here last
+        self.holds: torch.Tensor | None = None  # the weights of the last `put`
 
     def put(self, weights: torch.Tensor) -> None:
-        """Weights, uint8 [exchange_bytes], are the model's."""
+        """Copy weights, uint8 [exchange_bytes], into the model."""
         if self.holds is weights:
             return
         with torch.no_grad():
@@ -81,7 +80,7 @@ class _Machine:
 
 @dataclass(slots=True)
 class _Rank:
-    """What one rank has."""
+    """The state of one rank."""
 
     machine: _Machine
     weights: torch.Tensor  # received last
@@ -90,18 +89,18 @@ class _Rank:
     division: tuple[int, int] = (1, 0)
     payload: torch.Tensor | None = None  # computed
     without: frozenset[str] = frozenset()  # a gradient
-    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # of these two what is on its way
+    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # payload and without, on their way
     num_samples: int = 0
     hyperparameters: tuple[Hyperparameters, ...] | None = None
     version: int = 0  # received last
-    up: Up | None = None  # None: everything is sent as it is
+    up: Up | None = None  # None: contributions are raw
 
 
 class Learner:
-    """Of one run. Payloads are uint8 [exchange_bytes], times virtual seconds."""
+    """The training of one run. Payloads are uint8 [exchange_bytes], times virtual seconds."""
 
     def __init__(self, config: Config, num_workers: int) -> None:
-        """UsageError for what a simulation cannot learn with."""
+        """Raises UsageError for settings with which a simulation cannot learn."""
         without_compiler()
         policy = make_policy(config)
         self.kind = policy.kind
@@ -116,7 +115,7 @@ class Learner:
         first = _Machine(config, self.task)
         layout = first.tensors.layout
         self._check_size(layout.exchange_bytes)
-        self._shares.num_batches(num_workers)  # says at once where samples are too few
+        self._shares.num_batches(num_workers)  # raises for too few samples
         self._thread = _Inline(_fail)
         self.model = Model(config, self._thread, policy)
         self._described = describe_optimizer(first.optimizer, first.tensors.names)
@@ -127,7 +126,7 @@ class Learner:
         self.model.begin(begin)
         self._folding = Folding(self.model, self._thread, policy.replies_before_commit)
         self._down = Down(config, self.model)
-        self._first = first  # all compute on it where nothing of theirs stays in a model, and it is measured
+        self._first = first  # evaluated; all ranks of gradient modes compute on it
         self._ranks = [self._rank(rank) for rank in range(num_workers)]
         self.curve: list[Point] = []
         self._num_steps = 0
@@ -140,17 +139,17 @@ class Learner:
     def _check_size(self, num_bytes: int) -> None:
         each = num_bytes * (6 if self.kind.worker_steps else 2)  # weights, gradient, optimizer, anchor, payload
         each += num_bytes * 3 * (self._config.worker.codec != "raw")  # gathered, encoded, what was left out
-        if each * self._num_workers > _MOST_BYTES:
+        if each * self._num_workers > _MAX_BYTES:
             raise UsageError(
                 f"flag --learn: {self._num_workers:,} workers of this model hold {each * self._num_workers:,} bytes, "
-                f"and {_MOST_BYTES:,} are the most",
-                fix=f"-n {_MOST_BYTES // each}, or without --learn",
+                f"and {_MAX_BYTES:,} are the most",
+                fix=f"-n {_MAX_BYTES // each}, or without --learn",
             )
 
     # ---- workers -----------------------------------------------------------------------------
 
     def compute(self, rank: int, num_steps: int, step: int) -> None:
-        """So many training steps, from number `step` of the run on; what comes of them is to be sent."""
+        """Take training steps, from number `step` of the run on. `send` sends their result."""
         item, machine, config = self._ranks[rank], self._ranks[rank].machine, self._config
         if not self.kind.worker_steps:
             machine.put(item.weights)
@@ -184,26 +183,25 @@ class Learner:
         return torch.stack([view.sum() for view in floats])
 
     def send(self, rank: int) -> tuple[int, TrainingInfo]:
-        """What a rank has computed leaves, and is at the server when its contribution is; samples and what else it
-        says."""
+        """Send the result of `compute`, which arrives with its contribution. Returns its samples and facts."""
         item = self._ranks[rank]
         assert item.payload is not None
         item.sent = item.payload, item.without
         return item.num_samples, TrainingInfo(item.hyperparameters or ())
 
     def arrived(self, event: events.Contributed) -> None:
-        """The payload is the server's."""
+        """The payload has arrived at the server."""
         sent = self._ranks[event.rank].sent
         assert sent is not None
         self._folding.stage(event.contribution.id, *sent)
 
     def replied(self, reply: effects.SendReply) -> None:
-        """The server has decided on a reply: its weights are those of now."""
+        """The server has decided on a reply, with the current weights."""
         if reply.has_weights:
             self._ranks[reply.rank].on_its_way = self._down.weights(reply.reply.result.version, reply.is_start)
 
     def received(self, reply: effects.SendReply) -> None:
-        """The reply is with its worker."""
+        """The reply has arrived at its worker."""
         rank = self._ranks[reply.rank]
         is_start = reply.is_start
         work, start = reply.reply.next_work, reply.reply.start
@@ -230,7 +228,7 @@ class Learner:
     # ---- the server --------------------------------------------------------------------------
 
     def carry_out(self, effect: effects.Effect, now: float, num_steps: int) -> None:
-        """As `ps/engine` does. `num_steps` of all workers count so far."""
+        """Carry out an effect as `ps/engine` does. `num_steps`: of all workers, so far."""
         folding = self._folding
         if isinstance(effect, effects.Keep):
             folding.keep(effect)
@@ -250,7 +248,7 @@ class Learner:
             self.replied(effect)
 
     def measure(self, now: float, num_steps: int) -> None:
-        """One more point of the curve: the newest weights, evaluated; `step` is of a worker, on average."""
+        """Add a point to the curve: the newest weights, evaluated; `step`: mean over the workers."""
         point = Point(
             version=self.model.store.version,
             step=num_steps // self._num_workers,
@@ -262,7 +260,7 @@ class Learner:
         self.curve.append(point)
 
     def metrics(self) -> dict[str, float]:
-        """The task's, of the newest weights."""
+        """Returns the task's metrics of the newest weights."""
         machine = self._first
         machine.holds = None
         machine.put(self.model.store.weights[: self.model.store.layout.exchange_bytes])
@@ -272,28 +270,25 @@ class Learner:
 
 
 def _check_possible(config: Config, policy: Any) -> None:
-    """Refuse what would be learned otherwise than in a run."""
-    worker, store, train = config.worker, config.store, config.train
+    """Raise UsageError for settings with which a simulation would learn differently from a run."""
+    worker, delayed, mode = config.worker, config.policy.delayed_update, config.run.mode
     for key, value, plain, why in (
-        ("store.max_norm", store.max_norm, None, "norms of contributions are not looked at"),
-        ("train.accumulate", train.accumulate, 1, "a training step is one batch"),
-        ("train.precision", train.precision, "fp32", "computing is float32"),
+        ("store.max_norm", config.store.max_norm, None, "norms of contributions are not checked"),
+        ("train.accumulate", config.train.accumulate, 1, "a training step is one batch"),
+        ("train.precision", config.train.precision, "fp32", "computing is float32"),
     ):
-        if value != plain:
-            raise UsageError(f"flag --learn: {key} is {value}, and {why}", fix=f"--set {key}={plain}")
-    if policy.compensation is not None:
-        message = "policy.late_compensation needs what each worker was sent, which is not kept"
-        raise UsageError(f"flag --learn: {message}", fix="--set policy.late_compensation=none")
-    if config.policy.delayed_update and worker.codec != "raw":
-        message = f"policy.delayed_update with worker.codec {worker.codec}: a residual reaches the next contribution"
-        raise UsageError(
-            f"flag --learn: {message} in time only where a worker waits", fix="--set policy.delayed_update=false"
-        )
-    if config.policy.delayed_update and policy.kind.worker_steps:
-        message = (
-            f"policy.delayed_update in mode {config.run.mode} puts local steps onto late weights, which is not modelled"
-        )
-        raise UsageError(f"flag --learn: {message}", fix="--set policy.delayed_update=false")
+        raise_first((value != plain, f"flag --learn: {key} is {value}, and {why}", f"--set {key}={plain}"))
+    raise_first(
+        (policy.compensation is not None,
+         "flag --learn: policy.late_compensation needs the weights that each worker was sent, which are not kept",
+         "--set policy.late_compensation=none"),
+        (delayed and worker.codec != "raw",
+         f"flag --learn: policy.delayed_update with worker.codec {worker.codec}: a residual reaches the next "
+         "contribution in time only where a worker waits", "--set policy.delayed_update=false"),
+        (delayed and policy.kind.worker_steps,
+         f"flag --learn: policy.delayed_update in mode {mode} adds local steps to late weights, which is not modelled",
+         "--set policy.delayed_update=false"),
+    )  # fmt: skip
 
 
 def _fail(error: BaseException) -> None:

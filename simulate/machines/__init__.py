@@ -1,1 +1,1 @@
-"""What is around a simulated run: machines, links, and how they are told."""
+"""Machines and links of a simulated run, and the flags that describe them."""

@@ -11,7 +11,7 @@ from .world import World
 
 
 class Compute:
-    """Seconds that one rank's training steps take: the same for the same seed, whatever else happens in the run."""
+    """The computing time of one rank's training steps, which depends only on the seed."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._mean_s = world.compute_s / world.speeds[rank % len(world.speeds)]
@@ -22,11 +22,11 @@ class Compute:
         self._num_steps = 0
 
     def exchange_s(self) -> float:
-        """Seconds of the exchange on the way to the server, beyond what links and latency take."""
+        """Returns seconds of an upload beyond links and latency."""
         return 0.0
 
     def take(self, num_steps: int) -> float:
-        """Seconds of the next so many training steps."""
+        """Returns the seconds of the next training steps."""
         mean_s, sigma, slowdown, whole_s = self._mean_s, self._sigma, self._slowdown, 0.0
         if not sigma and slowdown is None:
             return mean_s * num_steps
@@ -42,7 +42,7 @@ class Compute:
 
 
 class Recorded(Compute):
-    """What one rank's contributions took, again and again in the order in which they did."""
+    """The recorded times of one rank's contributions, repeated in their order."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._pairs = world.recorded[rank % len(world.recorded)]
@@ -53,6 +53,6 @@ class Recorded(Compute):
         return self._pairs[(self._num - 1) % len(self._pairs)][1]
 
     def take(self, num_steps: int) -> float:
-        """A last contribution has fewer steps than the others, and takes less."""
+        """Returns the seconds of a contribution; a last one with fewer steps takes less."""
         self._num, self._most = self._num + 1, max(self._most, num_steps)
         return self._pairs[(self._num - 1) % len(self._pairs)][0] * num_steps / self._most

@@ -1,4 +1,4 @@
-"""What a simulated run is told of its machines and links."""
+"""The machines and links of a simulated run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class World:
     up_bytes: int = 0  # of a contribution
     down_bytes: int = 0  # of a reply with weights
     start_bytes: int = 0  # of the weights that a worker starts from
-    framing: Framing | None = None  # None: bytes of payloads are counted, and nothing around them
-    max_staged: int = 4  # uploads that the server holds at once
+    framing: Framing | None = None  # None: only payloads are counted
+    max_staged: int = 4  # uploads in the server's memory
     mtbf_s: float = math.inf  # mean time of a worker between two failures
     back_s: float = 30.0  # from a failure until its next process joins
     joins_at: tuple[float, ...] = ()  # when the last ranks join, ascending; all others at 0
-    # Instead of all that: of each rank in turn, what its contributions took, computing and exchange (`fit.py`).
+    # Instead of these: seconds of computing and exchange of each rank's contributions (`fit.py`).
     recorded: tuple[tuple[tuple[float, float], ...], ...] = ()

@@ -1,1 +1,1 @@
-"""Recorded runs: the same decisions again, and what is foreseen from them."""
+"""Recorded runs: replays, and what they foresee."""

@@ -1,15 +1,14 @@
-"""A recorded run again: what came to the server, by its history, into the same run and policies, which must decide as
-they did then. Pure.
+"""Replays a recorded run: its events go into the same run and policies, which must decide as they did. Pure.
 
-Of each line of the history one of two things is true: it is what the run says next, or it is what came to the run from
-outside, and is made an event again. What a history does not tell is put in where it makes no difference:
+Each line of the history is either what the run says next, or an event from outside, which is made again. Where the
+history lacks something, the replay puts it where it makes no difference:
 
-- a worker is a member from when it said what it trains, of which its first reply is a sign, or a commit that names it;
-- a lost connection is known by the worker's return, or its leaving: it was lost right after its last line;
-- time is looked at where the next line says that something was decided, and nothing else came.
+- A worker is a member since it offered its model: its first reply shows that, or a commit that names it.
+- A lost connection shows by the worker's return or leaving: it was lost right after the worker's last line.
+- A tick happens where the next line is a decision without another event.
 
-Nor does it tell that a run was stopped (session.stop(), run.stop_when), or a mode's own state in a snapshot
-(`Policy.saved_state`): a run that went on from one in such a mode cannot be replayed.
+A history does not show that a run was stopped (session.stop(), run.stop_when), nor a mode's own state in a snapshot
+(`Policy.saved_state`): a run that resumed from one in such a mode cannot be replayed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ...ps.engine.modes import policy_of
 from ...ps.observe.history import line_of
 from ...ps.policies.base import Policy
 
-# What is compared of a line.
+# The compared fields of a line.
 _DECIDED = {
     "join": ("rank", "incarnation", "step"),
     "leave": ("rank", "incarnation", "how"),
@@ -47,18 +46,18 @@ _GOES_SILENT = ("closed", "lease", "replaced")
 
 @dataclass
 class Verdict:
-    """Of a replay. `problem` is the first decision that was another one; later ones say nothing then."""
+    """The result of a replay. `problem`: the first decision that differs; later ones mean nothing."""
 
     num_decisions: int = 0  # compared: outcomes of contributions, commits and replies
     problem: Problem | None = None
-    decided: str = ""  # what is decided now in its place
+    decided: str = ""  # the decision now
     notes: list[str] = field(default_factory=list)  # what the history lacks
 
 
 def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
-    """Replay the server's lines of one run, or of several. `modes`: those in files that the user has named.
+    """Replay the server's lines of one run, or of several. `modes`: modes in the user's files.
 
-    Raises UsageError for a mode that is not known.
+    Raises UsageError for an unknown mode.
     """
     told = [line for line in lines if line.role == "server"]
     enters = _named_first(told)
@@ -67,7 +66,7 @@ def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
         wrong = found.replied_late
         if wrong is None or wrong[1] in enters.get(wrong[0], ()):
             return found.verdict
-        enters.setdefault(wrong[0], []).append(wrong[1])  # it was a member before, and had to wait: once more
+        enters.setdefault(wrong[0], []).append(wrong[1])  # it was a member before, and had to wait: try again
 
 
 class _Replay:
@@ -94,7 +93,7 @@ class _Replay:
         return self._run
 
     def _takes(self, at: int, line: Line) -> bool:
-        """Whether it is what the run says; else the problem is noted."""
+        """Returns whether the run says the same, and notes the problem if not."""
         if line.op == "start":
             self._begin(line)
             return True
@@ -154,10 +153,10 @@ class _Replay:
                 self._apply(events.Brought(effect.rank, effect.incarnation), line)
         return found
 
-    # ---- what came from outside ---------------------------------------------------------------
+    # ---- events from outside ---------------------------------------------------------------
 
     def _happens(self, at: int, line: Line) -> None:
-        """Make it an event again."""
+        """Make the line an event again."""
         match line.op:
             case "join":
                 self._joins(line)
@@ -201,13 +200,13 @@ class _Replay:
         self._apply(events.Joined(line.number, rank, "", before, this, process), line)
 
     def _offers(self, rank: int, line: Line) -> None:
-        """It has said what it trains, if it has not before."""
+        """Offer the worker's model, if it has not yet."""
         worker = self._of_run.roster.workers.get(rank)
         if worker is not None and ((worker.is_away and worker.is_resumed) or not worker.has_offered):
             self._apply(events.Offered(rank, worker.incarnation, model="model", optimizer="optimizer"), line)
 
     def _offer_all(self, at: int) -> None:
-        """Those who are let in with this line: where they waited for one another, all of them."""
+        """Offer the models of all workers that are admitted together with this line."""
         for line in self._lines[at:]:
             if self._due or line.op != "reply" or line["outcome"] != "START":
                 return
@@ -230,8 +229,10 @@ class _Replay:
 
 
 def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
-    """By position, the (rank, incarnation) whose connection was lost after that line, at the latest: it is the last one
-    of theirs before they come back to where they were, or are gone."""
+    """Returns by position the (rank, incarnation) whose connection was lost after that line.
+
+    It is the last line of a worker before it resumes or leaves.
+    """
     last: dict[int, int] = {}
     found: dict[int, list[tuple[int, int]]] = {}
     for at, line in enumerate(lines):
@@ -249,8 +250,10 @@ def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
 
 
 def _named_first(lines: Sequence[Line]) -> dict[int, list[int]]:
-    """By position, ranks that are members from the event after that line on: a commit of that event names them before
-    they have a reply, because the mode lets them wait."""
+    """Returns by position the ranks that are members from the event after that line on.
+
+    A commit of that event names them before they have a reply, because the mode lets them wait.
+    """
     joined: set[int] = set()
     found: dict[int, list[int]] = {}
     came = 0  # the line that came from outside last

@@ -1,1 +1,1 @@
-"""What simulated runs came to, for people and programs."""
+"""Results of simulated runs, for people and programs."""

@@ -1,4 +1,4 @@
-"""What a simulated run came to: as a `Summary`, like that of any run, and where its workers' time went."""
+"""Results of a simulated run: a `Summary`, like that of any run, and where its workers' time went."""
 
 from __future__ import annotations
 

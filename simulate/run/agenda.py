@@ -1,4 +1,4 @@
-"""What is to happen when, of one simulated run: a heap of things that take a known time, and the shared links."""
+"""The agenda of one simulated run: a heap of events with known times, and the shared links."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from ..machines.links import Link
 from .worker import Worker
 
-# Told the worker and what was pushed with it.
+# Gets the worker and the item that was pushed with it.
 Handler = Callable[[Worker, Any], None]
-# A worker, in which of its lives, who is told of the end, and what.
+# Worker, its life, the handler of the end, and its item.
 Transfers = Link[tuple[Worker, int, Handler, Any]]
 
 
@@ -26,31 +26,30 @@ class Agenda:
         self._heap: list[tuple[float, int, Handler, Worker, int, Any]] = []
         self._num_pushed = 0
 
-    def push(self, at: float, handler: Handler, worker: Worker, told: Any = None) -> None:
-        """Call it then, unless the worker has another life by that time."""
+    def push(self, at: float, handler: Handler, worker: Worker, item: Any = None) -> None:
+        """Call the handler at that time, unless the worker has another life by then."""
         self._num_pushed = num = self._num_pushed + 1
-        heappush(self._heap, (at, num, handler, worker, worker.life, told))
+        heappush(self._heap, (at, num, handler, worker, worker.life, item))
 
     def go_on(self, until: float) -> None:
-        """Things happen, up to that moment, or until it is stopped."""
-        heap, (item, other) = self._heap, self._links
+        """Handle events up to that time, or until it is stopped."""
+        heap, (up, down) = self._heap, self._links
         while not self.is_stopped:
-            link = item if item.next_end < other.next_end else other
+            link = up if up.next_end < down.next_end else down
             link_at = link.next_end
             if heap and heap[0][0] < link_at:
                 if heap[0][0] >= until:
                     return
-                self.now, _, handler, worker, life, told = heappop(heap)
+                self.now, _, handler, worker, life, item = heappop(heap)
             elif link_at < until:
                 self.now = link_at
-                worker, life, handler, told = link.end()
+                worker, life, handler, item = link.end()
             else:
                 return
             if worker.life == life:
-                handler(worker, told)
+                handler(worker, item)
 
     @property
     def is_empty(self) -> bool:
-        """Nothing will happen."""
-        item, other = self._links
-        return not self._heap and item.next_end == other.next_end == math.inf
+        """Whether no event is left."""
+        return not self._heap and all(link.next_end == math.inf for link in self._links)

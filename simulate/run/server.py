@@ -1,4 +1,4 @@
-"""The simulated server as something that takes time: places for uploads, its links, and its tensor work."""
+"""The time that a simulated server takes: staging of uploads, links, and tensor work."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..machines.world import World
 from .agenda import Agenda, Handler, Transfers
 from .worker import Worker
 
-INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: a smaller payload needs no place among those staged
+INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: a smaller payload is not staged
 
 
 class Server:
-    """Of one run. `arrived` is told of each contribution that is here, `delivered` of each reply at its worker."""
+    """The server of one run. `arrived` gets each contribution at the server, `delivered` each reply at its worker."""
 
     def __init__(self, world: World, policy: Policy, arrived: Handler, delivered: Handler) -> None:
         self._world, self._policy = world, policy
@@ -25,7 +25,7 @@ class Server:
         self.agenda = Agenda((self._up, self._down))
         self._busy_until = 0.0  # with tensor work
         self._num_staged = self._num_folds = self._num_asked = 0
-        self._waiting: list[tuple[int, int, Worker, int]] = []  # for a place among those staged
+        self._waiting: list[tuple[int, int, Worker, int]] = []  # for staging memory
         self._has_order = type(policy).upload_position is not Policy.upload_position
         self._is_inline = world.up_bytes <= INLINE_BYTES
         self._own_up_s, self._trip_s = world.up_bytes / world.up, world.latency_s / 2
@@ -33,23 +33,23 @@ class Server:
     # ---- up ------------------------------------------------------------------------------------
 
     def take(self, worker: Worker) -> None:
-        """This worker's contribution begins to leave, or waits for its turn."""
+        """Begin to upload the worker's contribution, or queue it."""
         if self._is_inline:
             self._upload(worker)
             return
         self._num_asked += 1
-        place = self._policy.upload_position(worker.rank) if self._has_order else 0
-        heapq.heappush(self._waiting, (place + self._num_folds, self._num_asked, worker, worker.life))
+        position = self._policy.upload_position(worker.rank) if self._has_order else 0
+        heapq.heappush(self._waiting, (position + self._num_folds, self._num_asked, worker, worker.life))
         if self._num_staged < self._world.max_staged:
-            self.look_again()
+            self.begin_queued()
 
     @property
     def has_room(self) -> bool:
-        """Somebody waits for a place, and there is one: its turn may have come with what has been folded."""
+        """Whether a queued upload may begin, because folds have moved it up."""
         return self._has_order and self._num_staged < self._world.max_staged and bool(self._waiting)
 
-    def look_again(self) -> None:
-        """As `ps/tensors/staging.py`: the next to be folded first, and nobody whose turn is too far away."""
+    def begin_queued(self) -> None:
+        """Begin queued uploads as `ps/tensors/staging.py` does: in fold order, none that is folded much later."""
         waiting, most = self._waiting, self._world.max_staged
         while waiting and self._num_staged < most:
             _, _, worker, life = waiting[0]
@@ -64,16 +64,16 @@ class Server:
                 heapq.heappop(waiting)
 
     def release(self, worker: Worker, _: object = None) -> None:
-        """The worker's contribution takes no place any more."""
+        """Free the staging memory of the worker's contribution."""
         if worker.is_staged:
             worker.is_staged = False
             self._num_staged -= 1
-            self.look_again()
+            self.begin_queued()
 
     def _upload(self, worker: Worker) -> None:
         world, link, agenda = self._world, self._up, self.agenda
         worker.begun_at = agenda.now
-        if link.is_unlimited or not world.up_bytes:  # nobody else makes it slower
+        if link.is_unlimited or not world.up_bytes:
             own_s = self._own_up_s + self._trip_s + worker.compute.exchange_s()
             agenda.push(agenda.now + own_s, self._here, worker)
         else:
@@ -95,17 +95,17 @@ class Server:
             worker.num_sent += framing.up(contribution, is_cut_short)
         self._arrived(worker, None)
 
-    # ---- what the run decides takes time --------------------------------------------------------
+    # ---- tensor work --------------------------------------------------------
 
     def fold(self, worker: Worker) -> None:
-        """Its contribution is added to a mean."""
+        """Fold the worker's contribution."""
         self._num_folds += 1
         self._work(self._world.fold_s)
         if worker.is_staged:
             self.agenda.push(self._busy_until, self.release, worker)
 
     def commit(self) -> None:
-        """A version is made."""
+        """Make a version."""
         self._work(self._world.step_s)
 
     def _work(self, work_s: float) -> None:
@@ -115,7 +115,7 @@ class Server:
     # ---- down ----------------------------------------------------------------------------------
 
     def reply(self, worker: Worker, reply: effects.SendReply) -> None:
-        """It leaves when what it waits for in the server is done."""
+        """Send a reply once the tensor work before it is done."""
         agenda = self.agenda
         worker.decided_at = agenda.now
         if self._busy_until > agenda.now:

@@ -262,7 +262,7 @@ class Simulation:
             if (handler := handlers.get(type(effect))) is not None:
                 handler(effect)
         if self._server.has_room:
-            self._server.look_again()
+            self._server.begin_queued()
         self.tally.flush()
 
     def _watch(self, effect: effects.Effect, now: float) -> None:

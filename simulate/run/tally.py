@@ -1,4 +1,4 @@
-"""What is counted and measured of one simulated run."""
+"""Counts and measurements of one simulated run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLUSHED = 4096  # lines at once
 
 
 class Sample(NamedTuple):
-    """Of one moment."""
+    """A sample of one moment."""
 
     at: float
     skew: int  # versions between the oldest and the newest that a worker holds
@@ -21,7 +21,7 @@ class Sample(NamedTuple):
 
 
 class Tally:
-    """Seconds of all workers by what they were spent on, and so on; `digest` is of everything in its order."""
+    """Counters of a run, and the workers' seconds by cause. `digest`: of all events in order."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
@@ -36,7 +36,7 @@ class Tally:
 
     @property
     def digest(self) -> str:
-        """Of everything that happened, in order, with its time."""
+        """A hash of all events, in order, with their times."""
         self._hash_lines(len(self._lines))
         return self._hash.hexdigest()[:16]
 
@@ -44,7 +44,7 @@ class Tally:
         self.samples.append(Sample(at, skew, dict(self.seconds)))
 
     def flush(self) -> None:
-        """Keep of the lines no more than their hash."""
+        """Replace full blocks of lines by their hash."""
         while len(self._lines) >= _FLUSHED:
             self._hash_lines(_FLUSHED)
 
@@ -54,7 +54,7 @@ class Tally:
             del self._lines[:num]
 
     def exchanged(self, worker: Worker, gate_wait_s: float, own_s: float, rest_cause: str) -> None:
-        """Where the time of this worker's exchange went: held by the mode, on its own link, and the rest."""
+        """Add the time of a worker's exchange by cause."""
         seconds = self.seconds
         server_s, staged_s = worker.left_at - worker.decided_at, worker.begun_at - worker.sent_at
         seconds["mode"] += gate_wait_s
