@@ -1,5 +1,31 @@
-"""ps-bench: the command line. What a benchmark needs is imported once the flags are known to be good."""
+"""Measure exchanges, rounds, latency, scale, steps and memory: the real programs, over loopback.
 
+Examples
+
+  ps-bench exchange                     100 MB up, optimizer, 100 MB down
+  ps-bench exchange --baselines torch-rpc,gloo,ray,unary,iperf
+  ps-bench exchange --transport direct --tls
+  ps-bench exchange --sweep --max-mb 300 --plot sweep.png
+  ps-bench round --workers 2 --baselines gloo,ddp
+  ps-bench allreduce --sweep            among workers: by size, and in a training step
+  ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
+  ps-bench latency --store --page       and by servers with a record, with a page
+  ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
+  ps-bench page                         what a page, viewers and the record cost a server
+  ps-bench step --task digits           compute, transfer, wait and apply
+  ps-bench memory --workers 1,4 --mode sync,async
+  ps-bench zero                         what each worker holds, by stage of ZeRO
+  ps-bench shards --mb 400              a server of 1, 2 and 4 processes
+  ps-bench codecs --codec int8,q4       encoding and decoding on one core
+  ps-bench policies --workers 64,10000  what deciding costs, by mode
+  ps-bench xor --baselines ray              worker-steps per second of a small task
+
+Tables go to standard output; --keep writes the metrics to benchmarks/results
+under their date and machine. PS_... in the environment is left out: what a
+benchmark measures is what its flags say.
+"""
+
+# Benchmarks are imported once the flags are checked.
 from __future__ import annotations
 
 import os
@@ -30,33 +56,6 @@ from .options import (
     show,
 )
 
-_HELP = """Measure exchanges, rounds, latency, scale, steps and memory: the real programs, over loopback.
-
-Examples
-
-  ps-bench exchange                     100 MB up, optimizer, 100 MB down
-  ps-bench exchange --baselines torch-rpc,gloo,ray,unary,iperf
-  ps-bench exchange --transport direct --tls
-  ps-bench exchange --sweep --max-mb 300 --plot sweep.png
-  ps-bench round --workers 2 --baselines gloo,ddp
-  ps-bench allreduce --sweep            among workers: by size, and in a training step
-  ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
-  ps-bench latency --store --page       and by servers with a record, with a page
-  ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
-  ps-bench page                         what a page, viewers and the record cost a server
-  ps-bench step --task digits           compute, transfer, wait and apply
-  ps-bench memory --workers 1,4 --mode sync,async
-  ps-bench zero                         what each worker holds, by stage of ZeRO
-  ps-bench shards --mb 400              a server of 1, 2 and 4 processes
-  ps-bench codecs --codec int8,q4       encoding and decoding on one core
-  ps-bench policies --workers 64,10000  what deciding costs, by mode
-  ps-bench xor --baselines ray              worker-steps per second of a small task
-
-Tables go to standard output; --keep writes the metrics to benchmarks/results
-under their date and machine. PS_... in the environment is left out: what a
-benchmark measures is what its flags say.
-"""
-
 _SIZE, _RUN, _OUTPUT = "Size", "Run", "Output"
 RunsOption = Annotated[
     int, typer.Option("--runs", min=1, help="Turns measured, after 3 to warm up.", rich_help_panel=_RUN)
@@ -73,10 +72,10 @@ def watched_by(store: bool, page: bool) -> tuple[str, ...]:
     return ("store",) * store + ("page",) * page
 
 
-app = make_app(_HELP)
+app = make_app(__doc__)
 
 
-@app.callback(help=_HELP)
+@app.callback(help=__doc__)
 def bench() -> None:
     pass
 

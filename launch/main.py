@@ -78,7 +78,7 @@ def main() -> None:
         command = importlib.import_module(_COMMANDS[sys.argv.pop(1)], __package__)
         run_app(command.app, command.PROGRAM)
     sys.argv[1:] = fold_script_arguments(sys.argv[1:])
-    run_command(LAUNCHER, launch.__doc__, launch)
+    run_command(LAUNCHER, launch)
 
 
 def fold_script_arguments(arguments: list[str]) -> list[str]:

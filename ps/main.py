@@ -36,15 +36,6 @@ if TYPE_CHECKING:
     from .server import Server
     from .shards.server import ShardServer
 
-_HELP = """Hold the weights and the optimizer; let workers train.
-
-Examples
-
-  ps-server --mode ssp                        then: ps-worker --rank 0, ps-worker --rank 1, ...
-  ps-server --mode sync --workers 4 --steps 1000 --optimizer adamw --lr 1e-3
-  ps-server --mode localsgd --local-steps 16 --save weights.safetensors
-"""
-
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -55,7 +46,14 @@ def serve(
     sets: SetOption = None,
     print_config: PrintConfigOption = False,
 ) -> None:
-    """Hold the weights and the optimizer; let workers train."""
+    """Hold the weights and the optimizer; let workers train.
+
+    Examples
+
+      ps-server --mode ssp                        then: ps-worker --rank 0, ps-worker --rank 1, ...
+      ps-server --mode sync --workers 4 --steps 1000 --optimizer adamw --lr 1e-3
+      ps-server --mode localsgd --local-steps 16 --save weights.safetensors
+    """
     resolved = resolve(config, flags, sets, print_config)
     resolved.check_options([resolved.config.run.mode])
     check_optimizer(resolved.config.optimizer.name)
@@ -180,7 +178,7 @@ def _how_to_go_on(config: Config) -> dict[str, str]:
 
 def main() -> None:
     """Entry point of `ps-server`."""
-    run_command(SERVER, _HELP, serve)
+    run_command(SERVER, serve)
 
 
 if __name__ == "__main__":

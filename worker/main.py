@@ -38,23 +38,6 @@ if TYPE_CHECKING:
     from .conversation.messages import Settings
     from .tasks.base import Task
 
-_HELP = """Train a task on this machine, as one worker of a run.
-
-Examples
-
-  ps-worker --rank 0                                    with ps-server on this machine
-  ps-worker --rank 1 --server 10.0.0.1:50051
-  ps-worker --rank 0 --task my_task.py:MyTask --device cuda:0
-  ps-worker --server none --task digits                 alone, without a server
-
-Started by an engine, which says the rank (docs/engines.md)
-
-  torchrun --nproc-per-node 4 -m paramserver.worker            four workers
-  torchrun --nproc-per-node 4 -m paramserver.worker --group    one worker of four processes
-  srun -n 4 ps-worker
-  mpirun -n 4 ps-worker
-"""
-
 
 def work(
     flags: Flags,
@@ -62,7 +45,22 @@ def work(
     sets: SetOption = None,
     print_config: PrintConfigOption = False,
 ) -> None:
-    """Train a task on this machine, as one worker of a run."""
+    """Train a task on this machine, as one worker of a run.
+
+    Examples
+
+      ps-worker --rank 0                                    with ps-server on this machine
+      ps-worker --rank 1 --server 10.0.0.1:50051
+      ps-worker --rank 0 --task my_task.py:MyTask --device cuda:0
+      ps-worker --server none --task digits                 alone, without a server
+
+    Started by an engine, which says the rank (docs/engines.md)
+
+      torchrun --nproc-per-node 4 -m paramserver.worker            four workers
+      torchrun --nproc-per-node 4 -m paramserver.worker --group    one worker of four processes
+      srun -n 4 ps-worker
+      mpirun -n 4 ps-worker
+    """
     resolved = resolve(config, flags, sets, print_config, is_worker=True)
     alone = [flag_name(key, info) for key, (info, flag) in flags_of(WORKER).items() if flag.is_for_alone and flags[key]]
     if resolved.config.worker.evaluate:
@@ -179,4 +177,4 @@ def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> 
 
 def main() -> None:
     """Entry point of `ps-worker`."""
-    run_command(WORKER, _HELP, work)
+    run_command(WORKER, work)

@@ -98,24 +98,24 @@ def make_app(help_text: str | None = None) -> App:
     )
 
 
-def run_command(program: str, help_text: str | None, command: Callable[..., int | None]) -> NoReturn:
+def run_command(program: str, command: Callable[..., int | None]) -> NoReturn:
     """Run a program of one command, and end the process with the command's exit code.
 
-    The command's first parameter is `Flags`: the flags that fields of the configuration declare for this program. The
-    second is the configuration file. All others are Typer's, and stand last in --help.
+    The command's docstring is its help. Its first parameter is `Flags`: the flags that fields of the configuration
+    declare for this program. The second is the configuration file. All others are Typer's, and stand last in --help.
     """
     gc.disable()  # until the command runs: what is imported for it, and for --help, is no garbage
     try:
-        app = single_app(program, help_text, command, sys.argv[1:])
+        app = single_app(program, command, sys.argv[1:])
     except UsageError as error:
         sys.exit(report(program, error))
     run_app(app, program)
 
 
-def single_app(program: str, help_text: str | None, command: Callable[..., int | None], arguments: list[str]) -> App:
+def single_app(program: str, command: Callable[..., int | None], arguments: list[str]) -> App:
     """Returns the app of a program of one command, with its flags for these `arguments`. Raises UsageError."""
-    app = make_app(help_text)
-    app.command(help=help_text, epilog=_EPILOG)(_with_flags(program, command, _modes_in_files(arguments)))
+    app = make_app()
+    app.command(help=command.__doc__, epilog=_EPILOG)(_with_flags(program, command, _modes_in_files(arguments)))
     return app
 
 

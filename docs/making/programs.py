@@ -34,7 +34,7 @@ def command(program: str, arguments: Sequence[str] = ()) -> Any:
         return typer.main.get_command(importlib.import_module(OTHERS[program]).app)
     module, name = CONFIGURED[program]
     home = importlib.import_module(module)
-    return typer.main.get_command(single_app(program, home._HELP, getattr(home, name), list(arguments)))
+    return typer.main.get_command(single_app(program, getattr(home, name), list(arguments)))
 
 
 def described() -> Iterator[tuple[str, Any]]:

@@ -25,25 +25,6 @@ def test_a_killed_worker_comes_back_and_the_job_goes_well(marked) -> None:
     assert "loss 0.125" in run.stdout
 
 
-def test_a_worker_that_crashes_keeps_its_traceback_and_comes_back(marked) -> None:
-    run = marked.run("-n", "2", *SOON, FAKE_WORKER_0="once crash")
-    assert run.returncode == 0
-    assert run.stderr.count("[worker 0] RuntimeError: a mistake in the user's task") == 1
-    assert "worker 0 failed: RuntimeError: a mistake in the user's task (" in run.stderr
-
-
-def test_a_worker_that_dies_at_every_start_spends_its_budget(marked) -> None:
-    run = marked.run("-n", "2", "--max-restarts", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_1="exit 3")
-    assert run.returncode == 17
-    waits = re.findall(r"started again in (\S+) s \(restart (\d) of 2\)", run.stderr)
-    assert waits == [("0.01", "1"), ("0.02", "2")]
-    assert run.stderr.count("[worker 1] joined") == 3
-    assert run.stderr.splitlines()[-1] == (
-        "ps-launch: worker 1 failed: exit code 3;"
-        " it had been started again 2 times, as often as launch.max_restarts allows"
-    )
-
-
 def test_a_worker_that_crashes_at_the_same_place_again_is_shown_once_and_ends_the_job(marked) -> None:
     run = marked.run("-n", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_1="crash")
     assert run.returncode == 1
@@ -63,24 +44,6 @@ def test_a_mistake_of_every_worker_is_shown_once_and_not_tried_again(marked) -> 
     assert run.stderr.splitlines()[-1].startswith(
         "ps-launch: every worker failed: RuntimeError: a mistake in the user's"
     )
-
-
-def test_a_mismatch_is_not_tried_again(marked) -> None:
-    run = marked.run("-n", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_0="exit 12")
-    assert run.returncode == 12
-    assert "started again" not in run.stderr
-
-
-def test_a_program_that_does_not_exist_is_not_tried_again(marked) -> None:
-    (marked.folder / "launch.py").write_text(
-        "from paramserver.launch import main\nfrom paramserver.launch.plan import runs\n"
-        "runs.PROGRAMS['server'] = ('-c', 'import sys; sys.exit(126)')\n"
-        "main.main()\n"
-    )
-    process = marked.start("launch.py", "-n", "1", "--checkpoint-dir", "kept")
-    _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 126
-    assert "server failed: exit code 126 (cannot be started)" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("how", ["kill", "die 1"])
@@ -147,20 +110,4 @@ def test_a_signal_during_a_back_off_drains_at_once(number: int, marked, read_unt
     assert launcher.returncode == 128 + number
     assert f"{signal.Signals(number).name}: the job ends; asked to end: server, worker 0\n" in err
     assert "hello from 1" not in err
-    assert marked.left() == []
-
-
-def test_a_second_signal_during_a_back_off_kills(marked, read_until) -> None:
-    sets = ("--set", "launch.backoff_s=10", "--set", "launch.grace_s=60")
-    launcher = marked.launch("-n", "2", *sets, FAKE_WORKER_0="stubborn", FAKE_WORKER_1="kill", FAKE_SERVER="stubborn")
-    awaited = {"hanging", "worker 1 failed"}
-    while awaited:
-        line = launcher.stderr.readline()
-        awaited = {words for words in awaited if words not in line}
-    launcher.send_signal(signal.SIGTERM)
-    read_until(launcher.stderr, "asked to end")
-    launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 143
-    assert "SIGTERM while ending; killed: server, worker 0" in err
     assert marked.left() == []

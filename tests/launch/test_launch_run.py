@@ -46,22 +46,6 @@ def test_the_first_failure_ends_the_job_with_its_code(marked) -> None:
     assert run.stdout == ""
 
 
-def test_a_traceback_is_shown_once(marked) -> None:
-    run = marked.run("-n", "2", "--max-restarts", "0", FAKE_WORKER="hang", FAKE_WORKER_0="crash")
-    assert run.returncode == 1
-    assert run.stderr.count("[worker 0] RuntimeError: a mistake in the user's task") == 1
-
-
-def test_a_killed_worker_is_named(marked, read_until) -> None:
-    launcher = marked.launch("-n", "2", "--max-restarts", "0", FAKE_WORKER="hang")
-    joined = read_until(launcher.stderr, "[worker 1] joined")
-    os.kill(int(re.search(r"pid=(\d+)", joined)[1]), signal.SIGKILL)
-    _, err = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 128 + signal.SIGKILL
-    assert "worker 1 failed: killed by SIGKILL" in err
-    assert marked.left() == []
-
-
 def test_a_port_that_is_taken_is_found_before_anything_starts(marked) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -70,25 +54,6 @@ def test_a_port_that_is_taken_is_found_before_anything_starts(marked) -> None:
     assert run.returncode == 10
     assert "ps-launch: flag --port: cannot listen on 127.0.0.1" in run.stderr
     assert "starting" not in run.stderr
-
-
-def test_a_port_that_is_taken_meanwhile_is_the_servers_exit_code(marked) -> None:
-    run = marked.run("-n", "2", FAKE_SERVER="exit 10")
-    assert run.returncode == 10
-    assert "server failed: exit code 10" in run.stderr
-    assert "[worker" not in run.stderr
-
-
-def test_a_server_that_dies_ends_the_workers(marked) -> None:
-    run = marked.run("-n", "2", FAKE_SERVER="die 16", FAKE_WORKER="hang")
-    assert run.returncode == 16
-    assert "server failed: exit code 16 (diverged)" in run.stderr
-
-
-def test_a_server_that_stays_is_told_to_end(marked) -> None:
-    run = marked.run("-n", "1", FAKE_SERVER="linger")
-    assert run.returncode == 0
-    assert "every worker is done; asked to end: server" in run.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -125,16 +90,6 @@ def test_the_second_signal_kills(marked, read_until) -> None:
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 130
     assert re.search("SIGINT while ending; killed: .*worker 0", err)
-    assert marked.left() == []
-
-
-def test_who_does_not_end_in_time_is_killed(marked, read_until) -> None:
-    launcher = marked.launch("-n", "1", "--set", "launch.grace_s=0.2", FAKE_WORKER="stubborn")
-    read_until(launcher.stderr, "hanging")
-    launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 143
-    assert "still there after 0.2 s; killed: worker 0" in err
     assert marked.left() == []
 
 
@@ -223,12 +178,6 @@ def test_a_script_of_ones_own(marked) -> None:
         assert f"[worker {rank}] hello from {rank}, arguments ['--epochs', '3']" in run.stderr
 
 
-def test_the_place_of_the_launcher_itself_means_nothing(marked) -> None:
-    run = marked.run("-n", "2", RANK="5", WORLD_SIZE="9", PS_SERVER="10.0.0.1:1", SLURM_PROCID="5")
-    assert run.returncode == 0
-    assert "[worker 1] joined rank=1" in run.stderr
-
-
 def test_as_json_every_line_is_an_object(marked) -> None:
     run = marked.run("-n", "2", "--log-format", "json", FAKE_WORKER="hang", FAKE_WORKER_1="exit 12")
     events = [json.loads(line) for line in run.stderr.splitlines()]
@@ -239,13 +188,6 @@ def test_as_json_every_line_is_an_object(marked) -> None:
     assert [event["role"] for event in events if event["event"] == "listening"] == ["server"]
     assert {event["rank"] for event in events if event["event"] == "output"} == {0, 1}
     assert events[-1]["reason"] == "worker 1 failed: exit code 12 (model or run mismatch)"
-
-
-def test_a_quiet_run_still_understands_its_children(marked) -> None:
-    run = marked.run("-n", "1", "--set", "log.level=error")
-    assert run.returncode == 0
-    assert "listening" not in run.stderr
-    assert "loss 0.125" in run.stdout
 
 
 def test_on_a_terminal_there_is_a_live_table(marked, read_until) -> None:

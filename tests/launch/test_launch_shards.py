@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from paramserver.common.config.sources import load_config
@@ -159,12 +157,3 @@ def test_a_killed_shard_comes_back_at_its_address(marked, read_until) -> None:
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, err
     assert marked.left() == []
-
-
-def test_a_killed_shard_without_snapshots_ends_the_job(marked) -> None:
-    run = marked.run("-n", "2", "--shards", "2", FAKE_SHARD_1="kill", FAKE_WORKER="hang")
-    assert run.returncode == 128 + signal.SIGKILL
-    reason = "server shard 1 failed: killed by SIGKILL"
-    assert run.stderr.splitlines()[-1] == (
-        f"ps-launch: {reason}; with --checkpoint-dir DIR it would have been started again"
-    )

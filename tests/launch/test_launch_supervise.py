@@ -115,8 +115,8 @@ TRANSCRIPTS = {
         exit worker 1 0 at 50    ->
         tick at 52               -> end server (every worker is done)
         tick at 151.9            ->
-        tick at 152              -> kill server (the server was asked to end and was still there after 100 s)
-        exit server -9 at 152    -> finish 1 (the server was asked to end and was still there after 100 s)
+        tick at 152              -> kill server (the server did not end within 100 s)
+        exit server -9 at 152    -> finish 1 (the server did not end within 100 s)
     """,
     "a server that fails while writing its results": """
         begin                    -> start server (the workers need its address)

@@ -82,7 +82,7 @@ def test_idle_connections_give_way_and_who_looks_stays(
     assert viewer.recv(12) == b"HTTP/1.1 200"
     those = [idle(client.address, said) for said in (b"", b"GET / HTTP/1.1\r\n") for _ in range(200)]
     assert client.ask("GET", "/api/health")[1]["viewers"] == 1
-    until(lambda: num_open(those) < door._MOST_CONNECTIONS)
+    until(lambda: num_open(those) < door._MAX_CONNECTIONS)
     monkeypatch.setattr(door, "_IDLE_S", 0.1)
     assert client.ask("POST", CONTROL, b'{"do": "drain"}', **SHOWN)[0] == 200
     late = [idle(client.address) for _ in range(20)]
@@ -185,7 +185,7 @@ def test_silence_instead_of_tls(
         connection.request("GET", "/api/health")
         assert connection.getresponse().status == 200
         connection.close()
-        until(lambda: num_open(those) < door._MOST_CONNECTIONS)
+        until(lambda: num_open(those) < door._MAX_CONNECTIONS)
     finally:
         page.close()
 

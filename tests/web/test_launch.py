@@ -99,7 +99,7 @@ def test_runs_one_after_another_have_their_page_at_one_address(cluster: Cluster)
         "--web", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
     )  # fmt: skip
     assert job.wait() == 0, job.output
-    assert "single has no server, and so no page" in job.output
+    assert "single has no server, and so no dashboard" in job.output
     found = re.findall(r"http://(127\.0\.0\.1:\d+)/\?token=secret", job.output)
     assert len(found) == 2 and len(set(found)) == 1
 
@@ -107,7 +107,7 @@ def test_runs_one_after_another_have_their_page_at_one_address(cluster: Cluster)
 def test_a_worker_alone_has_no_page(cluster: Cluster) -> None:
     told = cluster.command("launch", "--mode", "single", "--web", "--task", "xor", "--steps", "5")
     assert told.returncode == 2
-    assert "a worker alone has no server, and so no page" in told.stderr
+    assert "a worker alone has no server and no dashboard" in told.stderr
 
 
 @pytest.mark.slow
