@@ -1,1 +1,1 @@
-"""ps-runs: runs on record, listed, shown and compared."""
+"""ps-runs: lists, shows and compares the runs of a run store."""

@@ -1,4 +1,4 @@
-"""ps-bench: the way to `benchmarks/`, which is no part of the wheel unless asked for (`paramserver[bench]`)."""
+"""Starts `benchmarks/`, which is installed as an extra (`paramserver[bench]`)."""
 
 from __future__ import annotations
 

@@ -262,12 +262,12 @@ class Job:
                     "restarting", decision.reason, "warning", role=child.role, rank=child.rank,
                     in_s=attempt.in_s, restart=attempt.number, of=decision.max_restarts,
                 )  # fmt: skip
-        for kind, event, what in ((Terminate, "draining", "asked to end"), (Kill, "killing", "killed")):
+        for kind, event, verb in ((Terminate, "draining", "asked to end"), (Kill, "killing", "killed")):
             chosen = [decision for decision in decisions if isinstance(decision, kind)]
             if chosen:
                 who = ", ".join(str(decision.child) for decision in chosen[:4])
                 more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
-                self._screen.note(event, f"{chosen[0].reason}; {what}: {who}{more}", "warning")
+                self._screen.note(event, f"{chosen[0].reason}; {verb}: {who}{more}", "warning")
 
 
 async def run_all(

@@ -1,1 +1,1 @@
-"""A run under a virtual clock: the real run and its policies, with workers, links and a server that are told."""
+"""A run under a virtual clock: the real run and its policies, with simulated workers, links and server."""

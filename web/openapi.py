@@ -143,7 +143,7 @@ def _control() -> dict[str, Any]:
     }
     body = {"schema": {"type": "object", "required": ["do"], "properties": properties}}
     refusals = {
-        "400": "the body is not a JSON object", "404": "no such run", "409": "the run is over, or on record",
+        "400": "the body is not a JSON object", "404": "no such run", "409": "the run is over, or can only be read",
         "413": "the body is too long", "422": "it cannot be done, and why",
     }  # fmt: skip
     return {

@@ -15,8 +15,8 @@ from ..plan.process import Child
 
 INSTALLED = """
 import importlib.metadata, importlib.util, json, os, sys
-asked = json.loads(sys.argv[1])
-folder = os.path.expanduser(asked["folder"])
+wanted = json.loads(sys.argv[1])
+folder = os.path.expanduser(wanted["folder"])
 found = {"version": None, "folder": os.path.isdir(folder), "missing": [], "closed": []}
 found["python"], found["torch"] = "%d.%d" % sys.version_info[:2], importlib.util.find_spec("torch") is not None
 try:
@@ -25,8 +25,8 @@ except importlib.metadata.PackageNotFoundError:
     pass
 if found["folder"]:
     os.chdir(folder)
-    found["missing"] = [path for path in asked["needs"] if not os.path.exists(path)]
-    found["closed"] = [path for path in asked["leaves"] if not os.access(os.path.dirname(path) or ".", os.W_OK)]
+    found["missing"] = [path for path in wanted["needs"] if not os.path.exists(path)]
+    found["closed"] = [path for path in wanted["leaves"] if not os.access(os.path.dirname(path) or ".", os.W_OK)]
 print(json.dumps(found))
 """
 

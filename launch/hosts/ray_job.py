@@ -1,12 +1,12 @@
-"""A Ray job that holds what a run asks for, and puts agents there: python -m paramserver.launch.hosts.ray_job OPTIONS
+"""A Ray job that reserves bundles for a run and starts agents there: python -m paramserver.launch.hosts.ray_job OPTIONS
 
-It is the one driver of a run, a child of the launcher. It reserves a placement group with a bundle for each process,
-and says in one JSON line on which nodes these are, or why not. Then each connection to its socket (PASS, a command of
-the launcher's) names a bundle, and is from there on the standard input and output of an agent (`agent.py`) that an
-actor in that bundle starts: so Ray counts what is used, and shows it the GPUs that are its own.
+It is the only driver of a run, a child of the launcher. It reserves a placement group with a bundle for each process,
+and prints one JSON line with the nodes of these, or an error. Then each connection to its socket (PASS, a command of
+the launcher) names a bundle, and becomes the standard input and output of an agent (`agent.py`) that an actor in that
+bundle starts. So Ray counts the resources, and shows the agent only its own GPUs.
 
-At the end of standard input everything goes: actors, bundles, and with them the agents. So it does when this process
-is killed, for Ray ends what a driver has begun.
+At the end of standard input everything ends: actors, bundles, and with them the agents. The same happens when this
+process is killed, because Ray ends what a driver has started.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REACH_S = 5.0
 
 
 class Host:
-    """The actor: an agent, its input and its output."""
+    """The actor of an agent."""
 
     def __init__(self, command: list[str], folder: str) -> None:
         self._agent = subprocess.Popen(
@@ -51,7 +51,7 @@ class Host:
         )
 
     def write(self, data: bytes) -> None:
-        """Nothing: no more comes."""
+        """Write to the agent; empty data closes its input."""
         assert self._agent.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             if not data:
@@ -61,7 +61,7 @@ class Host:
                 at = at[self._agent.stdin.write(at) :]
 
     def read(self) -> bytes:
-        """Nothing: it has ended."""
+        """Read from the agent; empty data: it has ended."""
         assert self._agent.stdout is not None
         return os.read(self._agent.stdout.fileno(), _PIECE)
 
@@ -76,8 +76,8 @@ def main() -> None:
         _reach(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (OSError, ConnectionError, RuntimeError, ValueError) as error:
-        _say(error=f"no Ray cluster at {address}: {' '.join(str(error).split())[:200]}", fix="ray start --head there, "
-             "or name another: launch.ray_address")  # fmt: skip
+        _reply(error=f"no Ray cluster at {address}: {' '.join(str(error).split())[:200]}",
+               fix="ray start --head there, or name another: launch.ray_address")  # fmt: skip
         return
     group = _reserved(ray, options)
     if group is None:
@@ -87,7 +87,7 @@ def main() -> None:
     listener.listen()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     where = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    _say(nodes=[[where[index], nodes[where[index]]] for index in range(len(options["bundles"]))])
+    _reply(nodes=[[where[index], nodes[where[index]]] for index in range(len(options["bundles"]))])
     threading.Thread(target=_serve, args=(ray, listener, group, options), daemon=True).start()
     while os.read(0, 1 << 16):
         pass
@@ -96,26 +96,26 @@ def main() -> None:
     ray.shutdown()
 
 
-def _say(**told: Any) -> None:
-    print(json.dumps(told), flush=True)
+def _reply(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def _reach(address: str) -> None:
-    """Ray itself tries for half a minute."""
+    """Raise OSError for an unreachable address, for which Ray itself would retry for half a minute."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and "//" not in address:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
 
 
 def _reserved(ray: Any, options: dict[str, Any]) -> Any:
-    """The placement group; None where there is none, which has been said."""
+    """Returns the placement group; None after an error reply."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     address, bundles = options["address"], options["bundles"]
     for name, bundle in zip(options["names"], bundles, strict=True):
         if not any(all(node.get(key, 0) >= value for key, value in bundle.items()) for node in nodes):
             most = ", ".join(f"{key} {max(node.get(key, 0) for node in nodes):g}" for key in bundle)
-            _say(
-                error=f"{name} asks for {_told(bundle)}, and no node of the Ray cluster at {address} has that: the "
+            _reply(
+                error=f"{name} asks for {_text(bundle)}, and no node of the Ray cluster at {address} has that: the "
                 f"most of each is {most}",
                 fix="ask for less (launch.ray_worker, launch.ray_server), or add such a node",
             )
@@ -125,16 +125,16 @@ def _reserved(ray: Any, options: dict[str, Any]) -> Any:
         kinds = sorted({key for bundle in bundles for key in bundle})
         free = {key: ray.available_resources().get(key, 0) for key in kinds}
         wanted = {key: sum(bundle.get(key, 0) for bundle in bundles) for key in kinds}
-        _say(
+        _reply(
             error=f"the Ray cluster at {address} has no room for {len(bundles)} processes, {options['strategy']}, "
-            f"within {options['wait_s']:g} s (launch.ray_wait_s): asked for are {_told(wanted)}, free {_told(free)}",
+            f"within {options['wait_s']:g} s (launch.ray_wait_s): asked for are {_text(wanted)}, free {_text(free)}",
             fix="wait for others' jobs to end, ask for less, or add nodes",
         )
         return None
     return group
 
 
-def _told(resources: dict[str, float]) -> str:
+def _text(resources: dict[str, float]) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in resources.items()) or "nothing"
 
 
@@ -145,19 +145,19 @@ def _serve(ray: Any, listener: socket.socket, group: Any, options: dict[str, Any
 
 
 def _pass(ray: Any, item: socket.socket, group: Any, options: dict[str, Any]) -> None:
-    """An agent's whole life."""
+    """Start an agent, and pass on its output until it ends."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    said = b""
-    while not said.endswith(b"\n"):
-        said += item.recv(1)
-    bundle = options["bundles"][int(said)]
+    number = b""
+    while not number.endswith(b"\n"):
+        number += item.recv(1)
+    bundle = options["bundles"][int(number)]
     own = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
     actor = (
         ray.remote(Host)
         .options(
             num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), resources=own, max_concurrency=3,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, int(said)),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, int(number)),
         )
         .remote(options["command"], options["folder"])
     )  # fmt: skip

@@ -40,7 +40,7 @@ def _with_address(host: Host, ssh: str) -> Host:
     if host.address is not None or host.host == THIS_MACHINE:
         return host
     try:
-        asked = subprocess.run(
+        found = subprocess.run(
             [*shlex.split(ssh), "-G", "--", host.host],
             capture_output=True,
             text=True,
@@ -49,7 +49,7 @@ def _with_address(host: Host, ssh: str) -> Host:
         )
     except (OSError, subprocess.TimeoutExpired):
         return host  # the connection reports the error
-    names = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("hostname ")]
+    names = [line.split()[1] for line in found.stdout.splitlines() if line.startswith("hostname ")]
     return host.model_copy(update={"address": names[0] if names else host.host})
 
 

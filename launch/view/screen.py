@@ -214,10 +214,10 @@ class JsonScreen(Screen):
         pass
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
-        place: dict[str, Any] = {"role": child.role, "rank": child.rank}
-        place |= {"host": self._hosts[child]} if child in self._hosts else {}
-        said = read_json(line, nan=True, big=True) if event is not None else {"event": "output", "line": line}
-        self._write({**said, **place, "rank": said.get("rank", child.rank)})
+        origin: dict[str, Any] = {"role": child.role, "rank": child.rank}
+        origin |= {"host": self._hosts[child]} if child in self._hosts else {}
+        fields = read_json(line, nan=True, big=True) if event is not None else {"event": "output", "line": line}
+        self._write({**fields, **origin, "rank": fields.get("rank", child.rank)})
 
     def status(self, line: str, status: Status, now: float) -> None:
         self._write(read_json(line, nan=True, big=True))

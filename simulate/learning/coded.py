@@ -50,7 +50,7 @@ class Up:
         take_payload(codec, codec.decoder(self._layout), self._layout, encoded, payload)
         return payload
 
-    def told(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
+    def hyperparameters(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
         """Returns the hyperparameters as they are sent with a contribution."""
         return self._encoding.told(tuple(groups))
 

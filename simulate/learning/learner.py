@@ -167,7 +167,7 @@ class Learner:
                 machine.step(machine.optimizer)
         if not self.kind.worker_steps:
             groups = [current_hyperparameters(group) for group in machine.optimizer.param_groups]
-            item.hyperparameters = tuple(groups) if item.up is None else item.up.told(groups)
+            item.hyperparameters = tuple(groups) if item.up is None else item.up.hyperparameters(groups)
             names = [entry.spec.name for entry in machine.tensors.layout.entries]
             item.without = frozenset(names[index] for index in machine.tensors.without_gradient())
         if machine.anchor is not None:

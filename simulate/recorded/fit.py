@@ -103,7 +103,7 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
         raise UsageError("the history does not say how long was computed: an unfinished run wrote it")
     if config.policy.delayed_update:
         raise UsageError(
-            "policy.delayed_update: what is computed during an exchange cannot be told from it in a history",
+            "policy.delayed_update: a history does not separate computing from the exchange meanwhile",
             fix="record a run without, and simulate with --set policy.delayed_update=true",
         )
     ranks = sorted({cycle.rank for cycle in found})
@@ -139,8 +139,8 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
 def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> Extra:
     """What a contribution, and the reply to one, had beyond what is counted: of most of those that both have."""
     counted = {(cycle.rank, cycle.number): cycle for cycle in again}
-    said = [cycle for cycle in recorded if cycle.num_sent >= 0 and (cycle.rank, cycle.number) in counted]
-    pairs = [(cycle, counted[cycle.rank, cycle.number]) for cycle in said]
+    known = [cycle for cycle in recorded if cycle.num_sent >= 0 and (cycle.rank, cycle.number) in counted]
+    pairs = [(cycle, counted[cycle.rank, cycle.number]) for cycle in known]
     if not pairs:
         return NOTHING
     up = median(item.num_sent - other.num_sent for item, other in pairs)

@@ -59,10 +59,10 @@ def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
 
     Raises UsageError for an unknown mode.
     """
-    told = [line for line in lines if line.role == "server"]
-    enters = _named_first(told)
+    of_server = [line for line in lines if line.role == "server"]
+    enters = _named_first(of_server)
     while True:
-        found = _Replay(told, modes, enters)
+        found = _Replay(of_server, modes, enters)
         wrong = found.replied_late
         if wrong is None or wrong[1] in enters.get(wrong[0], ()):
             return found.verdict
@@ -110,8 +110,8 @@ class _Replay:
         if op != line.op or any(fields[name] != line[name] for name in names):
             recorded = ", ".join(f"{name} {line[name]}" for name in names)
             self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
-            told = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
-            self.verdict.decided = f"{op} {told}" if op else "nothing"
+            now = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
+            self.verdict.decided = f"{op} {now}" if op else "nothing"
             if line.op == "reply" and line["outcome"] == "START":
                 self.replied_late = (self._came - 1, line["rank"])
             return False
@@ -127,9 +127,9 @@ class _Replay:
                 f"{line.file}:{line.number}: mode {line['mode']} is not installed here",
                 fix="name its file: --mode my_mode.py:Mine",
             )
-        told = {**line["common"], "num_workers": line.fields.get("workers")}
-        options = Options(mode=mode, num_workers=told["num_workers"], max_workers=1 << 20)
-        policy = policy_of(mode, {**line["options"], **told})
+        settings = {**line["common"], "num_workers": line.fields.get("workers")}
+        options = Options(mode=mode, num_workers=settings["num_workers"], max_workers=1 << 20)
+        policy = policy_of(mode, {**line["options"], **settings})
         run = self._run = Run(options, policy, line["run"], line["server_incarnation"])
         self._due.clear()
         if line.fields.get("source") is not None:
@@ -169,11 +169,13 @@ class _Replay:
             case "leave":
                 self._apply(events.Left(line["rank"], line["incarnation"], line["how"]), line)
             case "control":
-                said = line.fields
-                controlled = events.Controlled(line["do"], said.get("rank"), said.get("name", ""), said.get("value"))
-                if "mode" in said:
-                    told = {**said["options"], **asdict(self._of_run.policy.common)}
-                    self._of_run.options = replace(self._of_run.options, policy_of=partial(policy_of, settings=told))
+                given = line.fields
+                controlled = events.Controlled(line["do"], given.get("rank"), given.get("name", ""), given.get("value"))
+                if "mode" in given:
+                    settings = {**given["options"], **asdict(self._of_run.policy.common)}
+                    self._of_run.options = replace(
+                        self._of_run.options, policy_of=partial(policy_of, settings=settings)
+                    )
                 self._apply(controlled, line)
             case "accept":
                 self._contributes(line)

@@ -34,13 +34,15 @@ def config_of(lines: Sequence[Line], config: Config) -> Config:
     at = max(at for at, line in enumerate(lines) if line.op == "start")
     start = lines[at].fields
     common = start["common"]
-    told = {name: common[name] for name in ("min_workers", "weighting", "delayed_update") if name in common}
-    policy = PolicyConfig.model_validate({**config.policy.model_dump(), **told, **start["options"]})
+    options = {name: common[name] for name in ("min_workers", "weighting", "delayed_update") if name in common}
+    policy = PolicyConfig.model_validate({**config.policy.model_dump(), **options, **start["options"]})
     mode = next((name for name in config.run.modes if mode_anywhere(name) == start["mode"]), start["mode"])
     counted = [line for line in lines[at:] if line.op == "accept"]
-    said = next((line.fields["run_steps"] for line in counted if "run_steps" in line.fields), None)
+    run_steps = next((line.fields["run_steps"] for line in counted if "run_steps" in line.fields), None)
     local_steps = getattr(policy.options(mode), "local_steps", 1)
-    steps = common.get("training_steps") or said or max((line["step"] for line in counted), default=1) * local_steps
+    steps = (
+        common.get("training_steps") or run_steps or max((line["step"] for line in counted), default=1) * local_steps
+    )
     run = config.run.model_copy(update={"mode": mode, "steps": steps, "workers": start.get("workers")})
     return config.model_copy(update={"run": run, "policy": policy})
 

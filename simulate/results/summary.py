@@ -27,8 +27,10 @@ _OWN_METRICS = {"steps/s", "stale p50", "stale p99", "lead max", "skew p50", "sk
 
 
 def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summary:
-    """As `ps/observe/reports.py` makes one; the metrics of a simulation stand where an evaluation's would, and after
-    them how many times as fast as the `baseline` it is."""
+    """Returns a summary as `ps/observe/reports.py` makes it.
+
+    Metrics of the simulation stand in for an evaluation's, with the speed-up over the `baseline`.
+    """
     run, policy = simulation.run, simulation.policy
     curve = [] if simulation.learner is None else list(simulation.learner.curve)
     final = dict(curve[-1].metrics) if curve else {}
@@ -97,25 +99,25 @@ def for_people(runs: list[tuple[str, Summary]]) -> list[tuple[str, Summary]]:
 
 
 def sentence(runs: list[tuple[str, Summary]]) -> str:
-    """What follows, in words."""
+    """Returns the conclusion as a sentence."""
     (name, first), *others = sorted(runs, key=lambda run: -float(run[1].final["steps/s"]))
     rate = float(first.final["steps/s"])
-    told = f"Fastest is {name}: {rate:,.1f} training steps a second of all workers"
-    told += f", who compute {share(float(first.final['of ideal']))} of the time"
+    text = f"Fastest is {name}: {rate:,.1f} training steps a second of all workers"
+    text += f", who compute {share(float(first.final['of ideal']))} of the time"
     if not others or not rate:
-        return f"{told}."
+        return f"{text}."
     rest = ", ".join(f"{other} {share(float(item.final['steps/s']) / rate)}" for other, item in others)
-    return f"{told}. Of that rate the others make: {rest}."
+    return f"{text}. Of that rate the others make: {rest}."
 
 
 def ideal_rate(simulation: Simulation) -> float:
-    """Training steps a second if workers computed all the time, each at its own mean pace."""
+    """Returns training steps a second if workers only computed, each at its mean pace."""
     stats = simulation.run.roster.stats.values()
     return sum(stats_entry.training_steps / stats_entry.compute_s for stats_entry in stats if stats_entry.compute_s)
 
 
 def percentile(counts: Counter[int], part: float) -> int:
-    """The smallest value that at least so large a part (0..1) of the counted ones do not exceed; 0 of none."""
+    """Returns the smallest value that at least this part (0..1) of the counted values does not exceed; 0 of none."""
     left = part * counts.total()
     for value in sorted(counts):
         left -= counts[value]
@@ -125,7 +127,7 @@ def percentile(counts: Counter[int], part: float) -> int:
 
 
 def time_table(runs: list[tuple[str, Simulation]]) -> Table:
-    """The same for a terminal."""
+    """Returns `time_cells` as a table."""
     head, rows = time_cells(runs)
     columns = (Column(name, justify="right") for name in head[1:])
     table = Table(Column(head[0], style="bold"), *columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
@@ -135,7 +137,7 @@ def time_table(runs: list[tuple[str, Simulation]]) -> Table:
 
 
 def time_pictures(runs: list[tuple[str, Simulation]]) -> list[tuple[str, str, str, Curves]]:
-    """Of each run where its workers' time went, as parts of it (0..1) over the virtual time."""
+    """Returns pictures of each run: parts (0..1) of its workers' time over the virtual time."""
     found: list[tuple[str, str, str, Curves]] = []
     for mode, run in runs:
         samples, curves = run.tally.samples, []
@@ -153,7 +155,7 @@ def time_pictures(runs: list[tuple[str, Simulation]]) -> list[tuple[str, str, st
 
 
 def time_cells(runs: list[tuple[str, Simulation]]) -> tuple[list[str], list[list[str]]]:
-    """Where the time of the workers went, and what travelled, framing included: names of the columns, rows."""
+    """Returns column names and rows: the workers' time by cause, and their traffic with framing."""
     rows = []
     for mode, run in runs:
         total = sum(run.tally.seconds.values()) or 1.0
@@ -164,7 +166,7 @@ def time_cells(runs: list[tuple[str, Simulation]]) -> tuple[list[str], list[list
 
 
 class _Source(NamedTuple):
-    """What the metrics of a simulated worker are read from, as `WorkerSource` of a server."""
+    """The source of a simulated worker's metrics, like a server's `WorkerSource`."""
 
     rank: int
     stats: WorkerStats
@@ -176,7 +178,7 @@ class _Source(NamedTuple):
 
 
 def _workers(simulation: Simulation) -> list[WorkerStatus]:
-    """Without those that would have joined when the run was over."""
+    """Returns the workers that joined before the end."""
     found = []
     for worker in (worker for worker in simulation.workers if worker.incarnation):
         stats = simulation.run.roster.stats[worker.rank]

@@ -1,10 +1,9 @@
-"""Bytes on the wire of a contribution and of its reply, as the server's own counters have them. Pure.
+"""Computes the bytes on the wire of a contribution and of its reply, as the server's counters have them. Pure.
 
-Protobuf writes a field as its tag (one byte up to field 15, then two) and its value; zeros and empty strings do not
-travel. Fields have the numbers of proto/parameter_server.proto; the messages that are counted are made in
-worker/conversation/messages.py and ps/wire/conversation.py. What depends on things that nothing is told of
-(hyperparameters that a schedule changes, pieces that leave while backward still runs) is fitted where a run was
-recorded (`extra`).
+Protobuf writes a field as its tag (one byte up to field 15, then two) and its value; zeros and empty strings are
+absent. Field numbers are those of proto/parameter_server.proto. The messages are made in
+worker/conversation/messages.py and ps/wire/conversation.py. Bytes that depend on unknown facts (hyperparameters that a
+schedule changes, pieces that leave during backward) are fitted where a run was recorded (`extra`).
 """
 
 from __future__ import annotations

@@ -89,9 +89,13 @@ class OutputConfig(Section):
         None, description="experiment trackers that are told: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
     project: str = Field("paramserver", min_length=1, description="what trackers file runs under")
-    track_dir: str = Field("runs", min_length=1, description="where runs are on record, and trackers keep their files")
+    track_dir: str = Field(
+        "runs",
+        min_length=1,
+        description="folder of the run store (paramserver.db), and where trackers keep their files",
+    )
     store: Annotated[bool, Flag(Panel.OUTPUT, (SERVER, LAUNCHER))] = Field(
-        True, description="keep the run on record, in paramserver.db there, for ps-runs; see docs/runs.md"
+        True, description="record the run in the run store, for ps-runs; see docs/runs.md"
     )
 
     traces: Annotated[Url | None, Flag(Panel.OUTPUT, EVERY, metavar="http://HOST:PORT")] = Field(
