@@ -7,6 +7,7 @@ import pytest
 from paramserver.common.config.sources import load_config
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
 from paramserver.launch.supervise.supervisor import JobSettings, Supervisor
+from paramserver.tests.launch.transcripts import transcripts
 
 DEADLINE_S = 120.0
 SOON = ("--set", "launch.backoff_s=0.01")
@@ -18,66 +19,7 @@ UP = """
     listening shard 1    -> start worker 0, start worker 1 (every shard of the server is listening)
 """
 
-TRANSCRIPTS = {
-    "all servers end by themselves": """
-        exit worker 0 0      ->
-        exit worker 1 0      ->
-        exit shard 2 0       ->
-        exit server 0        ->
-        exit shard 1 0       -> finish 0 (every process ended with exit code 0)
-    """,
-    "shards that stay are asked to end": """
-        exit worker 0 0      ->
-        exit worker 1 0 at 1 ->
-        exit server 0 at 1   ->
-        tick at 3            -> end server shard 1, end server shard 2 (every worker is done)
-        exit shard 1 143     ->
-        exit shard 2 143     -> finish 0 (every process ended with exit code 0)
-    """,
-    "shards that stay all the same are killed": """
-        exit worker 0 0      ->
-        exit worker 1 0 at 1 ->
-        exit server 0 at 1   ->
-        exit shard 2 0 at 1  ->
-        tick at 3            -> end server shard 1 (every worker is done)
-        tick at 103          -> kill server shard 1 (the server shard 1 did not end within 100 s)
-        exit shard 1 -9      -> finish 1 (the server shard 1 did not end within 100 s)
-    """,
-    "a shard that dies comes back": """
-        exit shard 1 -9 at 2 -> await server shard 1 for 0.5 s, restart 1 of 3
-        tick at 2.5          -> start server shard 1 (restart 1 of 3)
-        listening shard 1    ->
-        exit shard 1 10 at 3 -> await server shard 1 for 1 s, restart 2 of 3
-        tick at 4            -> start server shard 1 (restart 2 of 3)
-        listening shard 1    ->
-        exit worker 0 0 at 9 ->
-        exit worker 1 0 at 9 ->
-        exit shard 1 0 at 9  ->
-        exit shard 2 0 at 9  ->
-        exit server 0 at 9   -> finish 0 (every process ended with exit code 0)
-    """,
-    "a shard that someone asked to end ends the job": """
-        exit shard 1 143     -> end server, end server shard 2, end worker 0, end worker 1 (server shard 1 failed: exit code 143 (drained on SIGTERM))
-        exit server 143      ->
-        exit shard 2 143     ->
-        exit worker 0 143    ->
-        exit worker 1 143    -> finish 143 (server shard 1 failed: exit code 143 (drained on SIGTERM))
-    """,  # noqa: E501
-    "a shard that lost a coordinator whose run is complete": """
-        exit worker 0 0      ->
-        exit server 0        ->
-        exit shard 1 15      ->
-        exit shard 2 15      ->
-        exit worker 1 0      -> finish 0 (the server ended with exit code 0: the run is complete)
-    """,
-    "workers that are done while a shard is down did not finish": """
-        exit shard 2 -9 at 1 -> await server shard 2 for 0.5 s, restart 1 of 3
-        exit worker 0 0 at 1 ->
-        exit worker 1 0 at 1 -> end server, end server shard 1 (server shard 2 failed: killed by SIGKILL)
-        exit server 143      ->
-        exit shard 1 143     -> finish 137 (server shard 2 failed: killed by SIGKILL)
-    """,
-}
+TRANSCRIPTS = transcripts("shards.txt")
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
