@@ -78,8 +78,8 @@ docs: .venv/docs  ## the site in build/site; a warning is an error
 docs-figures: .venv/installed  ## the pictures of docs/modes again
 	$(BIN)/python -m paramserver.docs.making.figures
 
-# Needs a Chromium, as the tests of the page do.
-screenshots: .venv/installed  ## the pictures of docs/page.md again, of a real run
+# Needs a Chromium, as the tests of the dashboard do.
+screenshots: .venv/installed  ## make the pictures of docs/page.md again, of a real run
 	KEEP_SCREENSHOTS=1 $(BIN)/pytest -q -rs tests/web/test_screenshots.py
 
 lint: .venv/installed  ## ruff

@@ -9,9 +9,9 @@ Examples
   ps-bench round --workers 2 --baselines gloo,ddp
   ps-bench allreduce --sweep            among workers: by size, and in a training step
   ps-bench latency --json latency.json  a small exchange, and a bare ping-pong
-  ps-bench latency --store --page       and by servers with a record, with a page
+  ps-bench latency --store --dashboard  also with servers that record the run, or have a dashboard
   ps-bench scale --workers 1,8,64       exchanges per second, and the server's CPU
-  ps-bench page                         what a page, viewers and the record cost a server
+  ps-bench dashboard                    cost of the run store, the dashboard and viewers
   ps-bench step --task digits           compute, transfer, wait and apply
   ps-bench memory --workers 1,4 --mode sync,async
   ps-bench zero                         what each worker holds, by stage of ZeRO
@@ -63,13 +63,16 @@ RunsOption = Annotated[
 FloatsOption = Annotated[int, typer.Option("--floats", min=1, help="Parameters of the model.", rich_help_panel=_SIZE)]
 
 StoreOption = Annotated[
-    bool, typer.Option("--store", help="By servers that keep the run on record, too.", rich_help_panel=_RUN)
+    bool, typer.Option("--store", help="Also with servers that record the run.", rich_help_panel=_RUN)
 ]
-PageOption = Annotated[bool, typer.Option("--page", help="By servers that have a page, too.", rich_help_panel=_RUN)]
+DashboardOption = Annotated[
+    bool, typer.Option("--dashboard", help="Also with servers that have a dashboard.", rich_help_panel=_RUN)
+]
 
 
-def watched_by(store: bool, page: bool) -> tuple[str, ...]:
-    return ("store",) * store + ("page",) * page
+def variants(store: bool, dashboard: bool) -> tuple[str, ...]:
+    """Returns the additional variants of a server."""
+    return ("store",) * store + ("dashboard",) * dashboard
 
 
 app = make_app(__doc__)
@@ -98,7 +101,7 @@ def exchange(
     transport: TransportOption = "all",
     tls: Annotated[bool, typer.Option("--tls", help="Over the network in TLS too.", rich_help_panel=_RUN)] = False,
     store: StoreOption = False,
-    page: PageOption = False,
+    dashboard: DashboardOption = False,
     device: DeviceOption = "cpu",
     peers: BaselinesOption = None,
     plot: Annotated[
@@ -120,7 +123,7 @@ def exchange(
     from .measures.exchange import ExchangeOptions, measure_exchange
 
     options = ExchangeOptions(
-        mb, runs, mode, optimizer, codec, transport, tls, sweep, min_kb, max_mb, watched_by(store, page), device
+        mb, runs, mode, optimizer, codec, transport, tls, sweep, min_kb, max_mb, variants(store, dashboard), device
     )
     show(measure_exchange(options, names), json_path, keep, plot)
 
@@ -188,7 +191,7 @@ def latency(
     optimizer: OptimizerOption = "sgd",
     transport: TransportOption = "all",
     store: StoreOption = False,
-    page: PageOption = False,
+    dashboard: DashboardOption = False,
     peers: BaselinesOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
@@ -198,7 +201,7 @@ def latency(
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.latency import LatencyOptions, measure_latency
 
-    options = LatencyOptions(floats, exchanges, mode, optimizer, transport, watched_by(store, page))
+    options = LatencyOptions(floats, exchanges, mode, optimizer, transport, variants(store, dashboard))
     show(measure_latency(options, names), json_path, keep)
 
 
@@ -224,12 +227,10 @@ def scale(
     show(measure_scale(ScaleOptions(counts, floats, seconds, generators, mode, optimizer, transport)), json_path, keep)
 
 
-@app.command(
-    "page", help="Many workers at a pace: what the server's CPU needs for the record, the page, and those who look on."
-)
+@app.command("dashboard", help="Measure the CPU time of a server for the run store, the dashboard and viewers.")
 def watched(
     workers: Annotated[int, typer.Option(min=1, max=4096, help="Played by one process.", rich_help_panel=_RUN)] = 64,
-    viewers: Annotated[int, typer.Option(min=0, max=32, help="That look at the page.", rich_help_panel=_RUN)] = 4,
+    viewers: Annotated[int, typer.Option(min=0, max=32, help="Viewers of the dashboard.", rich_help_panel=_RUN)] = 4,
     per_s: Annotated[float, typer.Option(min=1, help="Exchanges, of all workers.", rich_help_panel=_RUN)] = 640,
     floats: FloatsOption = 203,
     seconds: Annotated[float, typer.Option(min=0.1, help="Measured each time.", rich_help_panel=_RUN)] = 10.0,
@@ -238,9 +239,9 @@ def watched(
     keep: KeepOption = False,
 ) -> None:
     prepare(json_path, keep)
-    from .measures.watched import WatchedOptions, measure_watched
+    from .measures.dashboard import DashboardOptions, measure_dashboard
 
-    show(measure_watched(WatchedOptions(workers, viewers, per_s, floats, seconds, runs)), json_path, keep)
+    show(measure_dashboard(DashboardOptions(workers, viewers, per_s, floats, seconds, runs)), json_path, keep)
 
 
 @app.command(help="A step of a real task: compute, transfer, wait and apply, beside what bandwidth alone predicts.")
@@ -300,7 +301,7 @@ def memory(
     modes = [canonical_mode(part) for part in mode.split(",")]
     check_transport(transport)
     _, optimizer = checked(modes[0], optimizer, json_path, keep)
-    from .measures.held.memory import MemoryOptions, measure_memory
+    from .measures.memory_use.memory import MemoryOptions, measure_memory
 
     show(measure_memory(MemoryOptions(mb, counts, modes, optimizer, transport)), json_path, keep)
 
@@ -317,7 +318,7 @@ def zero(
     if unknown := sorted({*chosen} - {"0", "1", "3"}):
         raise UsageError(f"--stages: '{unknown[0]}' is no stage", fix="--stages 0,1,3")
     checked("sync", "adam", json_path, keep)
-    from .measures.held.zero import ZeroOptions, measure_zero
+    from .measures.memory_use.zero import ZeroOptions, measure_zero
 
     show(measure_zero(ZeroOptions(mb, counts, [int(item) for item in chosen])), json_path, keep)
 
@@ -351,7 +352,7 @@ def codecs(
 
     names = CODECS.names() if codec == "all" else [CODECS.check(part) for part in codec.split(",")]
     prepare(json_path, keep)
-    from .measures.alone.codecs import CodecOptions, measure_codecs
+    from .measures.in_process.codecs import CodecOptions, measure_codecs
 
     show(measure_codecs(CodecOptions(names, mb, runs)), json_path, keep)
 
@@ -371,7 +372,7 @@ def policies(
     counts = numbers(workers, "--workers", most=100_000)
     modes = [canonical_mode(part) for part in mode.split(",")] if mode else MODES.names()
     prepare(json_path, keep)
-    from .measures.alone.policies import PolicyOptions, measure_policies
+    from .measures.in_process.policies import PolicyOptions, measure_policies
 
     show(measure_policies(PolicyOptions(modes, counts, contributions)), json_path, keep)
 

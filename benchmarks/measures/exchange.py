@@ -30,7 +30,7 @@ _PER_TURN = 10  # exchanges in one turn, of small sizes
 # Payloads that one contestant holds, servers and workers together: an upper estimate.
 _OUR_PAYLOADS, _PEER_PAYLOADS, _USABLE = 18, 8, 0.6
 _RATIOS = ("up", "down", "exchange", "whole")
-_PARTS = ("exchange", "encode", "up", "held", "down")
+_PARTS = ("exchange", "encode", "up", "gate_wait", "down")
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ def _tables(options: ExchangeOptions, found: list[dict[str, Any]], notes: list[s
 
 
 def _parts_table(found: dict[str, Any]) -> RenderableType:
-    times = ["exchange", "best", "whole", "encode", "up", "held", "reply", "down"]
+    times = ["exchange", "best", "whole", "encode", "up", "gate_wait", "reply", "down"]
     columns = ["ms", *times, "up GB/s", "best", "down GB/s", "best"]
-    keys = ["exchange_ms", "exchange_best_ms", "whole_ms", "encode_ms", "up_ms", "held_ms", "reply_ms", "down_ms"]
+    keys = ["exchange_ms", "exchange_best_ms", "whole_ms", "encode_ms", "up_ms", "gate_wait_ms", "reply_ms", "down_ms"]
     rates = ["up_gb_s", "up_best_gb_s", "down_gb_s", "down_best_gb_s"]
     rows = [
         [name, *(number(peer.get(key)) for key in keys), *(number(peer.get(key), "{:.2f}") for key in rates)]

@@ -1,9 +1,9 @@
 """A training step of a real task, divided: compute, transfer, wait, apply; and what traffic alone predicts.
 
 Real workers, each a process, train the task by the public API. On a worker's clock a step is compute
-(data, forward, backward) and `optimizer.step()`, and of that the server held the reply for `held`
-(Reply.gate_wait_s). What is left is transfer. The least that any worker of the same step was held is
-apply: fold and optimizer, which nobody is spared; the rest of held is waiting for others.
+(data, forward, backward) and `optimizer.step()`, which includes the reply's `gate_wait` in the server
+(Reply.gate_wait_s). The rest is transfer. The least gate wait of all workers in the same step is
+apply: fold and optimizer, which every worker needs; the rest of the gate wait is waiting for others.
 
 The predictions divide bytes by what one plain TCP stream carries (bandwidth.py): M up and M down
 for each worker of a parameter server whose link is not shared, N times that where all workers share
@@ -75,7 +75,7 @@ def traffic(payload_bytes: float, num_workers: int) -> dict[str, float]:
 
 def summed_up(found: list[Samples]) -> list[dict[str, float]]:
     """By rank: medians in ms of a step's parts, and the share of the step that is not compute."""
-    applied = [min(held) for held in zip(*(samples["held"] for samples in found), strict=True)]
+    applied = [min(waits) for waits in zip(*(samples["gate_wait"] for samples in found), strict=True)]
     return [_of_worker(samples, applied) for samples in found]
 
 
@@ -83,7 +83,7 @@ def _of_worker(samples: Samples, applied: list[float]) -> dict[str, float]:
     parts = {
         "compute": samples["compute"],
         "transfer": samples["transfer"],
-        "wait": [held - apply for held, apply in zip(samples["held"], applied, strict=True)],
+        "wait": [wait - apply for wait, apply in zip(samples["gate_wait"], applied, strict=True)],
         "apply": applied,
     }
     steps = [sum(part) for part in zip(*parts.values(), strict=True)]
@@ -105,7 +105,7 @@ def _run(options: StepOptions, transport: str) -> list[Samples]:
 
 @contextmanager
 def worker_life(rank: int, address: str, options: StepOptions) -> Iterator[Measured]:
-    """The whole training of one worker is one call; parts compute, transfer and held of every step, and bytes."""
+    """The whole training of one worker is one call; parts compute, transfer and gate_wait of every step, and bytes."""
     import torch
 
     import paramserver
@@ -135,7 +135,7 @@ def worker_life(rank: int, address: str, options: StepOptions) -> Iterator[Measu
 
 
 def _train(session: Any, task: Any, model: Any, optimizer: Any, data: Any, batch_size: int) -> Samples:
-    found: Samples = {"compute": [], "transfer": [], "held": []}
+    found: Samples = {"compute": [], "transfer": [], "gate_wait": []}
     resumed = time.perf_counter()
     watch, moments = Watch(session), None
     for batch in session.shard(data, batch_size):
@@ -150,7 +150,7 @@ def _train(session: Any, task: Any, model: Any, optimizer: Any, data: Any, batch
             moments.gate_wait_s if moments is not None and moments is not last else 0.0
         )  # between two rounds nothing is exchanged
         found["compute"].append(computed - resumed)
-        found["held"].append(gate_wait_s)
+        found["gate_wait"].append(gate_wait_s)
         found["transfer"].append(done - computed - gate_wait_s)
         resumed = done
     session.finish()

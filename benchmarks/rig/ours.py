@@ -1,18 +1,18 @@
 """Our exchange as a contestant: one worker of the real server, by transport and by where its gradients lie.
 
-    begun ---- encode ---- sent ---- held, reply ---- replied ---- down ---- done
+    begun ---- encode ---- sent ---- gate wait, reply ---- replied ---- down ---- done
       `------------------ up ----------------'
 
 `encode` is the gathering of the gradients, and what a codec or the shared memory makes of them.
 
-`held` is the server's own metric (Reply.gate_wait_s): from the last byte of the contribution until the
+`gate_wait` is the server's metric (Reply.gate_wait_s): from the last byte of the contribution until the
 reply is decided, so it holds the check for NaN, the fold and the optimizer. `down` is measured
 directly: from the reply's header until the last byte has been written into the parameters. What is
 left between begun and replied is the upload and the making of the reply, which only a second run
 tells apart, in turns with the first: async with `policy.pull_every` so large that no reply carries
 weights, hence no reply is made, and
 
-    up = replied - begun - held
+    up = replied - begun - gate_wait
 
 is the time from `optimizer.step()`, encoding included, until the server has all of it (and has decoded it),
 plus one small message back (about 0.1 ms). `reply` is what the first run needs beyond that, turn by
@@ -100,7 +100,7 @@ class OurExchange:
 
     @contextmanager
     def opened(self) -> Iterator[Measured]:
-        """Parts exchange, encode, up, held, down, and up_reply: both of them in the first run."""
+        """Parts exchange, encode, up, gate_wait, down, and up_reply: both of them in the first run."""
         steps = str(self.num_steps + 1)
         size = (self.num_floats, self.optimizer, self.codec, self.variant.transport)
         first_flags = ("--mode", self.mode, "--workers", "1", "--steps", steps, "--set", "policy.local_steps=1")
@@ -140,6 +140,6 @@ class OurExchange:
             "exchange": total_s,
             "encode": at.sent - at.begun,
             "up": at.replied - at.begun - at.gate_wait_s,
-            "held": at.gate_wait_s,
+            "gate_wait": at.gate_wait_s,
             "down": at.done - at.replied,
         }

@@ -102,9 +102,9 @@ def running_server(*flags: str) -> Iterator[ServerProcess]:
 
 @contextmanager
 def watching(how: str) -> Iterator[tuple[str, ...]]:
-    """Flags of a server that keeps its run on record (`store`, in a folder of the block), has a `page`, or neither."""
+    """Flags of a server that records its run (`store`, in a folder of the block), has a `dashboard`, or neither."""
     with tempfile.TemporaryDirectory(prefix="ps-bench-") as folder:
-        flags = {"store": ("--store", "--set", f"output.track_dir={folder}"), "page": ("--web", "127.0.0.1:0")}
+        flags = {"store": ("--store", "--set", f"output.track_dir={folder}"), "dashboard": ("--web", "127.0.0.1:0")}
         yield flags.get(how, ())
 
 

@@ -99,11 +99,11 @@ def test_exchange_beside_peers(bench: Any) -> None:
     assert (report["results"]["size_mb"], found["sent_mb"], found["transport"]) == (2.0, 1.0, "grpc")
     for part in ("exchange", "up", "down"):
         assert 0 < found[f"{part}_best_ms"] <= found[f"{part}_ms"]
-    assert found["held_ms"] >= 0  # one worker: nobody is waited for
+    assert found["gate_wait_ms"] >= 0  # one worker: nobody is waited for
     for part, num_mb in (("up", 1.0), ("down", 2.0)):
         assert found[f"{part}_gb_s"] == pytest.approx(num_mb / found[f"{part}_ms"], rel=0.01)
     # In every single exchange the parts are within the whole.
-    assert found["held_best_ms"] + found["down_best_ms"] < found["exchange_ms"] * 1.01
+    assert found["gate_wait_best_ms"] + found["down_best_ms"] < found["exchange_ms"] * 1.01
     peers, ratios = report["results"]["peers"], report["results"]["ratios"]["grpc"]
     assert ratios["unary"]["exchange"] == pytest.approx(peers["unary"]["exchange_ms"] / found["exchange_ms"], rel=0.01)
     assert ratios.keys() == peers.keys() == {"unary", *(["iperf"] if shutil.which("iperf3") else [])}

@@ -13,9 +13,9 @@ import pytest
 
 from paramserver.benchmarks.baselines import BASELINES
 from paramserver.benchmarks.baselines.base import Peer, choose, split_names
-from paramserver.benchmarks.measures.alone.codecs import CodecOptions, measure_codecs
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
-from paramserver.benchmarks.measures.held.memory import expected_parts, state_payloads
+from paramserver.benchmarks.measures.in_process.codecs import CodecOptions, measure_codecs
+from paramserver.benchmarks.measures.memory_use.memory import expected_parts, state_payloads
 from paramserver.benchmarks.measures.step import summed_up, traffic
 from paramserver.benchmarks.options import numbers
 from paramserver.benchmarks.output.machine import memory_of, name
@@ -159,10 +159,10 @@ def test_a_ratio_above_one_means_that_ours_is_faster() -> None:
 def test_transports() -> None:
     assert [variant.name for variant in variants_of("all")] == ["grpc", "direct", "shared", "shared, in place"]
     assert [variant.transport for variant in variants_of("direct")] == ["direct"]
-    assert [variant.name for variant in variants_of("grpc", watched=("store", "page"))] == [
+    assert [variant.name for variant in variants_of("grpc", watched=("store", "dashboard"))] == [
         "grpc",
         "grpc, store",
-        "grpc, page",
+        "grpc, dashboard",
     ]
 
 
@@ -193,8 +193,8 @@ def test_traffic_of_a_step() -> None:
 
 def test_a_step_is_divided() -> None:
     workers: list[Samples] = [
-        {"compute": [6.0, 6.0], "transfer": [1.0, 1.0], "held": [3.0, 1.0]},
-        {"compute": [8.0, 4.0], "transfer": [1.0, 1.0], "held": [1.0, 3.0]},
+        {"compute": [6.0, 6.0], "transfer": [1.0, 1.0], "gate_wait": [3.0, 1.0]},
+        {"compute": [8.0, 4.0], "transfer": [1.0, 1.0], "gate_wait": [1.0, 3.0]},
     ]
     first, second = summed_up(workers)
     assert first == {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.benchmarks.measures.alone.policies import Alone
+from paramserver.benchmarks.measures.in_process.policies import Alone
 from paramserver.common.registry import MODES
 
 FEW, MANY = 100, 2_000

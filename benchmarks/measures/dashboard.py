@@ -1,7 +1,7 @@
-"""What a run costs its server that is on record, that has a page, and that is looked at.
+"""Measures what the run store, the dashboard and its viewers cost a server.
 
-Workers come at a pace, not as fast as they can: so all variants do the same work, and what the server's CPU needs more
-is the record's and the page's. A viewer is a connection that reads every event the page would show.
+Workers exchange at a fixed pace, so all variants do the same work, and additional CPU time of the server is the cost. A
+viewer is a connection that reads every event that the dashboard would show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _START_S = 30.0
 
 
 @dataclass(frozen=True)
-class WatchedOptions:
+class DashboardOptions:
     workers: int
     viewers: int
     per_s: float
@@ -35,36 +35,42 @@ class WatchedOptions:
     runs: int
 
 
-def measure_watched(options: WatchedOptions) -> Report:
-    """All variants in turns, each with a server of its own; medians."""
-    parts = ("record", "page", "viewers")
-    variants = {"neither": (), "record": parts[:1], "page": parts[1:2], "both": parts[:2], "both, looked at": parts}
+def measure_dashboard(options: DashboardOptions) -> Report:
+    """Measure all variants in turns, each with its own server; medians."""
+    parts = ("store", "dashboard", "viewers")
+    variants = {
+        "neither": (),
+        "store": parts[:1],
+        "dashboard": parts[1:2],
+        "both": parts[:2],
+        "both, with viewers": parts,
+    }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for _ in range(options.runs):
-        for name, having in variants.items():
-            found[name].append(_measure(options, having))
+        for name, with_parts in variants.items():
+            found[name].append(_measure(options, with_parts))
     results = {
         name: {key: median([item[key] for item in items_]) for key in items_[0]} for name, items_ in found.items()
     }
     bare = results["neither"]["server_cpu"]
     for result in results.values():
         result["more_cpu"] = result["server_cpu"] - bare
-    return Report("page", vars(options), results, _table(options, results))
+    return Report("dashboard", vars(options), results, _table(options, results))
 
 
-def _measure(options: WatchedOptions, having: tuple[str, ...]) -> dict[str, float]:
-    """Exchanges/s, and the server's share of a core."""
+def _measure(options: DashboardOptions, with_parts: tuple[str, ...]) -> dict[str, float]:
+    """Returns exchanges/s, and the server's share of a core."""
     with ExitStack() as stack:
         flags = ["--mode", "async", "--workers", str(options.workers), "--steps", str(_STEPS)]
-        if "record" in having:
+        if "store" in with_parts:
             flags += stack.enter_context(watching("store"))
-        if "page" in having:
-            flags += stack.enter_context(watching("page"))
+        if "dashboard" in with_parts:
+            flags += stack.enter_context(watching("dashboard"))
         server = stack.enter_context(running_server(*flags))
         pace_s = options.workers / options.per_s
         swarm = SwarmOptions(server.address, server.pid, options.floats, "sgd", options.seconds, "direct", pace_s)
         players = stack.enter_context(team(1, swarm_life, 1, options.workers, swarm))
-        if "viewers" in having:
+        if "viewers" in with_parts:
             stack.enter_context(_viewers(server, options.viewers))
         (item,) = players.turns(1)
     return {"exchanges_per_s": item["rate"][0], "server_cpu": item["server"][0]}
@@ -72,7 +78,7 @@ def _measure(options: WatchedOptions, having: tuple[str, ...]) -> dict[str, floa
 
 @contextmanager
 def _viewers(server: ServerProcess, count: int) -> Iterator[None]:
-    """So many that read what they are sent until the end of the block."""
+    """Connections that read all events until the end of the block."""
     address = str(server.wait_for("dashboard", _START_S)["address"])
     host, _, port = address.rpartition(":")
     with ExitStack() as stack:
@@ -91,7 +97,7 @@ def _read(connection: socket.socket) -> None:
         return  # closed at the end of the block
 
 
-def _table(options: WatchedOptions, results: dict[str, dict[str, float]]) -> RenderableType:
+def _table(options: DashboardOptions, results: dict[str, dict[str, float]]) -> RenderableType:
     rows = [
         [name, f"{result['exchanges_per_s']:,.0f}", f"{result['server_cpu']:.2%}", f"{result['more_cpu']:+.2%}"]
         for name, result in results.items()
