@@ -33,7 +33,7 @@ from .settings import (
     code_file,
     file_of,
     for_workers,
-    listen_host,
+    listen_address,
     own_identity,
     own_path,
     passed_settings,
@@ -293,7 +293,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         history=paths["output.history"],
         checkpoint_dir=paths["checkpoint.dir"],
         summary=config.output.summary if machine.spans_hosts and not several else None,
-        listen=_listen(resolved, machine),
+        listen=listen_address(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts),
         server_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, settings)),
         server_env=env | (_thread_env(config, machine, num_shards) if num_shards > 1 else {}),
         worker_argv=(machine.python, *worker_argv),
@@ -301,14 +301,6 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         identities={child: own_identity(config.security, child, machine.exists) for child in children},
         places=machine.places,
     )
-
-
-def _listen(resolved: Resolved, machine: Machine) -> str:
-    """Returns the coordinator's address."""
-    port = resolved.config.launch.port
-    if port is None and resolved.was_set("server.listen"):
-        return resolved.config.server.listen
-    return f"{listen_host(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts)}:{port or 0}"
 
 
 def _script_env(resolved: Resolved, history: str | None) -> dict[str, str]:

@@ -104,15 +104,17 @@ def for_workers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.startswith(("run.mode", "run.other_", "policy."))}
 
 
-def listen_host(resolved: Resolved, first: Place | None, *, spans_hosts: bool) -> str:
-    """Returns the host that servers listen on: server.listen's if set, else the placement's, else the default."""
-    host = resolved.config.server.listen.rpartition(":")[0]
-    if not resolved.was_set("server.listen"):
-        if first is not None:
-            return first.listen
-        if spans_hosts:
-            return "0.0.0.0"
-    return host or DEFAULT_HOST
+def listen_address(resolved: Resolved, first: Place | None, *, spans_hosts: bool) -> str:
+    """Returns the coordinator's address: of server.listen if set, else of its placement, with launch.port."""
+    port, listen = resolved.config.launch.port, resolved.config.server.listen
+    host = listen.rpartition(":")[0] or DEFAULT_HOST
+    if resolved.was_set("server.listen"):
+        return listen if port is None else f"{host}:{port}"
+    if first is not None:
+        host = first.listen
+    elif spans_hosts:
+        host = "0.0.0.0"
+    return f"{host}:{port or 0}"
 
 
 def arguments(config_path: str | None, settings: Mapping[str, Any]) -> tuple[str, ...]:
