@@ -1,4 +1,4 @@
-"""What the commands of ps-bench share: their options, the checks of them, and what becomes of a report."""
+"""Options of the ps-bench commands, their checks, and the output of reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KeepOption = Annotated[bool, typer.Option("--keep", help="Write them to benchmar
 
 
 def check_bench_device(name: str) -> None:
-    """UsageError for one that is not here."""
+    """Raise UsageError for a device that this machine lacks."""
     from ..common.config.preflight.machine import check_device
 
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
@@ -45,7 +45,7 @@ def check_bench_device(name: str) -> None:
 
 
 def check_transport(transport: str) -> None:
-    """UsageError for one that does not exist."""
+    """Raise UsageError for an unknown transport."""
     from .rig.ours import TRANSPORTS
 
     if transport not in TRANSPORTS:
@@ -60,7 +60,7 @@ def check_baselines(text: str | None) -> list[str]:
 
 
 def check_range(min_kb: int, max_mb: int) -> None:
-    """UsageError for a sweep without sizes."""
+    """Raise UsageError for a sweep without sizes."""
     if min_kb > max_mb * 1000:
         raise UsageError(f"--min-kb {min_kb} is above --max-mb {max_mb}", fix=f"--min-kb is at most {max_mb * 1000}")
 
@@ -111,7 +111,7 @@ def prepare(json_path: str | None, keep: bool) -> None:
 
 
 def show(report: Report, json_path: str | None, keep: bool, plot: str | None = None) -> None:
-    """The table for people; the metrics and the picture where they were asked for."""
+    """Print the table, and write metrics and picture on request."""
     from ..common.reporting.report import report_console
     from .output.plot import can_plot, plot_sweep
     from .output.report import kept_path

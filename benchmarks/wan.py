@@ -1,4 +1,4 @@
-"""A link as it is between cities: what a transport makes of it, beside iperf3.
+"""Emulates a link between cities, and measures transports on it beside iperf3.
 
     sudo python -m paramserver.benchmarks.wan [--rate 100] [--delays 10,50,100] [--losses 0,0.1,1] [--mb 16] [--turns 5]
 
@@ -53,7 +53,7 @@ def _run(*argv: str) -> None:
 
 
 class Way:
-    """One direction: what was read at `source` is written to `target`, later, or never."""
+    """One direction: packets read at `source` are written to `target` later, or dropped."""
 
     def __init__(self, source: int, target: int, rate: float, delay_s: float, loss: float) -> None:
         self.source, self._target = source, target
@@ -73,7 +73,7 @@ class Way:
                 self._on_its_way.append((self._free_at + self._delay_s, packet))
 
     def pass_on(self, now: float) -> float:
-        """Until when nothing is due."""
+        """Deliver the packets that are due, and return the time of the next."""
         while self._on_its_way and self._on_its_way[0][0] <= now:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._target, self._on_its_way.popleft()[1])
@@ -81,7 +81,7 @@ class Way:
 
 
 def relay(ways: list[Way]) -> None:
-    """Until it is killed."""
+    """Relay packets until this process is killed."""
     while True:
         now = time.monotonic()
         due = min(way.pass_on(now) for way in ways)
@@ -92,7 +92,7 @@ def relay(ways: list[Way]) -> None:
 
 
 def tun(name: str) -> int:
-    """A new device of layer 3, and the descriptor at which its packets are read and written."""
+    """Returns a new layer-3 device, and the descriptor of its packets."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
     return descriptor
@@ -145,7 +145,7 @@ def limited(rate: float) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def iperf(near: list[str], far: list[str]) -> float:
-    """Mbit/s one way."""
+    """Returns Mbit/s one way."""
     server = subprocess.Popen(
         [*near, "iperf3", "-s", "-1", "--forceflush", "-p", str(PORT)], stdout=subprocess.PIPE, text=True
     )
@@ -162,7 +162,7 @@ def iperf(near: list[str], far: list[str]) -> float:
 
 
 def exchange(near: list[str], far: list[str], transport: str, asked: argparse.Namespace) -> list[float]:
-    """Seconds of each exchange after the first two."""
+    """Returns the seconds of each exchange after the first two."""
     with tempfile.TemporaryDirectory(prefix="wan-") as folder:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""What ours is compared with, one file each; found by their names, as modes and codecs are.
+"""Baselines of the benchmarks, a file each, found by name.
 
 A peer says what it measures by having the method: `exchange`, `latency`, `round`, `allreduce`, `profile` or `xor`
 (base.py).

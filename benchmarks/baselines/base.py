@@ -40,7 +40,7 @@ class Peer:
         return hasattr(self, what)
 
     def running(self) -> AbstractContextManager[Any]:
-        """Whatever has to run for as long as anything of this peer is measured."""
+        """Run what this baseline needs during its measurements."""
         return nullcontext()
 
 

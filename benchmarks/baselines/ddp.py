@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a backward whose gradients are all there, so that what is timed is DDP."""
+"""DistributedDataParallel: a backward pass with ready-made gradients, so that only DDP is timed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DataParallel(Peer):
 
 @contextmanager
 def ddp_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator[Measured]:
-    """forward, backward with all-reduce in buckets, and this worker's own fused SGD step."""
+    """Run forward, backward with all-reduce in buckets, and this worker's fused SGD step."""
     import torch
 
     with process_group(rank, store, workers):

@@ -68,7 +68,7 @@ def pair_life(rank: int, store: str, num_floats: int) -> Iterator[Measured]:
         flat, received = torch.randn(num_floats), torch.zeros(1)
 
         def up() -> None:
-            """There, and one number back: a send alone may end before all has come."""
+            """Send, and receive one number back: a send alone may end before all bytes have arrived."""
             if rank == 0:
                 dist.send(flat, 1)
                 dist.recv(received, 1)
@@ -125,7 +125,7 @@ def ping_life(rank: int, store: str, floats: int) -> Iterator[Measured]:
 
 @contextmanager
 def round_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator[Measured]:
-    """All-reduce of the flat gradient, its mean, and this worker's own fused SGD step."""
+    """Run all-reduce of the flat gradient, its mean, and this worker's fused SGD step."""
     import torch
 
     with process_group(rank, store, workers) as dist:
@@ -143,7 +143,7 @@ def round_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator
 
 @contextmanager
 def reduce_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Iterator[Measured]:
-    """The sum of flat tensors of these sizes (bytes), in place."""
+    """Sum flat tensors of these sizes (bytes) in place."""
     import torch
 
     with process_group(rank, store, workers) as dist:

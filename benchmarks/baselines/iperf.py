@@ -56,7 +56,7 @@ def _server() -> Iterator[int]:
 
 
 def _wait_until_it_listens(port: int) -> None:
-    """Asked of the system: a connection tried would be taken for a client."""
+    """Wait until the system shows the port as listening; a test connection would count as a client."""
     deadline = time.monotonic() + _START_S
     while True:
         with socket.socket() as probe:

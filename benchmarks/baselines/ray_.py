@@ -26,7 +26,7 @@ class Ray(Peer):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A cluster of this process alone, in a folder of its own."""
+        """Run a cluster of this process, in its own folder."""
         # Ray counts its users unless told otherwise; a short folder, for the names of its sockets.
         os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
         import ray
@@ -120,7 +120,7 @@ def _actor(made: Any, *arguments: Any) -> Iterator[Any]:
 
 
 class Holder:
-    """Flat weights."""
+    """Keeps flat weights."""
 
     def __init__(self, num_floats: int) -> None:
         import numpy as np
@@ -135,7 +135,7 @@ class Holder:
         return self._weights
 
     def step(self, gradient: Any) -> None:
-        """The optimizer's step, as the exchange it is compared with has one: torch's, in one pass."""
+        """Take an optimizer step, because the compared exchange has one: torch's, in one pass."""
         import torch
 
         with warnings.catch_warnings():

@@ -83,7 +83,7 @@ def rpc_life(rank: int, store: str, num_floats: int, one_call: bool) -> Iterator
 
 
 def serve_push(gradient: Any) -> None:
-    """In the serving process: keep the gradient as it came."""
+    """Keep the gradient, in the serving process."""
     _held["gradient"] = gradient
 
 
@@ -92,7 +92,7 @@ def serve_pull() -> Any:
 
 
 def serve_step(gradient: Any) -> None:
-    """The optimizer's step, as the exchange it is compared with has one."""
+    """Take an optimizer step, because the compared exchange has one."""
     _held["weights"].sub_(gradient, alpha=1e-4)
 
 

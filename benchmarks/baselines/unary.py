@@ -1,4 +1,4 @@
-"""Plain gRPC as one writes it first: all tensors in one protobuf message, a unary call, limits raised."""
+"""Naive gRPC: all tensors in one protobuf message, a unary call, limits raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _call(num_floats: int, one_call: bool) -> Iterator[Measured]:
 
 @contextmanager
 def server_life(_: int, num_floats: int, link: Any) -> Iterator[Measured]:
-    """A grpc.Server with the weights; it says its port on `link`."""
+    """Run a grpc.Server with the weights; it sends its port on `link`."""
     import grpc
 
     from ..rig.model import synthetic_model
@@ -59,7 +59,7 @@ def server_life(_: int, num_floats: int, link: Any) -> Iterator[Measured]:
         return _packed(message, weights)
 
     def step(raw: bytes, _: Any) -> bytes:
-        """The optimizer's step too, as the exchange it is compared with has one."""
+        """Take an optimizer step, because the compared exchange has one."""
         for weight, gradient in zip(weights, _unpacked(message, raw, weights), strict=True):
             weight.sub_(gradient, alpha=1e-4)
         return b""

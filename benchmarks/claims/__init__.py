@@ -1,1 +1,1 @@
-"""Claims of papers about how well something learns, tried out; a module each, run by itself."""
+"""Tests claims of papers about learning, a module each."""

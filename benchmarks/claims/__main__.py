@@ -1,4 +1,4 @@
-"""What papers claim about learning, tried out: one command for each number of docs/claims.md.
+"""Tests claims of papers about learning: a command for each number of docs/claims.md.
 
     python -m paramserver.benchmarks.claims [N4 N18 ...] [--seeds N] [--short]        or: make claims [N="N4 N18"]
 

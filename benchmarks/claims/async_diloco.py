@@ -1,4 +1,4 @@
-"""What waiting for nobody costs and saves where workers are unequal: digits, several local steps, by a virtual clock.
+"""Cost and gain of asynchronous rounds with unequal workers: digits, several local steps, a virtual clock.
 
     python -m paramserver.benchmarks.claims.async_diloco [--way NAME]... [--steps N] [--seeds N]
 

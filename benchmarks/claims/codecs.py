@@ -1,4 +1,4 @@
-"""What codecs do to learning: handwritten digits, four workers in step, in one process.
+"""The effect of codecs on learning: handwritten digits, four workers in step, in one process.
 
     python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer NAME] [--down [NAME]] [--lose-every N]
 
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 class Way:
-    """From one worker's gradients, or its deltas, to what the server makes of them."""
+    """Encodes one worker's gradients or deltas, and decodes them as the server does."""
 
     def __init__(self, codec: Codec, layout: Layout, kind: ContributionKind = ContributionKind.GRADIENT) -> None:
         self.codec, self._layout, self._kind = codec, layout, kind
@@ -58,7 +58,7 @@ class Way:
         self.num_sent = 0  # bytes of the newest
 
     def send(self, transfer: DirectTransfer) -> torch.Tensor:
-        """uint8 [exchange_bytes], of what counts."""
+        """Returns the payload that counts, uint8 [exchange_bytes]."""
         payload = self.encode(transfer)
         self.replied(counts=True)
         return payload
@@ -81,7 +81,7 @@ class Way:
 
 
 class Back:
-    """From the server's weights to those that all workers have."""
+    """Encodes the server's weights, and decodes them as workers do."""
 
     def __init__(self, codec: Codec, tensors: ModelTensors) -> None:
         self.num_bytes = num_framed(tensors.layout.exchange_bytes)
@@ -97,7 +97,7 @@ class Back:
         return payload[: self._layout.exchange_bytes]
 
     def lend(self) -> torch.Tensor:
-        """The model has the workers' weights until these, the server's, are given back."""
+        """Put the workers' weights into the model during the block."""
         weights = self._weights()
         if isinstance(self._codec, ByTensor) and moves_reference(self._codec):
             approach(self._codec, self._encoder, self._layout, weights, self._reference, self._out)
@@ -109,7 +109,7 @@ class Back:
 
 
 def num_framed(num_bytes: int) -> int:
-    """Of a payload on a stream."""
+    """Returns the bytes of a payload on a stream."""
     return sum(map(len, payload_frames([memoryview(bytes(num_bytes))])))
 
 

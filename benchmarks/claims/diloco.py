@@ -1,4 +1,4 @@
-"""What local steps cost and save: a task in mode sync and in diloco with several H, over real processes.
+"""Cost and gain of local steps: a task in sync and in diloco with several H, over real processes.
 
     python -m paramserver.benchmarks.claims.diloco [--task digits|gpt] [--steps N] [--seeds 0,1,2] [--set KEY=VALUE]...
 

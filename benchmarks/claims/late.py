@@ -1,4 +1,4 @@
-"""What late gradients do to learning, and the rules against it: handwritten digits, in one process.
+"""The effect of late gradients on learning, and the rules against it: handwritten digits, in one process.
 
     python -m paramserver.benchmarks.claims.late [--workers 4,8,16,30] [--way NAME]... [--steps N] [--seeds N]
 
@@ -49,7 +49,7 @@ WAYS: dict[str, tuple[str, float, dict[str, Any]]] = {
 
 
 def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
-    """Train once; the accuracy, 0 to 1."""
+    """Train once, and return the accuracy (0..1)."""
     mode, momentum, options = WAYS[way]
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))

@@ -1,4 +1,4 @@
-"""What local steps, outer optimizers, codecs and lateness do to learning: four workers in one process.
+"""The effect of local steps, outer optimizers, codecs and lateness on learning: four workers in one process.
 
     python -m paramserver.benchmarks.claims.outer [--task gpt|digits] [--steps N] [--seeds N] [--way NAME]...
 
@@ -125,7 +125,7 @@ class Worker:
 
     @property
     def num_left_out(self) -> int:
-        """Bytes of other fragments, which are zeros or as before."""
+        """Returns the bytes of other fragments, which are zeros or unchanged."""
         if not self.way.codec.is_identity:
             return 0  # they are not there
         return sum(entry.num_bytes for entry in self.tensors.layout.entries if entry.spec.name in self.without)
@@ -252,7 +252,7 @@ class Run:
             self._reference.copy_(self.store.weights[: len(self._reference)])
 
     def _without(self) -> frozenset[str]:
-        """What no worker has contributed to the newest version."""
+        """Returns the names that no worker has contributed to the newest version."""
         return frozenset.intersection(*(worker.without for worker in self.workers))
 
     def _reply(self, reply: Reply) -> None:

@@ -1,1 +1,1 @@
-"""What ps-bench measures: a file for each command."""
+"""The measurements of ps-bench, a file for each command."""

@@ -48,7 +48,7 @@ class AllreduceOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes; of a sweep each ten times the last."""
+        """Returns sizes in bytes; in a sweep each is ten times the last."""
         if not self.sweep:
             return [self.mb * 1_000_000]
         most, sizes = self.max_mb * 1_000_000, [self.min_kb * 1000]
@@ -58,7 +58,7 @@ class AllreduceOptions:
 
 
 def measure_allreduce(options: AllreduceOptions, baseline_names: Sequence[str]) -> Report:
-    """The sizes, then the step; each of ours and of the peers that have a part in it and are installed."""
+    """Measure the sizes, then the step, of ours and of installed baselines."""
     bytes_per_s = stream_bytes_per_s()
     with chosen_running(baseline_names, "allreduce") as (peers, lines):
         reduced: dict[str, Callable[[], Contestant]] = {OURS: partial(_our_sizes, options)}
@@ -97,7 +97,7 @@ def _alone(options: AllreduceOptions) -> Iterator[Measured]:
 
 @contextmanager
 def _our_step(options: AllreduceOptions, mode: str) -> Iterator[Measured]:
-    """Workers on other hosts, as far as the transport can tell."""
+    """Measure our step; the transport treats workers as on other hosts."""
     set_transport("direct")
     steps = str(_NUM_WARMUP + options.runs + 1)
     with (
@@ -108,7 +108,7 @@ def _our_step(options: AllreduceOptions, mode: str) -> Iterator[Measured]:
 
 
 def bus_share(num_workers: int) -> float:
-    """Of M, what passes each link of a ring in each direction."""
+    """Returns the share of the bytes that passes each link of a ring in each direction."""
     return 2 * (num_workers - 1) / num_workers
 
 

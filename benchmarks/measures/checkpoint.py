@@ -1,4 +1,4 @@
-"""What snapshots cost: the same training with and without them, in turns, on one machine.
+"""Measures the cost of snapshots: the same training with and without them, in turns.
 
 One worker with a large model takes steps of a given time of computing (matrix products on one core, as
 much as it takes) and exchanges; the server takes snapshots as often as asked. A step's time is the mean
@@ -66,7 +66,7 @@ def measure_checkpoint(options: CheckpointOptions) -> Report:
 
 
 def _run(options: CheckpointOptions, has_snapshots: bool) -> tuple[list[float], list[float]]:
-    """(seconds of each step, seconds of each snapshot)."""
+    """Returns the seconds of each step, and of each snapshot."""
     folder = tempfile.mkdtemp(prefix="ps-bench-")
     flags = ["--mode", "sync", "--workers", "1", "--steps", str(options.steps), "--optimizer", options.optimizer]
     if has_snapshots:
@@ -82,7 +82,7 @@ def _run(options: CheckpointOptions, has_snapshots: bool) -> tuple[list[float], 
 
 @contextmanager
 def worker_life(rank: int, address: str, options: CheckpointOptions) -> Iterator[Measured]:
-    """All steps of the run are one call; their seconds."""
+    """Take all steps of the run as one call, and return their seconds."""
     import torch
 
     import paramserver

@@ -1,4 +1,4 @@
-"""How long one worker's exchange takes, what it is made of (ours.py), beside what peers need; one size or many.
+"""Measures one worker's exchange and its parts (ours.py) beside baselines, for one size or many.
 
 All contestants of a size take turns, except where they do not fit into memory together. GB are 10^9
 bytes, and for a codec those it sends. A ratio is our rate through the peer's: above 1 ours is faster.
@@ -50,7 +50,7 @@ class ExchangeOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes; those of a sweep are four times one another."""
+        """Returns sizes in bytes; in a sweep each is four times the last."""
         if not self.sweep:
             return [self.mb * 1_000_000]
         most, sizes = self.max_mb * 1_000_000, [self.min_kb * 1000]
@@ -60,7 +60,7 @@ class ExchangeOptions:
 
 
 def measure_exchange(options: ExchangeOptions, baseline_names: Sequence[str] = ()) -> Report:
-    """Every size; with peers, those that are installed."""
+    """Measure every size, with the installed baselines."""
     with chosen_running(baseline_names, "exchange") as (peers, lines):
         found = [_measure_size(options, num_bytes, peers) for num_bytes in options.sizes]
     results: dict[str, Any] = {"sizes": found} if options.sweep else found[0]
@@ -107,7 +107,7 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
 
 
 def our_metrics(samples: Samples, run: OurExchange) -> dict[str, Any]:
-    """Times in ms and rates in GB/s, median and best of each."""
+    """Returns times in ms and rates in GB/s, median and best of each."""
     beyond = [a - b for a, b in zip(samples["up_reply"], samples["up"], strict=True)]
     found: dict[str, Any] = {
         "sent_mb": run.facts.sent_bytes / 1e6,
@@ -119,12 +119,12 @@ def our_metrics(samples: Samples, run: OurExchange) -> dict[str, Any]:
 
 
 def peer_metrics(samples: Samples, num_bytes: int) -> dict[str, float]:
-    """The same of the parts that a peer has."""
+    """Returns the same for the parts of a baseline."""
     return _times(samples) | _rates(samples, dict.fromkeys({"up", "down"} & samples.keys(), num_bytes))
 
 
 def ratios(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
-    """Their time through ours, of the medians, for the parts that both have; `whole` through our exchange."""
+    """Returns their median time divided by ours, for common parts; `whole` by our exchange."""
     parts = {"up": "up", "down": "down", "exchange": "exchange", "whole": "exchange"}
     return {part: theirs[f"{part}_ms"] / ours[f"{mine}_ms"] for part, mine in parts.items() if f"{part}_ms" in theirs}
 
@@ -145,7 +145,7 @@ def _rates(samples: Samples, num_bytes: dict[str, int]) -> dict[str, float]:
 
 
 def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
-    """Whatever makes a metric mean less than its name says."""
+    """Returns notes on the limits of the metrics."""
     notes = []
     for variant in variants_of(options.transport, options.tls, options.watched):
         for entry in found:
@@ -196,7 +196,7 @@ def _ratio_table(found: dict[str, Any]) -> RenderableType:
 
 
 def _sweep_table(found: list[dict[str, Any]]) -> RenderableType:
-    """ms of an exchange by size, and our rates up and down."""
+    """Returns the table of an exchange's ms by size, and of our rates up and down."""
     names = list((found[0]["ours"] | found[0]["peers"]).keys())
     ours = list(found[0]["ours"])
     columns = ["size", *(f"{name} ms" for name in names), *(f"{name} up, down GB/s" for name in ours)]
@@ -210,7 +210,7 @@ def _sweep_table(found: list[dict[str, Any]]) -> RenderableType:
 
 
 def _ms_of(metric: dict[str, float]) -> float | None:
-    """Of the whole exchange; there and back where a peer only has the two."""
+    """Returns the ms of the whole exchange, the sum of up and down for a baseline without it."""
     if "exchange_ms" in metric:
         return metric["exchange_ms"]
     return metric["up_ms"] + metric["down_ms"] if "up_ms" in metric and "down_ms" in metric else None

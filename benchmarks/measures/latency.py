@@ -1,4 +1,4 @@
-"""How long a small exchange takes, beside a bare gRPC ping-pong of the same size, and beside peers.
+"""Measures a small exchange beside a bare gRPC ping-pong of the same size, and beside baselines.
 
 All are measured in turns of a tenth of the exchanges each, so that a noisy machine disturbs all alike.
 The exchange includes everything behind `optimizer.step()`: the gathering of gradients, both messages,
@@ -40,7 +40,7 @@ class LatencyOptions:
 
     @property
     def transports(self) -> list[str]:
-        """Of which there are two: a small payload is in the message itself, and none is shared."""
+        """Returns the two transports: a small payload is in the message, never in shared memory."""
         return [transport for transport in transports_of(self.transport) if transport != "shared"] or ["direct"]
 
     @property
@@ -49,7 +49,7 @@ class LatencyOptions:
 
 
 def measure_latency(options: LatencyOptions, baseline_names: Sequence[str] = ()) -> Report:
-    """Ours, the ping-pong, and those peers that are installed."""
+    """Measure ours, the ping-pong, and installed baselines."""
     with chosen_running(baseline_names, "latency") as (peers, lines):
         hows = ("", *options.watched)
         contestants: dict[str, Callable[[], Contestant]] = {

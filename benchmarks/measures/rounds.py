@@ -1,4 +1,4 @@
-"""A synchronous round of several workers: all contribute, the server steps, all have the new weights.
+"""Measures a synchronous round: all workers contribute, the server steps, all get the new weights.
 
 Every worker is a process. All wait at a barrier, then each times one `optimizer.step()`; a round has
 taken what its slowest worker took. Peers do the same without a server: all-reduce and each worker's
@@ -42,7 +42,7 @@ class RoundOptions:
 
 
 def measure_round(options: RoundOptions, baseline_names: Sequence[str] = ()) -> Report:
-    """Ours in each transport, and those peers that are installed."""
+    """Measure ours over each transport, and installed baselines."""
     variants = variants_of(options.transport)
     with chosen_running(baseline_names, "round") as (peers, lines):
         contestants: dict[str, Callable[[], Contestant]] = {

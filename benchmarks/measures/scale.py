@@ -1,4 +1,4 @@
-"""How many small exchanges a server carries when many workers are there at once.
+"""Measures the small exchanges per second of a server with many workers.
 
 Real processes would measure themselves (a torch process a worker, on a few cores), so few processes
 play the workers (swarm.py). What they need themselves is shown beside the server's share: where both
@@ -34,7 +34,7 @@ class ScaleOptions:
 
 
 def measure_scale(options: ScaleOptions) -> Report:
-    """A server for each number of workers, one after another."""
+    """Measure a server for each number of workers."""
     transports = [transport for transport in transports_of(options.transport) if transport != "shared"] or [
         "direct"
     ]  # a small payload is never shared
@@ -46,7 +46,7 @@ def measure_scale(options: ScaleOptions) -> Report:
 
 
 def _measure(options: ScaleOptions, num_workers: int, transport: str) -> dict[str, float]:
-    """Exchanges/s of all workers, and shares of one core."""
+    """Returns exchanges/s of all workers, and shares of one core."""
     from ..rig.swarm import SwarmOptions, swarm_life
 
     num_processes = min(options.generators, num_workers)

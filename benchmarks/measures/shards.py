@@ -34,7 +34,7 @@ class ShardOptions:
 
 
 def measure_shards(options: ShardOptions) -> Report:
-    """Every mode with every number of shards and workers, one after another."""
+    """Measure every mode with every number of shards and workers."""
     rows: list[dict[str, Any]] = []
     for mode in options.modes:
         for workers in options.workers:
@@ -68,7 +68,7 @@ def _measured(options: ShardOptions, mode: str, workers: int, shards: int) -> di
 
 @contextmanager
 def sharded_server(shards: int, *flags: str) -> Iterator[ServerProcess]:
-    """The coordinator, with its other shards beside it."""
+    """Run a coordinator with its other shards."""
     with ExitStack() as stack:
         first = stack.enter_context(running_server("--shards", str(shards), *flags))
         for number in range(1, shards):

@@ -48,7 +48,7 @@ class StepOptions:
 
 
 def measure_step(options: StepOptions) -> Report:
-    """One run for each transport."""
+    """Measure one run for each transport."""
     found = {transport: _run(options, transport) for transport in transports_of(options.transport)}
     num_bytes = next(iter(found.values()))[0]["bytes"][0]
     bytes_per_s = stream_bytes_per_s()
@@ -65,7 +65,7 @@ def measure_step(options: StepOptions) -> Report:
 
 
 def traffic(payload_bytes: float, num_workers: int) -> dict[str, float]:
-    """Bytes that pass one after another through the narrowest link in a synchronous step."""
+    """Returns the bytes through the narrowest link in a synchronous step."""
     return {
         "parameter_server": 2 * payload_bytes,
         "parameter_server_shared_link": 2 * payload_bytes * num_workers,
@@ -74,7 +74,7 @@ def traffic(payload_bytes: float, num_workers: int) -> dict[str, float]:
 
 
 def summed_up(found: list[Samples]) -> list[dict[str, float]]:
-    """By rank: medians in ms of a step's parts, and the share of the step that is not compute."""
+    """Returns by rank: medians in ms of a step's parts, and the share of the step that is not compute."""
     applied = [min(waits) for waits in zip(*(samples["gate_wait"] for samples in found), strict=True)]
     return [_of_worker(samples, applied) for samples in found]
 

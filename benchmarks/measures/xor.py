@@ -50,7 +50,7 @@ class XorOptions:
 
 
 def measure_xor(options: XorOptions, baseline_names: Sequence[str] = ()) -> Report:
-    """Ours and those peers that are installed."""
+    """Measure ours and installed baselines."""
     with chosen_running(baseline_names, "xor") as (peers, lines):
         contestants: dict[str, Callable[[], Contestant]] = {"paramserver": partial(_launched, options)}
         contestants |= {peer.name: partial(peer.xor, options) for peer in peers}

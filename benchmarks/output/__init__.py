@@ -1,1 +1,1 @@
-"""What becomes of the metrics: tables, pictures, files."""
+"""Output of the metrics: tables, pictures, files."""

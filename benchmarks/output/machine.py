@@ -1,4 +1,4 @@
-"""On what a metric was measured: the machine by cores and clock, never by its name, and the versions."""
+"""Describes where a metric was measured: cores and clock, never the machine's name, and versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark returns, the JSON file it becomes, and the metrics that need more than one line."""
+"""The report of a benchmark, its JSON file, and metrics of more than one line."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Report:
 
     @property
     def title(self) -> str:
-        """When and on what, in one line."""
+        """Returns date and machine in one line."""
         found = machine()
         return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {name()}, {found['model']}"
 
     def write(self, path: str) -> None:
-        """As JSON; OutputError when the path cannot be written."""
+        """Write the report as JSON. Raises OutputError."""
         content = {
             "what": self.what,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Tables of metrics for people."""
+"""Tables of metrics."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def number_table(columns: Sequence[str], rows: Iterable[Sequence[str]], bold: It
 
 
 def page(title: str, *parts: RenderableType, notes: Sequence[str] = ()) -> Group:
-    """A title, tables, and lines about what is not in them."""
+    """Returns a title, tables and notes as one renderable."""
     return Group(Text(title, style="bold"), *parts, *(Text(note, style="dim") for note in notes))
 
 
 def number(value: float | None, form: str = "{:,.1f}", unit: str = "") -> str:
-    """Empty where there is no metric."""
+    """Returns the number as text, empty where there is none."""
     return "" if value is None else form.format(value) + (f" {unit}" if unit else "")

@@ -1,1 +1,1 @@
-"""What measurements are made with: real processes, players of many workers, turns."""
+"""Tools of the measurements: real processes, simulated workers, turns."""

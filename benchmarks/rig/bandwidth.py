@@ -1,4 +1,4 @@
-"""What one TCP stream between two processes carries here: what formulas of traffic are divided by."""
+"""Measures the rate of one TCP stream between two processes, on which predictions are based."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bare ping-pong a small exchange is compared with: a grpc.aio echo server, a synchronous stream.
+"""A bare ping-pong to compare with a small exchange: a grpc.aio echo server, a synchronous stream.
 
 The server is a process of its own; the client is made as the worker's is (worker/conversation/client.py), so
 what lies between the two metrics is ours.
@@ -31,7 +31,7 @@ class EchoStream:
         self._call: Any = channel.stream_stream(f"/{'/'.join(_METHOD)}")(iter(self._outgoing.get, None))
 
     def ping(self, payload: bytes) -> bytes:
-        """Send, and wait for the same back."""
+        """Send, and wait for the echo."""
         self._outgoing.put(payload)
         reply: bytes = next(self._call)
         return reply

@@ -30,7 +30,7 @@ def synthetic_model(num_floats: int) -> nn.ParameterList:
 
 
 def fill_gradients(model: nn.Module) -> None:
-    """What `backward()` leaves behind: every parameter has a gradient of its own, small and finite."""
+    """Give every parameter a small and finite gradient, as `backward()` would."""
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-3
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Moments(NamedTuple):
-    """Of one exchange, perf_counter seconds."""
+    """The times of one exchange, in perf_counter seconds."""
 
     begun: float
     sent: float  # encoded and given to the connection

@@ -42,7 +42,7 @@ _NEVER = 1_000_000_000
 
 @dataclass(frozen=True)
 class Variant:
-    """How tensors travel, whether each step's gradients are new ones, and whether all is encrypted."""
+    """A variant of our exchange: transport, new gradients for each step or not, TLS or not."""
 
     name: str
     transport: str
@@ -72,13 +72,13 @@ def variants_of(transport: str, tls: bool = False, watched: Sequence[str] = ()) 
 
 
 def transports_of(transport: str) -> tuple[str, ...]:
-    """One, or all of them."""
+    """Returns one transport, or all of them."""
     return tuple(VARIANTS) if transport == "all" else (transport,)
 
 
 @dataclass
 class Facts:
-    """What is not a time: sizes in bytes, and the transport that was agreed on."""
+    """Facts of an exchange that are not times: sizes in bytes, and the transport."""
 
     payload_bytes: int = 0
     sent_bytes: int = 0

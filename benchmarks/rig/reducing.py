@@ -81,7 +81,7 @@ def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Ite
 
 @contextmanager
 def alone_life(rank: int, size: StepSize) -> Iterator[Measured]:
-    """Nobody's gradients but its own: what computing alone takes, beside as many others."""
+    """Compute without averaging, beside as many others."""
     import torch
 
     model, batch = transformer(size, rank)
@@ -90,7 +90,7 @@ def alone_life(rank: int, size: StepSize) -> Iterator[Measured]:
 
 @contextmanager
 def joined_life(rank: int, address: str, size: StepSize) -> Iterator[Measured]:
-    """A worker of the run at `address`, in whatever mode that is."""
+    """Run a worker of the run at `address`."""
     os.environ["PS_WORKER__OVERLAP"] = "true"  # as a worker with a task has it
     import torch
 
@@ -121,7 +121,7 @@ def transformer(size: StepSize, rank: int) -> tuple[Any, Any]:
 
 
 def step_parts(model: Any, batch: Any, optimizer: Any) -> Measured:
-    """Parts forward, backward, step, and whole."""
+    """Returns the parts forward, backward, step and whole."""
     from torch.nn import functional as F
 
     def measured(count: int) -> Samples:

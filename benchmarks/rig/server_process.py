@@ -35,7 +35,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Where it listens; waits until it does."""
+        """The server's address; waits until it listens."""
         return str(self.wait_for("listening", _START_S)["address"])
 
     def wait_for(self, event: str, timeout_s: float) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class ServerProcess:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End it by its id: there is nothing that it should still write, and nobody it should wait for."""
+        """Kill the server: it has nothing left to write."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Many workers played by one process: real conversations on asyncio streams, and as little else as can be.
+"""Plays many workers in one process: real conversations on asyncio streams, and little else.
 
 Each rank has a connection and a rank of its own and says what a worker says: Join, Model, InitialWeights
 when asked, contributions with real payloads, Leave. It computes nothing between them: payloads are made
@@ -57,7 +57,7 @@ class SwarmOptions:
 
 
 class Payloads:
-    """What all ranks send, made once. All zero: finite, and a step of arithmetic as any other."""
+    """The payload of all ranks, made once. It is zero, which costs the server as much as any other."""
 
     def __init__(self, floats: int, optimizer: str) -> None:
         module = synthetic_model(floats)
@@ -105,7 +105,7 @@ class DirectCall(asyncio.Protocol):
         return len(self._came) >= num_bytes
 
     async def read(self) -> Any:
-        """A message, with what it places as its data."""
+        """Read a message with its payload."""
         if not await self._until(LENGTH_BYTES):
             return await self.stream.read()
         end = LENGTH_BYTES + length_of(self._came)
@@ -139,7 +139,7 @@ class Player:
         self._payloads = payloads
 
     async def join(self) -> None:
-        """Until the first weights are there."""
+        """Join, and wait for the first weights."""
         await self._send(messages.message(join=messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
         welcome = (await self._receive("welcome")).of(messages.Welcome)
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
@@ -177,7 +177,7 @@ class Player:
             pass
 
     async def _take(self, received: Frame) -> None:
-        """A reply, and the weights after it: read, and left where they are."""
+        """Read a reply and its weights, without using them."""
         reply = read_reply(received.of(messages.pb.Reply))
         left = (reply.weights.num_bytes if reply.weights is not None else 0) - len(received.data) - received.placed
         while left > 0:
@@ -242,7 +242,7 @@ async def _all(jobs: list[Awaitable[None]]) -> None:
 
 
 async def _unless_ended(job: asyncio.Future[None], seconds: float) -> None:
-    """Sleep; raise at once what ends the exchanges."""
+    """Sleep; raise the exception that ends the exchanges at once."""
     await asyncio.wait([job], timeout=seconds)
     if job.done():
         job.result()
@@ -250,6 +250,6 @@ async def _unless_ended(job: asyncio.Future[None], seconds: float) -> None:
 
 
 def _counts(players: list[Player], options: SwarmOptions) -> tuple[float, float, float, float]:
-    """Time, exchanges, this process's CPU seconds and the server's."""
+    """Returns time, exchanges, and CPU seconds of this process and the server."""
     exchanges = sum(player.num_exchanges for player in players)
     return time.perf_counter(), float(exchanges), time.process_time(), cpu_seconds(options.server_pid)

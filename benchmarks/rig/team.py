@@ -30,7 +30,7 @@ Life = Callable[..., Contestant]
 
 
 class Team:
-    """Members 0..N-1 that are ready. Made by `team`."""
+    """Members 0..N-1, ready to be measured. Made by `team`."""
 
     def __init__(self, links: list[Connection]) -> None:
         self._links = links
@@ -46,11 +46,11 @@ class Team:
             link.send(count)
 
     def result(self) -> list[Samples]:
-        """Of what was started last."""
+        """Returns the result of the last start."""
         return self._receive_all(_TURN_S)
 
     def _receive_all(self, timeout_s: float) -> list[Any]:
-        """What every member says next, by rank. ParamServerError as soon as one has failed."""
+        """Returns every member's next message by rank. Raises ParamServerError once one has failed."""
         deadline = time.monotonic() + timeout_s
         said: dict[Connection, Any] = {}
         while len(said) < len(self._links):
@@ -74,7 +74,7 @@ def _receive(link: Connection) -> Any:
 
 @contextmanager
 def team(num_members: int, life: Life, *arguments: Any) -> Iterator[Team]:
-    """`num_members` processes, ended with the block whatever they do."""
+    """Run `num_members` processes, which end with the block."""
     before_torch()
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(num_members)
@@ -106,7 +106,7 @@ def team(num_members: int, life: Life, *arguments: Any) -> Iterator[Team]:
 
 
 def slowest(found: list[Samples]) -> Samples:
-    """Of every turn the slowest member: that is when all are done."""
+    """Returns the slowest member's time of each turn."""
     return {
         part: [max(times) for times in zip(*(samples[part] for samples in found), strict=True)] for part in found[0]
     }
@@ -120,7 +120,7 @@ def meeting_point() -> Iterator[str]:
 
 
 def stay_on_loopback() -> None:
-    """In a member, before torch.distributed starts: whatever the host's name resolves to."""
+    """Make torch.distributed use loopback; call it in a member, before it starts."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
 
 

@@ -1,4 +1,4 @@
-"""Measurements that are compared: they take turns, so that a noisy machine disturbs all alike.
+"""Compared measurements take turns, so that a noisy machine disturbs all alike.
 
 Whatever is measured, ours or a peer's, is a `Measured`: called with a count it does its thing that
 often and returns what each time took, in seconds by part ("up", "down", "exchange", ...).
@@ -19,7 +19,7 @@ Contestant = AbstractContextManager[Measured]
 
 
 def timed(part: str, call: Callable[[], object]) -> Measured:
-    """`call`, timed as a whole."""
+    """Returns `call`, timed as a whole."""
 
     def measured(count: int) -> Samples:
         times = []
@@ -33,7 +33,7 @@ def timed(part: str, call: Callable[[], object]) -> Measured:
 
 
 def in_parts(calls: Mapping[str, Callable[[], object]]) -> Measured:
-    """Every call in turn, each a part of its own."""
+    """Returns the calls as parts, timed one after another."""
 
     def measured(count: int) -> Samples:
         found: Samples = {part: [] for part in calls}
@@ -59,7 +59,7 @@ def in_turns(contestants: Mapping[str, Measured], num_turns: int, per_turn: int,
 
 @contextmanager
 def opened(contestants: Mapping[str, Contestant]) -> Iterator[dict[str, Measured]]:
-    """All of them at once."""
+    """Open all contestants together."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(contestant) for name, contestant in contestants.items()}
 
@@ -82,5 +82,5 @@ def measure(
 
 
 def medians(samples: Samples) -> dict[str, float]:
-    """Seconds by part."""
+    """Returns median seconds by part."""
     return {part: median(times) for part, times in samples.items()}

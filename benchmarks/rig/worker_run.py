@@ -31,7 +31,7 @@ class JoinedWorker:
     device: str = "cpu"
 
     def wait(self) -> None:
-        """Until the weights of the last exchange are on the device."""
+        """Wait until the weights of the last exchange are on the device."""
         if self.device != "cpu":
             import torch
 
@@ -39,7 +39,7 @@ class JoinedWorker:
 
     @property
     def transport(self) -> str:
-        """What it has, by its name in `worker.transports`."""
+        """The transport in use, by its name in `worker.transports`."""
         return str(self.session._exchange.transport).removesuffix(" memory")
 
     def renew_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""How quickly a codec encodes and decodes on one core, and on links up to which speed that pays.
+"""Measures a codec's speed on one core, and up to which link speed it pays.
 
 A model of matrices of 4 MB, normal values. `kept` is what a worker does with a contribution: it is gathered, what was
 left out before added, encoded, and what is left out now kept (`worker/transports/encoding.py`). Seconds are the
@@ -33,7 +33,7 @@ class CodecOptions:
 
 
 def measure_codecs(options: CodecOptions) -> Report:
-    """GB of float32 a second of each."""
+    """Measure GB of float32 per second for each codec."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -80,7 +80,7 @@ def _measure(codec: Codec, options: CodecOptions) -> dict[str, float]:
 
 
 def _best(part: Callable[[], object], runs: int) -> float:
-    """Seconds, after one turn that is not measured."""
+    """Returns the best seconds, after one unmeasured turn."""
     part()
     found = []
     for _ in range(runs):
@@ -91,6 +91,6 @@ def _best(part: Callable[[], object], runs: int) -> float:
 
 
 def _pays(item: dict[str, float]) -> str:
-    """(1 - 1/ratio) / (1/E + 1/D), of one worker."""
+    """Returns (1 - 1/ratio) / (1/E + 1/D) for one worker."""
     spared = 1 - 1 / item["ratio"]
     return f"{8 * spared / (1 / item['encode_gb_s'] + 1 / item['decode_gb_s']):,.1f}" if spared > 0 else "-"

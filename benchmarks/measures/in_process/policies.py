@@ -1,4 +1,4 @@
-"""What deciding costs: the run and a mode's policy alone, without network, tensors or observers.
+"""Measures the cost of decisions: the run and a mode's policy, without network, tensors or observers.
 
 Workers join, contribute in turns, and finish; only `Run.apply` is timed, not the making of events. Means over all
 events of a kind: where a round closes, one event replies everybody.
@@ -42,7 +42,7 @@ class Alone:
         self.incarnations = dict.fromkeys(range(num_workers), 0)
 
     def play(self, said: Iterable[events.Event]) -> list[float]:
-        """Seconds in `apply`, of each."""
+        """Returns the seconds in `apply` of each event."""
         clock, spent = time.thread_time, []  # of this thread: the machine may be busy
         for event in said:
             self.now += 1e-6
@@ -56,7 +56,7 @@ class Alone:
         return spent
 
     def joining(self, rank: int) -> list[events.Event]:
-        """What a new process of this rank says until it is let in."""
+        """Returns the events of a new process of this rank, until its admission."""
         self.incarnations[rank] += 1
         incarnation = self.incarnations[rank]
         process = f"process {rank}.{incarnation}"
@@ -68,7 +68,7 @@ class Alone:
         return events.Left(rank, self.incarnations[rank], "goodbye")
 
     def join(self) -> list[float]:
-        """Everybody is let in, the first with the weights."""
+        """Admit all workers, the first with the weights."""
         return [sum(self.play(self.joining(rank))) for rank in range(self.num_workers)]
 
     def contribute(self, rank: int) -> float:
@@ -78,7 +78,7 @@ class Alone:
         return spent
 
     def round(self) -> list[float]:
-        """Everybody contributes once."""
+        """Let each worker contribute once."""
         return [self.contribute(rank) for rank in range(self.num_workers)]
 
     def tick(self) -> list[float]:
@@ -89,7 +89,7 @@ class Alone:
 
 
 def measure_policies(options: PolicyOptions) -> Report:
-    """Of each mode with each number of workers, the mean of each kind of event."""
+    """Measure the mean cost of each kind of event, by mode and number of workers."""
     results = {
         mode: {str(workers): _measure(mode, workers, options.contributions) for workers in options.workers}
         for mode in options.modes
@@ -105,7 +105,7 @@ def measure_policies(options: PolicyOptions) -> Report:
 
 
 def _measure(mode: str, num_workers: int, contributions: int) -> dict[str, float]:
-    """Microseconds an event, by kind."""
+    """Returns microseconds per event, by kind."""
     alone = Alone(mode, num_workers)
     joins = alone.join()
     alone.round()

@@ -1,1 +1,1 @@
-"""Measurements of what processes hold in memory."""
+"""Measurements of the memory of processes."""

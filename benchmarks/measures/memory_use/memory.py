@@ -54,7 +54,7 @@ class MemoryOptions:
 
 
 def measure_memory(options: MemoryOptions) -> Report:
-    """One run for each mode, transport and number of workers."""
+    """Measure one run for each mode, transport and number of workers."""
     payload = options.num_floats * 4
     bare = {steps: _bare_worker(options, steps) for steps in {steps_itself(mode) for mode in options.modes}}
     runs = []
@@ -74,7 +74,7 @@ def measure_memory(options: MemoryOptions) -> Report:
 
 
 def expected_parts(mode: str, optimizer: str, workers: int, transport: str) -> dict[str, float]:
-    """What the server has to hold, in payloads."""
+    """Returns the server's necessary memory, in payloads."""
     policy, limits = MODES.load(mode), ServerConfig()
     return {
         "parameters": 1,
@@ -86,12 +86,12 @@ def expected_parts(mode: str, optimizer: str, workers: int, transport: str) -> d
 
 
 def steps_itself(mode: str) -> bool:
-    """Whether a worker's own optimizer steps, and has its state."""
+    """Returns whether a worker's optimizer steps, and so has state."""
     return bool(MODES.load(mode).kind.worker_steps and not MODES.load(mode).kind.may_lose)
 
 
 def state_payloads(optimizer: str) -> float:
-    """Size of an optimizer's state in parameters: tried out on a small one."""
+    """Returns the size of an optimizer's state in parameters, measured on a small model."""
     import torch
 
     from ....common.tensors.optimizers import find_optimizer
@@ -151,7 +151,7 @@ def sampled(pid: int) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def worker_life(rank: int, address: str, num_floats: int, optimizer: str, transport: str) -> Iterator[Measured]:
-    """All steps are one call; parts peak and anonymous are bytes of this process."""
+    """Take all steps as one call; the parts peak and anonymous are bytes of this process."""
     with joined_worker(address, rank, num_floats, optimizer, "raw", transport) as worker:
 
         def measured(count: int) -> Samples:
@@ -164,7 +164,7 @@ def worker_life(rank: int, address: str, num_floats: int, optimizer: str, transp
 
 @contextmanager
 def bare_life(_: int, num_floats: int, optimizer: str, steps: bool) -> Iterator[Measured]:
-    """What a worker has without a server."""
+    """Measure a worker's memory without a server."""
     from ....common.tensors.optimizers import find_optimizer
     from ....worker import api  # noqa: F401  all that a worker loads
     from ...rig.model import fill_gradients, synthetic_model

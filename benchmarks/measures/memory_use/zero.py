@@ -39,7 +39,7 @@ class ZeroOptions:
 
 
 def measure_zero(options: ZeroOptions) -> Report:
-    """One run for each stage and number of processes."""
+    """Measure one run for each stage and number of processes."""
     runs = [
         {"stage": stage, "workers": workers} | _of_run(options.mb, stage, workers)
         for stage in options.stages
@@ -49,7 +49,7 @@ def measure_zero(options: ZeroOptions) -> Report:
 
 
 def _of_run(mb: int, stage: int, workers: int) -> dict[str, float]:
-    """MB, of the process that has most of each part."""
+    """Returns the MB of each part, of the process that has most of it."""
     mode = ("allreduce", str(workers)) if stage != _ALL_DIVIDED else ("localsgd", "1")
     flags = ("--set", "policy.local_steps=1") if stage == _ALL_DIVIDED else ()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -125,7 +125,7 @@ def _model(mb: int) -> Any:
 
 
 def _num_bytes(tensors: Iterable[Any]) -> int:
-    """Of what lies in this process."""
+    """Returns the bytes in this process."""
     here = (
         tensor.to_local() if hasattr(tensor, "to_local") else tensor
         for tensor in tensors
