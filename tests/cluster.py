@@ -1,17 +1,20 @@
-"""Starts the real executables over loopback, and reads what they say.
+"""Starts servers, workers and scripts over loopback, and reads what they say.
 
-Every process is started here, waited for here, and killed by its own pid at the end of the test.
+Most of them are forked from a process that has imported torch and the product, which takes seconds otherwise.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ import pytest
 from paramserver.tests.late import come_late
 
 SCRIPTS = Path(__file__).parent / "loopback" / "scripts"
+PROGRAMS = Path(__file__).parent / "trainers" / "programs"
 DEADLINE_S = 120.0
 
 
@@ -74,6 +78,75 @@ class Process:
         self.popen.send_signal(number)
 
 
+class Fork:
+    """As much of a Popen as `Process` uses."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid, self._code = pid, Path(f"{log}.code")
+
+    def poll(self) -> int | None:
+        return int(self._code.read_text()) if self._code.exists() else None
+
+    def wait(self, timeout: float = DEADLINE_S) -> int:
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self._code), timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forked(Process):
+    def __init__(self, name: str, log: Path, pid: int) -> None:
+        self.name, self.path, self.popen = name, log, Fork(pid, log)  # type: ignore[assignment]
+
+
+class Zygote:
+    """A process that has imported `modules` and the product, and forks itself into programs."""
+
+    def __init__(self, *modules: str) -> None:
+        skipped = ("PS_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith(skipped)}
+        self.environ |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self.environ |= {"PS_SERVER__ABSENT_S": "0", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        path = os.pathsep.join(filter(None, [str(PROGRAMS), os.environ.get("PYTHONPATH")]))
+        self._popen = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), *modules],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environ | {"PYTHONPATH": path}, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        assert self._popen.stdout.readline() == "ready\n"
+
+    def fork(
+        self, name: str, folder: Path, argv: Sequence[str], environ: dict[str, str], errors: Path | None = None
+    ) -> Forked:
+        """Runs `python ARGV` with this environment; both outputs go to one file, or errors to another."""
+        log = folder / f"{name}.log"
+        log.touch()
+        order = {"log": str(log), "errors": str(errors or log), "environ": environ, "folder": str(folder), "argv": argv}
+        print(json.dumps(order), file=self._popen.stdin, flush=True)
+        return Forked(name, log, int(self._popen.stdout.readline()))
+
+    def stop(self) -> None:
+        self._popen.kill()  # its children die with it
+        self._popen.wait()
+
+
+@cache
+def zygote() -> Zygote:
+    """The one of this process, which ends with it."""
+    started = Zygote()
+    atexit.register(started.stop)
+    return started
+
+
 class Cluster:
     """Starts servers, workers and scripts in a folder of the test's own."""
 
@@ -82,19 +155,28 @@ class Cluster:
         self.processes: list[Process] = []
         self.address = ""
         self.scripts = SCRIPTS
+        self.prefix: tuple[str, ...] = ()  # the command that runs what is started next on another host
+        self.forks = True  # servers, workers and scripts; otherwise each is a Python of its own
         self._env = {k: v for k, v in os.environ.items() if not k.startswith(("PS_", "RANK", "WORLD_SIZE"))}
         self._env |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self._env |= {"PS_SERVER__ABSENT_S": "0"}  # tests that kill a worker for good do not wait for it
 
     def start(self, name: str, *argv: str, **env: str) -> Process:
-        process = Process(name, [sys.executable, *argv], self._env | env, self.folder)
+        process = Process(name, [*self.prefix, sys.executable, *argv], self._env | env, self.folder)
         self.processes.append(process)
         return process
+
+    def fork(self, name: str, *argv: str, **env: str) -> Process:
+        """The same, sooner."""
+        if self.prefix or not self.forks or "PYTHONPATH" in env:
+            return self.start(name, *argv, **env)
+        self.processes.append(zygote().fork(name, self.folder, argv, self._env | env))
+        return self.processes[-1]
 
     def server(self, *flags: str, **env: str) -> Process:
         """ps-server on a free port; returns once it listens."""
         listen = () if "--listen" in flags else ("--listen", "127.0.0.1:0")
-        process = self.start(f"server{len(self.processes)}", "-m", "paramserver.ps", *listen, *flags, **env)
+        process = self.fork(f"server{len(self.processes)}", "-m", "paramserver.ps", *listen, *flags, **env)
         self.address = process.event("listening")["address"]
         return process
 
@@ -102,31 +184,39 @@ class Cluster:
         """Another shard of the server started last; registers with it by itself."""
         argv = ("-m", "paramserver.ps", "--shard", str(number), "--shards", str(shards))
         where = ("--coordinator", self.address, *(() if "--listen" in flags else ("--listen", "127.0.0.1:0")))
-        return self.start(f"shard{number}-{len(self.processes)}", *argv, *where, *flags, **env)
+        return self.fork(f"shard{number}-{len(self.processes)}", *argv, *where, *flags, **env)
 
     def worker(self, rank: int, *flags: str, **env: str) -> Process:
         name = f"worker{rank}-{len(self.processes)}"
         argv = ("-m", "paramserver.worker", "--rank", str(rank), "--server", self.address, *flags)
-        return self.start(name, *argv, **env)
+        return self.fork(name, *argv, **env)
 
     def script(self, rank: int, script: str | Path, *args: str, **env: str) -> Process:
         """A training script of the user's own, told its place by the environment."""
         path = SCRIPTS / script if isinstance(script, str) else script
         place = {"RANK": str(rank), "PS_SERVER": self.address}
-        return self.start(f"script{rank}-{len(self.processes)}", str(path), *args, **(place | env))
+        return self.fork(f"script{rank}-{len(self.processes)}", str(path), *args, **(place | env))
 
     def command(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run one of the programs to its end: `command("ps", "--mode", "x")`."""
-        return subprocess.run(
-            [sys.executable, "-m", f"paramserver.{argv[0]}", *argv[1:]],
-            capture_output=True, text=True, timeout=1.5 * DEADLINE_S, env=self._env | {"PS_LOG__FORMAT": "text"} | env,
-            cwd=self.folder, check=False,
-        )  # fmt: skip
+        words = ("-m", f"paramserver.{argv[0]}", *argv[1:])
+        env = self._env | {"PS_LOG__FORMAT": "text"} | env
+        if not self.forks:
+            return subprocess.run(
+                [sys.executable, *words], capture_output=True, text=True, timeout=1.5 * DEADLINE_S, env=env,
+                cwd=self.folder, check=False,
+            )  # fmt: skip
+        errors = self.folder / f"command{len(self.processes)}.errors"
+        self.processes.append(zygote().fork(f"command{len(self.processes)}", self.folder, words, env, errors))
+        code = self.processes[-1].popen.wait(1.5 * DEADLINE_S)
+        return subprocess.CompletedProcess(argv, code, self.processes[-1].output, errors.read_text())
 
     def stop(self) -> None:
         for process in self.processes:
             if process.popen.poll() is None:
-                os.killpg(process.popen.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just been forked
+                    os.killpg(process.popen.pid, signal.SIGKILL)
+                process.popen.kill()
                 process.popen.wait()
 
 

@@ -20,7 +20,7 @@ from paramserver.drills.doctor import advice, results, run
 from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, measure
 from paramserver.drills.doctor.rounds import Rounds
 from paramserver.tests.cluster import Cluster
-from paramserver.tests.overlap.slow_link import why_not
+from paramserver.tests.hosts import why_not
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,6 @@ Metrics are printed as `METRIC name value` lines: `pytest -rP tests/faults` show
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramserver.tests.cluster import DEADLINE_S, Cluster, Process, cluster
+from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
 from paramserver.tests.faults import network
 from paramserver.tests.faults.evidence import History, applied
 from paramserver.tests.faults.network import Network
 from paramserver.tests.faults.proxy import Plan, Proxy
 from paramserver.tests.late import come_late
-
-__all__ = ["cluster"]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ONE_HOT = Path(__file__).parents[1] / "loopback" / "scripts" / "onehot.py"
@@ -95,20 +92,14 @@ class Rig(Job):
     def __init__(self, folder: Path, transport: str, net: Network) -> None:
         super().__init__(folder, transport)
         self.net = net
-        self._prefix: tuple[str, ...] = ()
-
-    def start(self, name: str, *argv: str, **env: str) -> Process:
-        process = Process(name, [*self._prefix, sys.executable, *argv], self._env | env, self.folder)
-        self.processes.append(process)
-        return process
 
     def serve(self, mode: str, num_workers: int, steps: int, *flags: str, **env: str) -> Process:
-        self._prefix = self.net.at(network.SERVER)
+        self.prefix = self.net.at(network.SERVER)
         where = () if "--listen" in flags else ("--listen", f"{network.HOST}:0")
         return super().serve(mode, num_workers, steps, "--insecure", *where, *flags, **env)
 
     def work(self, rank: int, pause_s: float = 0.0, padding: int = 0, **env: str) -> Process:
-        self._prefix = self.net.at(rank)
+        self.prefix = self.net.at(rank)
         return super().work(rank, pause_s, padding, **{"PS_SERVER__INSECURE": "true"} | env)
 
 

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from paramserver.tests.cluster import Process
 from paramserver.tests.faults.proxy import Proxy
 
+pytestmark = pytest.mark.slow
+
 PADDING = 60_000  # floats, divided over the shards: each counts the commits
 LEASE_S = 3.0
 PAUSE_S = 5.0
@@ -70,8 +72,7 @@ def commits(job, number: int) -> None:
     job.until(lambda: len(job.history.lines("commit")) >= before + number, "commits")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", pytest.param("ssp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
 def test_connections_between_shards_and_to_one_shard_are_reset(job, mode):
     steps = 150
     with rigged(job, mode, steps) as rig:
@@ -84,7 +85,6 @@ def test_connections_between_shards_and_to_one_shard_are_reset(job, mode):
         ends_whole(job, rig, mode, steps)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_cut_between_shards_shorter_than_a_lease_costs_nothing(job, mode):
     steps = 150
@@ -97,7 +97,6 @@ def test_a_cut_between_shards_shorter_than_a_lease_costs_nothing(job, mode):
         ends_whole(job, rig, mode, steps)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["the coordinator", "the other"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_shard_that_stood_still_goes_on(job, mode, which):
@@ -111,7 +110,6 @@ def test_a_shard_that_stood_still_goes_on(job, mode, which):
         ends_whole(job, rig, mode, steps)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["removed", "damaged"])
 def test_a_run_whose_one_shard_has_lost_its_snapshots_does_not_begin_anew(job, how):
     flags = ("--shards", "2", *LEASE, *SNAPSHOTS)

@@ -202,7 +202,7 @@ async def join_at_once(server: Any, wire: Any) -> tuple[list[float], tuple[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["grpc", "direct"])
 def test_two_hundred_workers_join_at_once(start_server, wire, transport):
     """And again when all connections are lost at once; one more than the limit is refused, and says why."""
     rate = 1_000_000

@@ -125,19 +125,6 @@ def test_it_equals_one_process(cluster):
         assert 0 < item["peer_bytes"] / num_others - 100 * model_bytes < 100 * 250
 
 
-def test_it_ends_where_sync_does(cluster):
-    found = {}
-    for mode in ("sync", "allreduce"):
-        (cluster.folder / "script.py").write_text(SCRIPT)
-        server = cluster.server("--mode", mode, "--workers", "3", "--steps", "100", "--save", f"{mode}.safetensors")
-        script = cluster.folder / "script.py"
-        workers = [cluster.script(rank, script, str(cluster.folder)) for rank in range(3)]
-        assert [worker.wait() for worker in (*workers, server)] == [0] * 4, workers[0].output
-        found[mode] = load_file(cluster.folder / f"{mode}.safetensors")
-    for key, process in found["sync"].items():
-        assert float((process - found["allreduce"][key]).abs().max()) <= 1e-6
-
-
 def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
     server, worker = start(cluster, 3, 40, "leaves")
     killed_and_back(cluster, server, worker)

@@ -48,12 +48,6 @@ def test_a_slow_link_gets_what_is_least(cluster, shards):
     assert row["codec"] == chosen["codec"]
 
 
-@pytest.mark.parametrize(("transport", "why"), [("shared", "shared"), ("direct", "on this host")])
-def test_on_one_host_it_is_raw(cluster, transport, why):
-    (chosen,) = trained(cluster, PS_WORKER__TRANSPORTS=json.dumps([transport, "grpc"]))
-    assert chosen["codec"] == "raw" and why in chosen["reason"]
-
-
 SWITCHED = """
 import torch, paramserver
 from paramserver.worker.transports.auto.measuring import Auto

@@ -15,7 +15,6 @@ from paramserver.tests.loopback.scripts import outer
 
 # With this momentum torch's fused SGD rounds the same in vectors and in what is left over; with 0.9 it does not.
 H, STEPS, LR, MOMENTUM = 5, 28, 0.7, 0.5
-FRAGMENT_STEPS = 3  # of two fragments and 6 local steps
 pytestmark = pytest.mark.slow
 
 
@@ -37,29 +36,6 @@ def reference(inner: str, num_workers: int) -> dict[str, torch.Tensor]:
                 mine.grad = delta if mine.grad is None else mine.grad + delta
         sgd.step()
     return dict(whole.state_dict())
-
-
-def fragments_reference(inner: str, num_workers: int, num: int) -> dict[str, torch.Tensor]:
-    """Plain torch: of two layers one at a time, each with a buffer of its own; all at the end."""
-    models, optimizers = zip(*(outer.make(inner) for _ in range(num_workers)), strict=True)
-    whole, _ = outer.make(inner)
-    theta = {name: tensor.detach() for name, tensor in whole.named_parameters()}
-    buffers = {name: torch.zeros_like(item) for name, item in theta.items()}
-    weights = [outer.size(rank) / sum(map(outer.size, range(num_workers))) for rank in range(num_workers)]
-    for turn, begin in enumerate(range(0, STEPS, FRAGMENT_STEPS)):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            for step in range(begin, min(STEPS, begin + FRAGMENT_STEPS)):
-                outer.backward(model, rank, step)
-                optimizer.step()
-        for name, entry in theta.items():
-            if name.startswith(("0.", "2.")[turn % num]) or begin + FRAGMENT_STEPS >= STEPS:
-                local = [dict(model.named_parameters())[name].data for model in models]
-                delta = sum(share * (entry - its) for share, its in zip(weights, local, strict=True))
-                buffers[name].mul_(MOMENTUM).add_(delta)
-                entry.sub_(LR * (delta + MOMENTUM * buffers[name]))
-                for its in local:
-                    its.copy_(entry)
-    return theta
 
 
 def flags(num_workers: int, *more: str) -> tuple[str, ...]:
@@ -87,17 +63,6 @@ def test_unequal_workers_equal_plain_torch_and_shards_change_no_bit(cluster: Clu
         assert server.events("outer_optimizer")[0]["because"] == "as policy.outer_momentum says"
         ends.append(assert_is_reference(cluster, "adamw", 2))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def test_fragments_equal_plain_torch_over_shards(cluster: Cluster) -> None:
-    server = cluster.server(*flags(2), "--fragments", "2", "--local-steps", "6", "--shards", "2")
-    other = cluster.shard(1, 2)
-    workers = [cluster.script(rank, "outer.py", "adamw") for rank in range(2)]
-    assert {worker.wait() for worker in (*workers, server, other)} == {0}, workers[0].output
-    found, wanted = load_file(cluster.folder / "w.safetensors"), fragments_reference("adamw", 2, 2)
-    largest = nn.utils.parameters_to_vector(wanted.values()).abs().max()
-    for name, tensor in wanted.items():
-        assert ((found[name] - tensor).abs().max() / largest).item() < 1e-12, name
 
 
 def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) -> None:

@@ -56,30 +56,6 @@ def serve(cluster: Any, mode: str, num_workers: int, *more: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
-def test_every_contribution_is_applied_once_on_both_transports_at_a_time(cluster: Any, mode: str) -> None:
-    server = serve(cluster, mode, 2)
-    off = ({}, {"PS_WORKER__TRANSPORTS": "grpc"})
-    workers = [
-        cluster.script(rank, "onehot.py", str(STEPS), PADDING=str(PADDING), **env) for rank, env in enumerate(off)
-    ]
-    assert check(cluster, server, workers) == ["direct", "grpc"]
-
-
-@pytest.mark.slow
-def test_two_shards_a_pipeline_and_a_codec(cluster: Any) -> None:
-    """The codec's payloads are messages like any other; a shard has a port of its own."""
-    server = serve(cluster, "async", 2, "--shards", "2", "--set", "policy.delayed_update=true")
-    shard = cluster.shard(1, 2, *DIRECT)
-    codecs = ({}, {"PS_WORKER__CODEC": "bf16", "PS_WORKER__REPLY_CODEC": "bf16"})
-    workers = [
-        cluster.script(rank, "onehot.py", str(STEPS), PADDING=str(PADDING), **env) for rank, env in enumerate(codecs)
-    ]
-    assert check(cluster, server, workers) == ["direct", "direct"]
-    assert shard.wait() == 0
-
-
-@pytest.mark.slow
 def test_in_tls_with_certificates_of_both(cluster: Any, tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     certs("init", lab, "--workers", "2")

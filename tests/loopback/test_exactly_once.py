@@ -25,18 +25,6 @@ def _start(cluster, mode: str, num_workers: int, *flags: str):
 
 
 @pytest.mark.slow
-def test_async_applies_every_contribution_once(cluster):
-    server = _start(cluster, "async", 3)
-    workers = [cluster.script(rank, "onehot.py", str(STEPS)) for rank in range(3)]
-    assert [worker.wait() for worker in workers] == [0, 0, 0]
-    assert server.wait() == 0
-    assert torch.equal(_applied(cluster.folder / "w.safetensors", 3), torch.ones(3, STEPS))
-    summary = json.loads((cluster.folder / "s.json").read_text())
-    assert summary["version"] == 3 * STEPS
-    assert [worker["training_steps"] for worker in summary["workers"]] == [STEPS] * 3
-
-
-@pytest.mark.slow
 def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
     bound = 2
     server = _start(cluster, "ssp", 3, "--staleness", str(bound))

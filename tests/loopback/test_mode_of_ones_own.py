@@ -63,7 +63,7 @@ def test_it_keeps_the_promises_of_every_mode(example: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("shards", [1, 2])
 def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: int) -> None:
     script = ("--script", str(cluster.scripts / "onehot.py"), "--", str(STEPS))
     found = cluster.command("launch", "-n", "2", "--shards", str(shards), *FLAGS, *OUTPUTS, *script)
@@ -89,7 +89,7 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shards", [1, 2])
 def test_its_state_goes_on_where_the_killed_server_was(cluster, example: Path, shards: int) -> None:
     """Also where its file has moved meanwhile, and where it lies elsewhere for another shard."""
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ..faults.proxy import Plan, Proxy
-
 WAYS = {
     "shared memory": ((), {}),
     "grpc": ((), {"PS_WORKER__TRANSPORTS": "grpc"}),
@@ -35,22 +33,6 @@ def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
     found = {way: train(cluster, True, *told) for way, told in WAYS.items()}
     for way, weights in found.items():
         assert all(torch.equal(tensor, weights[name]) for name, tensor in without.items()), way
-
-
-@pytest.mark.slow
-def test_connections_that_break_in_the_middle_change_nothing(cluster: Any) -> None:
-    """The rest comes with the same reply."""
-    without = train(cluster, False, *WAYS["grpc"])
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", "again.safetensors")
-    env = {"PS_WORKER__TRANSPORTS": "grpc", "PS_WORKER__OVERLAP": "true"}
-    # The model is 1.6 MB: the first connection breaks in the second reply, the next ones in their first or second.
-    plans = dict(enumerate([4_000_000, 1_000_000, 1_400_000, 2_200_000, 500_000]))
-    with Proxy(cluster.address, lambda number: Plan(reset_after_down=plans.get(number))) as proxy:
-        workers = [cluster.script(0, "wide.py", **env, PS_SERVER=proxy.address), cluster.script(1, "wide.py", **env)]
-        assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output
-    assert proxy.num_resets >= 3
-    found = load_file(cluster.folder / "again.safetensors")
-    assert all(torch.equal(tensor, found[name]) for name, tensor in without.items())
 
 
 @pytest.mark.slow

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
-
-from paramserver.drills.check_main import check_paths
 
 STEPS = 25
 MODES = ["sync", "async", "ssp", "localsgd"]
@@ -62,40 +59,6 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
 
 
 @pytest.mark.slow
-def test_a_frozen_worker_is_let_go_and_comes_back_by_itself(cluster):
-    server = start(cluster, "async", 2, "--set", "server.lease_s=1.5", "--set", "server.absent_s=30")
-    first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "5")
-    frozen = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go1"), "10")
-    frozen.until(lambda: "at the gate" in frozen.output, "gate")
-    frozen.signal(signal.SIGSTOP)
-    server.until(lambda: any(e["rank"] == 1 for e in server.events("left")), "eviction")
-    frozen.signal(signal.SIGCONT)
-    (cluster.folder / "go1").touch()
-    (cluster.folder / "go").touch()
-    assert [first.wait(), frozen.wait(), server.wait()] == [0, 0, 0]
-    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
-    lines = history(cluster.folder / "history.jsonl")
-    assert next(line["how"] for line in lines if line["op"] == "leave") == "lease"
-
-
-@pytest.mark.slow
-def test_nobody_is_let_go_by_a_server_that_was_frozen_itself(cluster):
-    server = start(cluster, "sync", 2, "--set", "server.lease_s=1.5")
-    workers = [cluster.script(r, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10") for r in range(2)]
-    for worker in workers:
-        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
-    server.signal(signal.SIGSTOP)
-    (cluster.folder / "go").touch()
-    for worker in workers:  # each notices that nobody replies
-        worker.until(lambda worker=worker: bool(worker.events("connection_lost")), "loss")
-    server.signal(signal.SIGCONT)
-    assert [worker.wait() for worker in workers] == [0, 0]
-    assert server.wait() == 0
-    assert torch.allclose(applied(cluster.folder / "w.safetensors", 2), torch.full((2, STEPS), 0.5))
-    assert {line["how"] for line in history(cluster.folder / "history.jsonl") if line["op"] == "leave"} == {"goodbye"}
-
-
-@pytest.mark.slow
 def test_a_server_that_stalls_again_and_again_lets_go_of_the_silent_and_of_nobody_else(cluster):
     """Each stall is as long as nearly the lease, and by itself enough for the leases to be looked at anew."""
     lease_s, stall_s, between_s = 1.5, 1.3, 0.5
@@ -122,38 +85,6 @@ def test_a_server_that_stalls_again_and_again_lets_go_of_the_silent_and_of_nobod
     assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
 
 
-def _train(cluster, name: str, *flags: str):
-    """The digits task with dropout-free sync training by two workers, slowly enough to be killed in the middle."""
-    return cluster.server(
-        "--mode", "sync", "--workers", "2", "--steps", "40", "--optimizer", "adam", "--lr", "0.01",
-        "--task", "digits", "--save", f"{name}.safetensors", "--checkpoint-dir", f"snapshots-{name}",
-        "--checkpoint-every", "7", *flags,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_job_that_was_killed_and_resumed_ends_in_the_same_bits(cluster):
-    server = _train(cluster, "whole")
-    workers = [cluster.worker(rank) for rank in range(2)]
-    assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
-
-    server = _train(cluster, "killed")
-    slow = {"PS_SLOWDOWN__BASE_S": "0.1"}
-    workers = [cluster.worker(rank, **slow) for rank in range(2)]
-    server.until(lambda: any(e["version"] >= 14 for e in server.events("snapshot")), "snapshot")
-    for process in (server, *workers):  # it would go on with one worker
-        process.signal(signal.SIGKILL)
-        process.popen.wait()
-    server = _train(cluster, "killed", "--resume", "latest")
-    assert server.event("resumed")["version"] >= 14
-    workers = [cluster.worker(rank) for rank in range(2)]
-    assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
-
-    whole, killed = (load_file(cluster.folder / f"{name}.safetensors") for name in ("whole", "killed"))
-    assert whole.keys() == killed.keys()
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
-
-
 @pytest.mark.slow
 def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
     snapshots = ("--checkpoint-dir", "snapshots")
@@ -168,26 +99,6 @@ def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
         assert torch.equal(applied(weights, 1), torch.ones(1, STEPS))
     longer = start(cluster, "sync", 1, *snapshots, steps=STEPS + 5)
     assert longer.events("already_done") == []
-
-
-@pytest.mark.slow
-def test_snapshots_that_were_deleted_are_no_mistake_of_the_server(cluster):
-    """Between two runs, by hand. A server that is stopped before its shards are there writes an end and no start."""
-    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
-    server = start(cluster, "async", 1, *snapshots)
-    assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), server.wait()] == [0, 0]
-    shutil.rmtree(max((cluster.folder / "snapshots").glob("snapshot-*")))
-    again = start(cluster, "async", 1, *snapshots)
-    assert again.event("resumed")["version"] < STEPS
-    assert [cluster.script(0, "onehot.py", str(STEPS)).wait(), again.wait()] == [0, 0]
-    waiting = start(cluster, "async", 1, *snapshots, "--shards", "2")
-    waiting.event("listening")
-    waiting.signal(signal.SIGTERM)
-    waiting.wait()
-    assert history(cluster.folder / "history.jsonl")[-1]["op"] == "end"
-    verdict = check_paths([str(cluster.folder / "history.jsonl")], [])
-    assert verdict.problems == []
-    assert [f"newer snapshot of version {STEPS}" in message for message in verdict.deleted] == [True]
 
 
 @pytest.mark.slow

@@ -9,8 +9,6 @@ import signal
 
 import pytest
 
-from paramserver.tests.faults.proxy import Plan, Proxy
-
 pytestmark = pytest.mark.slow
 
 STEPS = 40
@@ -59,31 +57,6 @@ def workers_of(cluster, **env):
 
 def flags(mode: str, shards: int) -> tuple[str, ...]:
     return ("--mode", mode, "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), "--summary", "s.json")
-
-
-@pytest.mark.parametrize(("mode", "transport", "shards"), [("sync", "direct", 2), ("async", "grpc", 1)])
-def test_all_have_the_same_bits_through_broken_connections(cluster, mode, transport, shards):
-    server = cluster.server(*flags(mode, shards), "--set", "server.direct=true")
-    others = [cluster.shard(number, shards) for number in range(1, shards)]
-    (cluster.folder / "gate").touch()
-
-    def plan(number: int) -> Plan:
-        """Of the first connections, those that carry contributions are lost in the middle of one, or of a reply."""
-        if number >= 8:
-            return Plan()
-        return Plan(reset_after_up=250_000) if number % 4 < 2 else Plan(reset_after_down=250_000)
-
-    with Proxy(cluster.address, plan, server.event("listening")["direct_port"]) as proxy:
-        cluster.address = proxy.address
-        workers = workers_of(cluster, PS_WORKER__TRANSPORTS=json.dumps(list(dict.fromkeys([transport, "grpc"]))))
-        assert [worker.wait() for worker in workers] == [0, 0], workers[0].output + workers[1].output
-        assert [process.wait() for process in (server, *others)] == [0] * shards
-        assert proxy.num_resets >= 2
-    assert len(server.events("resumed")) >= 2
-    found = seen(cluster)
-    assert all(len(set(bits)) == 1 for bits in found.values()), found
-    shared = sum(len(bits) > 1 for bits in found.values())
-    assert shared >= (STEPS if mode == "sync" else 2)
 
 
 def at_the_gate(cluster, version):

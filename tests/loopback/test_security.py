@@ -59,6 +59,7 @@ def test_run_goes_on_while_certificates_are_renewed_and_shows_no_secret(cluster:
     lab = tmp_path / "lab"
     certs("init", lab)
     token = (lab / "token").read_text().strip()
+    cluster.forks = False  # their command lines are looked at
     server = cluster.server(
         "--mode", "async", "--workers", "1", "--steps", "1000000", "--set", "security.mutual=true", "--set",
         "server.shared_memory=false", "--set", "server.status_interval_s=0.1", *flags(lab, "server"),

@@ -51,7 +51,7 @@ class AtATerminal(Process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("term", "is_live"), [("xterm", True), pytest.param("dumb", False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("term", "is_live"), [("xterm", True), ("dumb", False)])
 def test_the_live_table(cluster: Cluster, term: str, is_live: bool) -> None:
     env = {**os.environ, "TERM": term, "PS_SERVER__ABSENT_S": "0", "OMP_NUM_THREADS": "1", "PS_LOG__FORMAT": "text"}
     flags = ("--listen", "127.0.0.1:0", "--workers", "2", "--steps", "40", "--set", "server.status_interval_s=0.1")

@@ -31,7 +31,7 @@ def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shard", [0, 1])
 def test_each_shard_has_its_folder_to_itself(cluster, shard):
     first = cluster.server("--checkpoint-dir", "kept", "--shards", "2")
     holder, folder = first, "kept"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from .test_allreduce import SCRIPT, difference, killed_and_back, versions_of
+from .test_allreduce import SCRIPT, difference, versions_of
 
 pytestmark = pytest.mark.slow
 
@@ -57,15 +57,6 @@ def test_it_equals_one_process_with_one_nth_of_the_state(cluster):
         assert "optimizer_state_anew" not in "".join(worker.output for worker in workers)
         versions += [[(rank, number) for rank in range(num)] for number in range(len(versions) + 1, steps + 1)]
         assert difference(cluster, versions) <= 1e-9
-
-
-@pytest.mark.campaign
-def test_one_is_killed_in_the_middle_of_a_reduction_and_comes_back(cluster):
-    server, worker = start(cluster, 3, 40, "leaves")
-    killed_and_back(cluster, server, worker)
-    versions = versions_of(cluster)
-    assert {len(version) for version in versions} == {2, 3}
-    assert difference(cluster, versions) <= 1e-9
 
 
 def test_who_dies_before_it_has_given_its_share_leaves_it_with_another_one(cluster):

@@ -11,23 +11,19 @@ import torch
 from torch import nn
 
 from paramserver.common.tensors.delayed import DelayedNesterov
-from paramserver.common.tensors.layout import new_payload
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold, Reply
-from paramserver.ps.tensors.model import outer_spec
-from paramserver.ps.tensors.store import Store
 from paramserver.tests.numeric.test_diloco_equals_reference import (
     INNER,
     Worker,
     assert_equal,
     local_step,
     make_model,
-    one_thread,
+    store_of,
 )
 
 from ..records import contribution_of
 
-__all__ = ["one_thread"]  # the fixture
 H, STEPS, SIZES, LR = 4, 18, (4, 2, 3), 0.8
 SECONDS = (1.0, 1.125, 2.875)  # of each worker's step
 
@@ -88,10 +84,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     """The weights, and of each rank the local steps of its contributions."""
     policy = policy_of("async_diloco", {"training_steps": STEPS, "num_workers": 3, "local_steps": H, **options})
     workers = [Worker("adamw") for _ in SIZES]
-    layout = workers[0].tensors.layout
-    weights = new_payload(layout.total_bytes)
-    weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
-    store = Store(layout, weights, outer_spec(policy.outer.name, policy.outer.arguments, layout))
+    store = store_of(workers[0], policy)
     base, told, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
 
     def perform(decisions: list[Any], now: float, staged: torch.Tensor | None = None) -> None:
@@ -128,7 +121,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
         assert policy.min_steps_done == min(map(policy.steps_done, range(3)))
     assert not policy._round, "what is there is in the weights"
     assert policy.committed_steps() == dict.fromkeys(range(3), STEPS)
-    return torch.cat([view.reshape(-1) for _, view in layout.views(store.weights)]), told
+    return torch.cat([view.reshape(-1) for _, view in store.layout.views(store.weights)]), told
 
 
 @pytest.mark.parametrize(("quorum", "grace"), [(1, 0.0), (1, 0.25), (2, 0.5)])

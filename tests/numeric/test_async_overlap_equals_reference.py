@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.common.tensors.layout import new_payload
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold, Reply
-from paramserver.ps.tensors.model import outer_spec
-from paramserver.ps.tensors.store import Store
-from paramserver.tests.numeric.test_diloco_equals_reference import assert_equal, one_thread
-from paramserver.tests.numeric.test_overlap_equals_reference import SIZES, Worker, local_step, make_inner, make_model
+from paramserver.tests.numeric.test_diloco_equals_reference import (
+    INNER,
+    Overlapping,
+    assert_equal,
+    local_step,
+    make_model,
+    store_of,
+)
+from paramserver.tests.numeric.test_diloco_equals_reference import THREE as SIZES
 from paramserver.worker.session import Progress
 from paramserver.worker.tensors.overlap import Merge
 
 from ..records import contribution_of, reply_of
 
-__all__ = ["one_thread"]  # the fixture
 H, STEPS, LR, ALPHA = 8, 44, 0.8, 0.5
 SECONDS = (1.0, 1.125, 2.875)  # of each worker's step
 RANKS = range(len(SIZES))
@@ -32,7 +35,7 @@ RANKS = range(len(SIZES))
 def reference(tau: int, rule: str, even_pace: bool) -> torch.Tensor:
     """Nothing of ours. How many steps a worker is told counts for those after the ones that it takes already."""
     models = [make_model() for _ in RANKS]
-    inner = [make_inner(model) for model in models]
+    inner = [INNER["adamw"](model) for model in models]
     theta = torch.nn.utils.parameters_to_vector(models[0].parameters()).detach()
     local, anchor, sent, given = ([theta.clone() for _ in RANKS] for _ in range(4))
     done, told, taken, since = [0] * 3, [H] * 3, [H] * 3, [0.0] * 3
@@ -43,7 +46,7 @@ def reference(tau: int, rule: str, even_pace: bool) -> torch.Tensor:
         now, rank = min((at, rank) for rank, at in due.items())
         for step in range(done[rank], done[rank] + taken[rank]):
             torch.nn.utils.vector_to_parameters(local[rank].clone(), models[rank].parameters())
-            local_step(models[rank], inner[rank], rank, step)
+            local_step(models[rank], inner[rank], rank, SIZES[rank], step)
             local[rank] = torch.nn.utils.parameters_to_vector(models[rank].parameters()).detach().clone()
             if done[rank] and step + 1 - done[rank] == min(tau, taken[rank]):
                 new, before = given[rank], sent[rank]
@@ -75,11 +78,8 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
     policy = policy_of("async_diloco", told | overlap | options)
     assert policy.merge == merge and policy.outer is not None
     arguments = dict(policy.outer.arguments)
-    workers = [Worker(1, merge) for _ in SIZES]
-    layout = workers[0].layout
-    weights = new_payload(layout.total_bytes)
-    weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
-    store = Store(layout, weights, outer_spec(policy.outer.name, arguments, layout))
+    workers = [Overlapping(1, merge) for _ in SIZES]
+    store = store_of(workers[0], policy)
     progress = [Progress(total_steps=STEPS) for _ in RANKS]
     replied: dict[int, tuple[int, int]] = {}  # version, local steps
     contributions: dict[int, list[int]] = {rank: [] for rank in RANKS}
@@ -108,11 +108,11 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
         worker, own = workers[rank], progress[rank]
         steps, begin = own.local_steps, own.training_steps
         for step in range(begin, begin + steps):
-            local_step(worker.model, worker.optimizer, rank, step)
+            local_step(worker.model, worker.optimizer, rank, SIZES[rank], step)
             if begin and step + 1 - begin == min(tau, steps):
-                worker.overlap.merge(worker.shadow.tensors)
+                worker.merge()
         version, hears = replied.pop(rank, (0, steps))  # what `DelayedUpdate` does with it
-        staged = worker.measure(None)
+        staged = worker.delta()
         said = contribution_of(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
         contributions[rank].append(steps)
         perform(policy.contributed(rank, said, now), staged)
@@ -121,7 +121,7 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
             due[rank] = now + own.local_steps * SECONDS[rank]
         assert policy.steps_done(rank) == own.training_steps
     assert policy.committed_steps() == dict.fromkeys(RANKS, STEPS)
-    return torch.cat([view.reshape(-1) for _, view in layout.views(store.weights)]), contributions
+    return torch.cat([view.reshape(-1) for _, view in store.layout.views(store.weights)]), contributions
 
 
 @pytest.mark.parametrize(("tau", "rule"), [(1, "shift"), (3, "shift"), (8, "shift"), (3, "blend"), (8, "blend")])

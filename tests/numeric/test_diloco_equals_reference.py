@@ -1,36 +1,47 @@
-"""diloco does what the paper's two lines do: a server's policy and store, and workers' anchors, against plain torch."""
+"""diloco is what its papers say: a server's policy and store, and workers' own parts, against plain torch.
+
+Of all parameters or of a fragment at a time, with exchanges that are waited for or that take local steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from paramserver.common.config.schema import Config
+from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
+from paramserver.common.registry import check_fragments
 from paramserver.common.tensors.layout import new_payload
+from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.engine.modes import make_policy, policy_of
+from paramserver.ps.policies.averaging.diloco import DilocoOptions
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.worker.strategies.shadow import Shadow
 from paramserver.worker.tensors.anchor import Anchor
+from paramserver.worker.tensors.fragments import Fragments, divided
+from paramserver.worker.tensors.overlap import Merge, Overlap
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 from ..records import contribution_of
 
-H, STEPS = 5, 23  # the last round has 3 steps
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
 }
-SIZES = [(4, 4), (5, 2, 9)]  # samples of each worker's batch
+TWO, THREE = (4, 4), (5, 2, 9)  # samples of each worker's batch
+Tensors = dict[str, torch.Tensor]
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
 def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int, step: int) -> None:
@@ -42,122 +53,204 @@ def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, si
     optimizer.step()
 
 
-def reference(inner: str, sizes: tuple[int, ...], lr: float, momentum: float, h: int, steps: int) -> torch.Tensor:
-    """Nothing of ours: theta, one buffer, and local models that are set to theta."""
+def fragments_of(num: int) -> dict[str, int]:
+    entries = ModelTensors(make_model()).layout.entries
+    return dict(zip([entry.spec.name for entry in entries], divided(entries, num), strict=True))
+
+
+def reference(
+    sizes: tuple[int, ...], steps: int, h: int, lr: float, momentum: float, inner: str = "adamw", num: int = 1,
+    merge: Merge | None = None,
+) -> Tensors:  # fmt: skip
+    """Nothing of ours: an anchor of each worker and what it sent last, for the server theta and a buffer, by name."""
     models = [make_model() for _ in sizes]
     optimizers = [INNER[inner](model) for model in models]
-    theta = nn.utils.parameters_to_vector(models[0].parameters()).detach().clone()
-    buffer = torch.zeros_like(theta)
-    for begin in range(0, steps, h):
-        delta, taken = torch.zeros_like(theta), min(h, steps - begin)
-        for rank, (model, optimizer, size) in enumerate(zip(models, optimizers, sizes, strict=True)):
-            nn.utils.vector_to_parameters(theta.clone(), model.parameters())
-            for step in range(begin, begin + taken):
-                local_step(model, optimizer, rank, size, step)
-            delta += size * (theta - nn.utils.parameters_to_vector(model.parameters()).detach())
-        delta /= sum(sizes)
-        buffer = momentum * buffer + delta
-        theta = theta - lr * (delta + momentum * buffer)
+    weights = [dict(model.named_parameters()) for model in models]
+    theta = {name: weight.detach().clone() for name, weight in weights[0].items()}
+    buffer = {name: torch.zeros_like(item) for name, item in theta.items()}
+    anchors = [{name: item.clone() for name, item in theta.items()} for _ in sizes]
+    sent: list[Tensors] = [{} for _ in sizes]
+    of, since = fragments_of(num), 0
+    for step in range(steps):
+        for rank, size in enumerate(sizes):
+            local_step(models[rank], optimizers[rank], rank, size, step)
+        since += 1
+        if merge is not None and (since == merge.after_steps or step + 1 == steps):
+            for local, anchor, then in zip(weights, anchors, sent, strict=True):
+                for name, before in then.items():
+                    now, new = local[name].data, theta[name]
+                    blended = merge.alpha * now + (1 - merge.alpha) * new
+                    now.copy_(new + (now - before) if merge.rule == "shift" else blended)
+                    anchor[name] = new.clone()
+                then.clear()
+        if (step + 1) % (h // num) and step + 1 < steps:
+            continue
+        for name in theta:
+            if step + 1 < steps and of[name] != step // (h // num) % num:
+                continue
+            delta = sum(
+                size * (anchor[name] - local[name].data)
+                for size, anchor, local in zip(sizes, anchors, weights, strict=True)
+            ) / sum(sizes)
+            buffer[name] = momentum * buffer[name] + delta
+            theta[name] = theta[name] - lr * (delta + momentum * buffer[name])
+            for local, anchor, then in zip(weights, anchors, sent, strict=True):
+                then[name] = local[name].data.clone()
+                if merge is None:
+                    local[name].data.copy_(theta[name])
+                    anchor[name] = theta[name].clone()
+        since = 0
     return theta
 
 
 class Worker:
-    def __init__(self, inner: str) -> None:
+    """Waits for its exchanges, of the whole model or of one of `num` fragments."""
+
+    def __init__(self, inner: str = "adamw", num: int = 0) -> None:
         self.model = make_model()
         self.optimizer = INNER[inner](self.model)
         self.tensors = ModelTensors(self.model)
-        self.anchor = Anchor(self.tensors)
+        self.anchor = Fragments(self.tensors, num) if num else Anchor(self.tensors)
         self.transfer = DirectTransfer(self.tensors)
+        self.without = frozenset[str]()
 
-    def delta(self) -> torch.Tensor:
+    def depart(self) -> None:
         self.anchor.measure()
-        return torch.frombuffer(
-            bytearray(b"".join(self.transfer.gather(ContributionKind.DELTA)[0].pieces)), dtype=torch.uint8
-        )
 
-    def receive(self, weights: torch.Tensor) -> None:
+    def delta(self, fragment: int | None = None) -> torch.Tensor:
+        if isinstance(self.anchor, Fragments | Overlap):
+            specs = self.tensors.layout.specs
+            self.without = frozenset(specs[position].name for position in self.anchor.choose(fragment))
+        self.depart()
+        pieces = self.transfer.gather(ContributionKind.DELTA)[0].pieces
+        return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+
+    def write(self, weights: torch.Tensor) -> None:
         self.transfer.write(0, memoryview(weights.numpy()))
         self.transfer.finish_write(len(weights))
+
+    def receive(self, weights: torch.Tensor) -> None:
+        if isinstance(self.anchor, Fragments):
+            self.anchor.replied(True)
+        self.write(weights)
         self.anchor.note()
 
+    def merge(self) -> None:
+        """Nothing is on its way."""
 
-def together(inner: str, sizes: tuple[int, ...], policy: Policy) -> torch.Tensor:
-    workers = [Worker(inner) for _ in sizes]
-    layout = workers[0].tensors.layout
+
+class Overlapping(Worker):
+    """What `Overlapped` does, with the parts that it does it with."""
+
+    def __init__(self, num: int, merge: Merge) -> None:
+        super().__init__()
+        self.shadow, self.anchor = Shadow(self.tensors), Overlap(self.tensors, num, merge)
+        self.transfer = DirectTransfer(self.shadow)
+
+    def depart(self) -> None:
+        self.anchor.measure()
+        self.shadow.snapshot(ContributionKind.DELTA)
+        self.anchor.depart()
+
+    def receive(self, weights: torch.Tensor) -> None:
+        self.write(weights)
+
+    def merge(self) -> None:
+        self.anchor.merge(self.shadow.tensors)
+
+
+def store_of(worker: Worker, policy: Policy, **options: Any) -> Store:
+    layout = worker.tensors.layout
     weights = new_payload(layout.total_bytes)
-    weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
+    weights.copy_(torch.frombuffer(bytearray(b"".join(worker.transfer.gather_all())), dtype=torch.uint8))
     assert policy.outer is not None
-    store = Store(layout, weights, outer_spec(policy.outer.name, policy.outer.arguments, layout))
+    spec = outer_spec(policy.outer.name, policy.outer.arguments, layout)
+    return Store(layout, weights, spec, StoreOptions(**options))
+
+
+def ours(sizes: tuple[int, ...], steps: int, policy: Policy, workers: list[Worker], num: int = 1) -> Store:
+    store = store_of(workers[0], policy, measures_direction=num > 1)
     for rank in range(len(sizes)):
         policy.joined(rank, 0.0)
     step = 0
     while taken := policy.next_local_steps(0):
         staged = {}
         for rank, (worker, size) in enumerate(zip(workers, sizes, strict=True)):
-            for number in range(step, step + taken):
-                local_step(worker.model, worker.optimizer, rank, size, number)
-            staged[rank] = worker.delta()
+            for number in range(taken):
+                local_step(worker.model, worker.optimizer, rank, size, step + number)
+                if step and number + 1 == min(taken, policy.merge.after_steps):
+                    worker.merge()
+            staged[rank] = worker.delta(None if step + taken == steps else policy.version % num)
         for rank in reversed(range(len(sizes))):
             said = contribution_of(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
             for decision in policy.contributed(rank, said, 0.0):
                 if isinstance(decision, Fold):
-                    store.fold(staged.pop(decision.rank), decision.weight, decision.rank)
+                    without = workers[decision.rank].without
+                    store.fold(staged.pop(decision.rank), decision.weight, decision.rank, without=without)
                 elif isinstance(decision, Commit):
                     store.commit(len(sizes), 0, [dict(policy.outer.arguments)])
         for worker in workers:
             worker.receive(store.weights)
         step += taken
-    return nn.utils.parameters_to_vector(workers[0].model.parameters()).detach()
+    return store
 
 
-def policy(num_workers: int, h: int = H, steps: int | None = STEPS, **options: float) -> Policy:
+def policy_for(num_workers: int, h: int, steps: int | None, **options: Any) -> Policy:
     settings = {"training_steps": steps, "num_workers": num_workers, "local_steps": h, **options}
     return policy_of("diloco", settings)
 
 
-def assert_equal(tensor: torch.Tensor, two: torch.Tensor, within: float) -> None:
-    assert ((tensor - two).abs().max() / two.abs().max()).item() <= within
+def assert_same(found: Tensors, wanted: Tensors) -> None:
+    largest = max(tensor.abs().max().item() for tensor in wanted.values())
+    for name, item in wanted.items():
+        assert (found[name] - item).abs().max().item() / largest <= 1e-12, name
+
+
+def assert_equal(found: torch.Tensor, wanted: torch.Tensor, within: float = 1e-12) -> None:
+    assert ((found - wanted).abs().max() / wanted.abs().max()).item() <= within
+
+
+# ---- exchanges that are waited for -------------------------------------------------------------------
+
+H, STEPS = 5, 23  # the last round has 3 steps
 
 
 @pytest.mark.parametrize(
     ("inner", "sizes", "lr", "momentum"),
-    [
-        ("sgd", SIZES[0], 0.7, 0.5),
-        ("sgd", SIZES[1], 1.0, 0.0),
-        ("adamw", SIZES[0], 0.3, 0.9),
-        ("adamw", SIZES[1], 0.7, 0.5),
-    ],
+    [("sgd", TWO, 0.7, 0.5), ("sgd", THREE, 1.0, 0.0), ("adamw", TWO, 0.3, 0.9), ("adamw", THREE, 0.7, 0.5)],
     ids=str,
 )
 def test_it_equals_an_independent_reference(inner, sizes, lr, momentum):
-    found = together(inner, sizes, policy(len(sizes), outer_lr=lr, outer_momentum=momentum))
-    assert_equal(found, reference(inner, sizes, lr, momentum, H, STEPS), 1e-12)
+    policy = policy_for(len(sizes), H, STEPS, outer_lr=lr, outer_momentum=momentum)
+    found = ours(sizes, STEPS, policy, [Worker(inner) for _ in sizes])
+    assert_same(found.tensors(), reference(sizes, STEPS, H, lr, momentum, inner))
 
 
 def test_localsgd_whose_codec_leaves_out_much_is_the_mean_of_weights_by_differences():
-    told = {"training_steps": STEPS, "num_workers": 3, "local_steps": H}
-    policy = policy_of("localsgd", told | {"leaves_out": True})
-    assert policy_of("localsgd", told).kind == ContributionKind.WEIGHTS and policy.kind.holds_differences
-    assert_equal(together("adamw", SIZES[1], policy), reference("adamw", SIZES[1], 1.0, 0.0, H, STEPS), 1e-12)
+    settings = {"training_steps": STEPS, "num_workers": 3, "local_steps": H}
+    policy = policy_of("localsgd", settings | {"leaves_out": True})
+    assert policy_of("localsgd", settings).kind == ContributionKind.WEIGHTS and policy.kind.holds_differences
+    found = ours(THREE, STEPS, policy, [Worker() for _ in THREE])
+    assert_same(found.tensors(), reference(THREE, STEPS, H, 1.0, 0.0))
 
 
 def test_one_step_a_round_without_an_outer_optimizer_is_synchronous_sgd():
     """With samples as weights: the union batch in one process."""
-    sizes, steps = (5, 2, 9), 20
-    found = together("sgd", sizes, policy(3, 1, steps, outer_lr=1.0, outer_momentum=0.0))
+    policy = policy_for(3, 1, 20, outer_lr=1.0, outer_momentum=0.0)
+    found = ours(THREE, 20, policy, [Worker("sgd") for _ in THREE])
     model = make_model()
     optimizer = INNER["sgd"](model)
-    for step in range(steps):
+    for step in range(20):
         optimizer.zero_grad()
-        for rank, size in enumerate(sizes):
+        for rank, size in enumerate(THREE):
             other = make_model()
             other.load_state_dict(model.state_dict())
             local_step(other, torch.optim.SGD(other.parameters(), lr=0.0), rank, size, step)
             for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-                share = its.grad * size / sum(sizes)
+                share = its.grad * size / sum(THREE)
                 mine.grad = share if mine.grad is None else mine.grad + share
         optimizer.step()
-    assert_equal(found, nn.utils.parameters_to_vector(model.parameters()).detach(), 1e-12)
+    assert_same(found.tensors(), dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +265,7 @@ def test_one_step_a_round_without_an_outer_optimizer_is_synchronous_sgd():
     ],
 )
 def test_momentum_is_for_runs_with_many_rounds(steps, told, momentum, because):
-    outer = policy(2, steps=steps, **({} if told is None else {"outer_momentum": told})).outer
+    outer = policy_for(2, H, steps, **({} if told is None else {"outer_momentum": told})).outer
     assert outer is not None and because in outer.reason
     assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
 
@@ -191,3 +284,161 @@ def test_sparse_goes_without_momentum_unless_it_is_asked_for(codec, told, moment
     outer = make_policy(Config.model_validate({"run": run, "policy": policy, "worker": {"codec": codec}})).outer
     assert outer is not None and because in outer.reason
     assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
+
+
+# ---- fragments ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [TWO, THREE], ids=str)
+@pytest.mark.parametrize(("num", "momentum"), [(1, 0.5), (2, 0.0), (2, 0.5), (3, 0.9)])
+def test_each_fragment_is_stepped_when_its_turn_comes(sizes, num, momentum):
+    policy = policy_for(len(sizes), 6, 27, outer_momentum=momentum, outer_lr=0.7, fragments=num)
+    store = ours(sizes, 27, policy, [Worker(num=num) for _ in sizes], num)
+    assert_same(store.tensors(), reference(sizes, 27, 6, 0.7, momentum, num=num))
+    if num > 1:
+        assert store.direction is not None and store.direction.cosine is not None
+        assert abs(store.direction.cosine) > 0.05, "compared with the same fragment's last, not with zeros"
+
+
+def test_layers_are_dealt_out_and_what_is_large_lies_apart():
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(100, 8),
+            "blocks": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(6)),
+            "head": nn.Linear(8, 90),
+        }
+    )
+    entries = ModelTensors(model).layout.entries
+    found = dict(zip([entry.spec.name for entry in entries], divided(entries, 4), strict=True))
+    assert {found[name] for name in found if name.startswith("blocks.0")} == {2}, "a layer is in one piece"
+    assert found["embedding.weight"] != found["head.weight"]
+    layers = [found[f"blocks.{number}.0.weight"] for number in range(6)]
+    assert layers == [2, 3, 2, 3, 2, 3]
+    with pytest.raises(UsageError, match="fragments is 30, and the model has 27 parameter tensors"):
+        divided(entries, 30)
+
+
+def test_a_round_that_went_by_keeps_the_steps_of_the_other_fragments():
+    model = make_model()
+    fragments = Fragments(ModelTensors(model), 2)
+    was = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+        without = fragments.choose(0)
+        fragments.measure()
+        assert all(torch.equal(item, was[name]) for name, item in model.named_parameters()), "what the server has"
+        for parameter in model.parameters():  # replied by a version in which all fragments have changed
+            parameter.sub_(3.0)
+        fragments.replied(True)
+        fragments.note()
+    names = [spec.name for spec in ModelTensors(model).layout.specs]
+    for name, parameter in model.named_parameters():
+        stays = name in {names[place] for place in without}
+        assert torch.allclose(parameter, was[name] - 3.0 + stays), name
+    fragments.show()
+    assert all(torch.allclose(item, was[name] - 3.0) for name, item in model.named_parameters()), "the server's"
+    fragments.show(False)
+    assert sum(torch.allclose(item, was[name] - 2.0) for name, item in model.named_parameters()) == len(without)
+
+
+@pytest.mark.slow
+def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a_fifth_of_the_bytes():
+    layers = (nn.utils.skip_init(nn.Linear, 1024, 1024) for _ in range(10))
+    model = nn.Sequential(*layers)
+    tensors = ModelTensors(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    fragments, transfer = Fragments(tensors, 5), DirectTransfer(tensors)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    fragments.choose(0)
+    fragments.measure()
+    pieces = transfer.gather(ContributionKind.DELTA)[0].pieces
+    num_sent = sum(len(part) for _, parts, _ in without_zeros(pieces) for part in parts)
+    assert 0.2 <= num_sent / tensors.layout.exchange_bytes <= 1.1 / 5
+
+
+# ---- exchanges that take local steps -----------------------------------------------------------------
+
+CASES = [(1, 7), (1, 30), (2, 15), (2, 4), (3, 10), (3, 1), (5, 6), (5, 2)]  # fragments, and steps until the merge
+
+
+@pytest.mark.parametrize(
+    ("num", "tau", "rule", "alpha"),
+    [(*case, *rule) for case in CASES for rule in (("shift", 0.0), ("blend", 0.5))]
+    + [(1, 1, "blend", 0.0), (5, 3, "blend", 0.8)],
+)
+def test_exchanges_that_take_local_steps_equal_an_independent_reference(num, tau, rule, alpha):
+    merge = Merge(rule, alpha, tau)
+    overlap = {"delayed_update": True, "fragments": num, "overlap_steps": tau, "merge": rule, "merge_alpha": alpha}
+    policy = policy_for(3, 30, 97, outer_momentum=0.9, **overlap)
+    assert policy.merge == merge
+    found = ours(THREE, 97, policy, [Overlapping(num, merge) for _ in THREE], num)
+    assert_same(found.tensors(), reference(THREE, 97, 30, 0.7, 0.9, num=num, merge=merge))
+
+
+def test_the_rules_are_the_two_lines() -> None:
+    """And alpha 0 is the server's weights to the bit."""
+    for rule, alpha, wanted in (("shift", 0.0, 7.0 + 3.0), ("blend", 0.25, 0.25 * 5 + 0.75 * 7), ("blend", 0.0, 7.0)):
+        model = nn.Linear(1, 1, bias=False)
+        tensors = ModelTensors(model)
+        overlap = Overlap(tensors, 1, Merge(rule, alpha))
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+            overlap.measure()
+            overlap.depart()
+            model.weight.fill_(5.0)
+            overlap.merge([torch.full((1, 1), 7.0)])
+            assert model.weight.item() == wanted
+            overlap.measure()
+            assert tensors.deltas[0].item() == 7.0 - wanted, "the next difference is to the new weights"
+
+
+def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    overlap = Overlap(ModelTensors(model), 2, Merge("blend", 0.5))
+    with torch.no_grad():
+        for layer, value in ((model[0], 1.0), (model[1], 2.0)):
+            layer.weight.fill_(value)
+        overlap.note()
+        for layer in (model[0], model[1]):
+            layer.weight.add_(4.0)
+        overlap.choose(0)
+        overlap.measure()
+        overlap.depart()
+        overlap.merge([torch.full((1, 1), 10.0), torch.full((1, 1), 20.0)])
+    assert model[0].weight.item() == 0.5 * 5.0 + 0.5 * 10.0
+    assert model[1].weight.item() == 20.0 + 4.0
+
+
+@pytest.mark.parametrize(
+    ("options", "delayed_update", "told", "fix"),
+    [
+        ({"fragments": 4}, True, r"policy\.fragments is 4, and policy\.local_steps is 30", "--local-steps 32"),
+        ({"overlap_steps": 31}, True, r"overlap_steps is 31.*30 local steps.*local_steps is 30", "--overlap-steps 30"),
+        ({"fragments": 5, "overlap_steps": 7}, True, r"overlap_steps is 7.*6 local steps.*fragments 5", "-steps 6"),
+        (
+            {"overlap_steps": 2},
+            False,
+            r"policy\.overlap_steps is 2, and workers of mode diloco wait",
+            "--delayed-update",
+        ),
+        ({"merge": "blend"}, False, r"policy\.merge is blend, and workers of mode diloco wait", "--delayed-update"),
+        ({"merge_alpha": 0.3}, True, r"policy\.merge_alpha is 0\.3, and policy\.merge is shift", "--merge blend"),
+    ],
+)
+def test_what_cannot_be_names_the_limit_and_the_value(
+    options: dict[str, Any], delayed_update: bool, told: str, fix: str
+) -> None:
+    with pytest.raises(UsageError, match=told) as refused:
+        check_fragments("diloco", DilocoOptions(local_steps=30, **options), delayed_update)
+    assert fix in str(refused.value.fix)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.0, 1.5])
+def test_an_alpha_out_of_range_is_refused(alpha: float) -> None:
+    with pytest.raises(ValueError, match="never takes anything" if alpha == 1 else "greater than|less than"):
+        DilocoOptions(merge="blend", merge_alpha=alpha)

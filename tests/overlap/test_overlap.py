@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from paramserver.tests.hosts import EXIT_SKIPPED
+
 MEASURE = Path(__file__).with_name("measure.py")
-_SKIPPED = 77
 
 
 @pytest.mark.slow
@@ -22,7 +23,7 @@ def test_both_variants_run_over_a_slow_link() -> None:
             out, err = rig.communicate(timeout=200)
         finally:
             rig.terminate()  # it takes its namespaces and processes with it
-    if rig.returncode == _SKIPPED:
+    if rig.returncode == EXIT_SKIPPED:
         pytest.skip(err.strip())
     assert rig.returncode == 0, err
     (metrics,) = json.loads(out)
@@ -32,4 +33,4 @@ def test_both_variants_run_over_a_slow_link() -> None:
     # The same messages, but for what a changed header costs.
     assert metrics["changed_bytes_sent"] == pytest.approx(metrics["plain_bytes_sent"], abs=1000)
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"slow{rig.pid}-" not in left
+    assert f"psh{rig.pid % 100_000}-" not in left

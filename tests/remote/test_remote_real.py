@@ -17,6 +17,8 @@ from paramserver.tests.faults import network
 from paramserver.tests.faults.network import Network
 from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 120.0
 TWO = ("{host: node2, slots: 2}", "{host: node3, slots: 2}")
 
@@ -32,7 +34,6 @@ def launch(remote, *argv: str, **env: str) -> tuple[int, str]:
     return launcher.returncode, err
 
 
-@pytest.mark.slow
 def test_a_real_run_over_tls_with_a_token_that_only_the_launcher_knows(remote) -> None:
     subprocess.run(
         [
@@ -54,7 +55,6 @@ def test_a_real_run_over_tls_with_a_token_that_only_the_launcher_knows(remote) -
     assert load_file(remote.folder / "w.safetensors")
 
 
-@pytest.mark.slow
 def test_digits_are_learnt_on_two_hosts(remote) -> None:
     argv = ("-n", "4", "--task", "digits", "--mode", "ssp", "--optimizer", "adamw", "--lr", "2e-3", "--steps", "300")
     code, err = launch(remote, *argv, "--summary", "out.json")
@@ -62,7 +62,6 @@ def test_digits_are_learnt_on_two_hosts(remote) -> None:
     assert json.loads((remote.folder / "out.json").read_text())["final"]["accuracy"] > 0.95
 
 
-@pytest.mark.slow
 def test_a_real_run_with_a_shard_on_each_host(remote) -> None:
     argv = ("-n", "4", "--colocate", "--task", "digits", "--mode", "sync", "--steps", "100")
     code, err = launch(remote, *argv, "--summary", "out.json", "--save", "w.safetensors")
@@ -105,7 +104,6 @@ def start_in(net: Network, sshd: Sshd, marked, *argv: str, **env: str) -> subpro
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_what_runs_there_by_itself(lab, marked, read_until, wait_until) -> None:
     net, sshd = lab
     argv = (marked.launcher, "-n", "2", "--max-restarts", "0", "--set", "launch.lost_after_s=6")
@@ -120,7 +118,6 @@ def test_a_host_that_is_cut_off_ends_what_runs_there_by_itself(lab, marked, read
     assert marked.left() == []
 
 
-@pytest.mark.slow
 def test_a_host_that_cannot_reach_the_server_is_named_and_the_others_are_not(lab, marked) -> None:
     """Its ssh replies, but a firewall between the hosts lets nothing else through."""
     net, sshd = lab
@@ -134,7 +131,6 @@ def test_a_host_that_cannot_reach_the_server_is_named_and_the_others_are_not(lab
     assert sshd.left() == []
 
 
-@pytest.mark.slow
 def test_a_real_run_between_namespaces_goes_over_tcp(lab, marked) -> None:
     net, sshd = lab
     argv = ("-m", "paramserver.launch", "-n", "2", "--task", "digits", "--mode", "sync", "--steps", "40")

@@ -47,10 +47,10 @@ def scripts(cluster: Cluster, num: int, out: str, **env: str) -> list[Process]:
 @pytest.mark.parametrize(
     ("workers", "num_samples", "env"),
     [
-        pytest.param(2, 53, {}, marks=pytest.mark.slow),  # 8 to a step and 5 left: shares of 3 and 2
+        (2, 53, {}),  # 8 to a step and 5 left: shares of 3 and 2
         (3, 50, {"SHUFFLE": "no", "AHEAD": "1"}),  # 12 to a step and 2 left for three ranks
-        pytest.param(3, 49, {}, marks=pytest.mark.slow),  # 1 left
-        pytest.param(2, 57, {"AHEAD": "1"}, marks=pytest.mark.slow),
+        (3, 49, {}),  # 1 left
+        (2, 57, {"AHEAD": "1"}),
     ],
 )
 def test_sync_is_one_process_with_the_union_batch_where_the_data_does_not_divide(

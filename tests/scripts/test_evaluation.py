@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from paramserver.tests.cluster import Cluster, Process
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "evaluation" / "evaluated.py"
 MODES = {
     "sync": ("--mode", "sync"),
@@ -41,7 +43,6 @@ def total(path: Path) -> float:
     return sum(tensor.double().sum().item() for name, tensor in load_file(path).items() if name in names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MODES])
 def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mode: str) -> None:
     """24 steps each."""
@@ -60,8 +61,6 @@ def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mo
     assert lines[0] == "step,version,elapsed_s,loss,total" and len(lines) == len(steps) + 1
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 def test_over_shards_the_best_is_kept(cluster: Cluster) -> None:
     outputs = ("--summary", "s.json", "--save", "w.safetensors", "--eval-every", "4")
     server = cluster.server("--workers", "2", "--shards", "2", *MODES["sync"], *outputs)
@@ -77,7 +76,6 @@ def test_over_shards_the_best_is_kept(cluster: Cluster) -> None:
     assert total(cluster.folder / "best.safetensors") == pytest.approx(best["metrics"]["total"], abs=1e-12)
 
 
-@pytest.mark.slow
 def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     """BatchNorm, dropout, random numbers; the evaluation leaves the model in training mode, too."""
     run(cluster, "sync")
@@ -89,7 +87,6 @@ def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     assert all(torch.equal(own[name], without[name]) for name in without)
 
 
-@pytest.mark.slow
 def test_alone_it_changes_no_bit_either(cluster: Cluster, tmp_path: Path) -> None:
     for name, env in (("without", {}), ("with", {"EVERY": "1epoch", "PS_OUTPUT__CURVE": "c.jsonl"})):
         script = cluster.start(name, str(SCRIPT), SAVE=str(tmp_path / name), **env)
@@ -100,8 +97,7 @@ def test_alone_it_changes_no_bit_either(cluster: Cluster, tmp_path: Path) -> Non
     assert [point["step"] for point in points] == [12, 24, 36, 48]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sync", "localsgd"])
 def test_one_that_fails_fails_the_run_with_its_reason(cluster: Cluster, mode: str) -> None:
     told = ("--summary", "s.json", "--save", "w.safetensors", *MODES[mode], "--script", str(SCRIPT))
     done = cluster.command("launch", "-n", "2", *told, EVERY="5", FAIL="2")
@@ -114,8 +110,7 @@ def test_one_that_fails_fails_the_run_with_its_reason(cluster: Cluster, mode: st
     assert len(summary(cluster)["curve"]) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sync", "localsgd"])
 def test_enough_is_the_end_for_all(cluster: Cluster, mode: str) -> None:
     run(cluster, mode, "--stop-when", "loss < 1000", EVERY="8")
     ended = summary(cluster)["ended_by"]
@@ -123,7 +118,6 @@ def test_enough_is_the_end_for_all(cluster: Cluster, mode: str) -> None:
     assert summary(cluster)["version"] in {"sync": (8, 9), "localsgd": (2, 3)}[mode]
 
 
-@pytest.mark.slow
 def test_patience(cluster: Cluster) -> None:
     told = ("--patience", "2", "--eval-every", "2", "--task", "xor", "--lr", "1e-9")
     server = cluster.server("--workers", "1", "--summary", "s.json", *told)
@@ -156,7 +150,6 @@ def with_evaluator(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, 
     return server, evaluator, worker
 
 
-@pytest.mark.slow
 def test_a_evaluator_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
     server, evaluator, worker = with_evaluator(cluster, "--eval-every", "5")
     assert [worker.wait(), server.wait(), evaluator.wait()] == [0, 0, 0], server.output + evaluator.output
@@ -169,7 +162,6 @@ def test_a_evaluator_evaluates_and_the_workers_need_not(cluster: Cluster) -> Non
     assert sum(weight.double().sum().item() for weight in weights) == pytest.approx(found["best"]["metrics"]["total"])
 
 
-@pytest.mark.slow
 def test_a_script_is_a_evaluator_too_and_ends_where_its_loop_would_begin(cluster: Cluster) -> None:
     server = cluster.server("--workers", "1", "--summary", "s.json", "--save", "w.safetensors")
     evaluator = cluster.script(0, SCRIPT, EVERY="5", SAVE="evaluator.pt", PS_WORKER__EVALUATE="1")
@@ -185,7 +177,6 @@ def test_a_script_is_a_evaluator_too_and_ends_where_its_loop_would_begin(cluster
     assert total(cluster.folder / "best.safetensors") == pytest.approx(summary(cluster)["best"]["metrics"]["total"])
 
 
-@pytest.mark.slow
 def test_a_evaluator_over_shards_evaluates_one_version_and_what_is_enough_is_the_end(cluster: Cluster) -> None:
     task = ("--task", f"{SCRIPT.with_name('even.py')}:Even")
     outputs = ("--summary", "s.json", "--save", "w.safetensors", "--optimizer", "sgd", "--lr", "1")
@@ -208,7 +199,6 @@ def test_a_evaluator_over_shards_evaluates_one_version_and_what_is_enough_is_the
     assert torch.equal(weight, torch.full_like(weight, -found["best"]["version"]))
 
 
-@pytest.mark.slow
 def test_a_evaluator_that_fails_fails_the_run(cluster: Cluster) -> None:
     server, evaluator, worker = with_evaluator(cluster, "--steps", "1000", FAIL="1")
     assert [evaluator.wait(), worker.wait(), server.wait()] == [1, 0, 1], server.output + evaluator.output
@@ -217,7 +207,6 @@ def test_a_evaluator_that_fails_fails_the_run(cluster: Cluster) -> None:
     assert (cluster.folder / "w.safetensors").exists() and summary(cluster)["version"] < 1000
 
 
-@pytest.mark.slow
 def test_a_task_is_evaluated_each_epoch_where_nothing_else_is_said(cluster: Cluster) -> None:
     """40 samples in batches of 10: 4 steps an epoch. The curve goes on after a resume, without what came after the
     last snapshot, which is of the final weights before they were evaluated."""
@@ -230,7 +219,6 @@ def test_a_task_is_evaluated_each_epoch_where_nothing_else_is_said(cluster: Clus
         assert len((cluster.folder / "c.jsonl").read_text().splitlines()) == len(steps)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every", [("--eval-every", "5"), ()])
 def test_alone_one_that_fails_fails_the_run_too(cluster: Cluster, every: tuple[str, ...]) -> None:
     """In the middle and at the end: the weights are of the newest step, and what the task has written is there."""

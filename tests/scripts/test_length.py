@@ -48,7 +48,7 @@ def test_a_script_s_own_loop_rules_where_nobody_has_set_a_length(cluster: Cluste
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sync", "localsgd"])
 def test_epochs_of_the_run_become_steps(cluster: Cluster, mode: str) -> None:
     server, workers = run(cluster, "--mode", mode, *MODES[mode], "--epochs", "3")
     assert [counts(worker) for worker in workers] == [[15], [15]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.catalog.plotting import points_of
+from paramserver.catalog.plotting import plot
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.report import report_console, summary_table
 from paramserver.common.reporting.summary import Summary
@@ -64,8 +64,8 @@ def test_samples_that_nobody_said_are_unknown(cluster: Cluster, mode: str) -> No
         assert (stored.samples, stored.samples_per_s) == (None, None)
         point, worker = store.series(stored)[-1], store.worker_series(stored)[-1]
         assert [point.samples, point.samples_per_s, worker.samples, worker.samples_per_s] == [None] * 4
-        with pytest.raises(UsageError, match="has 0 points of loss over samples"):
-            points_of(store, stored, "loss", "samples")
+    with pytest.raises(UsageError, match="has 0 points of loss over samples"):
+        plot(cluster.folder / "runs" / "paramserver.db", stored.id, ("loss", "samples"), None, as_json=True)
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_a_run_begins_with_the_weights_of_a_file(cluster: Cluster, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", pytest.param("localsgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["sync", "localsgd"])
 def test_another_rate_on_resume_takes_effect_and_the_log_says_so(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     kept = (
         "--mode",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paramserver.tests.forks import SERVER, Forked, Run, Zygotes
+from paramserver.tests.forks import SERVER, Forked, Programs, Run
 from paramserver.tests.scripts.union.loop import BATCH, NUM, data, make
 
 LOOP = "paramserver.tests.scripts.union.loop"
@@ -21,7 +21,7 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture
-def run(forks: Zygotes, tmp_path: Path) -> Iterator[Scripts]:
+def run(forks: Programs, tmp_path: Path) -> Iterator[Scripts]:
     run = Scripts(forks, tmp_path)
     yield run
     run.stop()
@@ -32,12 +32,12 @@ class Scripts(Run):
         for number in range(1, num):
             told = ("--shard", str(number), "--shards", str(num), "--coordinator", self.address)
             self.processes.append(
-                self._forks[SERVER].fork(f"shard{number}", self.folder, *told, "--listen", "127.0.0.1:0")
+                self.forks[SERVER].fork(f"shard{number}", self.folder, *told, "--listen", "127.0.0.1:0")
             )
 
     def script(self, rank: int, **env: str) -> Forked:
         told = {"OUT": str(self.folder / "w"), "PS_SERVER": self.address, "RANK": str(rank)} | env
-        found = self._forks[LOOP].fork(f"script{rank}", self.folder, **told)
+        found = self.forks[LOOP].fork(f"script{rank}", self.folder, **told)
         self.processes.append(found)
         return found
 

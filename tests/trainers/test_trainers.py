@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..forks import Forked, Zygotes
+from ..forks import Forked, Programs
 from .programs.problem import CASES, SAMPLES, WORKERS, Model, loss_of, reference
 
 TRAINERS = ("plain", "on_lightning", "on_huggingface", "on_accelerate")
@@ -33,7 +33,7 @@ def is_short(trainer: str, mode: str, case: str) -> bool:
 class Run:
     """A case by two workers and their server."""
 
-    def __init__(self, forks: Zygotes, folder: Path, trainer: str, mode: str) -> None:
+    def __init__(self, forks: Programs, folder: Path, trainer: str, mode: str) -> None:
         self._forks, self._folder, self._trainer, self._mode = forks, folder, trainer, mode
         self.address, self.has_rounds = "", mode in ("sync", "localsgd")
 
@@ -76,7 +76,7 @@ class Run:
     ("trainer", "mode", "case"),
     [pytest.param(*item, marks=[pytest.mark.slow] if is_short(*item) else []) for item in ALL],
 )
-def test_a_trainer(forks: Zygotes, tmp_path: Path, trainer: str, mode: str, case: str):
+def test_a_trainer(forks: Programs, tmp_path: Path, trainer: str, mode: str, case: str):
     run = Run(forks, tmp_path, trainer, mode)
     more: tuple[str, ...] = ()
     if case in ("resume", "cold", "behind", "mid"):
@@ -95,7 +95,7 @@ def test_a_trainer(forks: Zygotes, tmp_path: Path, trainer: str, mode: str, case
 
 @pytest.mark.trainers
 @pytest.mark.parametrize("trainer", ["on_accelerate", "on_huggingface"])
-def test_a_process_group_beside_the_run_is_refused(forks: Zygotes, tmp_path: Path, trainer: str):
+def test_a_process_group_beside_the_run_is_refused(forks: Programs, tmp_path: Path, trainer: str):
     """As torchrun and `accelerate launch` make one: gradients would be averaged twice, and parameters move."""
     run = Run(forks, tmp_path, trainer, "sync")
     server = run.server("plain")

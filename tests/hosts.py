@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, each with a link of its own to one switch.
+"""Runs whose processes are on hosts of their own: network namespaces of this machine, each with a link to one switch.
 
 Needs root, and the commands `ip` and `tc` (iproute2). Whatever happens, the namespaces are gone at the
 end, and with them the links.
@@ -7,14 +7,23 @@ end, and with them the links.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
-from typing import NamedTuple
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paramserver.tests.cluster import Cluster
 
 BURST = "256kb"
 LATENCY = "100ms"
+EXIT_SKIPPED = 77  # as automake's tests say it
 
 
 class HostsError(Exception):
@@ -71,3 +80,48 @@ def _run(*argv: str) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
         raise HostsError(f"{' '.join(argv)}: {done.stderr.strip()}")
+
+
+def run_once(servers: list[Host], workers: list[Host], settings: list[str]) -> dict[str, Any]:
+    """Runs a server of as many shards as it has hosts, and a worker on each of the others; returns the summary."""
+    flags = ["--set=server.insecure=true", "--set=worker.transports=direct,grpc"]
+    flags += [f"--set={setting}" for setting in settings]
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(Path(folder))
+        try:
+            for number, host in enumerate(servers):
+                cluster.prefix = host.prefix
+                listen = ("--listen", f"{host.address}:0", *flags)
+                if number:
+                    cluster.shard(number, len(servers), *listen)
+                else:
+                    cluster.server("--shards", str(len(servers)), "--summary", "s.json", *listen)
+            for rank, host in enumerate(workers):
+                cluster.prefix = host.prefix
+                cluster.worker(rank, *flags)
+            for process in cluster.processes:
+                if process.wait():
+                    raise RuntimeError(f"{process.name}:\n{process.output[-3000:]}")
+        finally:
+            cluster.stop()
+        return dict(json.loads((cluster.folder / "s.json").read_text()))
+
+
+def report(
+    options: Namespace, count: int, measure: Callable[[list[Host]], list[dict[str, Any]]], title: str, show: str
+) -> None:
+    """Measures on `count` hosts and prints the rows, each as `show` formats it; exits with 77 where it cannot."""
+    # Ended from outside, the namespaces still have to go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with hosts(count, options.rate) as machines:
+            rows = measure(machines)
+    except HostsError as error:
+        print(f"SKIPPED: {error}", file=sys.stderr)
+        sys.exit(EXIT_SKIPPED)
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(title)
+    for row in rows:
+        print("  " + show.format_map(row))
