@@ -31,7 +31,7 @@ class ForeignWorker:
     def __init__(self, channel: grpc.Channel, size: int) -> None:
         self.size = size
         self._requests: SimpleQueue[pb.WorkerMessage | None] = SimpleQueue()
-        self._replies = pb_grpc.ParameterServerStub(channel).Exchange(self._outgoing())
+        self.replies = pb_grpc.ParameterServerStub(channel).Exchange(self._outgoing())
 
     def _outgoing(self) -> Iterator[pb.WorkerMessage]:
         while (message := self._requests.get()) is not None:
@@ -41,7 +41,7 @@ class ForeignWorker:
         self._requests.put(pb.WorkerMessage(**fields))
 
     def receive(self, kind: str) -> pb.ServerMessage:
-        for message in self._replies:
+        for message in self.replies:
             if message.WhichOneof("kind") != "waiting":
                 assert message.WhichOneof("kind") == kind
                 return message
@@ -50,7 +50,7 @@ class ForeignWorker:
     def payload(self, message: pb.ServerMessage, num_bytes: int) -> list[float]:
         data = bytearray(message.data)
         while len(data) < num_bytes:
-            piece = next(self._replies)
+            piece = next(self.replies)
             assert piece.WhichOneof("kind") is None
             assert piece.offset == len(data)
             data += piece.data
@@ -79,7 +79,7 @@ class ForeignWorker:
     def refusal(self) -> tuple[grpc.StatusCode, str, str]:
         """(status, ps-reason, text) of a stream that the server ends."""
         try:
-            for _ in self._replies:
+            for _ in self.replies:
                 pass
         except grpc.RpcError as error:
             return error.code(), dict(error.trailing_metadata())["ps-reason"], error.details()
@@ -147,7 +147,7 @@ def test_a_whole_run_with_generated_code_alone(channel):
     worker.payload(final, final.final.weights.num_bytes)
     worker.send(leave=pb.Leave(final_metrics={"loss": 0.5}))
     worker.close()
-    assert list(worker._replies) == []
+    assert list(worker.replies) == []
 
 
 def _has_weights(channel) -> bool:
@@ -186,7 +186,7 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
     worker = _ready(channel)
     worker.send(contribution=contribution_proto(1, num_samples=1, num_bytes=32, wants_weights=True))
     worker.send(offset=0, data=bytes(16))
-    worker._replies.cancel()
+    worker.replies.cancel()
     second = ForeignWorker(channel, 8)
     assert second.join().step == 0
     second.offer()

@@ -68,7 +68,7 @@ class FakeExchange:
         self.left: list[str] = []
         self.measured: list[dict[str, Any]] = []
         self._local_steps = local_steps
-        self._applied = 0
+        self.applied = 0
 
     def start(self, model: ModelTensors, optimizer: Any) -> None:
         self.model = model
@@ -85,17 +85,17 @@ class FakeExchange:
         landing = self.landings.pop(0) if self.landings else "APPLIED"
         if isinstance(landing, BaseException):
             raise landing
-        self._applied += landing == "APPLIED"
-        return self._reply(landing, self._applied)
+        self.applied += landing == "APPLIED"
+        return self._reply(landing, self.applied)
 
     def _reply(self, outcome: str, version: int) -> Any:
         with torch.no_grad():
             for tensor, value in zip(self.model.tensors, (100.0, 200.0, 300.0, 400.0), strict=True):
                 tensor.fill_(value + version)
-        left = self.settings.steps - self._applied * self._local_steps
-        done = min(self.settings.steps, self._applied * self._local_steps)
+        left = self.settings.steps - self.applied * self._local_steps
+        done = min(self.settings.steps, self.applied * self._local_steps)
         local_steps = max(0, min(self._local_steps, left))
-        reply = reply_of(self._applied, version, local_steps, outcome=Outcome[outcome], training_steps=done)
+        reply = reply_of(self.applied, version, local_steps, outcome=Outcome[outcome], training_steps=done)
         self.progress.replied(reply)
         return reply
 
@@ -323,7 +323,7 @@ def test_a_run_that_ended_in_mid_flight_is_over_at_the_next_round(kind: Contribu
     """The rounds of others count: a straggler may hear that the run is over while it computes another round."""
     bench = Bench(kind, steps=8, local_steps=2)
     bench.step()
-    bench.exchange._applied = 3
+    bench.exchange.applied = 3
     bench.land()
     bench.step()
     assert bench.delayed_update.progress.is_done
