@@ -507,7 +507,7 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
 MAX_PRODUCT_LINES = 40_900
-MAX_TEST_LINES = 44_800
+MAX_TEST_LINES = 44_000
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:
@@ -524,8 +524,8 @@ RETIRED = {
 # Words that name neither a type nor a role, and how many names of each package are still spelled so.
 VAGUE = {"told", "said", "held", "own", "what", "place", "placed", "half", "figures"}
 MAX_VAGUE = {
-    "common": 110, "ps": 160, "worker": 242, "launch": 54, "integrations": 2, "drills": 45, "simulate": 31,
-    "benchmarks": 48, "web": 5, "catalog": 16, "tests": 583,
+    "common": 95, "ps": 140, "worker": 216, "launch": 52, "integrations": 1, "drills": 36, "simulate": 27,
+    "benchmarks": 44, "web": 3, "catalog": 1, "tests": 540,
 }  # fmt: skip
 
 
@@ -553,7 +553,7 @@ def test_vague_names_become_fewer() -> None:
 
 
 # Places in tests that reach for a private attribute of something else than self. `_replace` and `os._exit` are public.
-MAX_PRIVATE = 170
+MAX_PRIVATE = 160
 
 
 def private_uses(tree: ast.AST) -> Iterator[str]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import socket
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +12,10 @@ from paramserver.benchmarks.baselines import BASELINES
 from paramserver.benchmarks.baselines.base import Peer, choose, split_names
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
 from paramserver.benchmarks.measures.in_process.codecs import CodecOptions, measure_codecs
-from paramserver.benchmarks.measures.memory_use.memory import expected_parts, state_payloads
+from paramserver.benchmarks.measures.memory_use.memory import expected_parts
 from paramserver.benchmarks.measures.step import summed_up, traffic
-from paramserver.benchmarks.options import numbers
-from paramserver.benchmarks.output.machine import memory_of, name
-from paramserver.benchmarks.output.plot import curves, plot_sweep
-from paramserver.benchmarks.output.report import Report, kept_path, percentile
-from paramserver.benchmarks.rig.bandwidth import sender_life, stream_bytes_per_s
+from paramserver.benchmarks.rig.bandwidth import sender_life
 from paramserver.benchmarks.rig.model import synthetic_model
-from paramserver.benchmarks.rig.ours import variants_of
 from paramserver.benchmarks.rig.team import slowest, team
 from paramserver.benchmarks.rig.turns import Measured, Samples, in_parts, measure
 from paramserver.common.errors import ParamServerError, UsageError
@@ -36,11 +28,6 @@ def test_a_synthetic_model_has_exactly_the_size_asked_for(num_floats: int) -> No
     model = synthetic_model(num_floats)
     assert sum(parameter.numel() for parameter in model) == num_floats
     assert len(model) <= 200
-
-
-def test_percentiles() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (percentile(values, 0.9), percentile(values, 0.99), percentile([5.0], 0.99)) == (90.0, 99.0, 5.0)
 
 
 # ---- turns --------------------------------------------------------------------------------------
@@ -88,10 +75,6 @@ def test_a_member_that_fails_fails_the_team_with_its_reason() -> None:
         pass
 
 
-def test_bandwidth() -> None:
-    assert 1e6 < stream_bytes_per_s() < 1e12
-
-
 def test_a_round_takes_what_its_slowest_member_takes() -> None:
     assert slowest([{"round": [1.0, 5.0]}, {"round": [2.0, 3.0]}]) == {"round": [2.0, 5.0]}
 
@@ -129,12 +112,6 @@ def test_a_peer_that_is_not_installed_is_said_and_left_out(monkeypatch: pytest.M
     ]
 
 
-def test_gloo_sends_there_and_back() -> None:
-    with BASELINES.load("gloo")().exchange(1000) as measured:
-        found = measured(2)
-    assert {part: len(times) for part, times in found.items()} == {"up": 2, "down": 2, "exchange": 2, "whole": 2}
-
-
 # ---- formulas -----------------------------------------------------------------------------------
 
 
@@ -156,16 +133,6 @@ def test_a_ratio_above_one_means_that_ours_is_faster() -> None:
     assert ratios(ours, theirs) == {"up": 2.0, "down": 0.5, "whole": 2.0}
 
 
-def test_transports() -> None:
-    assert [variant.name for variant in variants_of("all")] == ["grpc", "direct", "shared", "shared, in place"]
-    assert [variant.transport for variant in variants_of("direct")] == ["direct"]
-    assert [variant.name for variant in variants_of("grpc", watched=("store", "dashboard"))] == [
-        "grpc",
-        "grpc, store",
-        "grpc, dashboard",
-    ]
-
-
 @pytest.mark.parametrize(
     ("mode", "optimizer", "workers", "transport", "expected"),
     [
@@ -179,10 +146,6 @@ def test_transports() -> None:
 )
 def test_what_a_server_has_to_hold(mode: str, optimizer: str, workers: int, transport: str, expected: Any) -> None:
     assert tuple(expected_parts(mode, optimizer, workers, transport).values()) == expected
-
-
-def test_state_of_optimizers() -> None:
-    assert (state_payloads("sgd"), state_payloads("adamw"), state_payloads("adagrad")) == (0, 2, 1)
 
 
 def test_traffic_of_a_step() -> None:
@@ -205,52 +168,6 @@ def test_a_step_is_divided() -> None:
 
 
 # ---- what is written ------------------------------------------------------------------------------
-
-
-def test_numbers() -> None:
-    assert numbers("1,4, 16", "--workers", 64) == [1, 4, 16]
-    for wrong in ("", "0", "65", "1,,2", "-1", "1.5"):
-        with pytest.raises(UsageError):
-            numbers(wrong, "--workers", 64)
-
-
-def test_kept_results_are_named_by_date_and_machine(tmp_path: Path) -> None:
-    first = kept_path("exchange", ".json", tmp_path)
-    assert first.name[:2] == "20" and first.name.endswith(f"-exchange-{name()}.json")
-    first.touch()
-    assert kept_path("exchange", ".json", tmp_path).name == f"{first.stem}-2.json"
-
-
-SWEEP = [
-    {"size_mb": mb, "ours": {"grpc": {"exchange_ms": mb}}, "peers": {"iperf": {"up_ms": mb, "down_ms": mb}}}
-    for mb in (1.0, 10.0)
-]
-
-
-def test_curves() -> None:
-    assert curves(SWEEP) == [
-        ("grpc", True, [(1.0, 2.0), (10.0, 2.0)]),
-        ("iperf", False, [(1.0, 1.0), (10.0, 1.0)]),
-    ]
-
-
-def test_curves_of_all_reduces() -> None:
-    of = {"ours": {"ms": 2.0, "bus_gb_s": 0.5}, "ddp": {"ms": 1.0, "bus_gb_s": 1.0}}
-    sizes = [{"size_kb": 1000.0, "ring_ms": 1.0, "of": of, "ratios": {"ddp": 2.0}}]
-    assert curves(sizes) == [("ours", True, [(1.0, 0.5)]), ("ddp", False, [(1.0, 1.0)])]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="the plot needs matplotlib")
-def test_plot(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.png"
-    plot_sweep(Report("exchange", {"sweep": True}, {"sizes": SWEEP}, ""), str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_memory_of_this_process() -> None:
-    found = memory_of(os.getpid())
-    assert 0 < found["anonymous"] <= found["rss"] <= found["peak"]
-    assert found["shared"] >= 0
 
 
 def test_codecs_are_measured_as_workers_use_them() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -121,23 +119,6 @@ def test_the_layout_the_proto_describes() -> None:
     assert (layout.parameter_bytes, layout.exchange_bytes, layout.total_bytes) == (200, 328, 392)
 
 
-@pytest.mark.slow
-def test_the_layout_does_not_depend_on_the_process() -> None:
-    """Hash seeds and set orders play no part: another interpreter gives the same fingerprint and places."""
-    code = (
-        "from paramserver.common.tensors.layout import *\n"
-        "specs = [TensorSpec(f't{i}', Kind(2 + i % 2), sorted(DTYPES)[i % 10], (i,)) for i in range(40)]\n"
-        "layout = Layout(specs)\n"
-        "print(layout.fingerprint, [(e.spec.name, e.offset) for e in layout.entries])"
-    )
-    environments = [{"PYTHONHASHSEED": str(seed)} for seed in (1, 2)]
-    outputs = [
-        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-        for env in environments
-    ]
-    assert outputs[0] == outputs[1] != ""
-
-
 def test_payloads_are_zero_and_runs_are_aligned_in_memory() -> None:
     payload = new_payload(1 << 20)
     assert not payload.any()
@@ -191,11 +172,6 @@ def test_any_difference_changes_the_fingerprint_and_is_named(changed: list[Tenso
 # ---- differences ---------------------------------------------------------------------------------
 
 
-def test_equal_layouts_have_no_differences() -> None:
-    specs = [spec("a"), spec("b", B)]
-    assert Layout(specs).differences(Layout(specs)) == []
-
-
 def test_differences_are_sentences() -> None:
     mine = Layout([spec("w", P, "float32", (2, 3)), spec("gone"), spec("frozen", P), spec("wide", P, "float32")])
     theirs = Layout([
@@ -207,12 +183,6 @@ def test_differences_are_sentences() -> None:
         "expected frozen float32[3], got frozen float32[3] (PARAMETER and FROZEN)",
         "expected wide float32[3], got wide float64[3]",
         "extra tensor new float16[]",
-    ]
-
-
-def test_another_order_is_a_difference() -> None:
-    assert Layout([spec("a"), spec("b")]).differences(Layout([spec("b"), spec("a")])) == [
-        "the same tensors in another order"
     ]
 
 

@@ -294,24 +294,3 @@ def test_what_cannot_be_decoded_is_the_workers_mistake_and_leaks_nothing(layout:
         check_agreement(engine, process)
 
     played(layout, test)
-
-
-def test_a_codec_that_the_server_does_not_know_is_refused() -> None:
-    async def main() -> None:
-        config = Config.model_validate({"run": {"mode": "async"}})
-        engine = Engine(config, make_policy(config), name="run")
-        stream = Stream()
-        model = pb.Model(
-            tensors=layout_to_proto(SMALL), fingerprint=SMALL.fingerprint, reply_codec="zip",
-            optimizer=optimizer_to_proto(OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))),
-        )  # fmt: skip
-        stream.to_server.put_nowait(frame(pb.WorkerMessage(join=pb.Join(rank=0))))
-        stream.to_server.put_nowait(frame(pb.WorkerMessage(model=model)))
-        call = asyncio.ensure_future(ParameterServerService(engine, config).exchange(None, stream))
-        await asyncio.wait([call], timeout=20)
-        said = [stream.received.get_nowait() for _ in range(stream.received.qsize())]
-        assert said[-1] == "BAD_REQUEST"
-        call.exception()
-        engine.tensors.close()
-
-    asyncio.run(main())

@@ -57,25 +57,6 @@ def test_fold_order_does_not_depend_on_arrival(mode: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_fold_order_survives_departures(mode: str, data: st.DataObject) -> None:
-    """Who leaves before contributing changes who is folded, not the order of the others."""
-    num_workers = data.draw(st.integers(2, 7))
-    ranks = list(range(num_workers))
-    gone = set(data.draw(st.lists(st.sampled_from(ranks), max_size=num_workers - 1, unique=True)))
-    policy = make_policy(mode, num_workers=num_workers)
-    for rank in ranks:
-        policy.joined(rank, 0.0)
-    folded = []
-    for rank in data.draw(st.permutations(ranks)):
-        decisions = policy.left(rank, 0.0) if rank in gone else policy.contributed(rank, contribution_of(1, 0), 0.0)
-        folded += [decision.rank for decision in decisions if isinstance(decision, Fold)]
-    assert folded == [rank for rank in ranks if rank not in gone]
-    assert policy.version == 1
-
-
-@pytest.mark.parametrize("mode", ROUND_MODES)
 def test_what_waits_behind_a_departed_worker_is_folded_when_the_round_closes(mode: str) -> None:
     """Until then it may come back, to the same place."""
     policy = make_policy(mode, num_workers=4)
@@ -144,36 +125,6 @@ def test_every_version_is_folded_in_rank_order_whoever_leaves_and_returns(mode: 
         else:
             carry_out(policy.joined(rank, 0.0))
         assert policy.version == versions
-
-
-@pytest.mark.parametrize("mode", ROUND_MODES)
-def test_who_returns_before_the_round_closes_is_folded_in_its_place(mode: str) -> None:
-    policy = make_policy(mode, num_workers=3)
-    for rank in range(3):
-        policy.joined(rank, 0.0)
-    assert policy.left(0, 0.0) == []
-    assert policy.contributed(1, contribution_of(1, 0), 0.0) == []
-    assert [type(decision) for decision in policy.joined(0, 0.0)] == [Reply]
-    assert policy.contributed(0, contribution_of(1, 0), 0.0) == [Fold(0, 1.0), Fold(1, 1.0)]
-    assert policy.contributed(2, contribution_of(1, 0), 0.0)[0] == Fold(2, 1.0)
-
-
-@pytest.mark.parametrize("mode", ROUND_MODES)
-def test_who_returns_when_higher_ranks_are_folded_starts_with_the_next_round(mode: str) -> None:
-    """The version was made without it before, so nothing was kept free for it."""
-    policy = make_policy(mode, num_workers=3)
-    for rank in range(3):
-        policy.joined(rank, 0.0)
-    policy.left(0, 0.0)
-    for rank in (1, 2):
-        policy.contributed(rank, contribution_of(1, 0), 0.0)
-    assert policy.version == 1
-    assert policy.contributed(1, contribution_of(2, 1), 0.0) == [Fold(1, 1.0)]
-    assert policy.joined(0, 0.0) == []
-    fold, commit, *replies = policy.contributed(2, contribution_of(2, 1), 0.0)
-    assert (fold, commit.ranks) == (Fold(2, 1.0), (1, 2))
-    assert [reply.rank for reply in replies] == [0, 1, 2]
-    assert policy.committed_by == (1, 2)
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)

@@ -28,22 +28,6 @@ def test_tasks_take_their_place_from_slurm(run: EngineRun, slurm_cluster: SlurmC
 
 
 @pytest.mark.slow
-def test_torchrun_within_a_slurm_task_is_torchrun(run: EngineRun, slurm_cluster: SlurmCluster) -> None:
-    torchrun = Path(sys.executable).with_name("torchrun")
-    show = f"{sys.executable} -m paramserver.worker --print-config > shown-$RANK"
-    process = run.program(
-        "srun", "srun", "-n1", torchrun, "--standalone", "--nproc-per-node=2", "--no-python", "sh", "-c", show,
-        **slurm_cluster.env,
-    )  # fmt: skip
-    assert process.wait() == 0, process.output
-    for rank in ("0", "1"):
-        rows = settings((run.folder / f"shown-{rank}").read_text())
-        assert rows["worker.rank"] == (rank, "environment RANK")
-        assert rows["run.workers"] == ("2", "environment WORLD_SIZE")
-        assert rows["worker.server"] == ("127.0.0.1:50051", "environment WORLD_SIZE")
-
-
-@pytest.mark.slow
 def test_the_job_script_trains_to_the_end(run: EngineRun, slurm_cluster: SlurmCluster) -> None:
     """examples/slurm.sbatch as it is, submitted for three nodes; only what it trains is the test's."""
     run.steps, run.num_workers = 20, 3

@@ -8,23 +8,9 @@ import socket
 
 import pytest
 
-from paramserver.tests.engines.conftest import EngineRun, settings
+from paramserver.tests.engines.conftest import EngineRun
 
 WORKER = ("-m", "paramserver.worker")
-
-
-@pytest.mark.slow
-def test_workers_take_their_place_from_torchrun(run: EngineRun) -> None:
-    server = run.serve("async", 2, steps=20)
-    torchrun = run.program(
-        "torchrun", "torchrun", "--standalone", "--nproc-per-node=2", *WORKER, "--history", run.history,
-        PS_SERVER=run.address,
-    )  # fmt: skip
-    assert torchrun.wait() == 0, torchrun.output
-    assert server.wait() == 0
-    places = sorted((event["rank"], event["workers"], event["engine"]) for event in torchrun.events("place"))
-    assert places == [(0, 2, "torchrun"), (1, 2, "torchrun")]
-    run.prove()
 
 
 def test_a_rank_in_error_is_told_and_exits_2(run: EngineRun) -> None:
@@ -34,15 +20,6 @@ def test_a_rank_in_error_is_told_and_exits_2(run: EngineRun) -> None:
     result = run.command("worker", RANK="2", WORLD_SIZE="2")
     assert result.returncode == 2
     assert "worker.rank is 2: with run.workers 2 it is 0..1 (worker.rank: environment RANK" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_script_of_several_workers_is_never_silently_alone(run: EngineRun) -> None:
-    """Nobody named a server: it is looked for where it would be, and the script ends with 15 instead of training."""
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.77"}
-    script = run.start("script", str(run.scripts / "onehot.py"), "5", **place, PS_WORKER__GIVE_UP_S="1")
-    assert script.wait() == 15, script.output
-    assert "127.0.0.77:50051" in script.output
 
 
 def _two_agents(run: EngineRun, port: int, num_each: int, *argv: str, **env: str) -> list:
@@ -59,18 +36,6 @@ def _two_agents(run: EngineRun, port: int, num_each: int, *argv: str, **env: str
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
-
-
-@pytest.mark.slow
-def test_on_several_hosts_the_server_is_looked_for_on_the_first(run: EngineRun) -> None:
-    agents = _two_agents(run, _free_port(), 1, "--print-config")
-    assert [agent.wait() for agent in agents] == [0, 0], agents[0].output + agents[1].output
-    shown = [settings(agent.output) for agent in agents]
-    assert sorted(rows["worker.rank"] for rows in shown) == [("0", "environment RANK"), ("1", "environment RANK")]
-    for rows in shown:
-        assert rows["run.workers"] == ("2", "environment WORLD_SIZE")
-        assert rows["worker.local_rank"] == ("0", "environment LOCAL_RANK")
-        assert rows["worker.server"] == ("127.0.0.1:50051", "environment MASTER_ADDR")
 
 
 # Where workers step together, training is to wait for all of them: otherwise the first that is back goes on alone.

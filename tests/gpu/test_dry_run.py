@@ -9,9 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 
-from paramserver.benchmarks.main import app
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.gpu import run as runner
 from paramserver.tests.gpu.conftest import why_not
@@ -45,14 +43,6 @@ def test_an_interpreter_that_lacks_packages_is_told_which(tmp_path: Path) -> Non
     assert "nothing has run" in ran.stderr and "make gpu-packages" in ran.stderr
 
 
-def test_versions_are_compared_as_numbers() -> None:
-    assert runner.lacking(["pytest>=8", "hypothesis>=6.100"]) == []
-    (old,) = runner.lacking(["pytest>=999"])
-    assert old.startswith("pytest>=999 (has ")
-    assert runner.lacking(["no-such-package>=1"]) == ["no-such-package (none)"]
-    assert runner._numbers("2.7.0a0+cu126") == [2, 7, 0] and runner._numbers("6.100") > runner._numbers("6.31")
-
-
 def test_the_checkout_is_importable_whatever_its_folder_is_called(tmp_path: Path) -> None:
     folder = runner.importable(tmp_path)
     assert folder == runner.importable(tmp_path)  # a second time too
@@ -67,11 +57,3 @@ def test_what_takes_too_long_is_ended() -> None:
     sleeper = [sys.executable, "-c", "import time\ntime.sleep(600)"]
     assert runner.within(sleeper, dict(os.environ), time.monotonic()) is None
     assert runner.within([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), time.monotonic() + 60) == 3
-
-
-def test_the_benchmarks_have_these_flags() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for name, *arguments in runner._BENCHMARKS.values():
-        known = {flag for option in commands[name].params for flag in option.opts}
-        given = {argument for argument in [*arguments, "--json"] if argument.startswith("--")}
-        assert given | ({"--device"} if name == "exchange" else set()) <= known

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.common.wire.frames import frame, payload_frames
-
 both_transports = pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
 
 
@@ -68,27 +66,3 @@ def test_a_version_that_nobody_was_given(server, wire, ahead):
     peer.send(*wire.contribution(peer.step + 1, peer.version + ahead))
     assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
     assert version(server) == peer.version
-
-
-@both_transports
-def test_pieces_out_of_order_and_pieces_that_never_come(server, wire):
-    payload = bytes(wire.LAYOUT.exchange_bytes)
-    pieces = list(payload_frames([memoryview(payload)], chunk_bytes=1 << 16))
-    peer = server.peer(23)
-    peer.join()
-    before = peer.version
-    peer.send(frame(wire.contribution_header(peer.step + 1)), *reversed(pieces))
-    assert peer.reply() == "APPLIED"
-    peer.send(frame(wire.contribution_header(peer.step + 1)), *pieces[1:], frame(wire.contribution_header(1)))
-    status, reason, text = peer.ended()
-    assert (status, reason) == ("INVALID_ARGUMENT", "BAD_REQUEST")
-    assert "got contribution, expected taken or a piece of a payload" in text
-    assert version(server) == before + 1
-
-
-@both_transports
-def test_a_payload_that_begins_again_and_again(server, wire):
-    peer = server.peer(24)
-    peer.join()
-    peer.send(*[wire.begin_bytes()] * 20)
-    assert "Begin came 9 times" in peer.ended()[2]

@@ -25,27 +25,6 @@ def test_a_killed_worker_comes_back_and_the_job_goes_well(marked) -> None:
     assert "loss 0.125" in run.stdout
 
 
-def test_a_worker_that_crashes_at_the_same_place_again_is_shown_once_and_ends_the_job(marked) -> None:
-    run = marked.run("-n", "2", *SOON, FAKE_WORKER="hang", FAKE_WORKER_1="crash")
-    assert run.returncode == 1
-    assert run.stderr.count("Traceback") == 1
-    assert run.stderr.count("started again in") == 1
-    assert re.fullmatch(
-        r"ps-launch: worker 1 failed: RuntimeError: a mistake in the user's task \(.*fake_worker.py, line \d+\); "
-        "the same had ended it before it was started again",
-        run.stderr.splitlines()[-1],
-    )
-
-
-def test_a_mistake_of_every_worker_is_shown_once_and_not_tried_again(marked) -> None:
-    run = marked.run("-n", "2", "--set", "launch.backoff_s=10", FAKE_WORKER="crash")
-    assert run.returncode == 1
-    assert run.stderr.count("Traceback") == 1 and run.stderr.count("joined rank=") == 2
-    assert run.stderr.splitlines()[-1].startswith(
-        "ps-launch: every worker failed: RuntimeError: a mistake in the user's"
-    )
-
-
 @pytest.mark.parametrize("how", ["kill", "die 1"])
 def test_a_server_with_snapshots_comes_back_where_it_was(how: str, marked) -> None:
     """Told to begin anew, it still goes on from the snapshot that it took itself before it failed."""

@@ -220,31 +220,3 @@ def test_what_breaks_the_contract_is_refused_with_a_reason(shared_channel, field
 
 def _message(kind: str, value):
     return {"contribution": contribution_proto, "join": pb.Join}[kind](**value) if isinstance(value, dict) else value
-
-
-def test_a_step_gap_is_refused_and_nothing_is_applied(channel):
-    worker = _ready(channel)
-    worker.contribute(3, 0, [1.0] * 8)
-    assert worker.refusal()[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "STEP_GAP")
-    assert pb_grpc.ParameterServerStub(channel).Status(pb.StatusRequest(), timeout=10).version == 0
-
-
-def test_bytes_that_are_no_protobuf_are_refused(channel):
-    call = channel.stream_stream(f"/{SERVICE}/Exchange")(iter([b"\x0a\xff\xff\xff\xff\x0f"]))
-    with pytest.raises(grpc.RpcError) as caught:
-        next(call)
-    assert dict(caught.value.trailing_metadata())["ps-reason"] == "BAD_REQUEST"
-
-
-def test_a_connection_that_does_not_join_is_closed(channel):
-    worker = ForeignWorker(channel, 8)
-    code, reason, text = worker.refusal()
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST")
-    assert "2 s" in text
-
-
-def test_pull_before_there_are_weights(channel):
-    with pytest.raises(grpc.RpcError) as caught:
-        list(pb_grpc.ParameterServerStub(channel).Pull(pb.PullRequest(), timeout=10))
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert dict(caught.value.trailing_metadata())["ps-reason"] == "NOT_READY"

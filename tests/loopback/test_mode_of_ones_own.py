@@ -125,20 +125,3 @@ def test_a_shard_that_was_not_given_it_does_not_load_it(cluster) -> None:
     assert shard.wait() == 2
     assert "which this process was not given" in shard.output
     assert "Traceback" not in shard.output + server.output
-
-
-@pytest.mark.parametrize("program", ["ps", pytest.param("launch", marks=pytest.mark.slow)])
-def test_its_options_are_flags_and_keys(cluster, program: str) -> None:
-    shown = cluster.command(program, "--mode", NAME, "--help", COLUMNS="200").stdout
-    assert "--cooling" in shown and "--max-age" in shown
-    printed = cluster.command(program, *FLAGS, "--print-config").stdout
-    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.startswith("policy.")}
-    assert rows["policy.cooling"] == [str(COOLING), "flag", "--cooling"]
-    assert rows["policy.max_age"] == ["40", "--set", "policy.max_age"]
-
-
-def test_a_mode_the_checker_cannot_find_is_the_users_mistake(cluster) -> None:
-    (cluster.folder / "h.jsonl").touch()
-    found = cluster.command("launch", "check", "--mode", "nowhere.py:Cooling", "h.jsonl")
-    assert found.returncode == 2
-    assert "flag --mode: mode nowhere.py:Cooling: no file" in found.stderr

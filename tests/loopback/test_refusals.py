@@ -98,20 +98,6 @@ def test_rank_beyond_the_workers_is_refused(cluster):
 
 
 @pytest.mark.slow
-def test_second_worker_with_a_rank_replaces_the_first_which_says_so(cluster):
-    server = cluster.server("--mode", "async", "--workers", "1", "--steps", str(STEPS), "--save", "w.safetensors")
-    older = cluster.worker(0, "--task", "xor", "--set", "task.args={num_samples: 1000}", "--set", "slowdown.base_s=0.5")
-    server.event("training_started")
-    newer = cluster.worker(0, "--task", "xor", "--set", "task.args={num_samples: 1000}")
-    assert older.wait() == 13
-    assert "another process joined as rank 0" in older.output
-    assert "--rank" in older.output
-    assert "Traceback" not in older.output
-    assert [newer.wait(), server.wait()] == [0, 0]
-    assert server.event("summary")["workers"][0]["training_steps"] == STEPS
-
-
-@pytest.mark.slow
 def test_another_model_is_refused_with_the_first_differences(cluster):
     server = cluster.server("--mode", "async", "--steps", "200", "--task", "digits", "--workers", "1")
     first = cluster.worker(0, "--set", "slowdown.base_s=0.2")  # long enough for another process to start

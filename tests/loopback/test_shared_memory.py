@@ -177,37 +177,3 @@ def test_a_worker_is_killed_in_the_middle(cluster, where):
     assert applied[0].tolist() == [1.0] * STEPS
     assert applied[1].tolist() == [1.0] * of_victim_applied + [0.0] * (STEPS - of_victim_applied)
     assert weights["padding"].unique().tolist() == [-(STEPS + of_victim_applied)]
-
-
-def test_a_frozen_reader_holds_nobody_up(cluster):
-    """SIGSTOP in the middle of a reply: the version it reads is left alone, the others' go elsewhere."""
-    server, survivor, victim = _with_victim(cluster, "reading", 3, "async")
-    victim.signal(signal.SIGSTOP)
-    (cluster.folder / "go").touch()
-    assert survivor.wait() == 0, survivor.output
-    assert server.wait() == 0
-    weights = load_file(cluster.folder / "w.safetensors")
-    assert weights["padding"].unique().tolist() == [-(STEPS + 3)]
-    assert victim.popen.poll() is None
-
-
-def test_the_server_is_killed(cluster):
-    """Its weights' memory is held by workers until they give up, and by nobody then."""
-    server = cluster.server("--mode", "async", "--workers", "1", "--steps", str(STEPS))
-    worker = cluster.script(
-        0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "6", PADDING=PADDING, PS_WORKER__GIVE_UP_S="0.5"
-    )
-    worker.until(lambda: "at the gate" in worker.output, "gate")
-    shared = own_segments_of(server.popen.pid)
-    files = shared_files()
-    assert shared & segments_of(worker.popen.pid).keys()
-    server.signal(signal.SIGKILL)
-    server.wait()
-    (cluster.folder / "go").touch()
-    assert worker.wait() == 15, worker.output
-    assert shared_files() == files
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            assert not shared & segments_of(int(folder.name)).keys(), f"{folder.name} holds memory of the killed server"
-        except OSError:
-            continue  # it has ended

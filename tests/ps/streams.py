@@ -152,17 +152,17 @@ class Worker:
 
     def announce(self, step: int = 1, **fields: Any) -> None:
         """The header of a contribution; its bytes do not come yet."""
-        self.stream.send(frame(self._header(step, **fields)))
+        self.stream.send(frame(self.header(step, **fields)))
 
     def contribute(self, step: int = 1, value: float = 1.0, **fields: Any) -> None:
         payload = new_payload(self.layout.exchange_bytes)
         payload.view(torch.float32).fill_(value)
-        self.stream.send(*message_frames(self._header(step, **fields), [as_bytes(payload)]))
+        self.stream.send(*message_frames(self.header(step, **fields), [as_bytes(payload)]))
 
     def send_encoded(self, step: int, data: bytes, **fields: Any) -> None:
-        self.stream.send(*message_frames(self._header(step, **fields), [memoryview(data)]))
+        self.stream.send(*message_frames(self.header(step, **fields), [memoryview(data)]))
 
-    def _header(self, step: int, **fields: Any) -> pb.WorkerMessage:
+    def header(self, step: int, **fields: Any) -> pb.WorkerMessage:
         values = {
             "seq": step, "num_samples": 1, "wants_weights": True, "num_bytes": self.layout.exchange_bytes, **fields
         }  # fmt: skip

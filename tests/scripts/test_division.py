@@ -140,33 +140,6 @@ def test_ranks_that_train_on_the_same_batches_are_told(cluster: Cluster, mode: s
         assert all(way in said["fix"] for way in ("session.shard(", "DistributedSampler", "another seed"))
 
 
-@pytest.mark.parametrize(
-    ("mode", "envs"),
-    [
-        ("sync", [{"EQUAL": "1"}] * 2),
-        pytest.param("sync", [{"ZERO": "1"}] * 2, marks=pytest.mark.slow),
-        pytest.param("allreduce", [{"SEED": "1"}, {"SEED": "2"}], marks=pytest.mark.slow),
-        pytest.param("localsgd", [{"SEED": "1"}, {"SEED": "2"}], marks=pytest.mark.slow),
-    ],
-    ids=["divided data of equal samples", "gradients of zero", "other seeds", "other seeds, local steps"],
-)
-def test_ranks_on_batches_of_their_own_hear_nothing_of_it(
-    cluster: Cluster, mode: str, envs: list[dict[str, str]]
-) -> None:
-    server, ranks = own_loaders(cluster, mode, *envs)
-    assert not [event for process in (server, *ranks) for event in process.events("same_batches")]
-
-
-@pytest.mark.slow
-def test_data_sets_of_different_lengths_are_told(cluster: Cluster) -> None:
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "4")
-    ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py"), MORE=str(rank)) for rank in range(2)]
-    assert [rank.wait() for rank in (*ranks, server)] == [0, 0, 0], ranks[0].output
-    (said,) = server.events("data_differs")
-    assert "(rank 0 64, rank 1 65 samples)" in said["meaning"]
-    assert not server.events("same_batches")
-
-
 def test_fewer_samples_than_workers_end_the_script_with_a_sentence(cluster: Cluster) -> None:
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "4")
     ranks = scripts(cluster, 2, "w", NUM="1")

@@ -80,14 +80,6 @@ def test_who_fails_is_lost_and_the_rest_goes_on(cluster: Cluster, how: str, plai
 
 
 @pytest.mark.slow
-def test_when_all_leave_early_the_run_is_over(cluster: Cluster) -> None:
-    server = cluster.server(*MODES["ssp"], "--save", "w.safetensors", "--checkpoint-dir", "snapshots")
-    worker = cluster.script(1, LOOP, "break", "3")
-    assert codes(worker, server) == [0, 0], server.output
-    assert server.events("snapshot")[-1]["version"] == server.events("saved")[0]["version"] == 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [sometimes("finish"), "break"])
 def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluster: Cluster, how: str) -> None:
     outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
@@ -132,16 +124,6 @@ def test_a_loop_that_fetches_ahead_is_stopped_with_a_batch_in_hand(cluster: Clus
     assert codes(*workers, server) == [0, 0, 0], workers[0].output + workers[1].output
     assert summary(cluster)["version"] == 6
     assert said(workers[0], "has") == said(workers[1], "has") != ""
-
-
-@pytest.mark.slow
-def test_with_shards_too(cluster: Cluster) -> None:
-    outputs = ("--save", "w.safetensors", "--summary", "s.json", "--history", "h.jsonl")
-    told = ("--steps", str(STEPS), "--shards", "2", *MODES["sync"], *outputs, "--script", str(LOOP), "--", "stop", "5")
-    done = cluster.command("launch", "-n", "2", *told)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert summary(cluster)["ended_by"] == "stopped by rank 1: good enough"
-    assert summary(cluster)["version"] == 6
 
 
 @pytest.mark.slow

@@ -61,21 +61,6 @@ def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mo
     assert lines[0] == "step,version,elapsed_s,loss,total" and len(lines) == len(steps) + 1
 
 
-def test_over_shards_the_best_is_kept(cluster: Cluster) -> None:
-    outputs = ("--summary", "s.json", "--save", "w.safetensors", "--eval-every", "4")
-    server = cluster.server("--workers", "2", "--shards", "2", *MODES["sync"], *outputs)
-    shard = cluster.shard(1, 2)
-    scripts = [cluster.script(rank, SCRIPT, EVERY="5") for rank in range(2)]
-    assert [process.wait() for process in (*scripts, server, shard)] == [0] * 4, server.output + scripts[0].output
-    found = summary(cluster)
-    assert len(found["curve"]) >= 3
-    best = min(found["curve"], key=lambda point: point["metrics"]["loss"])
-    assert found["best"] == best
-    held = load_file(cluster.folder / "best.safetensors")
-    assert held.keys() == load_file(cluster.folder / "w.safetensors").keys()
-    assert total(cluster.folder / "best.safetensors") == pytest.approx(best["metrics"]["total"], abs=1e-12)
-
-
 def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     """BatchNorm, dropout, random numbers; the evaluation leaves the model in training mode, too."""
     run(cluster, "sync")
@@ -85,16 +70,6 @@ def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     assert all(torch.equal(both[name], without[name]) for name in without)
     own = torch.load(tmp_path / "w.pt")
     assert all(torch.equal(own[name], without[name]) for name in without)
-
-
-def test_alone_it_changes_no_bit_either(cluster: Cluster, tmp_path: Path) -> None:
-    for name, env in (("without", {}), ("with", {"EVERY": "1epoch", "PS_OUTPUT__CURVE": "c.jsonl"})):
-        script = cluster.start(name, str(SCRIPT), SAVE=str(tmp_path / name), **env)
-        assert script.wait() == 0, script.output
-    without, both = torch.load(tmp_path / "without"), torch.load(tmp_path / "with")
-    assert all(torch.equal(both[name], without[name]) for name in without)
-    points = [json.loads(line) for line in (cluster.folder / "c.jsonl").read_text().splitlines()]
-    assert [point["step"] for point in points] == [12, 24, 36, 48]
 
 
 @pytest.mark.parametrize("mode", ["sync", "localsgd"])
@@ -197,14 +172,6 @@ def test_a_evaluator_over_shards_evaluates_one_version_and_what_is_enough_is_the
     assert found["ended_by"].startswith("stopped: loss < -60 (run.stop_when): ")
     weight = load_file(cluster.folder / "best.safetensors")["weight"]
     assert torch.equal(weight, torch.full_like(weight, -found["best"]["version"]))
-
-
-def test_a_evaluator_that_fails_fails_the_run(cluster: Cluster) -> None:
-    server, evaluator, worker = with_evaluator(cluster, "--steps", "1000", FAIL="1")
-    assert [evaluator.wait(), worker.wait(), server.wait()] == [1, 0, 1], server.output + evaluator.output
-    assert evaluator.output.count("Traceback") == 1
-    assert summary(cluster)["ended_by"].startswith("the evaluator failed in the evaluation at step ")
-    assert (cluster.folder / "w.safetensors").exists() and summary(cluster)["version"] < 1000
 
 
 def test_a_task_is_evaluated_each_epoch_where_nothing_else_is_said(cluster: Cluster) -> None:

@@ -80,17 +80,6 @@ def test_a_task_is_trained_for_epochs_or_its_default(cluster: Cluster) -> None:
     assert (row["training_steps"], row["contributions"]) == (500, 63), "8 steps in a contribution"
 
 
-@pytest.mark.slow
-def test_two_lengths_are_said_once(cluster: Cluster) -> None:
-    server = cluster.server("--workers", "2", "--epochs", "1", "--mode", "async", "--task", "linear")
-    workers = [
-        cluster.worker(rank, "--batch-size", "8", "--task", "linear", "--set", f"task.args={{num_samples: {samples}}}")
-        for rank, samples in ((0, 64), (1, 160))
-    ]
-    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], server.output
-    assert len(server.events("lengths_differ")) == 1, server.output
-
-
 def test_epochs_need_to_know_among_how_many(cluster: Cluster) -> None:
     done = cluster.command("ps", "--epochs", "3")
     assert done.returncode == 2 and "run.epochs is 3" in done.stderr and "--workers" in done.stderr

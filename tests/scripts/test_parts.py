@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.tests.cluster import Cluster
-from paramserver.tests.faults.proxy import Plan, Proxy
 from paramserver.tests.scripts.test_ordinary import BATCH, plain
 
 HERE = Path(__file__).parent / "parts"
@@ -72,31 +70,6 @@ def test_of_a_step_only_its_part_travels(cluster: Cluster, tmp_path: Path, flags
         received = worker["bytes_received"] - 2 * model  # at the start and at the end
         assert received < 24 * model * 0.8
         assert worker["bytes_sent"] - model < 24 * model * 0.8
-
-
-@slow
-def test_what_is_left_out_of_a_reply_is_there_after_resets(cluster: Cluster, tmp_path: Path):
-    """One of two workers loses its connection in the middle of uploads and replies, and goes on where it was."""
-    env = {"WIDTH": "40000"}
-    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", **env)
-    transport = ("--set", "server.shared_memory=false", "--set", "server.direct=false")  # the proxy's
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", *transport)
-    chance, out = random.Random(1), tmp_path / "together.pt"
-
-    def plan(_: int) -> Plan:
-        after = chance.randrange(5_000_000, 20_000_000)
-        return Plan(reset_after_up=after) if chance.random() < 0.4 else Plan(reset_after_down=after)
-
-    with Proxy(cluster.address, plan) as proxy:
-        places = ({}, {"PS_SERVER": proxy.address})
-        scripts = [
-            cluster.script(rank, HERE / "gan.py", BATCH=str(BATCH), OUT=str(out), **env, **place)
-            for rank, place in enumerate(places)
-        ]
-        assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
-    assert_same(torch.load(out), wanted)
-    assert min(proxy.num_resets_up, proxy.num_resets_down) >= 1
-    assert scripts[1].events("resumed"), "it began anew each time"
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
@@ -141,28 +140,6 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
         shard = cluster.shard(1, 2, *SNAPSHOTS)
     assert [script.wait() for script in (*scripts, server, shard)] == [0] * 4, scripts[0].output + server.output
     counted(cluster, 20)
-
-
-@pytest.mark.slow
-def test_in_sync_shards_change_nothing(cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor]):
-    shards = 3
-    flags = ("--checkpoint-dir", "snapshots")
-    outputs = ("--save", "w.safetensors", "--summary", "s.json")
-    server = cluster.server(
-        "--mode", "sync", "--workers", "2", "--steps", str(STEPS), "--shards", str(shards), *outputs, *flags
-    )
-    others = [cluster.shard(number, shards, *flags) for number in range(1, shards)]
-    scripts = start(cluster, tmp_path / "out.pt")
-    assert [process.wait() for process in (*scripts, server, *others)] == [0] * (3 + len(others)), scripts[0].output
-    ends_like(plain, tmp_path / "out.pt")
-    saved, rows = load_file(cluster.folder / "w.safetensors"), load_file(cluster.folder / "w-tables.safetensors")
-    found = torch.load(tmp_path / "out.pt")
-    assert rows.keys() == {"sgd", "adagrad", "sparse_adam"}
-    assert all(torch.equal(found[name], tensor) for name, tensor in (saved | rows).items())
-    received = sum(
-        worker["bytes_received"] for worker in json.loads((cluster.folder / "s.json").read_text())["workers"]
-    )
-    assert received < 3 * sum(table.nbytes for table in rows.values()), "what is saved is no worker's traffic"
 
 
 @pytest.mark.slow

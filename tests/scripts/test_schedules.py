@@ -3,8 +3,6 @@ the log says so. A script that goes on where its rank was is not."""
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 from pathlib import Path
 
@@ -102,35 +100,3 @@ def test_workers_that_average_among_themselves_are_stopped_too(cluster: Cluster)
     assert second.wait() == 2, second.output
     assert "the optimizer of rank 1 would step with other numbers" in second.output
     assert "session.state(scheduler=...)" in second.output
-
-
-@pytest.mark.parametrize(
-    ("mode", "how", "shards"),
-    [
-        ("sync", "cosine", 1),
-        pytest.param("localsgd", "inner", 2, marks=slow),
-        pytest.param("allreduce", "cosine", 1, marks=slow),
-    ],
-)
-def test_a_whole_job_that_is_killed_and_resumed_is_stopped(cluster: Cluster, mode: str, how: str, shards: int) -> None:
-    launch = (
-        "-m", "paramserver.launch", "-n", "2", "--mode", mode, "--script", str(SCRIPT), "--steps", "16",
-        "--checkpoint-dir", "kept", "--checkpoint-every", "2", "--shards", str(shards),
-        *(LOCAL if mode == "localsgd" else ()),
-    )  # fmt: skip
-    first = cluster.start("first", *launch, HOW=how, GATE_AT="6")
-    whole = "snapshot-00000000000[2-9]-1/manifest.json.sha256"  # on each shard
-    found = lambda: {path.parent.parent for path in (cluster.folder / "kept").rglob(whole)}  # noqa: E731
-    first.until(lambda: first.output.count("at the gate") == 2 and len(found()) == shards, "snapshot")
-    first.signal(signal.SIGKILL)
-    first.popen.wait()
-    second = cluster.start("second", *launch, HOW=how)
-    stopped(second, "0.1")
-
-
-def test_a_worker_that_the_launcher_replaces_is_stopped(cluster: Cluster) -> None:
-    launch = ("-m", "paramserver.launch", "-n", "2", "--mode", "async", "--script", str(SCRIPT), "--steps", "16")
-    job = cluster.start("job", *launch, HOW="cosine", GATE_AT="6")
-    job.until(lambda: job.output.count("at the gate") == 2, "gate")
-    os.kill(int(re.findall(r"at the gate (\d+)", job.output)[0]), signal.SIGKILL)
-    stopped(job, "CosineAnnealingLR")

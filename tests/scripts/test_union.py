@@ -114,19 +114,6 @@ def test_a_summed_loss_is_one_process_with_the_union_batch(run: Scripts, flags: 
     assert difference(wanted, plain(2, lr=0.002)) > 1e-3, "it matters"
 
 
-@slow
-@pytest.mark.parametrize("mode", ["async", "ssp", "single"])
-def test_where_each_contribution_is_a_step_its_sum_is_itself(run: Scripts, mode: str) -> None:
-    wanted = plain(1, loss="sum", lr=0.002)
-    if mode == "single":
-        script = run.script(0, LOSS="sum", REDUCTION="sum", LR="0.002", PS_SERVER="", PS_RUN__STEPS=str(STEPS))
-        assert script.wait() == 0, script.output
-        found = torch.load(run.folder / "w-0-0.pt")
-    else:
-        found = run.train(1, "--mode", mode, LOSS="sum", REDUCTION="sum", LR="0.002")
-    assert difference(found, wanted) <= NEAR
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -192,12 +179,6 @@ def test_workers_that_clip_to_different_norms_are_named_once(run: Scripts) -> No
     assert [script.wait() for script in (*scripts, run.processes[0])] == [0, 0, 0], run.processes[0].output
     (said,) = run.server_said("clip_norms_differ")
     assert (said["level"], said["norms"], said["used"]) == ("warning", "none (rank 0), 0.05 (rank 1)", "none")
-
-
-@slow
-def test_a_sum_is_clipped_as_the_sum_that_it_is(run: Scripts) -> None:
-    found = run.train(2, "--mode", "sync", LOSS="sum", REDUCTION="sum", CLIP=str(CLIP))
-    assert difference(found, plain(2, loss="sum", clip=CLIP)) <= NEAR
 
 
 @slow
@@ -278,9 +259,3 @@ def test_sync_batch_norm_in_a_group_of_processes_is_one_process(run: Scripts, mo
     assert not [event for process in run.processes for event in process.events("batch_norm")]
     wanted = plain(1, norm="batch", num=num)
     assert difference(found, wanted) <= NEAR
-
-
-@slow
-def test_batch_norm_in_a_group_of_processes_is_said(run: Scripts) -> None:
-    run.train(1, "--mode", "sync", group=2, NORM="batch", NUM=str(ROUND))
-    assert len([event for process in run.processes for event in process.events("batch_norm")]) == 1

@@ -116,15 +116,6 @@ def client_run(path: Path) -> str:
         return store.runs()[0].id
 
 
-def test_a_snapshot_of_version_0_is_one(cluster: Cluster) -> None:
-    server, client = served(cluster, "--mode", "sync", "--workers", "2", "--checkpoint-dir", "snapshots")
-    server.until(lambda: bool(newest(client)), "status")
-    assert newest(client)["durable_version"] is None
-    cluster.worker(0)  # the other never comes
-    server.until(lambda: bool(client.ask("GET", "/api/runs/live/snapshots")[1]), "snapshot")
-    server.until(lambda: newest(client)["durable_version"] == 0, "the newest snapshot")
-
-
 @pytest.mark.parametrize(
     ("version", "kept", "said"),
     [(None, [], "none"), (0, [Snapshot(version=0, at=1.7e9, path="snapshots/0")], "version 0")],

@@ -113,16 +113,6 @@ def test_what_divides_by_itself_is_refused_with_what_to_use(options: dict, said:
     assert refused.value.fix
 
 
-def test_without_shuffling_the_samples_come_in_their_order() -> None:
-    run, model, optimizer = session(steps=3)
-    found = []
-    for batch in run.shard(data(), batch_size=4, shuffle=False):
-        found += batch[0].flatten().tolist()
-        use(model, batch)
-        optimizer.step()
-    assert found == list(range(10))
-
-
 class Numbers(IterableDataset[int]):
     def __iter__(self):
         return iter(range(10))

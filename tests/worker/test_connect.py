@@ -17,9 +17,8 @@ import grpc
 import pytest
 
 from paramserver.common.config.schema import Config, WorkerConfig
-from paramserver.common.errors import UnreachableError, UsageError
+from paramserver.common.errors import UnreachableError
 from paramserver.common.security import PLAINTEXT
-from paramserver.worker.api import open_session
 from paramserver.worker.conversation import heartbeat
 from paramserver.worker.conversation.client import OPTIONS, Client
 from paramserver.worker.conversation.evaluator import Evaluator
@@ -145,9 +144,3 @@ def test_a_evaluator_says_for_which_server_it_waits_and_gives_up_in_time(capsys:
             Evaluator(Config.model_validate({"worker": {"server": address, "give_up_s": 0.5}}))
     said = "".join(capsys.readouterr())
     assert said.count("waiting_for_server") == 1 and address in said
-
-
-def test_a_script_that_is_to_evaluate_never_trains_alone() -> None:
-    config = Config.model_validate({"worker": {"evaluate": True, "server": "none"}})
-    with pytest.raises(UsageError, match=r"--evaluate \(worker.evaluate\) without a server"):
-        open_session(config)

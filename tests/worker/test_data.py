@@ -134,17 +134,6 @@ def test_each_epoch_has_its_own_order() -> None:
     assert found != numbers(batches(tensors_of(40), 30, seed=1))
 
 
-def test_inputs_stay_with_their_targets() -> None:
-    for inputs, targets in batches(tensors_of(23), 20, workers=3, index=1):
-        assert torch.equal(inputs, targets.float().unsqueeze(1).repeat(1, 3))
-
-
-def test_the_last_batch_of_an_epoch_is_what_is_left() -> None:
-    for index, last in enumerate((3, 2)):
-        found = weighed(tensors_of(21), 12, 4, lambda index=index: (2, index))
-        assert [len(targets) for (_, targets), _ in found] == [weight for _, weight in found] == [4, 4, last] * 4
-
-
 @given(
     num_samples=st.integers(5, 50),
     workers=st.integers(1, 5),
@@ -201,11 +190,6 @@ def test_a_subclass_with_its_own_samples_is_asked_for_them() -> None:
     plain = tensors_of(8)
     for inputs, targets in batches(Augmented(*plain.tensors), 2):
         assert torch.equal(inputs, -targets.float().unsqueeze(1).repeat(1, 3)), "the augmentation was skipped"
-
-
-def test_an_empty_data_set_is_an_error_not_an_endless_loop() -> None:
-    with pytest.raises(ParamServerError):
-        batches(tensors_of(0), 1)
 
 
 def test_the_division_is_asked_for_at_each_epoch() -> None:

@@ -25,8 +25,6 @@ from paramserver.worker.conversation.pool import Helper, Stopped
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import delayed_update as pipeline
 from paramserver.worker.strategies.choice import make_strategy
-from paramserver.worker.strategies.delayed_update import DelayedUpdate
-from paramserver.worker.strategies.direct import Direct
 from paramserver.worker.strategies.shadow import Shadow
 from paramserver.worker.tensors.overlap import Merge
 from paramserver.worker.tensors.staged import make_transfer
@@ -451,13 +449,6 @@ def test_a_shadow_is_a_model_to_a_transfer() -> None:
     assert all(not value.any() for value in net.state_dict().values())
     shadow.take()
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
-
-
-def test_the_settings_choose_the_strategy_once() -> None:
-    exchange = FakeExchange(ContributionKind.GRADIENT)
-    assert isinstance(make_strategy(exchange, may_send_early=True), DelayedUpdate)
-    exchange.settings.delayed_update = False
-    assert isinstance(make_strategy(exchange, may_send_early=True), Direct)
 
 
 def test_what_was_meant_for_a_thread_that_has_ended_reaches_no_other() -> None:

@@ -12,7 +12,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -84,20 +83,6 @@ def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
         assert codes == [0] * len(members)
         expected = alone(members, optimizer, 100)
         assert max(difference(item, expected) for item in told) <= 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kill_at", [10, 13])  # at step(), in the middle of backward
-@pytest.mark.parametrize("way", ["small", "collectives"])
-def test_who_is_killed_in_a_reduction_costs_the_others_a_generation_and_nothing_else(tmp_path, way, kill_at):
-    members = [0, 1, 2, 3]
-    expected, stalls = alone(members, "adam", 30, kill_at=kill_at), []
-    for codes, told in run(tmp_path, members, "adam", 30, kill_at=kill_at, rounds=5, way=way):
-        assert codes == [0] * (len(members) - 1) + [-9]
-        assert max(difference(item, expected) for item in told) <= 1e-6
-        stalls += [item["stall"] for item in told]
-    print(f"stalls of {len(members) - 1} survivors, s: median {median(stalls):.3f}, worst {max(stalls):.3f}")
-    assert max(stalls) < 10  # by an error, not by the timeout, which is 20 s
 
 
 def test_nccl_is_for_a_gpu_each():
@@ -256,16 +241,6 @@ def test_a_step_leaves_a_member_the_gradient_that_it_had(own):
     AllReduceStrategy._apply(here, [torch.ones(3)])
     assert torch.equal(stepped[0], torch.ones(3))
     assert weights.grad is own
-
-
-def test_looking_for_the_port_of_a_device_leaves_nothing_open(tmp_path):
-    """Files of a process are no sockets: their copies were left open, by every group, up to the limit."""
-    with open(tmp_path / "file", "w"), socket.create_server(("127.0.0.1", 0)):
-        before = len(os.listdir("/dev/fd"))
-        made, port = listening(lambda: socket.create_server(("127.0.0.1", 0)))
-        assert port == made.getsockname()[1]
-        made.close()
-        assert len(os.listdir("/dev/fd")) == before
 
 
 def test_another_listener_that_opens_meanwhile_is_not_taken_for_the_devices():

@@ -30,10 +30,6 @@ def test_by_default_nothing_is_added() -> None:
     assert set(delays()) == {0.0}
 
 
-def test_a_base_delay_is_added_to_every_step() -> None:
-    assert set(delays(base_s=0.25)) == {0.25}
-
-
 def test_jitter_is_uniform_from_nothing_to_its_size() -> None:
     found = delays(base_s=1.0, jitter_s=0.5, count=2000)
     assert 1.0 <= min(found) < 1.02
@@ -62,12 +58,6 @@ def test_a_slow_step_takes_factor_times_the_step(factor: float, base_s: float, c
     for step in range(1, 10):
         expected = (factor if step % 3 == 0 else 1.0) * (compute_s + base_s)
         assert compute_s + slowdown.delay_s(step, compute_s) == pytest.approx(expected)
-
-
-def test_only_the_slow_rank_is_slow() -> None:
-    config = {"straggler_rank": 1, "straggler_every": 1, "straggler_factor": 3.0}
-    assert set(delays(rank=0, **config)) == {0.0}
-    assert delays(rank=1, **config) == pytest.approx([0.2] * 200)
 
 
 def test_random_stragglers_come_with_their_probability() -> None:

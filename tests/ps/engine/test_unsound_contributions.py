@@ -108,7 +108,7 @@ def test_a_gradient_beyond_the_cap_is_scaled_down_to_it(layout: Layout, codec: s
                 worker.contribute(step, value)
             else:
                 payload = torch.full((num_elements,), value, dtype=torch.bfloat16)
-                header = worker._header(step, codec="bf16", num_bytes=2 * num_elements)
+                header = worker.header(step, codec="bf16", num_bytes=2 * num_elements)
                 worker.stream.send(*message_frames(header, [as_bytes(payload)]))
             await server.settle()
         assert worker.outcomes == ["START"] + ["APPLIED"] * 3
@@ -132,7 +132,7 @@ def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution
             codec.encode(matrix, torch.ones(rows * 4096).view(torch.uint8), sent)
             if not is_sound:
                 sent[-2:] = 0
-            header = worker._header(1, codec="topk", num_bytes=len(sent))
+            header = worker.header(1, codec="topk", num_bytes=len(sent))
             worker.stream.send(*message_frames(header, [as_bytes(sent)]))
             await server.settle()
         assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
@@ -163,13 +163,13 @@ def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) 
         await worker.join(codecs=[name], optimizer=codec.optimizer or "SGD")
         await server.settle()
         for sent in (torch.full_like(sound, 255), sound):
-            header = worker._header(1, codec=name, num_bytes=len(sent))
+            header = worker.header(1, codec=name, num_bytes=len(sent))
             worker.stream.send(*message_frames(header, [as_bytes(sent)]))
             await server.settle()
         assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
         weights = server.engine.model.store.weights.view(torch.float32)
         assert weights.isfinite().all() and weights.any()
-        header = worker._header(2, codec=name, num_bytes=len(sound) - 4)
+        header = worker.header(2, codec=name, num_bytes=len(sound) - 4)
         worker.stream.send(*message_frames(header, [as_bytes(sound[4:])]))
         await server.settle()
         assert await worker.end() == "BAD_REQUEST"

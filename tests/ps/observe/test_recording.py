@@ -137,21 +137,6 @@ def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: C
     assert [event.number for event in events] == list(range(1, len(events) + 1)) and len(events) > num_events
 
 
-@pytest.mark.slow
-def test_two_runs_at_once_in_one_file(cluster: Cluster) -> None:
-    process, first = gated(cluster)
-    two, second = gated(cluster)
-    process.until(on_record(cluster, lambda _: len(stored(cluster)) == 2), "two runs")
-    process.until(lambda: all(run.step > 10 for run in stored(cluster)), "steps of both")
-    for worker in (first, second):
-        worker.popen.kill()
-    for server in (process, two):
-        server.signal(2)
-        assert server.wait() == 130
-        assert not server.events("store_off") and not server.events("store_locked")
-    assert sorted(run.id for run in stored(cluster)) == sorted(s.event("listening")["run"] for s in (process, two))
-
-
 def newer(path: Path) -> None:
     path.parent.mkdir()
     with sqlite3.connect(path) as db:
@@ -300,26 +285,6 @@ def test_a_file_that_another_run_writes_into_is_whole(tmp_path: Path) -> None:
         writer.close()
     with RunStore(path) as store:
         assert [len(store.events(run)) for run in store.runs()] == [1500, 1500]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spoil", [_deleted, _cut])
-def test_a_file_that_is_spoilt_in_mid_run_is_said_once_and_the_run_goes_on(
-    cluster: Cluster, spoil: Callable[[Path], None]
-) -> None:
-    server, worker = gated(cluster)
-    server.until(on_record(cluster, lambda run: run.step > 5), "step on record")
-    with closing(sqlite3.connect(database(cluster))) as other:
-        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    spoil(database(cluster))
-    said = server.event("store_off")
-    assert said["level"] == "warning" and "paramserver.db" in said["path"], said
-    reached = server.events("status")[-1]["step"]
-    server.until(lambda: server.events("status")[-1]["step"] > reached + 5, "step after that")
-    worker.popen.kill()
-    server.signal(2)
-    assert server.wait() == 130
-    assert len(server.events("store_off")) == 1 and not server.events("sink_off")
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])

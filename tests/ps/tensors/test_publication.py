@@ -7,7 +7,6 @@ by window, into the memory the publisher gave it.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -185,14 +184,6 @@ def in_world(limit: int) -> Callable[[Callable[[World], Coroutine[Any, Any, None
 # ---- one thing at a time ---------------------------------------------------------------------------
 
 
-@in_world(limit=2)
-async def test_commits_stay_in_place_while_nobody_reads(world: World) -> None:
-    for _ in range(5):
-        world.commit()
-        world.work_on(3)
-    assert world.publisher.num_memories == 1
-
-
 @pytest.mark.parametrize("as_frames", [False, True])
 def test_a_reader_follows_a_commit_that_is_being_made(as_frames: bool) -> None:
     @in_world(limit=1)
@@ -210,18 +201,6 @@ def test_a_reader_follows_a_commit_that_is_being_made(as_frames: bool) -> None:
         assert reader.is_whole
 
     play()
-
-
-@in_world(limit=1)
-async def test_a_version_that_is_read_is_not_written(world: World) -> None:
-    reader = world.read(as_frames=False)
-    await turns()
-    for _ in range(4):
-        world.commit()
-        world.work_on()
-        await turns()
-        reader.check()
-    assert world.publisher.num_memories == 2, "only what is read is kept; the others take turns"
 
 
 @in_world(limit=1)
@@ -280,26 +259,6 @@ async def test_a_cancelled_waiter_takes_no_place(world: World) -> None:
     assert waiting[1].publication is not None
 
 
-@pytest.mark.parametrize("as_frames", [False, True])
-def test_a_reader_leaves_in_the_middle(as_frames: bool) -> None:
-    @in_world(limit=1)
-    async def play(world: World) -> None:
-        world.commit()
-        quitter, other = world.read(as_frames), world.read(as_frames)
-        await turns()
-        world.work_on(2)
-        await turns()
-        quitter.task.cancel()
-        await turns()
-        world.commit()
-        assert world.publisher.num_memories == 2, "the other one still reads"
-        world.work_on()
-        await turns()
-        assert other.is_whole
-
-    play()
-
-
 @in_world(limit=1)
 async def test_all_readers_leave_while_frames_are_being_made(world: World) -> None:
     """The encoder still reads the segment: the next commit must not write there, and gets it back later."""
@@ -316,23 +275,6 @@ async def test_all_readers_leave_while_frames_are_being_made(world: World) -> No
     await turns()
     assert old.num_readers == 0
     assert world.publisher._free == [old.segment]
-
-
-@in_world(limit=1)
-async def test_old_publications_and_their_frames_are_freed(world: World) -> None:
-    for _ in range(5):
-        reader = world.read(as_frames=True)
-        await turns()
-        reader.may_go.set()
-        world.commit()
-        world.work_on()
-        await turns()
-    world.readers.clear()
-    del reader
-    gc.collect()
-    memories = {id(memory) for memory in world.memories}
-    alive = [item for item in gc.get_objects() if type(item) is Publication and id(item.segment) in memories]
-    assert len(alive) <= 2
 
 
 # ---- anything in any order -------------------------------------------------------------------------

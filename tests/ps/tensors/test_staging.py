@@ -41,21 +41,6 @@ async def finished(awaitable: Awaitable[Any]) -> Any:
 
 
 @in_loop
-async def test_lends_up_to_the_limit_at_once() -> None:
-    pool = StagingPool(2, 16)
-    payloads = [await finished(pool.borrow(lambda: 0)) for _ in range(2)]
-    assert payloads[0] is not payloads[1]
-    assert [payload.numel() for payload in payloads] == [16, 16]
-    assert pool.num_lent == 2
-    waiting = ask(pool, 0)
-    await turn()
-    assert not waiting.done()
-    pool.give_back(payloads[0])
-    assert await finished(waiting) is payloads[0], "memory is used again"
-    assert pool.try_borrow(lambda: 0) is None
-
-
-@in_loop
 async def test_a_position_that_is_too_high_waits_though_memory_is_free() -> None:
     """Or M stragglers-to-be fill the memory, and the one that is folded first finds none."""
     pool = StagingPool(2, 16)
@@ -89,22 +74,6 @@ async def test_the_lowest_position_is_served_first() -> None:
 
 
 @in_loop
-async def test_a_donated_payload_makes_room_and_comes_back() -> None:
-    pool = StagingPool(1, 16)
-    mean = await finished(pool.borrow(lambda: 0))
-    waiting = ask(pool, 0)
-    await turn()
-    pool.donate(mean)
-    other = await finished(waiting)
-    assert other is not mean
-    pool.reclaim([mean])
-    assert pool.num_lent == 1
-    pool.give_back(other)
-    again = {id(await finished(pool.borrow(lambda: 0)))}
-    assert again <= {id(mean), id(other)}
-
-
-@in_loop
 async def test_a_payload_that_is_not_the_pools_changes_nothing() -> None:
     """A worker's own segment passes through the same hands as the pool's payloads, and is never lent to others."""
     pool = StagingPool(1, 16)
@@ -121,20 +90,6 @@ async def test_a_payload_that_is_not_the_pools_changes_nothing() -> None:
     assert pool.num_lent == 1
     pool.give_back(payload)
     assert await finished(waiting) is payload
-
-
-@in_loop
-async def test_who_gives_up_waiting_takes_nothing() -> None:
-    pool = StagingPool(1, 16)
-    payload = await finished(pool.borrow(lambda: 0))
-    quitter, next_one = ask(pool, 0), ask(pool, 0)
-    await turn()
-    quitter.cancel()
-    await turn()
-    assert quitter.cancelled()
-    pool.give_back(payload)
-    assert await finished(next_one) is payload
-    assert pool.num_lent == 1
 
 
 @in_loop

@@ -182,23 +182,6 @@ def test_parameters_of_no_group_and_frozen_ones_stay() -> None:
     torch.testing.assert_close(store.tensors()["bias"], start["bias"] - 0.5 * random_values(1)["bias"])
 
 
-def test_gradients_of_one_commit_do_not_leak_into_the_next() -> None:
-    start, gradients = random_values(0), random_values(1)
-    store = store_of(start)
-    apply(store, [(gradients, 1.0, 0)])
-    zero = {name: torch.zeros_like(value) for name, value in gradients.items()}
-    before = store.tensors()
-    apply(store, [(zero, 1.0, 0)])
-    assert_same(store, before, PARAMETERS, rtol=0, atol=0)
-
-
-def test_one_parameter_is_enough() -> None:
-    layout = Layout([TensorSpec("w", P, "float32", ())])
-    store = store_of({"w": 1.0}, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 1.0}),)), layout)
-    apply(store, [({"w": 0.25}, 1.0, 0)], layout)
-    assert store.tensors()["w"] == 0.75
-
-
 @pytest.mark.parametrize("after", [("int64", B), ("bool", B), ("int8", F), ("float64", P), ("float32", B)])
 @pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 32])
 def test_an_empty_parameter_where_the_next_run_begins(after: tuple[str, Kind], num_elements: int) -> None:
@@ -248,12 +231,6 @@ def test_a_buffer_that_is_no_statistic_is_the_lowest_rank_s_beside_one_that_is()
     assert_same(store, {"var_too": mean}, ["var_too"], rtol=1e-12, atol=1e-12)
 
 
-def test_lowest_rank_takes_all_buffers_from_it() -> None:
-    store = store_of(random_values(0), buffers="lowest_rank")
-    apply(store, two_contributions())
-    assert_same(store, random_values(2), ["mean", "var", "count", "seen"], rtol=0, atol=0)
-
-
 def test_keep_leaves_buffers_alone() -> None:
     store = store_of(random_values(0), buffers="keep")
     apply(store, two_contributions())
@@ -294,13 +271,6 @@ def test_nobody_is_live_any_more() -> None:
     assert_same(store, random_values(1), ["mean", "count"], rtol=0, atol=0)
 
 
-def test_a_second_mean_starts_from_nothing() -> None:
-    store = store_of(random_values(0), optimizer=None)
-    apply(store, [(random_values(1), 1000.0, 0)])
-    apply(store, [(random_values(2), 1.0, 5)], live=[5])
-    assert_same(store, random_values(2), [*PARAMETERS, "mean", "count"], rtol=0, atol=0)
-
-
 # ---- the Polyak average ------------------------------------------------------------------------------
 
 
@@ -321,12 +291,6 @@ def test_the_polyak_average_follows_the_weights(buffers: Any) -> None:
     # Statistics are not averaged over time: they belong to the newest weights.
     for name in ("mean", "var", "count", "seen", "frozen"):
         assert torch.equal(averaged[name], plain[name])
-
-
-def test_without_polyak_the_averaged_tensors_are_the_weights() -> None:
-    store = store_of(random_values(0))
-    assert store.averaged is None
-    assert_same(store, store.tensors(averaged=True), PARAMETERS, rtol=0, atol=0)
 
 
 # ---- finite ------------------------------------------------------------------------------------------
@@ -367,11 +331,6 @@ def test_a_sum_that_overflows_is_not_a_bad_value(dtype: str) -> None:
     mixed[63] = math.inf
     mixed[62] = -math.inf
     assert not is_finite(store, payload_of({"w": mixed}, layout)), "Inf and -Inf hide in a sum as NaN, not as zero"
-
-
-def test_an_empty_model_is_finite() -> None:
-    layout = Layout([TensorSpec("w", P, "float32", (0,))])
-    assert is_finite(store_of({}, None, layout), new_payload(layout.exchange_bytes))
 
 
 # ---- memory ----------------------------------------------------------------------------------------
@@ -441,12 +400,6 @@ def test_bytes_held_are_those_of_the_tensors() -> None:
     moments = sum(2 * elements[name] * (8 if name == "wide" else 4) for name in names)
     lines = 2 * 2 * 60  # of float32 and of float64 two moments, each filled up to 64 bytes
     assert moments <= store.num_bytes["optimizer"] <= moments + lines + 100, "two moments, and a few step counters"
-
-
-def test_tensors_carry_aliases() -> None:
-    tensors = store_of(random_values(0)).tensors()
-    assert torch.equal(tensors["tied.conv"], tensors["conv"])
-    assert set(tensors) == {spec.name for spec in SPECS} | {"tied.conv"}
 
 
 # ---- the learning rate of one commit ------------------------------------------------------------------

@@ -378,20 +378,6 @@ def test_certificates_that_are_renewed(tmp_path: Path, caplog: pytest.LogCapture
 # ---- strangers --------------------------------------------------------------------------------------
 
 
-def test_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as are let in, and as many again: they end, the oldest first, and whoever has a ticket comes through."""
-    monkeypatch.setattr(ports, "_MORE_STRANGERS", 8)
-
-    def arrive(port: int, ticket: bytes) -> None:
-        silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(16)]
-        Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close()
-        assert [item.recv(1) for item in silent[:8]] == [b""] * 8
-        for entry in silent:
-            entry.close()
-
-    assert met(config_of(), arrive)
-
-
 @pytest.mark.parametrize("is_tls", [False, True])
 def test_who_says_it_byte_by_byte_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_tls: bool

@@ -114,7 +114,7 @@ class Follower(Worker):
     def push(self, payload: torch.Tensor, **fields: Any) -> None:
         self.step += 1
         told = {"reference": self.down.reference, "version": self.version, **fields}
-        header = self._header(self.step, **told)
+        header = self.header(self.step, **told)
         self.stream.send(*message_frames(header, [as_bytes(payload)]))
 
     @property

@@ -37,17 +37,6 @@ async def test_who_is_folded_first_goes_without_contributing(server: Server) -> 
     assert second.outcomes == ["START", "APPLIED"]
 
 
-@served(max_staged=2, workers=5)
-async def test_all_that_are_folded_first_go(server: Server) -> None:
-    *others, last = await server.workers(5)
-    last.contribute()
-    await turns()
-    for worker in others:
-        worker.stream.close()
-        await turns()
-    assert last.outcomes == ["START", "APPLIED"]
-
-
 @served(max_staged=1, workers=2)
 async def test_a_worker_dies_in_the_middle_of_its_upload(server: Server) -> None:
     first, second = await server.workers(2)

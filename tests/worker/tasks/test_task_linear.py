@@ -40,13 +40,6 @@ def test_without_noise_the_data_are_exact():
     assert torch.equal(y, x @ task.w_star)
 
 
-def test_the_seed_decides_the_data():
-    item, same, other = Linear(seed=4), Linear(seed=4), Linear(seed=5)
-    assert torch.equal(item.train_data().tensors[1], same.train_data().tensors[1])
-    assert torch.equal(item.w_star, same.w_star)
-    assert not torch.equal(item.w_star, other.w_star)
-
-
 def test_data_are_made_on_the_given_device():
     task = Linear(device=torch.device("meta"))
     assert {tensor.device.type for tensor in task.train_data().tensors} == {"meta"}
