@@ -8,6 +8,7 @@ from paramserver.common.wire import records
 from paramserver.common.wire.records import Contribution, ContributionId, NextWork, Outcome, Reply, Result, WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
+from paramserver.ps.policies.base import Policy
 
 _TOPICS: dict[str, Any] = {
     "counts": records.Counts,
@@ -97,3 +98,9 @@ def reply_proto(outcome: Any, **facts: Any) -> pb.Reply:
         inner = getattr(message, topic)
         inner.MergeFrom(type(inner)(**{fact: value}))
     return message
+
+
+def generation_of(policy: Policy, rank: int) -> int:
+    """Of the group that this worker averages in; 0 where it has no peers."""
+    group = policy.group_info(rank)
+    return 0 if group is None else group.generation

@@ -214,7 +214,7 @@ class Plan:
         if server is None:
             mode, who, batch, there = self.mode, "one worker alone, no server,", run.batch_size * (run.workers or 1), ""
         else:
-            options = MODES.load(self.mode).told(self.config.policy.options(self.mode))
+            options = MODES.load(self.mode).summary(self.config.policy.options(self.mode))
             mode = f"{self.mode} ({options})" if options else self.mode
             mode += ", delayed_update" if self.config.policy.delayed_update else ""
             servers = "a server" if self.num_shards == 1 else f"a server in {self.num_shards} shards"

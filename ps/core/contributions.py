@@ -351,7 +351,7 @@ class Contributions:
                 policy.next_local_steps(rank), steps_done, num_workers, index, policy.training_steps, has_evaluator,
                 self._data.twins.pop(rank, None) if self._data.twins else None,
             ),
-            group=self._group(rank) if policy.kind.has_peers else None,
+            group=self._group(rank),
             start=StartInfo(self.drawn.place(rank, steps_done), policy.in_step_of(rank), self.rates.of(rank))
             if is_start
             else None,
@@ -360,11 +360,11 @@ class Contributions:
         found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.evaluates))
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
 
-    def _group(self, rank: int) -> GroupInfo:
-        policy = self.policy
-        rendezvous = self._roster.workers[policy.group[0]].rendezvous if policy.group else ""
-        has_newest, brings = policy.has_newest_weights, policy.brings(rank)
-        return GroupInfo(policy.generation, policy.group, rendezvous, has_newest, brings)
+    def _group(self, rank: int) -> GroupInfo | None:
+        group = self.policy.group_info(rank)
+        if group is None or not group.members:
+            return group
+        return replace(group, rendezvous=self._roster.workers[group.members[0]].rendezvous)
 
     # ---- for the summary, and what survives -------------------------------------------------
 

@@ -10,51 +10,37 @@ does it at the same moment, the history has it and a replay repeats it.
                         another of the same compatible_modes (`Policy.compatible_modes`); or one of the mode's options
                         that may change
                         (`Policy.changeable`)
-
-What was set is kept in snapshots, and is forgotten by a server whose configuration says something new.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import ValidationError
-
-from ...common.errors import ParamServerError
-from ...common.registry import MODES
-from ..policies.base import Policy
 from . import effects
+from .changes import LR_SCALE, MODE, MOST_LR_SCALE, CannotError, compatible_modes, policy_of, validated
 from .effects import Effect, Log
+from .ending import Ending
+from .events import Controlled
 from .roster import evicted
+from .state import RunState
 
-if TYPE_CHECKING:
-    from .events import Controlled
-    from .run import Run
-
-LR_SCALE, MODE = "lr_scale", "mode"
-MOST_LR_SCALE = 1e6
 _MOST_WHOLE = 2**53  # beyond it a reader of JSON may see another number
 
 
-class CannotError(Exception):
-    """Why it is not done, as a sentence."""
-
-
-def offered(run: Run) -> list[str]:
+def offered(run: Ending) -> list[str]:
     """What may be asked of this run."""
     settings = [
         *([LR_SCALE] if _has_rate(run) else []),
-        *([MODE] if _compatible_modes(run) else []),
+        *([MODE] if compatible_modes(run) else []),
         *run.policy.changeable,
     ]
     kept = ["snapshot"] if run.rhythm.is_kept else []
     return [*kept, "drain", "pause", "resume", "evict", *(f"set {name}" for name in settings)]
 
 
-def follow(run: Run, event: Controlled) -> Iterator[Effect]:
+def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
     """The effects of what was asked, and the fact of what became of it."""
     what = {"drain": _drain, "evict": _evict, "pause": _pause, "resume": _resume, "snapshot": _snapshot, "set": _set}
     found: list[Effect] = []
@@ -73,12 +59,12 @@ def follow(run: Run, event: Controlled) -> Iterator[Effect]:
     yield from found
 
 
-def _drain(run: Run, event: Controlled, found: list[Effect]) -> str:
+def _drain(run: Ending, event: Controlled, found: list[Effect]) -> str:
     found += run.stop("drained: somebody asked for it", event.at)
     return "everyone's next reply is the last"
 
 
-def _evict(run: Run, event: Controlled, found: list[Effect]) -> str:
+def _evict(run: Ending, event: Controlled, found: list[Effect]) -> str:
     rank = _member(run, event.rank)
     worker = run.roster.workers[rank]
     run.roster.evicted.add(rank)
@@ -89,27 +75,27 @@ def _evict(run: Run, event: Controlled, found: list[Effect]) -> str:
     return f"worker {rank} is evicted"
 
 
-def _pause(run: Run, event: Controlled, found: list[Effect]) -> str:
+def _pause(run: Ending, event: Controlled, found: list[Effect]) -> str:
     rank = _member(run, event.rank)
     run.policy.paused.add(rank)
     return f"worker {rank} is paused: its next reply waits until somebody resumes it"
 
 
-def _resume(run: Run, event: Controlled, found: list[Effect]) -> str:
+def _resume(run: Ending, event: Controlled, found: list[Effect]) -> str:
     if event.rank not in run.policy.paused:
         raise CannotError(f"worker {event.rank} is not paused; paused: {_ranks(run.policy.paused)}")
     found += run.performed(run.policy.resume(event.rank, event.at), event.at)
     return f"worker {event.rank} is resumed"
 
 
-def _snapshot(run: Run, event: Controlled, found: list[Effect]) -> str:
+def _snapshot(run: Ending, event: Controlled, found: list[Effect]) -> str:
     if not run.rhythm.is_kept:
         raise CannotError("this server keeps no snapshots; start it with --checkpoint-dir DIR")
     run.rhythm.is_asked = True
     return "a snapshot is taken with the next commit"
 
 
-def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
+def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
     policy, name, value = run.policy, event.name, event.value
     if isinstance(value, int) and abs(value) > _MOST_WHOLE:
         raise CannotError(f"'{name[:40]}' must be at most 2^53, got a whole number of {value.bit_length()} bits")
@@ -118,8 +104,8 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
             raise CannotError(f"lr_scale must be a number from 0 to {MOST_LR_SCALE:,.0f}, got {value!r:.40}")
         before: Any = run.contributions.lr_scale
         run.contributions.lr_scale = float(value)
-    elif name == MODE and _compatible_modes(run):
-        before, policy = run.mode, _policy_of(run, value)
+    elif name == MODE and compatible_modes(run):
+        before, policy = run.mode, policy_of(run, value)
         found += run.take_over(str(value), policy, event.at)
     elif name in policy.changeable:
         before = getattr(policy.options, name)
@@ -132,73 +118,23 @@ def _set(run: Run, event: Controlled, found: list[Effect]) -> str:
     return f"{name} is {value}, was {before}"
 
 
-def _compatible_modes(run: Run) -> list[str]:
-    """Modes that may take over from this run's."""
-    of = (
-        {name: MODES.load(name).compatible_modes for name in MODES.names()} if run.options.policy_of is not None else {}
-    )
-    return [
-        name
-        for name, compatible_modes in of.items()
-        if compatible_modes and compatible_modes == run.policy.compatible_modes and name != run.mode
-    ]
-
-
-def _policy_of(run: Run, mode: Any) -> Policy:
-    policy, make = run.policy, run.options.policy_of
-    if mode not in (known := _compatible_modes(run)) or make is None:
-        raise CannotError(
-            f"{run.mode} cannot become {mode!r:.40} while workers train; what it can: {', '.join(known)}. "
-            "Any other goes on from a snapshot: ps-server --resume latest --mode"
-        )
-    if policy.pull_every > 1:
-        raise CannotError(f"policy.pull_every is {policy.pull_every}: workers know weights too rarely for another mode")
-    try:
-        made = make(mode)
-    except ParamServerError as error:
-        raise CannotError(f"{run.mode} cannot become {mode}: {error.message}") from None
-    _apply_changed(run, made)
-    return made
-
-
-def _apply_changed(run: Run, policy: Policy) -> None:
-    """Options that were set while the run went on hold in `policy` too, unless its configuration has a new value."""
-    now = policy.options.model_dump(mode="json")
-    changed = {
-        name: value for name, (configured, value) in run.changed.items()
-        if name in policy.changeable and now.get(name) == configured
-    }  # fmt: skip
-    if changed:
-        policy.change(_validated(policy, changed), 0.0)
-
-
-def _as_started(run: Run) -> dict[str, Any]:
+def _as_started(run: Ending) -> dict[str, Any]:
     policy = run.policy
     return {"mode": run.mode, "staleness": policy.staleness_bound, "options": policy.options.model_dump(mode="json")}
 
 
-def _options(run: Run, name: str, value: Any) -> Any:
+def _options(run: Ending, name: str, value: Any) -> Any:
     policy = run.policy
     if isinstance(value, float) and not math.isfinite(value):
         raise CannotError(f"{name} must be a finite number, got {value!r}")
-    options = _validated(policy, {name: value})
+    options = validated(policy, {name: value})
     least = policy.least_delayed_staleness
     if policy.common.delayed_update and getattr(options, "staleness", least) < least:
         raise CannotError(f"delayed_update, {name} must be {least} or more, got {value}: the slowest itself would wait")
     return options
 
 
-def _validated(policy: Policy, values: dict[str, Any]) -> Any:
-    """The options of `policy` with other values."""
-    try:
-        return type(policy.options).model_validate({**policy.options.model_dump(), **values})
-    except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        told = ", ".join(f"{name} cannot be {value!r:.40}" for name, value in values.items())
-        raise CannotError(f"{told}: it {why}") from None
-
-
-def _member(run: Run, rank: int | None) -> int:
+def _member(run: Ending, rank: int | None) -> int:
     if rank is None or rank not in run.policy.members:
         raise CannotError(f"no worker {rank} is in the run; there are: {_ranks(run.policy.members)}")
     return rank
@@ -210,42 +146,14 @@ def _ranks(ranks: Any) -> str:
     return (", ".join(map(str, known[:20])) or "none") + more
 
 
-def _has_rate(run: Run) -> bool:
+def _has_rate(run: Ending) -> bool:
     """The server steps with a learning rate."""
     return run.policy.kind.server_steps
 
 
-def keep_out(run: Run, ranks: Iterable[int]) -> None:
+def keep_out(run: RunState, ranks: Iterable[int]) -> None:
     """These ranks were evicted, and the run goes back in its process: nobody lets them in or waits for them. (A server
     that is started again does: somebody has decided anew.)"""
     for rank in ranks:
         run.roster.evicted.add(rank)
         run.policy.finished(rank, 0.0)
-
-
-# ---- in snapshots -----------------------------------------------------------------------------------
-
-
-def saved(run: Run) -> dict[str, Any]:
-    """JSON; `changed` by name: what the configuration says, and what was set."""
-    changed = {name: list(values) for name, values in run.changed.items()}
-    mode = {} if run.mode == run.options.mode else {MODE: [run.options.mode, run.mode]}
-    return {LR_SCALE: run.contributions.lr_scale, "changed": changed, "evicted": sorted(run.roster.evicted), **mode}
-
-
-def restore(run: Run, kept: Any) -> None:
-    """What is not there, or not what it should be, holds no more."""
-    if not isinstance(kept, dict):
-        return
-    scale, changed = kept.get(LR_SCALE), kept.get("changed")
-    if isinstance(scale, int | float) and 0 <= scale <= MOST_LR_SCALE:
-        run.contributions.lr_scale = float(scale)
-    for name, pair in changed.items() if isinstance(changed, dict) else ():
-        if isinstance(pair, list) and len(pair) == 2:
-            run.changed[name] = pair[0], pair[1]
-    with contextlib.suppress(CannotError):
-        match kept.get(MODE):
-            case [run.mode, mode]:
-                run.take_over(mode, _policy_of(run, mode), 0.0)
-            case _:
-                _apply_changed(run, run.policy)

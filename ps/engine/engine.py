@@ -23,7 +23,8 @@ from ...common.wire.records import ContributionId
 from ..core import effects, events
 from ..core.effects import Fact
 from ..core.replication import Sequencer
-from ..core.run import Options, Run
+from ..core.run import Run
+from ..core.state import Options
 from ..policies.base import Policy
 from ..snapshots.snapshots import Snapshots
 from ..tensors.flat_optimizer import OptimizerState

@@ -9,7 +9,7 @@ from typing import Any
 from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.registry import AUTO, CODECS, MODES, check_mode, check_zero
-from ..core.run import Options
+from ..core.state import Options
 from ..policies.base import Common, Policy
 
 

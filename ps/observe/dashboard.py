@@ -91,7 +91,7 @@ class DashboardSink(Sink):
         settings = config.model_dump(mode="json", exclude={"security"})
         settings["run"]["mode"] = run.mode
         settings["policy"] |= {name: value for name, (_, value) in run.changed.items()}
-        options = type(run.policy).told(run.policy.options)
+        options = type(run.policy).summary(run.policy.options)
         return About(
             label=f"{run.mode} ({options})" if options else run.mode, lr_scale=run.contributions.lr_scale,
             run=fact.run, mode=run.mode, task=config.task.name or "", started=self._began_at, settings=settings,

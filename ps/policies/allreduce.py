@@ -29,6 +29,7 @@ from pydantic import Field
 
 from ...common.config.option import Section
 from ...common.kinds import ContributionKind
+from ...common.wire.records import GroupInfo
 from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, Refuse, names
 from .rules import GroupRule
 from .shared.decisions import Accept, Wait
@@ -58,6 +59,9 @@ class AllreducePolicy(Policy):
 
     def __init__(self, common: Common, options: AllreduceOptions) -> None:
         super().__init__(common, options)
+        self.generation = 0  # grows with each group
+        self.group: tuple[int, ...] = ()  # the ranks of its members
+        self.over_generation = 0
         self._reports: dict[int, _Report] = {}  # of the open round, by rank
         self._outside: set[int] = set()  # live ranks that are of the next group
         self._is_over = False  # a member of the generation has gone
@@ -65,7 +69,7 @@ class AllreducePolicy(Policy):
         self._brought = 0  # the newest version whose weights the server has
 
     @classmethod
-    def told(cls, options: AllreduceOptions) -> str:
+    def summary(cls, options: AllreduceOptions) -> str:
         return f"staleness {options.staleness}" if options.staleness else ""
 
     @property
@@ -84,11 +88,11 @@ class AllreducePolicy(Policy):
     def has_newest_weights(self) -> bool:
         return self._brought == self.version
 
-    def brings(self, rank: int) -> bool:
-        if not self.group or rank != self.group[0]:
-            return False
-        steps, done = self.training_steps, self.steps_done(rank)
-        return steps is None or self.is_stopping or done + 1 >= steps
+    def group_info(self, rank: int) -> GroupInfo:
+        """The lowest rank uploads weights where the next step may be the last."""
+        is_last = self.training_steps is None or self.is_stopping or self.steps_done(rank) + 1 >= self.training_steps
+        uploads = bool(self.group) and rank == self.group[0] and is_last
+        return GroupInfo(self.generation, self.group, "", self.has_newest_weights, uploads)
 
     def next_local_steps(self, rank: int) -> int:
         """A run that is stopped takes one step more: the one whose weights are brought."""

@@ -23,7 +23,7 @@ class AsyncPolicy(SinglePolicy):
     options: AsyncOptions
 
     @classmethod
-    def told(cls, options: AsyncOptions) -> str:
+    def summary(cls, options: AsyncOptions) -> str:
         return options.late_rule
 
     @property

@@ -40,7 +40,7 @@ class BufferedPolicy(Policy):
         self._weights = self._scaled = 0.0  # of those: sum of weights, and of weights times s_i
 
     @classmethod
-    def told(cls, options: BufferedOptions) -> str:
+    def summary(cls, options: BufferedOptions) -> str:
         return f"steps of {options.buffer}" if options.buffer else "steps of a quarter of the workers"
 
     @property

@@ -42,7 +42,7 @@ class DsspPolicy(SspPolicy):
         self._begins: set[int] = set()  # ranks that do
 
     @classmethod
-    def told(cls, options: DsspOptions) -> str:  # type: ignore[override]
+    def summary(cls, options: DsspOptions) -> str:  # type: ignore[override]
         bound = f"staleness {options.staleness} to {options.staleness_most}"
         return ", ".join(filter(None, (bound, options.late_rule)))
 

@@ -43,7 +43,7 @@ class SspPolicy(SinglePolicy):
     least_delayed_staleness = 1  # the contribution in flight is one ahead
 
     @classmethod
-    def told(cls, options: SspOptions) -> str:
+    def summary(cls, options: SspOptions) -> str:
         return ", ".join(filter(None, (f"staleness {options.staleness}", options.late_rule)))
 
     @property

@@ -16,7 +16,7 @@ from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json
 from ..core.controls import keep_out
 from ..core.replication import Follower
-from ..core.run import Options
+from ..core.state import Options
 from ..engine.clock import Clock
 from ..engine.engine import Engine
 from ..engine.modes import make_policy, options_of

@@ -25,7 +25,7 @@ from ...common.tensors.optimizers import (
     check_hyperparameters,
 )
 from ...common.tensors.tables import make_spec
-from ..core.controls import MOST_LR_SCALE
+from ..core.changes import MOST_LR_SCALE
 from .common import RUN_NAME
 
 WEIGHTS: Final = "weights.safetensors"

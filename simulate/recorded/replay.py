@@ -26,7 +26,8 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts, F
 from ...drills.history_lines import Line, Problem
 from ...ps.core import effects, events
 from ...ps.core.judgement import SOUND, Judgement
-from ...ps.core.run import Options, Run
+from ...ps.core.run import Run
+from ...ps.core.state import Options
 from ...ps.engine.modes import policy_of
 from ...ps.observe.history import line_of
 from ...ps.policies.base import Policy

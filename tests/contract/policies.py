@@ -18,7 +18,7 @@ from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Common, Discard, Fold, Outcome, Policy, Refuse, Reply
 from paramserver.ps.policies.shared.decisions import Accept, Wait
 
-from ..records import contribution_of
+from ..records import contribution_of, generation_of
 
 ALL_MODES = MODES.names()
 MAX_RANK = 5
@@ -45,7 +45,7 @@ class Worker:
     is_repeat: bool = False
     is_away: bool = False  # its connection is lost, and its reply with it
     counts_for_nothing: bool = False  # the unanswered contribution was dropped or rejected: it may be sent again
-    epoch: int = 0  # that it was told last
+    generation: int = 0  # that it was told last
     was_admitted_before_return: bool = False  # since its last reply somebody slower came back
 
 
@@ -174,7 +174,7 @@ class ModelStore:
         worker.base_version = worker.held_version if is_computed else self.version
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
-        worker.counts_for_nothing, worker.epoch = False, self.policy.generation
+        worker.counts_for_nothing, worker.generation = False, generation_of(self.policy, worker.rank)
         assert self.policy.num_counted[worker.rank] == worker.step
 
     def _may_be_replied(self, key: tuple[int, int] | None) -> bool:
@@ -192,7 +192,7 @@ class World:
         self.common = self.policy.common
         self.store = ModelStore(self.policy, self.common)
         self.now = 100.0
-        self.says_epochs = True  # False: workers report of whichever is the newest
+        self.says_generations = True  # False: workers report of the newest
         self.events: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self.decided: list[list[Any]] = []
         self.last_steps: dict[int, int] = {}
@@ -238,7 +238,7 @@ class World:
         worker = self.store.live[rank]
         base = worker.base_version if base_version is None else base_version
         contribution = contribution_of(
-            worker.step + 1, base, num_samples, generation=worker.epoch * self.says_epochs, failed=is_broken
+            worker.step + 1, base, num_samples, generation=worker.generation * self.says_generations, failed=is_broken
         )
         key = (rank, contribution.id.seq)
         assert rank not in self.store.staged, "a worker that computes has nothing staged"

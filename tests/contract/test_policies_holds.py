@@ -27,7 +27,7 @@ def test_training_starts_when_all_workers_have_joined(mode: str) -> None:
     assert all(not isinstance(d, Reply) for d in policy.left(2, 0.0))
     assert policy.waiting(0.0) == {}
     # among all-reduce peers it is in the group when the others have taken their step.
-    assert [a.outcome for a in policy.joined(2, 0.0)] == ([] if policy.group else [Outcome.START])
+    assert [a.outcome for a in policy.joined(2, 0.0)] == ([] if policy.kind.has_peers else [Outcome.START])
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

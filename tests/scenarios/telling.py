@@ -37,7 +37,8 @@ import yaml
 from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import SOUND, Judgement
-from paramserver.ps.core.run import Options, Run
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 
 from ..records import contributed

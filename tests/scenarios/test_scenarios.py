@@ -6,7 +6,7 @@
 
     join w0            -> what the policy decides, in its own words
     contribute w0 s1   -> rank 0 sends its step 1, on the version it was last given
-    contribute w0 s1 broken         a report of the epoch it was told last, which came to nothing (allreduce)
+    contribute w0 s1 broken         a report of the generation it was told last, which came to nothing (allreduce)
     contribute w0 s1 on v3 x64      the same, on version 3, from 64 samples; delayed_update, gradients are on
                                     the version given one reply earlier
     reject w0          -> rank 0 sends a contribution that cannot be used
@@ -34,7 +34,7 @@ from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Discard, Fold, Outcome, Policy, Refuse, Reply, names
 from paramserver.ps.policies.shared.decisions import Accept, Wait
 
-from ..records import contribution_of
+from ..records import contribution_of, generation_of
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 _NAMES = {
@@ -55,7 +55,7 @@ class Teller:
     now: float = 0.0
     bases: dict[int, int] = field(default_factory=dict)  # version of the next contribution
     held: dict[int, int] = field(default_factory=dict)  # version of the weights in the worker's model
-    epochs: dict[int, int] = field(default_factory=dict)  # that they were told last
+    generations: dict[int, int] = field(default_factory=dict)  # that they were told last
     staleness: dict[int, int] = field(default_factory=dict)  # of the last contribution
     folded: list[str] = field(default_factory=list)  # since the last commit, in the order of folding
 
@@ -63,8 +63,8 @@ class Teller:
         if match := _CONTRIBUTE.fullmatch(event):
             rank, step = int(match[1]), int(match[2])
             base = int(match[3]) if match[3] else self.bases.get(rank, 0)
-            epoch = int(match[4]) if match[4] else self.epochs.get(rank, 0)
-            contribution = contribution_of(step, base, int(match[5] or 1), generation=epoch, failed=bool(match[6]))
+            generation = int(match[4]) if match[4] else self.generations.get(rank, 0)
+            contribution = contribution_of(step, base, int(match[5] or 1), generation=generation, failed=bool(match[6]))
             self.staleness[rank] = self.policy.staleness(rank, contribution)
             return self._say(self.policy.contributed(rank, contribution, self.now), rank)
         if match := re.fullmatch(r"(join|left) w(\d+)", event):
@@ -114,7 +114,7 @@ class Teller:
         policy = self.policy
         is_computed = policy.common.delayed_update and not policy.kind.worker_steps and outcome != Outcome.START
         self.bases[rank] = self.held[rank] if is_computed else policy.version
-        self.held[rank], self.epochs[rank] = policy.version, policy.generation
+        self.held[rank], self.generations[rank] = policy.version, generation_of(policy, rank)
 
     def _going_on(self, rank: int) -> str:
         steps = self.policy.next_local_steps(rank)
@@ -123,7 +123,8 @@ class Teller:
         elif self.policy.local_steps > 1:
             how = f", {steps} local step{'s' if steps > 1 else ''}"
         else:
-            how = f", epoch {self.policy.generation} of {names(self.policy.group)}" if self.policy.group else ""
+            group = self.policy.group_info(rank)
+            how = "" if group is None else f", generation {group.generation} of {names(group.members)}"
         return f"version {self.policy.version}{how}"
 
 

@@ -13,7 +13,8 @@ from statistics import mean
 
 from ....common.wire.records import Base, Contribution, ContributionId
 from ....ps.core import effects, events
-from ....ps.core.run import Options, Run
+from ....ps.core.run import Run
+from ....ps.core.state import Options
 from ....ps.engine.modes import policy_of
 from ...output.report import Report
 from ...output.tables import number_table, page

@@ -154,9 +154,9 @@ class AsyncDilocoPolicy(Policy):
         self._by_steps, self._placed = Standing(), dict[int, int]()  # live ranks by training steps done
 
     @classmethod
-    def told(cls, options: AsyncDilocoOptions) -> str:
+    def summary(cls, options: AsyncDilocoOptions) -> str:
         delayed = f", momentum every {options.outer_delay} deltas" if options.outer_delay else ""
-        return f"{options.local_steps} local steps, quorum {options.quorum}{delayed}{options.told}"
+        return f"{options.local_steps} local steps, quorum {options.quorum}{delayed}{options.summary}"
 
     @property
     def local_steps(self) -> int:

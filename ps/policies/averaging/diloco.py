@@ -92,8 +92,8 @@ class OverlapOptions(Section):
         return Merge(self.merge, self.merge_alpha, self.overlap_steps or 0)
 
     @property
-    def told(self) -> str:
-        """What people read of it; empty where there is nothing to say."""
+    def summary(self) -> str:
+        """The text about it; empty where there is nothing to say."""
         taken = f", taken after {self.overlap_steps}" if self.overlap_steps else ""
         return taken + (f", blend {self.merge_alpha:g}" if self.merge == "blend" else "")
 
@@ -112,9 +112,9 @@ class DilocoPolicy(RoundPolicy):
     may_delay_update = True
 
     @classmethod
-    def told(cls, options: DilocoOptions) -> str:
+    def summary(cls, options: DilocoOptions) -> str:
         parts = f", {options.fragments} fragments" if options.fragments > 1 else ""
-        return f"{options.local_steps} local steps{parts}{options.told}"
+        return f"{options.local_steps} local steps{parts}{options.summary}"
 
     @property
     def local_steps(self) -> int:

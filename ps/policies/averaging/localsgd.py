@@ -42,7 +42,7 @@ class LocalSgdPolicy(RoundPolicy):
             self.kind = ContributionKind.DELTA
 
     @classmethod
-    def told(cls, options: LocalSgdOptions) -> str:
+    def summary(cls, options: LocalSgdOptions) -> str:
         return f"{options.local_steps} local steps"
 
     @property

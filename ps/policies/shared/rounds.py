@@ -232,7 +232,7 @@ class RoundPolicy(Policy):
             self.committed_by = None  # of a round that some were late for
         commit = self._commit(tuple(sorted(self._weights)), reason)
         if self._part:
-            self._stepped_part(ROUNDS, self._continues)
+            self._count_part(ROUNDS, self._continues)
         self._order, self._missing = list(self._ranks), list(self._ranks)
         self._num_folded = 0
         self._vacant.clear()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import controls, effects, events
 from paramserver.ps.core.controls import keep_out
-from paramserver.ps.core.run import Options, Run
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 
 from ...records import contributed

@@ -6,7 +6,8 @@ import pytest
 
 from paramserver.common.wire.records import FirstInfo
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.run import Options, Run
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 
 from ...records import contributed

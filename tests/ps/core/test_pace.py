@@ -6,7 +6,8 @@ import pytest
 
 from paramserver.ps.core import events
 from paramserver.ps.core.counting.stats import WorkerStats
-from paramserver.ps.core.run import Options, Run
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 
 from ...records import contributed

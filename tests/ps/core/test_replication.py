@@ -15,7 +15,8 @@ from paramserver.common.wire.records import TrainingInfo
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
 from paramserver.ps.core.replication import Coordinator, Gather, Outbox
-from paramserver.ps.core.run import Options, Run
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.shards.messages import LINES, BeginRun, Order, Report
 from paramserver.ps.snapshots.common import RUN_NAME

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.run import Options, Run
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.policies.dssp import most_useful

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.ps.core.run import Options, Run
+from paramserver.ps.core.run import Run
+from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 
 TOTAL, K, RANKS = 100, 8, range(4)

@@ -1,0 +1,208 @@
+"""Effects of decisions, snapshots, workers that leave, and the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
+from ..policies.base import Decision, Policy
+from . import effects, events
+from .effects import Effect, Log
+from .roster import Worker
+from .saving import Saving, not_json
+
+_LOOKED_AT = frozenset((effects.Commit, effects.SendReply, effects.End))  # of what was decided: by `_after`
+
+
+class Ending(Saving):
+    """A run that carries decisions out, lets workers go, and ends."""
+
+    def take_over(self, mode: str, policy: Policy, at: float) -> list[Effect]:
+        """Another mode of the same compatible_modes holds from here on."""
+        decisions = policy.take_over(self.policy, at)
+        self.use_policy(mode, policy)
+        return self.performed(decisions, at)
+
+    def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
+        return self._after(self.contributions.perform(decisions, at), at)
+
+    def _after(self, found: list[Effect], at: float) -> list[Effect]:
+        """What was decided, and a snapshot where a commit made one due, or the end where it is one."""
+        for effect in found:
+            if type(effect) not in _LOOKED_AT:
+                continue
+            if isinstance(effect, effects.Commit):
+                self.rhythm.committed()
+            elif isinstance(effect, effects.SendReply):
+                if (group := effect.reply.group) is not None and group.members[:1] == (effect.rank,):
+                    uploads = group.uploads_weights or self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
+                    group = replace(group, uploads_weights=uploads, uploads_optimizer=self.rhythm.is_kept)
+                    effect.reply = replace(effect.reply, group=group)
+            elif isinstance(effect, effects.End):  # nothing comes after it
+                found += self._close(effect.error or stopping(), at)
+                break
+        may = self.rhythm.is_kept and not self.is_closed and self.policy.has_newest_weights
+        if may and self.rhythm.is_due(self._min_steps_done, at):
+            found += self._take_snapshot(at)
+        return found
+
+    def _min_steps_done(self) -> int:
+        return self.policy.min_steps_done
+
+    # ---- snapshots ------------------------------------------------------------------------
+
+    def _take_snapshot(self, at: float) -> Iterator[Effect]:
+        saved = self.saved(at)
+        if wrong := not_json(saved["policy"]):
+            message = f"mode {self.options.mode} cannot be saved: {wrong}, which is not the same after it has been JSON"
+            fix = "let saved_state return dicts with text as keys, lists, text, finite numbers, booleans and None"
+            yield from self._fail(UsageError(message, fix=fix))
+            return
+        attempt = self.rhythm.begin(self.policy.version, self.policy.min_steps_done, at)
+        yield effects.TakeSnapshot(attempt, self.policy.version, saved)
+
+    # ---- workers that leave ---------------------------------------------------------------
+
+    def expel(self, worker: Worker, error: ParamServerError, at: float) -> Iterator[Effect]:
+        yield effects.Refuse(worker.rank, worker.incarnation, error)
+        yield from self._leave(worker, "closed", error.message, at)
+
+    def _leave(self, worker: Worker, how: str, reason: str, at: float, exit_code: int = 1) -> Iterator[Effect]:
+        """A worker is gone, and nobody waits for it."""
+        rank, incarnation = worker.rank, worker.incarnation
+        self.roster.remove(worker)
+        is_goodbye = how in ("goodbye", "failed")
+        yield effects.Fence(rank, incarnation, ends_streams=not is_goodbye)
+        level = {"goodbye": "routine", "failed": "info"}.get(how, "warning")
+        yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
+        yield effects.WorkerLeft(rank, incarnation, how, reason)
+        if self.is_done and (how == "failed" or (rank == self.evaluator and not is_goodbye)):
+            yield from self._failed_at_the_end(rank, how, reason, exit_code)
+        if not self.has_weights:
+            yield from self._pass_on(worker)
+        if self.is_closed:
+            return
+        was_member = rank in self.policy.members
+        yield from self.performed(self.policy.left(rank, at), at)
+        if was_member and not is_goodbye and not self.policy.is_through(rank):
+            self.lost_at[rank] = at
+        yield from self._end_if_over(at)
+
+    def _pass_on(self, gone: Worker) -> Iterator[Effect]:
+        """Who was to bring the weights may be gone: another one brings them, or the model is nobody's."""
+        heirs = [worker for worker in self.roster.workers.values() if worker.has_offered]
+        if self.initializer is gone:
+            self.initializer = None
+            if heirs:
+                yield self._ask_for_weights(heirs[0])
+        if not heirs and self.model is not None:
+            self.model = None
+            yield effects.ForgetModel()
+
+    def _ask_for_weights(self, worker: Worker) -> Effect:
+        self.initializer = worker
+        return effects.AskForWeights(worker.rank, worker.incarnation)
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def _finished(self, worker: Worker, event: events.Finished) -> Iterator[Effect]:
+        """It takes no more training steps, and is told the final weights when nobody does. One that has not taken all,
+        or not heard that the run is stopped, is out: it keeps its seat, and nobody waits for what it contributes."""
+        rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
+        self.has_finished = True
+        stats.transfer_s += event.transfer_s
+        stats.note_residual(event.residual)
+        self.roster.finished(worker)
+        worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
+        yield Log("routine", "finished", {"rank": worker.rank, "steps": stats.training_steps})
+        if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
+            yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
+            yield from self.performed(policy.finished(rank, event.at), event.at)
+        if self.is_done:  # it lost its connection when it was told
+            yield effects.TellDone(((rank, worker.incarnation),), self.evaluator, policy.version)
+        yield from self._end_if_over(event.at)
+
+    def _stop_asked(self, worker: Worker, event: events.StopAsked) -> Iterator[Effect]:
+        """Everyone's next reply is the last; the first word counts."""
+        if self.policy.is_stopping or self.is_done:
+            return
+        yield Log("info", "run_stopped", {"rank": worker.rank, "reason": event.reason, "version": self.policy.version})
+        yield from self.stop(f"stopped by rank {worker.rank}: {event.reason}", event.at)
+
+    def stop(self, ended_by: str, at: float) -> Iterator[Effect]:
+        self.ended_by = ended_by
+        yield from self.performed(self.policy.stopped(at), at)
+
+    def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
+        """The run has its weights and not what was to come of them."""
+        what = f"failed after the last training step: {reason}"
+        if how != "failed":
+            what = f"was lost while it evaluated the final weights: {reason}"
+        self.failure = ParamServerError(f"rank {rank} {what}")
+        self.failure.exit_code = exit_code
+        self.ended_by = self.failure.message
+        yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
+
+    def _end_if_over(self, at: float) -> Iterator[Effect]:
+        """The run ends when everyone has finished, those included who were lost a moment ago and may come back."""
+        roster = self.roster
+        if self.is_closed or (roster.workers and (self.is_done or roster.num_finished < len(roster.workers))):
+            return  # said at every tick and whenever somebody goes: asks no more than it must
+        if not self.is_done and self.absent(at):
+            return
+        if not roster.workers:
+            is_through = self.is_done or self.has_finished or self.is_any_rank_through
+            if roster.was_anyone_here and is_through:
+                self.is_closed = True
+                yield effects.End(self.failure)
+            return
+        if self.has_weights and not self.policy.has_newest_weights:
+            yield from self._fail(self._without_weights("the loops of all workers have ended"))
+            return
+        if self.has_weights and self.rhythm.wants_last(self.policy.version):
+            # Once a worker has left, what it did cannot be done again.
+            if not self.rhythm.is_writing:
+                yield from self._take_snapshot(at)
+            return
+        self.is_done = True
+        live = list(roster.workers.values())
+        able = [worker.rank for worker in live if worker.can_evaluate and self.failure is None]
+        self.evaluator = min(able, default=None)
+        told = tuple((worker.rank, worker.incarnation) for worker in live)
+        yield effects.TellDone(told, self.evaluator, self.policy.version)
+
+    def _without_weights(self, what: str) -> ParamServerError:
+        return ParamServerError(
+            f"the weights of version {self.policy.version} are not here, and {what}",
+            fix="keep snapshots (--checkpoint-dir) to go on from; give the run as many --steps as its loops take",
+        )
+
+    def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
+        """Nothing is decided any more: a round that everyone leaves is not to be closed with those who leave last."""
+        self.is_closed = True
+        for worker in self.roster.workers.values():
+            yield effects.Refuse(worker.rank, worker.incarnation, error)
+        has_newest = self.has_weights and self.policy.has_newest_weights
+        if has_newest and not self.rhythm.is_writing and self.rhythm.wants_last(self.policy.version):
+            yield from self._take_snapshot(at)
+
+    def _failed(self, event: events.Failed) -> Iterator[Effect]:
+        """Something outside went wrong: what it has left is no state to take a snapshot of."""
+        if event.exit_code == DivergedError.exit_code:
+            error: ParamServerError = DivergedError(event.message, fix=event.fix, reason=Reason.DIVERGED)
+        else:
+            error = ParamServerError(event.message, fix=event.fix)
+            error.exit_code = event.exit_code
+        yield from self._fail(error)
+
+    def _fail(self, error: ParamServerError) -> Iterator[Effect]:
+        self.is_closed = True
+        self.rhythm.give_up()
+        for worker in self.roster.workers.values():
+            yield effects.Refuse(worker.rank, worker.incarnation, error)
+        yield effects.End(error)
+
+
+def stopping() -> ParamServerError:
+    return refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again")

@@ -1,0 +1,72 @@
+"""Metrics of evaluations: the curve of a run, and when they end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...common.errors import ParamServerError
+from ...common.reporting.curve import Point
+from ...common.reporting.metrics import total_or_unknown
+from . import effects, events
+from .effects import Effect, Log
+from .ending import Ending
+
+
+class Evaluations:
+    """Of one run."""
+
+    def __init__(self, run: Ending) -> None:
+        self._run = run
+
+    def received(self, event: events.MetricsReceived) -> Iterator[Effect]:
+        """An evaluation during the run: its metrics may be enough, and one that fails is the end."""
+        if self._run.is_closed or self._run.is_done or event.version > self._run.policy.version:
+            return  # too late, or of a run that went back
+        if event.rank is not None and not self._is_asked(event.rank):
+            yield ignored(
+                event.rank, "the server did not ask this rank; it asks the evaluator process, or else the lowest rank"
+            )
+        elif event.failure:
+            yield from self._failed(event)
+        elif all(point.version != event.version for point in self._run.curve.points):
+            yield from self.evaluated(event.step, event.metrics, event.at, event.version)
+            why = self._run.curve.why_enough
+            if why and not self._run.policy.is_stopping:
+                yield Log("info", "run_stopped", {"reason": why, "version": self._run.policy.version})
+                yield from self._run.stop(f"stopped: {why}", event.at)
+
+    def _is_asked(self, rank: int) -> bool:
+        worker = self._run.roster.workers.get(rank)
+        return worker is not None and worker.num_asked > 0
+
+    def evaluated(
+        self, step: int, metrics: dict[str, float], at: float, version: int | None = None
+    ) -> Iterator[Effect]:
+        """Of this version, or of the final one, which may have been evaluated before."""
+        of = self._run.policy.version if version is None else version
+        if self._run.curve.points and self._run.curve.points[-1].version == of:
+            return
+        elapsed_s = round(self._run.contributions.elapsed_s(at, self._run.is_over), 3)
+        samples = total_or_unknown([stats_entry.known_samples for stats_entry in self._run.roster.stats.values()])
+        is_best = self._run.curve.add(
+            Point(step=step, version=of, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
+        )
+        yield effects.Evaluated(of, step, elapsed_s, metrics, is_best, samples)
+        if version is not None:
+            yield Log("info", "evaluated", {"step": step, "version": of, "best": is_best, **metrics})
+        if (lacks := self._run.curve.lacks()) and len(self._run.curve.points) == 1:
+            yield Log("warning", "no_such_metric", {"reason": lacks})
+
+    def _failed(self, event: events.MetricsReceived) -> Iterator[Effect]:
+        if self._run.failure is not None:
+            return
+        who = "the evaluator" if event.rank is None else f"rank {event.rank}"
+        self._run.failure = ParamServerError(f"{who} failed in the evaluation at step {event.step}: {event.failure}")
+        self._run.failure.exit_code = event.exit_code
+        told = {"rank": event.rank, "reason": self._run.failure.message, "exit_code": event.exit_code}
+        yield Log("error", "run_failed", told)
+        yield from self._run.stop(self._run.failure.message, event.at)
+
+
+def ignored(rank: int, why: str) -> Log:
+    return Log("warning", "metrics_ignored", {"rank": rank, "reason": why})
