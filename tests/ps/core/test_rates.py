@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from paramserver.ps.core.counting.rates import RankRates, Rates
+from paramserver.common.wire.records import RateInfo
+from paramserver.ps.core.counting.rates import Rates
 
 
 def of(*rates: float) -> tuple[dict, ...]:
@@ -20,7 +21,7 @@ def test_the_first_is_that_of_the_first_step_and_the_last_that_of_what_counts() 
     found.counted(1, told, ())  # as before: the same numbers are not sent again
     found.counted(1, of(0.06, 0.6), ())
     found.counted(1, of(0.06, 0.6), (0.1, 1.0))  # of a process that has replaced the first
-    assert found.of(1) == RankRates((0.1, 1.0), (0.06, 0.6), 1)
+    assert found.of(1) == RateInfo((0.1, 1.0), (0.06, 0.6), 1)
     found.counted(2, None, (0.1,))
     assert found.of(2) is None
 
@@ -30,7 +31,7 @@ def test_they_are_in_snapshots() -> None:
     found.counted(0, of(0.1), (0.1,))
     found.counted(0, of(0.05), ())
     other.restore(json.loads(json.dumps(found.saved())))
-    assert other.of(0) == found.of(0) == RankRates((0.1,), (0.05,), 1)
+    assert other.of(0) == found.of(0) == RateInfo((0.1,), (0.05,), 1)
 
 
 @pytest.mark.parametrize(
@@ -45,4 +46,4 @@ def test_what_a_snapshot_has_that_is_no_rate_is_not_known(saved: object) -> None
 def test_an_optimizer_without_a_rate_has_none() -> None:
     found = Rates()
     found.counted(0, ({"momentum": 0.9}, {"lr": None}), ())
-    assert found.of(0) == RankRates((0.0, 0.0), (0.0, 0.0), 0)
+    assert found.of(0) == RateInfo((0.0, 0.0), (0.0, 0.0), 0)
