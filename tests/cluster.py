@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -76,6 +76,17 @@ class Process:
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL; returns once the process is gone."""
+        self.signal(signal.SIGKILL)
+        self.popen.wait(DEADLINE_S)
+
+
+def at_gates(processes: Iterable[Process]) -> None:
+    """Returns once all of these have said that they are at their gate."""
+    for process in processes:
+        process.until(lambda process=process: "at the gate" in process.output, "gate")
 
 
 class Fork:
@@ -216,8 +227,7 @@ class Cluster:
             if process.popen.poll() is None:
                 with contextlib.suppress(ProcessLookupError):  # it has just been forked
                     os.killpg(process.popen.pid, signal.SIGKILL)
-                process.popen.kill()
-                process.popen.wait()
+                process.kill()
 
 
 @pytest.fixture

@@ -338,18 +338,3 @@ def test_the_command_starts_without_what_is_heavy() -> None:
     imports = "paramserver.catalog.main, paramserver.catalog.showing, paramserver.catalog.comparing"
     code = f"import sys, {imports}; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-@pytest.mark.slow
-def test_a_real_run_is_shown_and_compared(cluster: Cluster) -> None:
-    for mode in ("single", "async", "sync"):
-        done = cluster.command(
-            "launch", "-n", "2", "--task", "linear", "--mode", mode, "--steps", "40", "--eval-every", "10"
-        )
-        assert done.returncode == 0, done.stderr
-    assert "done" in ps_runs("show", "last", folder=cluster.folder)
-    ids = [run["id"] for run in json.loads(ps_runs("list", "--json", folder=cluster.folder))]
-    told = json.loads(ps_runs("compare", *ids, "--report", "out", "--json", folder=cluster.folder))
-    assert [run["label"] for run in told["runs"]] == ["sync", "async", "single"] and told["findings"]
-    assert {"run.mode", "run.batch_size"} <= set(told["differences"])  # one worker has the batches of two
-    assert "over bytes" in (cluster.folder / "out" / "report.html").read_text()

@@ -118,8 +118,7 @@ def test_a_run_whose_one_shard_has_lost_its_snapshots_does_not_begin_anew(job, h
     worker = job.work(0, 0.03, PADDING)
     job.until(lambda: len(job.history.lines("snapshot")) >= 3, "snapshots")
     for process in (server, shard):
-        process.signal(signal.SIGKILL)
-        process.popen.wait()
+        process.kill()
     lose(job.folder / "snapshots" / "shard-1-of-2", how)
     server = job.serve("sync", 1, 400, *flags, "--listen", job.address)
     shard = job.shard(1, 2, *LEASE, *SNAPSHOTS)

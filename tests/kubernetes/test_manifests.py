@@ -11,7 +11,6 @@ import copy
 import json
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -271,8 +270,7 @@ def test_pods_that_die_come_back(pods: Pods) -> None:
     for shard in shards:
         shard.until(lambda shard=shard: any(event["version"] for event in shard.events("snapshot")), "a snapshot")
     for pod in (shards[last], workers[2]):
-        pod.signal(signal.SIGKILL)
-        pod.wait()
+        pod.kill()
     shards[last] = pods.shard(last)
     workers[2] = pods.worker(2)
     for worker in workers:

@@ -193,8 +193,7 @@ def test_the_job_survives_the_death_of_all_and_a_snapshot_of_sync_goes_on_in_all
         item.until(lambda process=item: "at the gate two" in process.output, "the step in which all are killed")
     processes[2].until(lambda: processes[2].events("snapshot")[-1:] != [], "a snapshot")
     for item in processes:
-        item.signal(signal.SIGKILL)
-        item.wait()
+        item.kill()
     through("sync", 30)
 
 

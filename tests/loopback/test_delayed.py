@@ -5,7 +5,6 @@ a few lines, whoever is killed meanwhile; and the history says how late each gra
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 import torch
@@ -149,8 +148,7 @@ def test_a_run_goes_on_from_its_snapshot(cluster):
         item.until(lambda process=item: "at the gate two" in process.output, "the step in which all are killed")
     server.until(lambda: server.events("snapshot")[-1:] != [], "a snapshot")
     for item in (*workers, server):
-        item.signal(signal.SIGKILL)
-        item.wait()
+        item.kill()
     server, worker = start(cluster, 2, 30, "adam")
     workers = [worker(rank) for rank in range(2)]
     assert [worker.wait() for worker in workers] == [0, 0], workers[0].output

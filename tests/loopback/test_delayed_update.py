@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.tests.cluster import at_gates
 from paramserver.tests.faults.proxy import Proxy
 
 STEPS = 25
@@ -41,8 +42,7 @@ def _in_flight(cluster, server):
     """Two workers under ssp with staleness 1: the second computes its step 2 while its first is not replied."""
     first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "0")
     second = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go"), "1")
-    for script in (first, second):
-        script.until(lambda script=script: "at the gate" in script.output, "gate")
+    at_gates((first, second))
     server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
     return first, second
 
@@ -72,8 +72,7 @@ def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
 def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
     server = _start(cluster, "ssp", 2, "--staleness", "1")
     first, victim = _in_flight(cluster, server)
-    victim.signal(signal.SIGKILL)
-    victim.wait()
+    victim.kill()
     server.until(lambda: bool(server.events("left")), "departure")
     replacement = cluster.script(1, "onehot.py", str(STEPS))
     server.until(lambda: len(server.events("joined")) == 3, "replacement")
@@ -155,11 +154,9 @@ def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
     server = _start(cluster, "localsgd", 2, "--local-steps", "5")
     survivor = cluster.script(0, "delayed.py", str(cluster.folder / "go"), "3")
     victim = cluster.script(1, "delayed.py", str(cluster.folder / "never"), "7")
-    for script in (survivor, victim):
-        script.until(lambda script=script: "at the gate" in script.output, "gate")
+    at_gates((survivor, victim))
     server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
-    victim.signal(signal.SIGKILL)
-    victim.wait()
+    victim.kill()
     server.until(lambda: bool(server.events("left")), "departure")
     (cluster.folder / "go").touch()
     assert [survivor.wait(), server.wait()] == [0, 0], survivor.output

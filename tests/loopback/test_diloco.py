@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paramserver.tests.cluster import Cluster
+from paramserver.tests.cluster import Cluster, at_gates
 from paramserver.tests.loopback.scripts import outer
 
 # With this momentum torch's fused SGD rounds the same in vectors and in what is left over; with 0.9 it does not.
@@ -72,13 +72,11 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
     gate = cluster.folder / "go"
     first = cluster.script(0, "outer.py", "sgd", str(gate), "12")
     killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")
-    for item in (first, killed):
-        item.until(lambda process=item: "at the gate" in process.output, "gate")
+    at_gates((first, killed))
     killed.signal(signal.SIGKILL)
     server.until(lambda: any(event["rank"] == 1 for event in server.events("left")), "leave")
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot")
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     second = cluster.server(*flags(2, *snapshots, "--listen", cluster.address))
     again = cluster.script(1, "outer.py", "sgd")
     gate.touch()
@@ -157,8 +155,7 @@ def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_
         worker.until(lambda process=worker: "at the gate" in process.output, "gate")
         if kills:
             server.until(lambda item=server: any(e["version"] == 2 for e in item.events("snapshot")), "snapshot")
-            server.signal(signal.SIGKILL)
-            server.popen.wait()
+            server.kill()
             server = cluster.server(*told, *folder, "--listen", cluster.address)
         gate.touch()
         assert {other.wait() for other in (worker, server, *others)} == {0}, worker.output

@@ -4,7 +4,6 @@ killed."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.sharding import divide
-from paramserver.tests.cluster import Cluster
+from paramserver.tests.cluster import Cluster, at_gates
 from paramserver.tests.loopback.scripts import outer
 from paramserver.worker.tensors.fragments import divided
 from paramserver.worker.tensors.transfer import ModelTensors
@@ -224,11 +223,9 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, 
     gate, inner = cluster.folder / "go", "sgd-deep" if codec == "raw" else "sgd-wide"
     codecs = {"PS_WORKER__CODEC": codec, "PS_WORKER__REPLY_CODEC": codec}
     workers = [cluster.script(rank, "outer.py", inner, str(gate), "12", **codecs) for rank in range(2)]
-    for item in workers:
-        item.until(lambda process=item: "at the gate" in process.output, "gate")
+    at_gates(workers)
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot")
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     second = cluster.server(*told, "--listen", cluster.address)
     gate.touch()
     assert {worker.wait() for worker in (*workers, second)} == {0}, workers[0].output
@@ -252,8 +249,7 @@ def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: 
     worker = cluster.script(0, "outer.py", "sgd", str(gate), "13")
     worker.until(lambda: "at the gate" in worker.output, "gate")
     server.until(lambda: any(event["version"] == 2 for event in server.events("snapshot")), "snapshot")
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     second = cluster.server(*told, "--listen", cluster.address)
     gate.touch()
     assert {process.wait() for process in (worker, second, other)} == {0}, worker.output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 import torch
@@ -54,8 +53,7 @@ def test_sync_goes_on_without_a_killed_worker_at_once(cluster):
     survivor = cluster.script(0, "onehot.py", str(STEPS))
     victim = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "never"), "10")
     victim.until(lambda: "at the gate" in victim.output, "gate")
-    victim.signal(signal.SIGKILL)
-    victim.wait()
+    victim.kill()
     assert survivor.wait() == 0
     assert server.wait() == 0
     applied = _applied(cluster.folder / "w.safetensors", 2)
@@ -71,8 +69,7 @@ def test_a_replacement_goes_on_at_the_dead_workers_step(cluster):
     survivor = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "5")
     victim = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "never"), "10")
     victim.until(lambda: "at the gate" in victim.output, "gate")
-    victim.signal(signal.SIGKILL)
-    victim.wait()
+    victim.kill()
     server.until(lambda: bool(server.events("left")), "departure")
     replacement = cluster.script(1, "onehot.py", str(STEPS))
     server.until(lambda: len(server.events("admitted")) == 3, "replacement")

@@ -8,7 +8,6 @@ counted twice, or differs between shards, stands out.
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 
 import paramserver
 from paramserver.common.registry import MODES
+from paramserver.tests.cluster import at_gates
 from paramserver.tests.contract.test_policies_contract import SETTINGS, PolicyMachine
 
 STEPS = 25
@@ -100,11 +100,9 @@ def test_its_state_goes_on_where_the_killed_server_was(cluster, example: Path, s
     others = [cluster.shard(number, shards, "--mode", NAME, *SNAPSHOTS) for number in range(1, shards)]
     gates = [cluster.folder / f"go{rank}" for rank in range(2)]
     workers = [cluster.script(rank, "onehot.py", str(STEPS), str(gate), "12") for rank, gate in enumerate(gates)]
-    for worker in workers:
-        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    at_gates(workers)
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     moved = cluster.folder / "elsewhere" / "cooling.py"
     moved.parent.mkdir()
     moved.write_text(example.read_text())

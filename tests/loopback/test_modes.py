@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 import torch
@@ -82,8 +81,7 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
     slow = ("--set", "slowdown.base_s=0.02")  # it is killed before the end
     workers = [cluster.worker(rank, *slow, "--set", "worker.codec=onebit_adam") for rank in range(2)]
     server.until(lambda: any(event["version"] >= 25 for event in server.events("snapshot")), "snapshot")
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     server = cluster.server(*flags, "--listen", cluster.address)
     assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     summary = json.loads((cluster.folder / "s.json").read_text())

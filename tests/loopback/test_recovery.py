@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.tests.cluster import at_gates
+
 STEPS = 25
 MODES = ["sync", "async", "ssp", "localsgd"]
 
@@ -40,11 +42,9 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
     server = start(cluster, mode, 2, *snapshots)
     gates = [("go0", "12"), ("go1", "12")]
     workers = [cluster.script(r, "onehot.py", str(STEPS), str(cluster.folder / g), n) for r, (g, n) in enumerate(gates)]
-    for worker in workers:
-        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    at_gates(workers)
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     second = restart(cluster, mode, 2, *snapshots)
     for gate, _ in gates:
         (cluster.folder / gate).touch()
@@ -65,8 +65,7 @@ def test_a_server_that_stalls_again_and_again_lets_go_of_the_silent_and_of_nobod
     server = start(cluster, "async", 2, "--set", f"server.lease_s={lease_s}", "--set", "server.absent_s=30")
     first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10")
     frozen = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10")
-    for script in (first, frozen):
-        script.until(lambda script=script: "at the gate" in script.output, "gate")
+    at_gates((first, frozen))
     frozen.signal(signal.SIGSTOP)
     ran_s, since = 0.0, time.monotonic()
     while not server.events("left") and ran_s < 4 * lease_s:
@@ -137,8 +136,7 @@ def test_a_worker_killed_before_it_contributed_costs_no_bit(cluster):
         return sum(line["op"] == "accept" and line["rank"] == rank for line in lines)
 
     server.until(lambda: accepted(1) == accepted(2) == accepted(0) + 1 >= 5, "a round without rank 0")
-    victim.signal(signal.SIGKILL)
-    victim.popen.wait()
+    victim.kill()
     server.until(lambda: bool(server.events("left")), "departure of rank 0")
     assert accepted(1) == accepted(2) == accepted(0) + 1
     assert [process.wait() for process in (cluster.worker(0), *others, server)] == [0] * 4

@@ -5,9 +5,10 @@ and a server that is killed. Workers write down what weights they have of each v
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
+
+from paramserver.tests.cluster import at_gates
 
 pytestmark = pytest.mark.slow
 
@@ -63,16 +64,14 @@ def at_the_gate(cluster, version):
     """A server and its workers, who wait, with a snapshot of this version or a later one."""
     server = cluster.server(*flags("sync", 1), *SNAPSHOTS)
     workers = workers_of(cluster)
-    for worker in workers:
-        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    at_gates(workers)
     server.until(lambda: any(event["version"] >= version for event in server.events("snapshot")), "snapshot")
     return server, workers
 
 
 def test_all_have_the_same_bits_after_a_killed_server(cluster):
     server, workers = at_the_gate(cluster, 1)
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     second = cluster.server(*flags("sync", 1), *SNAPSHOTS, "--listen", cluster.address)
     (cluster.folder / "gate").touch()
     assert [process.wait() for process in (*workers, second)] == [0, 0, 0], workers[0].output + second.output
@@ -88,8 +87,7 @@ def test_a_snapshot_goes_on_with_workers_of_other_codecs(cluster):
     """Nothing of a codec is in it: what workers had kept is lost with their processes, and counted."""
     server, workers = at_the_gate(cluster, 10)
     for process in (*workers, server):
-        process.signal(signal.SIGKILL)
-        process.popen.wait()
+        process.kill()
     second = cluster.server(*flags("sync", 1), *SNAPSHOTS, "--resume", "latest")
     (cluster.folder / "gate").touch()
     workers = workers_of(cluster, PS_WORKER__CODEC="int8", PS_WORKER__REPLY_CODEC="bf16")

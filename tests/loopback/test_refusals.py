@@ -160,8 +160,7 @@ def test_worker_of_a_server_that_was_started_anew_says_so(cluster):
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", "1000")
     script = cluster.script(0, "onehot.py", "1000", str(cluster.folder / "go"), "3")
     script.until(lambda: "at the gate" in script.output, "gate")
-    server.signal(signal.SIGKILL)
-    server.wait()
+    server.kill()
     cluster.server("--mode", "async", "--workers", "1", "--steps", "1000", "--listen", cluster.address)
     (cluster.folder / "go").touch()
     assert script.wait() == 12

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.tests.cluster import at_gates
+
 STEPS = 25
 MODES = ["sync", "async", "ssp", "localsgd"]
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
@@ -76,8 +78,7 @@ def _at_gates(cluster, num_workers: int, step: str):
         cluster.script(rank, "onehot.py", str(STEPS), str(cluster.folder / name), step, PADDING="3000")
         for rank, name in enumerate(names)
     ]
-    for worker in workers:
-        worker.until(lambda worker=worker: "at the gate" in worker.output, "gate")
+    at_gates(workers)
     return workers
 
 
@@ -130,13 +131,11 @@ def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, kill
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
     shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
     if killed == "a shard":
-        shard.signal(signal.SIGKILL)
-        shard.wait()
+        shard.kill()
         server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
         shard = cluster.shard(1, 2, *SNAPSHOTS)
     else:
-        server.signal(signal.SIGKILL)
-        server.wait()
+        server.kill()
         server = _start(cluster, "async", 2, 2, *SNAPSHOTS, "--listen", cluster.address)
     _open_gates(cluster, 2)
     assert _ends(*workers, server, shard) == [0] * 4

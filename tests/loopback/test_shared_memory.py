@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -162,8 +161,7 @@ def test_a_worker_is_killed_in_the_middle(cluster, where):
     assert of_victim <= segments_of(pid).keys() and len(of_victim) == 1, "the victim shares nothing with the server"
     files = shared_files()
     before = num_descriptors(pid)
-    victim.signal(signal.SIGKILL)
-    victim.wait()
+    victim.kill()
     server.until(lambda: bool(server.events("left")), "departure")
     server.until(lambda: not of_victim & segments_of(pid).keys(), "end of the victim's segment")
     server.until(lambda: num_descriptors(pid) < before, "descriptor closed")

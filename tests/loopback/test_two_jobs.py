@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 
@@ -25,8 +23,7 @@ def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(cluster):
     assert_refused(second(cluster, "second"), first, "kept")
     assert_refused(second(cluster, "sharded", "--shards", "2"), first, "kept")
     assert first.popen.poll() is None
-    first.signal(signal.SIGKILL)
-    first.popen.wait()
+    first.kill()
     cluster.server("--checkpoint-dir", "kept")
 
 

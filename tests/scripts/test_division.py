@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, at_gates
 
 SCRIPT = Path(__file__).parent / "ordinary" / "divided.py"
 BATCH = 4
@@ -82,20 +82,16 @@ def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(clust
 
     # Stopped in the middle of an accumulation after 15 steps. A snapshot holds step 10 or 15.
     server, ranks = accumulated(cluster, "killed", AHEAD=ahead, GATE=str(cluster.folder / "never"), GATE_AT="62")
-    for rank in ranks:
-        rank.until(lambda rank=rank: "at the gate" in rank.output, "gate")
+    at_gates(ranks)
     server.until(lambda: any(event["version"] >= 10 for event in server.events("snapshot")), "snapshot")
     for process in (*ranks, server):
-        process.signal(signal.SIGKILL)
-        process.popen.wait()
+        process.kill()
 
     # The second time a worker alone is killed, and replaced.
     gate = str(cluster.folder / "go")
     server, ranks = accumulated(cluster, "killed", AHEAD=ahead, GATE=gate, GATE_AT="30")
-    for rank in ranks:
-        rank.until(lambda rank=rank: "at the gate" in rank.output, "gate")
-    ranks[1].signal(signal.SIGKILL)
-    ranks[1].popen.wait()
+    at_gates(ranks)
+    ranks[1].kill()
     server.until(lambda: any(event["rank"] == 1 for event in server.events("left")), "leave")
     second = cluster.script(
         1, SCRIPT, OUT=str(cluster.folder / "killed1.pt"), NUM="53", ACCUMULATE="4", DROPOUT="0.5", AHEAD=ahead

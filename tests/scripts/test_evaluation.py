@@ -93,15 +93,6 @@ def test_enough_is_the_end_for_all(cluster: Cluster, mode: str) -> None:
     assert summary(cluster)["version"] in {"sync": (8, 9), "localsgd": (2, 3)}[mode]
 
 
-def test_patience(cluster: Cluster) -> None:
-    told = ("--patience", "2", "--eval-every", "2", "--task", "xor", "--lr", "1e-9")
-    server = cluster.server("--workers", "1", "--summary", "s.json", *told)
-    assert [cluster.worker(0).wait(), server.wait()] == [0, 0], server.output
-    ended, curve = summary(cluster)["ended_by"], summary(cluster)["curve"]
-    assert "in 2 evaluations (run.patience)" in ended
-    assert len(curve) <= 12 and curve[0]["step"] == 2
-
-
 TASK = ("--task", f"{SCRIPT.with_name('fragile.py')}:Fragile")
 
 

@@ -74,16 +74,3 @@ def test_branches_without_a_gradient_and_a_clipped_mean(cluster: Cluster, tmp_pa
     found = torch.load(out)
     for name, tensor in wanted.items():
         assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
-
-
-@pytest.mark.slow
-def test_branches_without_a_gradient_on_two_shards(cluster: Cluster, tmp_path: Path):
-    wanted = plain("branches", tmp_path)
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "14", "--shards", "2")
-    shard = cluster.shard(1, 2)
-    out = tmp_path / "together.pt"
-    scripts = [cluster.script(rank, HERE / "branches.py", BATCH=str(BATCH), OUT=str(out)) for rank in range(2)]
-    assert [script.wait() for script in (*scripts, server, shard)] == [0] * 4, scripts[0].output + scripts[1].output
-    found = torch.load(out)
-    for name, tensor in wanted.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name

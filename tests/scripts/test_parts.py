@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -92,33 +91,12 @@ def test_a_run_that_is_killed_between_two_parts_of_a_step_ends_as_one_that_was_n
     version = 2 * int(place.split()[1]) + 1
     server.until(lambda: any(event["version"] >= version for event in server.events("snapshot")), "snapshot")
     for item in (server, script):
-        item.signal(signal.SIGKILL)
-        item.popen.wait()
+        item.kill()
     server = cluster.server(*flags)
     script = cluster.script(0, HERE / "gan.py", **env | {"GATE_AT": ""})
     assert [script.wait(), server.wait()] == [0, 0], script.output + server.output
     assert_same(torch.load(out), wanted)
     assert server.event("resumed")["version"] >= version
-
-
-@slow
-@pytest.mark.parametrize("place", ["critic 7", "generator 7"])
-def test_a_worker_that_is_replaced_between_two_parts_of_a_step_goes_on_with_the_next(
-    cluster: Cluster, tmp_path: Path, place: str
-):
-    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12")
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", "--set", "policy.min_workers=2")
-    out = tmp_path / "together.pt"
-    env = {"BATCH": str(BATCH), "OUT": str(out), "GATE": str(tmp_path / "go")}
-    first = cluster.script(0, HERE / "gan.py", **env)
-    killed = cluster.script(1, HERE / "gan.py", **env, GATE_AT=place)
-    killed.until(lambda: "at the gate" in killed.output, "gate")
-    killed.signal(signal.SIGKILL)
-    killed.popen.wait()
-    # Its schedule begins anew, and in a round the word of who has contributed most counts.
-    second = cluster.script(1, HERE / "gan.py", **env, PS_WORKER__ACCEPT_RESTARTED_SCHEDULE="true")
-    assert [process.wait() for process in (first, second, server)] == [0, 0, 0], first.output + second.output
-    assert_same(torch.load(out), wanted)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, at_gates
 
 SCRIPT = Path(__file__).parent / "rows" / "lookup.py"
 BATCH, STEPS = 10, 12
@@ -69,11 +69,9 @@ def test_a_worker_and_then_the_server_are_killed_and_nothing_else_changes(
     first, second = start(cluster, tmp_path / "out.pt", DIE="1:3", GATE="9")
     assert second.wait() == -signal.SIGKILL
     again = cluster.script(1, SCRIPT, BATCH=str(BATCH), OUT=str(tmp_path / "out.pt"), GATE="9")
-    for item in (first, again):
-        item.until(lambda process=item: "at the gate" in process.output, "gate")
+    at_gates((first, again))
     server.until(lambda: any(event["version"] >= 4 for event in server.events("snapshot")), "snapshot")
-    server.signal(signal.SIGKILL)
-    server.wait()
+    server.kill()
     (tmp_path / "go").touch()
     server = cluster.server("--listen", cluster.address, *flags)
     assert [process.wait() for process in (first, again, server)] == [0, 0, 0], again.output + server.output
@@ -103,11 +101,9 @@ def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken
     gate = (str(cluster.folder / "go"), "12")
     nan = "" if "delayed_update" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
     scripts = [cluster.script(rank, COUNTED, "20", *gate, NAN=nan) for rank in range(2)]
-    for item in scripts:
-        item.until(lambda process=item: "at the gate" in process.output, "gate")
+    at_gates(scripts)
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
-    server.signal(signal.SIGKILL)
-    server.wait()
+    server.kill()
     (cluster.folder / "go").touch()
     second = cluster.server("--listen", cluster.address, *flags)
     assert [script.wait() for script in (*scripts, second)] == [0, 0, 0], scripts[0].output + second.output
@@ -123,16 +119,13 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
     shard = cluster.shard(1, 2, *SNAPSHOTS)
     gate = (str(cluster.folder / "go"), "12")
     scripts = [cluster.script(rank, COUNTED, "20", *gate) for rank in range(2)]
-    for item in scripts:
-        item.until(lambda process=item: "at the gate" in process.output, "gate")
+    at_gates(scripts)
     shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
     if killed == "a shard":
-        shard.signal(signal.SIGKILL)
-        shard.wait()
+        shard.kill()
         server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
     else:
-        scripts[1].signal(signal.SIGKILL)
-        scripts[1].wait()
+        scripts[1].kill()
         scripts[1] = cluster.script(1, COUNTED, "20")
         server.until(lambda: len(server.events("admitted")) == 3, "replacement")
     (cluster.folder / "go").touch()
@@ -176,11 +169,9 @@ def test_rows_asked_of_a_new_coordinator_wait_for_its_shards(cluster: Cluster):
     flags = ("--mode", "sync", "--workers", "2", "--steps", "20", "--shards", "2", *SNAPSHOTS)
     server, shard = cluster.server(*flags), cluster.shard(1, 2, *SNAPSHOTS)
     scripts = [cluster.script(rank, COUNTED, "20", str(cluster.folder / "go"), "12") for rank in range(2)]
-    for item in scripts:
-        item.until(lambda process=item: "at the gate" in process.output, "gate")
+    at_gates(scripts)
     shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
-    server.signal(signal.SIGKILL)
-    server.wait()
+    server.kill()
     shard.signal(signal.SIGSTOP)
     second = cluster.server("--listen", cluster.address, *flags)
     (cluster.folder / "go").touch()  # each asks for rows next

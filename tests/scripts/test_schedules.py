@@ -3,7 +3,6 @@ the log says so. A script that goes on where its rank was is not."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,7 @@ def run(cluster: Cluster, mode: str, how: str, *flags: str, workers: int = 1) ->
 
 def replaced(cluster: Cluster, server: Process, old: Process, how: str, rank: int = 0, **env: str) -> Process:
     """Another process has the rank; it waits nowhere."""
-    old.signal(signal.SIGKILL)
-    old.popen.wait()
+    old.kill()
     server.until(lambda: any(event["rank"] == rank for event in server.events("left")), "leave")
     return cluster.script(rank, SCRIPT, HOW=how, **env)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, at_gates
 
 EPOCHS = Path(__file__).parent / "state" / "epochs.py"
 slow = pytest.mark.slow
@@ -48,8 +47,7 @@ class Job:
             assert item.wait() == 0, "".join(rank.output for rank in (*self.ranks, self.server))
 
     def at_the_gate(self) -> None:
-        for rank in self.ranks:
-            rank.until(lambda rank=rank: "at the gate" in rank.output, "gate")
+        at_gates(self.ranks)
 
     def has_snapshot(self, least: int) -> None:
         self.server.until(
@@ -58,8 +56,7 @@ class Job:
 
     def kill(self, *processes: Process) -> None:
         for process in processes or (*self.ranks, self.server):
-            process.signal(signal.SIGKILL)
-            process.popen.wait()
+            process.kill()
 
     def replace(self, rank: int, gate: Path) -> None:
         """Kill it alone, and go on with another process."""

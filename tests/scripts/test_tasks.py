@@ -79,15 +79,6 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_mean_of_two_workers_is_clipped_over_two_shards_as_torch_clips_it(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ("--workers", "2", "--batch-size", "4", "--shards", "2", "--clip-norm", "0.3", "--save", "w.safetensors")
-    server = cluster.server(*flags, *RUN)
-    processes = [cluster.shard(1, 2), *(cluster.worker(rank, *TASK) for rank in range(2)), server]
-    assert [process.wait() for process in processes] == [0] * 4, processes[1].output + server.output
-    check(tmp_path / "w.safetensors", plain(8, 1, clip=0.3))
-
-
-@pytest.mark.slow
 def test_a_worker_alone_and_one_that_averages_with_itself(cluster: Cluster, tmp_path: Path) -> None:
     accumulate = ("--set", f"train.accumulate={ACCUMULATE}")
     told = [f"optimizer.lr={LR}", "optimizer.name=adamw", "train.lr_schedule=cosine", f"train.warmup={WARMUP}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,8 +103,7 @@ def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
             return "a resume" in store.runs()[0].waiting
 
     server.until(is_kept, "a wait on record")
-    server.signal(signal.SIGKILL)
-    server.popen.wait()
+    server.kill()
     view = Store(path).view(client_run(path))
     assert view is not None and view.newest is not None
     assert [(wait.rank, wait.why) for wait in view.newest.waits] == [(0, "a resume: somebody paused this worker")]

@@ -199,8 +199,7 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
     newest = "(document.querySelector('#snapshots tbody td') || {}).textContent"
     until(shown, f"version => Number({newest}?.replace(/,/g, '')) > version", version)
     first = points(shown, "loss")[1], points(shown, "evaluations")[1]
-    server.popen.kill()
-    server.popen.wait()
+    server.kill()
     until(shown, "() => document.getElementById('connection').dataset.state === 'lost'")
     address = server.event("dashboard")["address"]
     before = shown.page.evaluate(STEP)
@@ -233,8 +232,7 @@ def test_a_server_that_goes_back_shows_itself_where_it_did(cluster: Cluster, tab
     shown = opened(tab, server)
     until(shown, "() => Number(document.querySelector('#snapshots tbody td')?.textContent) > 20")
     first = points(shown, "loss")[1]
-    shard.popen.kill()
-    shard.popen.wait()
+    shard.kill()
     cluster.shard(1, 2, *flags)
     until(shown, "() => document.getElementById('events').textContent.includes('continues from snapshots')")
     assert len({event["address"] for event in server.events("dashboard")}) == 1

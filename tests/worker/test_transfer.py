@@ -191,16 +191,6 @@ def test_no_gradient_is_zeros(make: Callable[[ModelTensors], Transfer]) -> None:
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_a_large_missing_gradient_is_zeros_too(make: Callable[[ModelTensors], Transfer]) -> None:
-    module = nn.Linear(300, 100)
-    module.bias.grad = torch.ones(100)
-    model = ModelTensors(module)
-    found = tensors_in(model, joined(make(model).gather(ContributionKind.GRADIENT)[0].pieces))
-    assert not found["weight"].any()
-    assert (found["bias"] == 1).all()
-
-
-@pytest.mark.parametrize("make", TRANSFERS)
 def test_tied_weights_send_the_sum_of_their_gradients(make: Callable[[ModelTensors], Transfer]) -> None:
     module = Awkward()
     logits = module.head(module.embedding(torch.tensor([1, 2])))
@@ -336,11 +326,6 @@ def test_parameters_in_other_memory_formats_are_staged() -> None:
 
 
 # ---- what cannot take part ---------------------------------------------------------------------------
-
-
-def test_a_model_without_tensors() -> None:
-    with pytest.raises(UsageError, match="the model has no parameters"):
-        ModelTensors(nn.ReLU())
 
 
 def test_a_dtype_that_cannot_be_exchanged() -> None:

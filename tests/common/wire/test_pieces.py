@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -173,21 +172,6 @@ def test_whatever_comes_the_payload_is_whole_or_refused(num_bytes: int, attempts
         assert fits or written == before
     assert reader.is_complete
     assert bytes(value for _, value in sorted(written.items())) == payload
-
-
-@given(data=st.data(), cuts=st.lists(st.integers(1, 999), unique=True, max_size=40))
-@settings(max_examples=200, deadline=None)
-def test_pieces_may_come_in_any_order(data: st.DataObject, cuts: list[int]) -> None:
-    """Whole exactly once: not before the last piece, whichever that is, and nothing fits afterwards."""
-    borders = [0, *sorted(cuts), 1000]
-    pieces = data.draw(st.permutations(list(itertools.pairwise(borders))))
-    reader = PayloadReader(1000, lambda *_: None)
-    for start, end in pieces:
-        assert not reader.is_complete
-        reader.feed(piece(start, end - start))
-        again = data.draw(st.integers(start, end - 1))
-        refused_as_bad_request(lambda again=again: reader.feed(piece(again, 1)))
-    assert reader.is_complete
 
 
 def test_a_payload_in_dust_is_refused_before_it_costs_memory() -> None:

@@ -14,7 +14,6 @@ from paramserver.ps.core.effects import Commit, Fact, RunEnded, Seated, SendRepl
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink
 from paramserver.ps.observe.sinks import StatusSink
-from paramserver.tests.cluster import Cluster
 
 from ...records import reply_of
 
@@ -181,17 +180,3 @@ def test_a_full_disk_costs_a_worker_its_history_only(capsys: pytest.CaptureFixtu
     text = said.out + said.err
     assert text.count("history_off") == 1
     assert "missing=10" in text
-
-
-def test_a_run_with_its_history_on_a_full_disk(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
-    try:
-        server = cluster.server(
-            "--mode", "sync", "--workers", "2", "--steps", "20", "--task", "linear", "--history", "/dev/full"
-        )
-        workers = [cluster.worker(rank, "--history", "/dev/full") for rank in (0, 1)]
-        assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
-        assert server.event("sink_incomplete")["dropped"] > 60
-        assert "Traceback" not in server.output
-    finally:
-        cluster.stop()

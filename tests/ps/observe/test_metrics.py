@@ -121,8 +121,7 @@ def test_a_run_with_deaths_and_a_restart_as_prometheus_sees_it(cluster: Cluster)
     assert now['paramserver_joins_total{kind="again"}'] == 1
 
     version = now["paramserver_durable_version"]
-    server.signal(signal.SIGKILL)
-    server.wait()
+    server.kill()
     for process in cluster.processes[1:]:
         process.signal(signal.SIGKILL)
     again = started(cluster, *flags)

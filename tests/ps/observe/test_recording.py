@@ -98,8 +98,7 @@ def test_of_a_server_that_is_killed_what_was_written_stays(cluster: Cluster) -> 
     server, worker = gated(cluster)
     server.until(on_record(cluster, lambda run: run.step > 5), "step on record")
     assert stored(cluster)[0].state == "running"
-    server.popen.kill()
-    server.popen.wait()
+    server.kill()
     worker.popen.kill()
     (run,) = stored(cluster)
     assert run.state == "lost" and run.step > 5 and run.ended_at is None
@@ -113,8 +112,7 @@ def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: C
     kept = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "10")
     server, worker = gated(cluster, *kept)
     server.until(on_record(cluster, lambda run: run.step > 35), "step on record")
-    server.popen.kill()
-    server.popen.wait()
+    server.kill()
     (before,) = stored(cluster)
     with RunStore(database(cluster)) as store:
         at = max(snapshot.version for snapshot in store.snapshots(before))

@@ -133,8 +133,7 @@ def test_a_run_is_tracked_also_when_its_server_is_killed(cluster: Cluster, name:
     server = cluster.server(*flags, **offline)
     worker = cluster.worker(0, "--set", "slowdown.base_s=0.005")
     server.until(lambda: any(event["version"] >= 100 for event in server.events("snapshot")), "snapshot")
-    server.popen.kill()
-    server.popen.wait()
+    server.kill()
     server = cluster.server(*flags, "--listen", cluster.address, **offline)
     assert [process.wait() for process in (worker, server)] == [0, 0], server.output
     assert not server.events("sink_off"), server.output
