@@ -16,9 +16,10 @@ from paramserver.common.errors import ParamServerError, UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
+from paramserver.common.wire.records import ReferenceInfo
 from paramserver.worker.tensors.transfer import Stretch
 from paramserver.worker.transports.encoding import Encoding
-from paramserver.worker.transports.reference import News, Reference
+from paramserver.worker.transports.reference import Reference
 
 SPECS = [
     TensorSpec("a", Kind.PARAMETER, "float32", (70, 67)),
@@ -158,10 +159,10 @@ def taking(left_out: tuple[Any, ...], sizes: list[int], number: int) -> None:
         codec, LAYOUT, lambda positions: frozenset(LAYOUT.specs[position].name for position in positions)
     )
     whole = bytes(LAYOUT.exchange_bytes)
-    reference.take(len(whole), "", News(1), lambda write: write(0, memoryview(whole)), lambda *_: None)
+    reference.take(len(whole), "", ReferenceInfo(1), lambda write: write(0, memoryview(whole)), lambda *_: None)
     payload = bytes(sum(sizes))
-    news = News(number, left_out=left_out)
-    reference.take(len(payload), "q4", news, lambda write: write(0, memoryview(payload)), lambda *_: None)
+    info = ReferenceInfo(number, left_out=left_out)
+    reference.take(len(payload), "q4", info, lambda write: write(0, memoryview(payload)), lambda *_: None)
     assert reference.number == number
 
 
