@@ -230,14 +230,16 @@ class InitialWeights(_message.Message):
     def __init__(self, payload_bytes: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("num_bytes", "codec", "in_shared_memory")
+    __slots__ = ("num_bytes", "codec", "in_shared_memory", "continues")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     IN_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     codec: str
     in_shared_memory: bool
-    def __init__(self, num_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., in_shared_memory: _Optional[bool] = ...) -> None: ...
+    continues: int
+    def __init__(self, num_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., in_shared_memory: _Optional[bool] = ..., continues: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("table", "count")
@@ -306,18 +308,16 @@ class Timing(_message.Message):
     def __init__(self, compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
 class PayloadInfo(_message.Message):
-    __slots__ = ("codec", "num_bytes", "in_shared_memory", "without_gradient", "continues")
+    __slots__ = ("codec", "num_bytes", "in_shared_memory", "without_gradient")
     CODEC_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_GRADIENT_FIELD_NUMBER: _ClassVar[int]
-    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     codec: str
     num_bytes: int
     in_shared_memory: bool
     without_gradient: _containers.RepeatedScalarFieldContainer[int]
-    continues: bool
-    def __init__(self, codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., in_shared_memory: _Optional[bool] = ..., without_gradient: _Optional[_Iterable[int]] = ..., continues: _Optional[bool] = ...) -> None: ...
+    def __init__(self, codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., in_shared_memory: _Optional[bool] = ..., without_gradient: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrainingInfo(_message.Message):
     __slots__ = ("hyperparameters", "clip_norm", "loss", "wants_weights", "evaluates")
@@ -492,7 +492,7 @@ class ServerMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "takes_left_out", "held")
+    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "takes_left_out", "partial_transfer")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -505,7 +505,7 @@ class Welcome(_message.Message):
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     TAKES_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -518,22 +518,22 @@ class Welcome(_message.Message):
     shards: _containers.RepeatedScalarFieldContainer[str]
     direct: Direct
     takes_left_out: bool
-    held: Held
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ..., held: _Optional[_Union[Held, _Mapping]] = ...) -> None: ...
+    partial_transfer: PartialTransfer
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ..., partial_transfer: _Optional[_Union[PartialTransfer, _Mapping]] = ...) -> None: ...
 
-class Held(_message.Message):
-    __slots__ = ("step", "payload_bytes", "codec", "ranges", "crc")
-    STEP_FIELD_NUMBER: _ClassVar[int]
+class PartialTransfer(_message.Message):
+    __slots__ = ("seq", "payload_bytes", "codec", "ranges", "crc")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     CRC_FIELD_NUMBER: _ClassVar[int]
-    step: int
+    seq: int
     payload_bytes: int
     codec: str
     ranges: _containers.RepeatedScalarFieldContainer[int]
     crc: int
-    def __init__(self, step: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ..., crc: _Optional[int] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ..., crc: _Optional[int] = ...) -> None: ...
 
 class Direct(_message.Message):
     __slots__ = ("port", "ticket")
@@ -854,53 +854,15 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "mode", "version", "step", "waiting", "workers", "left_out", "settings", "values")
-    class ValuesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("run", "settings", "version", "step", "status")
     RUN_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
     run: str
-    mode: str
+    settings: RunSettings
     version: int
     step: int
-    waiting: str
-    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    left_out: int
-    settings: RunSettings
-    values: _containers.ScalarMap[str, float]
-    def __init__(self, run: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., waiting: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., left_out: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
-
-class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "state", "waiting_for", "transport", "codec", "values")
-    class ValuesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    state: str
-    waiting_for: str
-    transport: str
-    codec: str
-    values: _containers.ScalarMap[str, float]
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., transport: _Optional[str] = ..., codec: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    status: str
+    def __init__(self, run: _Optional[str] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., status: _Optional[str] = ...) -> None: ...

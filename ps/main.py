@@ -135,14 +135,14 @@ async def _serve(resolved: Resolved) -> None:
     _allow_connections()
     from ..common.tensors.optimizers import without_compiler
     from .server import check_before_start
-    from .snapshots.available import held_dir
+    from .snapshots.available import locked_dir
     from .snapshots.files import sole_server
 
     after_torch()
     without_compiler()
     check_before_start(resolved.config)
     try:
-        with sole_server(held_dir(resolved.config)):
+        with sole_server(locked_dir(resolved.config)):
             await _serve_alone(resolved.config, signals)
     finally:
         signals.end()

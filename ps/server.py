@@ -24,10 +24,9 @@ from .engine.resuming import go_on
 from .observe import reports
 from .observe.sinks import make_bus
 from .shards.attend import Attendance
-from .shards.collect import collect
+from .shards.gather import collect, write_tables
 from .shards.messages import BeginRun, End
 from .shards.server import shared_config
-from .shards.tables import write_tables
 from .snapshots.available import Available
 from .snapshots.common import choose_common
 from .snapshots.resume import after_going_back
@@ -281,8 +280,8 @@ class Server:
         if self._attendance is None:
             return model.store.tensors(output.save_averaged)
         with contextlib.suppress(TimeoutError):
-            await self.engine.until(lambda: not self.engine.tensors.is_held, self._config.server.drain_s)
-        if self.engine.tensors.is_held:
+            await self.engine.until(lambda: not self.engine.tensors.is_paused, self._config.server.drain_s)
+        if self.engine.tensors.is_paused:
             log.error("not_saved", reason="a shard that was lost has not said how long its part of the last mean is")
             return {}
         here = await self.engine.tensors.run(lambda: model.store.tensors(output.save_averaged))

@@ -99,24 +99,25 @@ WIRE_USERS = {
     "ps/wire/service.py",
     "ps/wire/conversation.py",
     "ps/wire/joining.py",
-    "ps/wire/intake.py",
-    "ps/wire/transports/delivery.py",
-    "ps/wire/transports/grpc.py",
-    "ps/wire/transports/shared.py",
+    "ps/wire/receiver.py",
+    "ps/wire/attachments.py",
+    "ps/wire/partial_transfers.py",
+    "ps/wire/delivery.py",
+    "ps/wire/transports.py",
     "ps/wire/stream.py",
     "ps/wire/listening.py",
     "ps/health.py",
     "ps/wire/security.py",
     "ps/shards/attend.py",
     "ps/shards/link.py",
-    "ps/shards/collect.py",
-    "ps/shards/tables.py",
+    "ps/shards/gather.py",
     "worker/conversation/client.py",
     "worker/conversation/heartbeat.py",
     "worker/conversation/security.py",
     "worker/conversation/messages.py",
     "worker/transports/base.py",
     "worker/transports/choice.py",
+    "worker/transports/partial_transfer.py",
     "worker/transports/shared.py",
     "worker/transports/up.py",
     "common/wire/checks.py",
@@ -130,9 +131,12 @@ WIRE_USERS = {
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py",
-    "ps/wire/transports/delivery.py",
-    "ps/wire/transports/grpc.py",
-    "ps/wire/transports/shared.py",
+    "ps/wire/delivery.py",
+    "ps/wire/transports.py",
+    "ps/wire/receiver.py",
+    "ps/wire/attachments.py",
+    "ps/wire/partial_transfers.py",
+    "worker/transports/partial_transfer.py",
     "worker/transports/base.py",
     "worker/transports/choice.py",
     "worker/transports/shared.py",
@@ -355,7 +359,7 @@ def test_common_code_belongs_to_nobody() -> None:
     assert breaches(in_folder("common"), {"paramserver.ps", "paramserver.worker", *OUTSIDE}) == {}
 
 
-@pytest.mark.parametrize("name", ["ps/wire/conversation.py", "ps/wire/intake.py", "worker/conversation/client.py"])
+@pytest.mark.parametrize("name", ["ps/wire/conversation.py", "ps/wire/receiver.py", "worker/conversation/client.py"])
 def test_translators_know_no_policy(name: str) -> None:
     """They may name the facts of a contribution, not look into a mode."""
     allowed = {"paramserver.ps.policies.base", "paramserver.ps.policies.base.Contribution"}

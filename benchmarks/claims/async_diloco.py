@@ -22,7 +22,7 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
 from ...ps.policies.base import Commit, Decision, Fold, Reply
 from ...ps.tensors.model import outer_spec
-from ...ps.tensors.store import Store
+from ...ps.tensors.store import Step, Store
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import ModelTensors
 
@@ -127,7 +127,7 @@ class Run:
                 self._in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
                 scale = decision.lr_scale(self._in_mean) if self._has_share else 1.0
-                self._store.commit(len(SECONDS), 0, [{**self._outer, **(decision.numbers or {})}], lr_scale=scale)
+                self._store.commit(Step(len(SECONDS), 0, [{**self._outer, **(decision.numbers or {})}], lr_scale=scale))
                 self._in_mean.clear()
             elif isinstance(decision, Reply):
                 rank, steps = decision.rank, self._policy.next_local_steps(decision.rank)

@@ -22,7 +22,7 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
 from ...ps.policies.base import Commit, Fold
 from ...ps.tensors.replies.delivered import Delivered
-from ...ps.tensors.store import Store
+from ...ps.tensors.store import Step, Store
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import ModelTensors
 
@@ -89,7 +89,7 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
                 in_mean.append((rank, decision.weight))
             elif isinstance(decision, Commit):
                 scale = decision.lr_scale(in_mean)
-                store.commit(num_workers, 0, None, lr_scale=scale, momentum_among=decision.momentum_among)
+                store.commit(Step(num_workers, 0, lr_scale=scale, momentum_among=decision.momentum_among))
                 in_mean.clear()
         held[rank] = policy.version, store.weights.clone()
     _put(layout, store.weights, tensors)

@@ -32,7 +32,7 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
 from ...ps.policies.base import Commit, Discard, Fold, Outcome, Reply
 from ...ps.tensors.model import outer_spec
-from ...ps.tensors.store import Store
+from ...ps.tensors.store import Step, Store
 from ...worker.tasks.base import Task
 from ...worker.tasks.digits import Digits
 from ...worker.tasks.gpt import Gpt
@@ -241,7 +241,7 @@ class Run:
         outer = self.policy.outer
         assert outer is not None
         scale = commit.lr_scale(self._in_mean)
-        self.store.commit(NUM_WORKERS, 0, [dict(outer.arguments)], lr_scale=scale)
+        self.store.commit(Step(NUM_WORKERS, 0, [dict(outer.arguments)], lr_scale=scale))
         self._in_mean.clear()
         if isinstance(self._down, ByTensor) and moves_reference(self._down):
             assert isinstance(self._encoder, PieceEncoder)

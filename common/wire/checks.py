@@ -124,9 +124,11 @@ def _check_welcome(welcome: pb.Welcome) -> None:
         raise refusal(Reason.BAD_REQUEST, f"{message}; of two or more only the coordinator's, the first, is empty")
 
 
-def _check_held(held: pb.Held) -> None:
-    if len(held.ranges) % 2 or any(first >= second for first, second in pairwise(held.ranges)):
-        raise refusal(Reason.BAD_REQUEST, f"Held.ranges are {len(held.ranges)} borders that do not ascend in pairs")
+def _check_partial_transfer(message: pb.PartialTransfer) -> None:
+    ranges = message.ranges
+    if len(ranges) % 2 or any(first >= second for first, second in pairwise(ranges)):
+        what = f"PartialTransfer.ranges are {len(ranges)} borders that do not ascend in pairs"
+        raise refusal(Reason.BAD_REQUEST, what)
 
 
 def _check_reply(reply: pb.Reply) -> None:
@@ -161,6 +163,7 @@ Check = Callable[[str, Any], None]
 # Whole numbers of steps, versions, bytes and the like, by message: from 0 to MAX_COUNT.
 COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("seq",),
+    pb.Begin: ("continues",),
     pb.Counts: ("num_batches",),
     pb.Base: ("version",),
     pb.CompletionInfo: ("generation", "peer_bytes"),
@@ -169,7 +172,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.AskAgain: ("seq",),
     pb.EvaluationMetrics: ("version", "step"),
     pb.Welcome: ("step",),
-    pb.Held: ("step", "payload_bytes"),
+    pb.PartialTransfer: ("seq", "payload_bytes"),
     pb.Result: ("seq", "version"),
     pb.NextWork: ("training_steps", "run_steps"),
     pb.WeightsInfo: ("num_bytes",),
@@ -205,7 +208,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "lease_s": _range(*_LEASE_S),
         "shards": _addresses,
     },
-    pb.Held: {"codec": check_text},
+    pb.PartialTransfer: {"codec": check_text},
     pb.Result: {"outcome": _closed(value for value in pb.Reply.Outcome.values() if value), "gate_wait_s": _seconds},
     pb.NextWork: {"num_workers": _range(0, MAX_RANK), "same_batches_as": _range(0, MAX_RANK - 1)},
     pb.WeightsInfo: {"codec": check_text},
@@ -235,7 +238,7 @@ _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.EvaluationMetrics: lambda metrics: _check_names("a metric's name", metrics.metrics),
     pb.Leave: lambda leave: _check_names("a metric's name", leave.final_metrics),
     pb.Welcome: _check_welcome,
-    pb.Held: _check_held,
+    pb.PartialTransfer: _check_partial_transfer,
     pb.Reply: _check_reply,
     pb.NextWork: _check_next_work,
     pb.GroupInfo: _check_group,
@@ -244,7 +247,7 @@ _WHOLE: dict[type[Message], Callable[[Any], None]] = {
 # Messages within a message that are checked with it.
 _PARTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("counts", "base", "timing", "payload", "training", "completion", "first", "position"),
-    pb.Welcome: ("held",),
+    pb.Welcome: ("partial_transfer",),
     pb.Reply: ("result", "next_work", "weights", "group", "start"),
     pb.WeightsInfo: ("reference",),
     pb.StartInfo: ("rates", "position"),

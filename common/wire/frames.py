@@ -9,7 +9,6 @@ through protobuf objects, 0.2 in one message.
 from __future__ import annotations
 
 import bisect
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -138,34 +137,6 @@ def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tup
             continue
         for at in range(start, end, MAX_DATA_BYTES):
             yield at, [], min(MAX_DATA_BYTES, end - at)
-
-
-def divided(
-    pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, list[memoryview], bool]]:
-    """The pieces of a payload, cut at the borders of `ranges` [start, end), ascending, apart: where each stretch
-    begins,
-    its parts, and whether it is one of these."""
-    at, found = 0, list(pieces)[::-1]
-    borders = [border for start, end in ranges for border in ((start, False), (end, True))]
-    for border, is_in in [*borders, (sum(map(len, found)), False)]:
-        start, parts = at, []
-        while at < border and found:
-            piece = found.pop()
-            parts.append(piece[: border - at])
-            if len(piece) > border - at:
-                found.append(piece[border - at :])
-            at += len(parts[-1])
-        if parts:
-            yield start, parts, is_in
-
-
-def check_sum(pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]) -> int:
-    """CRC-32 of these stretches of a payload, [start, end), ascending, apart, one right after the other."""
-    crc = 0
-    for piece in (piece for _, parts, is_in in divided(pieces, ranges) if is_in for piece in parts):
-        crc = zlib.crc32(piece, crc)
-    return crc
 
 
 def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:

@@ -129,13 +129,11 @@ def _write_payload(payload: PayloadInfo, message: pb.PayloadInfo) -> None:
         message.in_shared_memory = True
     if payload.without_gradient:
         message.without_gradient.extend(payload.without_gradient)
-    if payload.continues:
-        message.continues = True
 
 
 def _read_payload(message: pb.PayloadInfo) -> PayloadInfo:
     without = tuple(message.without_gradient) if message.without_gradient else ()
-    return PayloadInfo(message.codec, message.num_bytes, message.in_shared_memory, without, message.continues)
+    return PayloadInfo(message.codec, message.num_bytes, message.in_shared_memory, without)
 
 
 def _write_training(training: TrainingInfo, message: pb.TrainingInfo) -> None:

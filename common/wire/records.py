@@ -72,7 +72,6 @@ class PayloadInfo:
     num_bytes: int = 0  # encoded
     in_shared_memory: bool = False
     without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
-    continues: bool = False  # the server has some of it already
 
 
 @record(frozen=True)

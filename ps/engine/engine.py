@@ -10,11 +10,9 @@ import asyncio
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-
-import torch
 
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal
@@ -27,12 +25,10 @@ from ..core.run import Run
 from ..core.state import Options
 from ..policies.base import Policy
 from ..snapshots.snapshots import Snapshots
-from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
-from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
 from .best import Best
-from .folding import Folding
+from .folding import Folding, Staged
 from .modes import options_of
 from .peers import Peer, ShardState, Streams, reasons
 from .states import States
@@ -241,21 +237,10 @@ class Engine:
         self.streams.detach(peer)
         self.notify()
 
-    def contributed(
-        self,
-        event: events.Contributed,
-        payload: torch.Tensor | None,
-        without: frozenset[str],
-        rows: Sequence[Rows] = (),
-        brought: OptimizerState | None = None,
-        slot: torch.Tensor | None = None,
-    ) -> None:
-        """A contribution lies whole in `payload`, uint8 [exchange_bytes], and `rows`, which are the run's from here on;
-        parameters `without` a gradient are zeros in it. None: it is a report without one. `brought`:
-        what its worker's optimizer remembers. `slot`: memory of the staging pool that it was counted with so far."""
-        if payload is not None:
-            contribution = event.contribution
-            self.folding.stage(contribution.id, payload, without, rows, contribution.base.version, brought, slot)
+    def contributed(self, event: events.Contributed, staged: Staged | None) -> None:
+        """A contribution is here whole. `staged` are its tensors, None for a completion without a payload."""
+        if staged is not None:
+            self.folding.stage(event.contribution.id, staged)
         self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------

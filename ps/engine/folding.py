@@ -19,9 +19,9 @@ from ..tensors.codec_memory import CodecMemory
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
 from ..tensors.sanity import Unsound
+from ..tensors.store import Step
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
-from ..tensors.upload import Halves
 
 log = get_logger()
 
@@ -30,13 +30,15 @@ _FEW = "too few to leave out so many (policy.aggregation): fewer workers that li
 _NOT_COMPENSATED = "the weights it was computed on are not here any more: it was taken as it came"
 
 
-class _Staged(NamedTuple):
+class Staged(NamedTuple):
+    """The tensors of a contribution that is here whole."""
+
     payload: torch.Tensor
-    without: frozenset[str]  # names of parameters that got no gradient
-    rows: Sequence[Rows]
-    base_version: int  # of the weights that it was computed on
-    brought: OptimizerState | None  # what its worker's optimizer remembers, where it steps itself
-    slot: torch.Tensor | None  # of the staging pool, for rows or `brought` beside a payload in the worker's own memory
+    without: frozenset[str] = frozenset()  # names of parameters that got no gradient: zeros in the payload
+    rows: Sequence[Rows] = ()
+    base_version: int = 0  # of the weights that it was computed on
+    optimizer: OptimizerState | None = None  # the state of its worker's optimizer, where the worker steps
+    slot: torch.Tensor | None = None  # of the staging pool, for rows or state beside a payload in the worker's memory
 
 
 # Encoded payloads that are kept idle: as many as are staged by default, whatever the number of workers.
@@ -83,9 +85,9 @@ class Folding:
         self._tensors = tensors
         self._replies_before_commit = replies_before_commit
         self.codec_memories = CodecMemories(model, tensors)
-        self.halves = Halves()
-        self._staged: dict[ContributionId, _Staged] = {}  # that came here whole
-        self._kept: dict[ContributionId, _Staged] = {}  # of contributions that count and are to be folded
+        self.on_drop: list[Callable[[int], object]] = []  # called with a rank whose process is gone
+        self._staged: dict[ContributionId, Staged] = {}  # that came here whole
+        self._kept: dict[ContributionId, Staged] = {}  # of contributions that count and are to be folded
         self._fenced: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
         self._without: frozenset[str] | None = None  # a gradient, of all that is folded and not in a version yet
         self._are_few = False  # contributions of the newest commit
@@ -95,21 +97,12 @@ class Folding:
     def is_fenced(self, rank: int, incarnation: int) -> bool:
         return self._fenced.get(rank, 0) >= incarnation
 
-    def stage(
-        self,
-        id: ContributionId,
-        payload: torch.Tensor,
-        without: frozenset[str] = frozenset(),
-        rows: Sequence[Rows] = (),
-        base_version: int = 0,
-        brought: OptimizerState | None = None,
-        slot: torch.Tensor | None = None,
-    ) -> None:
-        """The payload of a contribution is the run's from here on; parameters `without` a gradient are zeros in it."""
+    def stage(self, id: ContributionId, staged: Staged) -> None:
+        """The tensors of a contribution are the run's from here on."""
         if self.is_fenced(id.rank, id.incarnation) or id in self._staged:
-            self._return(payload, slot)  # it has been let go, or said this before
+            self._return(staged.payload, staged.slot)  # its process was let go, or it is a repeat
         else:
-            self._staged[id] = _Staged(payload, without, rows, base_version, brought, slot)
+            self._staged[id] = staged
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.id] = self._staged.pop(keep.id)
@@ -131,7 +124,8 @@ class Folding:
     def drop_rank(self, rank: int) -> None:
         """Another process has this rank, or none."""
         self.codec_memories.drop(rank)
-        self.halves.drop(rank)
+        for callback in self.on_drop:
+            callback(rank)
 
     def fence(self, rank: int, incarnation: int) -> None:
         """Of this incarnation of a rank, and of older ones, nothing more is taken."""
@@ -142,7 +136,7 @@ class Folding:
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        payload, without, rows, base_version, brought, slot = self._kept.pop(fold.id)
+        payload, without, rows, base_version, optimizer, slot = self._kept.pop(fold.id)
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(payload)
         is_copied = may_keep and self._replies_before_commit  # its worker writes there when it gets its reply
@@ -150,7 +144,7 @@ class Folding:
         def work() -> list[torch.Tensor]:
             taken = payload.clone() if is_copied else payload
             if self._model.kind.has_peers:
-                store.bring(brought)
+                store.bring(optimizer)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
             if (delivered := self._model.delivered) is not None:
@@ -176,21 +170,18 @@ class Folding:
             self._without = None
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         num_live = 1 if self._model.kind.has_peers else len(commit.members)
-        told = list(commit.hyperparameters) if commit.hyperparameters is not None else None
-        # Where workers average among themselves, whoever brings the weights has the lowest rank's buffers.
+        # With all-reduce peers the worker that uploads the weights has the lowest rank's buffers.
         lowest_live = sys.maxsize if self._model.kind.has_peers else commit.members[0] if commit.members else 0
-        step = partial(
-            store.commit, num_live, lowest_live, told,
-            publication.segment.payload, publication.made, lr_scale=commit.lr_scale,
-            momentum_among=commit.momentum_among, clip_norm=commit.clip_norm,
-        )  # fmt: skip
-        work = partial(_sound, commit, step)
+        step = Step(
+            num_live, lowest_live, commit.hyperparameters, commit.lr_scale, commit.momentum_among, commit.clip_norm
+        )
+        work = partial(_sound, commit, partial(store.commit, step, publication.segment.payload, publication.made))
         if not (self._model.clips_parts(commit.clip_norm) and commit.contributions):
             self._tensors.submit(work, self._model.staging.reclaim)
             return
         # Nothing else is done with the weights before all shards have said how long their parts are.
         self._steps[commit.version] = work
-        self._tensors.submit(store.measure, partial(self._measured, commit.version), holds=True)
+        self._tensors.submit(store.measure, partial(self._measured, commit.version), pauses=True)
 
     def clip(self, clip: effects.Clip) -> None:
         work = self._steps.pop(clip.version)

@@ -53,20 +53,14 @@ Item = str | effects.AskForWeights | Go | Done
 
 @dataclass(eq=False, slots=True)
 class Traffic:
-    """Of one rank with this process, over all its incarnations; bytes with their framing."""
+    """Of one rank with this process, over all its incarnations; bytes with their framing, without Waiting messages."""
 
     num_sent: int = 0  # by the worker
     num_received: int = 0
     num_peers: int = 0  # by the worker to other workers, as it says
-    num_in_waiting: int = 0  # of those, in words about what it waits for, which come by the clock
     transport: str = "grpc"
     transport_reason: str = ""  # why it is no better one
     codec: str = "raw"  # of the newest contribution
-
-    def received(self, num_bytes: int, num_in_waiting: int) -> None:
-        """By the worker, with a reply and since the one before."""
-        self.num_received += num_bytes
-        self.num_in_waiting += num_in_waiting
 
 
 @dataclass(frozen=True)

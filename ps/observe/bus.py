@@ -1,8 +1,8 @@
-"""The bus: what has happened in a run (`ps/core/effects.py`), told to every sink, in order.
+"""The bus: carries what has happened in a run (`ps/core/effects.py`) to every sink, in order.
 
-A sink can neither raise into the run nor slow it. One that raises is switched off, with one warning in the log. One
-that writes or sends has a thread of its own behind a bounded queue; when that is full, facts are dropped, counted and
-said once. A new sink is a file in this folder with a subclass of `Sink`, and a line in `sinks.py`.
+A sink can neither raise into the run nor slow it. The bus switches off a sink that raises, with one warning in the log.
+A sink that writes or sends has a thread of its own behind a bounded queue. When that is full, facts are dropped and
+counted, with one warning. A new sink is a file in this folder with a subclass of `Sink`, and a line in `sinks.py`.
 """
 
 from __future__ import annotations
@@ -27,56 +27,64 @@ _BATCH = 1_000
 
 
 class Sink:
-    """Whoever looks at a run. `begin` comes first, `close` last, everything between from one thread."""
+    """An observer of a run. `begin` comes first, `close` last, everything between from one thread."""
 
     name: ClassVar[str]
     does_io: ClassVar[bool] = False  # gets a queue and a thread; without, `take` is part of the run and only counts
-    kinds: ClassVar[tuple[type, ...] | None] = None  # of facts that it is told; None: all
-    close_s: ClassVar[float] = 5.0  # within which it takes what it has not taken yet; what is not done then is dropped
+    kinds: ClassVar[tuple[type, ...] | None] = None  # of facts that it takes; None: all
+    close_s: ClassVar[float] = 5.0  # within which it takes the facts that are left; the others are dropped
     capacity: ClassVar[int] = _CAPACITY  # of its queue
-    needs_all: ClassVar[bool] = False  # facts that were dropped would make the later ones wrong: it is switched off
+    needs_all: ClassVar[bool] = False  # a dropped fact would make the later ones wrong: the sink is switched off
 
     def begin(self, engine: Engine) -> None:
-        """The run stands where it begins, on the event loop; what this raises ends the server's start."""
+        """The run stands where it begins, on the event loop. An exception ends the server's start."""
 
     def take(self, at: float, fact: Fact) -> None:
         """A fact, and when it happened: monotonic seconds."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Nothing more is there for the moment: what `take` has gathered may go out."""
+        """Nothing more is there for the moment: the facts that `take` has gathered may go out."""
 
     def close(self) -> None:
         """No fact comes any more."""
 
 
 class Bus:
-    """Of one server process; `publish` is for one thread, the event loop's."""
+    """The bus of one server process. `publish` is for one thread, the event loop's."""
 
     def __init__(self, sinks: Iterable[Sink] = (), capacity: int | None = None) -> None:
         self._subscriptions = [_Subscription(sink, capacity or sink.capacity) for sink in sinks]
-        self._told: dict[type, list[_Subscription]] = {}  # by kind of fact, made when the first of it comes
+        self._by_kind: dict[type, list[_Subscription]] = {}  # of fact, made when the first of it comes
+        self._early: list[tuple[float, Fact]] | None = []  # until `begin`
 
     def begin(self, engine: Engine) -> None:
+        """Begin every sink, and give it the facts that were published before."""
         for subscription in self._subscriptions:
             subscription.sink.begin(engine)
+        early, self._early = self._early or [], None
+        for at, fact in early:
+            self.publish(at, fact)
 
     def publish(self, at: float, fact: Fact) -> None:
+        if self._early is not None:
+            self._early.append((at, fact))
+            return
         kind = type(fact)
-        if kind not in self._told:
-            self._told[kind] = [
+        if kind not in self._by_kind:
+            self._by_kind[kind] = [
                 subscription
                 for subscription in self._subscriptions
                 if subscription.sink.kinds is None or kind in subscription.sink.kinds
             ]
-        for subscription in self._told[kind]:
+        for subscription in self._by_kind[kind]:
             subscription.publish(at, fact)
 
     def close(self) -> None:
-        """Let every sink take what it has not taken yet."""
+        """Let every sink take the facts that are left."""
         for subscription in self._subscriptions:
             subscription.close()
-        self._subscriptions, self._told = [], {}
+        self._subscriptions, self._by_kind = [], {}
 
 
 class _Subscription:
@@ -87,13 +95,13 @@ class _Subscription:
         self._capacity = capacity
         self._is_open = True  # facts go to the sink
         self._has_raised = False
-        self._num_dropped = 0  # that never came to the sink
-        self._num_lost = 0  # that it had when it raised, or after
+        self._num_dropped = 0  # before they came to the sink
+        self._num_lost = 0  # by the sink, which raised
         self._queue: SimpleQueue[tuple[float, Fact] | None] = SimpleQueue()  # None: there will be no more
         self._thread: Thread | None = None
         if sink.does_io:
             run = contextvars.copy_context().run  # with what the log adds to every event
-            self._thread = Thread(target=run, args=(self._carry,), name=f"sink {sink.name}", daemon=True)
+            self._thread = Thread(target=run, args=(self._work,), name=f"sink {sink.name}", daemon=True)
             self._thread.start()
 
     def publish(self, at: float, fact: Fact) -> None:
@@ -118,7 +126,7 @@ class _Subscription:
         if num_dropped := self._num_dropped + self._num_lost:
             self._warn("sink_incomplete", dropped=num_dropped)
 
-    def _carry(self) -> None:
+    def _work(self) -> None:
         """The sink's thread. It takes all that is there at once: each wait costs the event loop a switch."""
         is_last = False
         while not is_last:
@@ -137,9 +145,8 @@ class _Subscription:
                     self.sink.take(at, fact)
                 self.sink.flush()
                 return
-            except Exception as error:  # its own bug, or its disk: the run goes on without it
-                self._has_raised, self._is_open = True, False
-                self._warn("sink_off", reason=f"{type(error).__name__}: {error}")
+            except Exception as error:  # the sink's own bug, or its disk: the run goes on without it
+                self._switch_off(error)
         self._num_lost += len(batch)
 
     def _end(self) -> None:
@@ -147,8 +154,12 @@ class _Subscription:
             self.sink.close()
         except Exception as error:
             if not self._has_raised:
-                self._warn("sink_off", reason=f"{type(error).__name__}: {error}")
+                self._switch_off(error)
+
+    def _switch_off(self, error: Exception) -> None:
+        self._has_raised, self._is_open = True, False
+        self._warn("sink_off", reason=f"{type(error).__name__}: {error}")
 
     def _warn(self, event: str, **fields: object) -> None:
-        with suppress(OSError, ValueError):  # the log itself may be what does not work
+        with suppress(OSError, ValueError):  # the log itself may be broken
             log.warning(event, sink=self.sink.name, **fields)

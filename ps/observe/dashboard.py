@@ -1,6 +1,6 @@
-"""Feeds the dashboard of the run (`paramserver/web`) with ticks (`ticks.py`), and applies its controls.
+"""The dashboard of a run (`paramserver/web`): its sink, and the controls that it sends to the run.
 
-The dashboard runs on a thread of its own. Its packages are an extra, imported only with `server.web`.
+The dashboard runs on a thread of its own. Its packages are an extra, and are loaded with `server.web` only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .ticks import TickTaken
 if TYPE_CHECKING:
     from ...web.serve import Dashboard
 
-_CONTROL_S = 10.0  # within which every shard has done what was asked
+_CONTROL_S = 10.0  # within which every shard has carried out a control
 
 
 class DashboardSink(Sink):
-    """Feeds the dashboard of one server process. Raises UsageError where its packages are missing."""
+    """Shows the run on the dashboard. UsageError when the dashboard's packages are not installed."""
 
     name = "dashboard"
     kinds = (RunStarted, ControlTaken, TickTaken)
@@ -44,49 +44,39 @@ class DashboardSink(Sink):
             ) from None
         self._config = config
         self._dashboard: Dashboard = Dashboard(config)
-        self._started: RunStarted | None = None
-        self._began_at = 0.0  # Unix seconds
-        self._told: About | None = None
-        self._asked: dict[int, asyncio.Future[str]] = {}  # by number
-        self._num_asked = 0
+        self._about: About | None = None
+        self._requests: dict[int, asyncio.Future[str]] = {}  # controls without an outcome, by number
+        self._num_requests = 0
 
     def begin(self, engine: Engine) -> None:
-        """Also listen. Raises BindError and AuthError."""
-        self._engine = engine
-        self._loop = asyncio.get_running_loop()
+        """Also listens: BindError when the address cannot be had, AuthError when it may not be."""
+        self._engine, self._loop = engine, asyncio.get_running_loop()
         self._dashboard.start()
         engine.dashboard = self._dashboard.address
         if self._config.log.format == "text":
             print(f"the dashboard: {self._dashboard.url}", file=sys.stderr)
-        if self._started is not None:
-            self._show(self._started)
 
     def take(self, at: float, fact: Fact) -> None:
         match fact:
             case TickTaken(tick):
                 self._dashboard.push(tick)
-            case ControlTaken():
-                if self._started is not None and (about := self._about(self._started)) != self._told:
-                    self._told = about
-                    self._dashboard.retell(about)
-                self._controlled(fact)
             case RunStarted():
-                self._began_at = time.time()
-                self._started = fact  # of one process before `begin`, of several shards after it
-                if self._dashboard.address:
-                    self._show(fact)
+                self._about = self._about_run(fact.run, fact.server_incarnation, time.time())
+                points = [reports.with_bytes(self._engine, point) for point in self._engine.run.curve.points]
+                evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
+                self._dashboard.begin(View(about=self._about, evaluations=evaluations), self._control, fact.version)
+            case ControlTaken():
+                if (before := self._about) is not None:
+                    self._about = self._about_run(before.run, before.server_incarnation, before.started)
+                    if self._about != before:
+                        self._dashboard.retell(self._about)
+                self._resolve(fact)
 
     def close(self) -> None:
         self._dashboard.close()
 
-    def _show(self, fact: RunStarted) -> None:
-        self._told = about = self._about(fact)
-        points = [reports.with_bytes(self._engine, point) for point in self._engine.run.curve.points]
-        evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
-        self._dashboard.begin(View(about=about, evaluations=evaluations), self._control, fact.version)
-
-    def _about(self, fact: RunStarted) -> About:
-        """With the mode and the settings of now, and what may be asked of it."""
+    def _about_run(self, run_name: str, incarnation: int, started: float) -> About:
+        """The run with its present mode, settings and controls; `started` in Unix seconds."""
         config, run = self._config, self._engine.run
         settings = config.model_dump(mode="json", exclude={"security"})
         settings["run"]["mode"] = run.mode
@@ -94,45 +84,45 @@ class DashboardSink(Sink):
         options = type(run.policy).summary(run.policy.options)
         return About(
             label=f"{run.mode} ({options})" if options else run.mode, lr_scale=run.contributions.lr_scale,
-            run=fact.run, mode=run.mode, task=config.task.name or "", started=self._began_at, settings=settings,
-            server_incarnation=fact.server_incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
+            run=run_name, mode=run.mode, task=config.task.name or "", started=started, settings=settings,
+            server_incarnation=incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
         )  # fmt: skip
 
     # ---- controls --------------------------------------------------------------------------
 
-    async def _control(self, asked: dict[str, Any]) -> str:
-        """Apply a control, in the dashboard's thread, and return its result. Raises ValueError."""
-        event = read_control(asked)
-        reply = asyncio.run_coroutine_threadsafe(self._ask(event), self._loop)
-        return await asyncio.wrap_future(reply)
+    async def _control(self, fields: dict[str, Any]) -> str:
+        """Runs on the dashboard's thread; returns the outcome as a sentence. ValueError where nothing was done."""
+        request = asyncio.run_coroutine_threadsafe(self._request(read_control(fields)), self._loop)
+        return await asyncio.wrap_future(request)
 
-    async def _ask(self, event: Controlled) -> str:
-        self._num_asked += 1
-        event.number = number = self._num_asked
-        self._asked[number] = told = asyncio.get_running_loop().create_future()
+    async def _request(self, event: Controlled) -> str:
+        self._num_requests += 1
+        event.number = number = self._num_requests
+        self._requests[number] = outcome = asyncio.get_running_loop().create_future()
         self._engine.offer(event)
         try:
-            return await asyncio.wait_for(told, _CONTROL_S)
+            return await asyncio.wait_for(outcome, _CONTROL_S)
         except TimeoutError:
             raise ValueError(f"not every shard has heard of it within {_CONTROL_S:g} s; see the events") from None
         finally:
-            del self._asked[number]
+            del self._requests[number]
 
-    def _controlled(self, fact: ControlTaken) -> None:
-        waiting = self._asked.get(fact.number)
-        if waiting is not None and not waiting.done():
-            if fact.is_done:
-                waiting.set_result(fact.told)
-            else:
-                waiting.set_exception(ValueError(fact.told))
+    def _resolve(self, fact: ControlTaken) -> None:
+        outcome = self._requests.get(fact.number)
+        if outcome is None or outcome.done():
+            return
+        if fact.is_done:
+            outcome.set_result(fact.told)
+        else:
+            outcome.set_exception(ValueError(fact.told))
 
 
-def read_control(asked: dict[str, Any]) -> Controlled:
-    """ValueError for what cannot be meant."""
+def read_control(fields: dict[str, Any]) -> Controlled:
+    """The event that a request of the dashboard means. ValueError for fields that mean nothing."""
     known = ("do", "rank", "name", "value")
-    if unknown := [name for name in asked if name not in known]:
+    if unknown := [name for name in fields if name not in known]:
         raise ValueError(f"'{unknown[0][:40]}' means nothing here; known: {', '.join(known)}")
-    do, rank, name, value = asked.get("do"), asked.get("rank"), asked.get("name", ""), asked.get("value")
+    do, rank, name, value = fields.get("do"), fields.get("rank"), fields.get("name", ""), fields.get("value")
     if not isinstance(do, str) or not isinstance(name, str):
         raise ValueError("do and name are text")
     if rank is not None and type(rank) is not int:

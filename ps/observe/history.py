@@ -1,4 +1,4 @@
-"""The history file (`common/reporting/history.py` has its format), written down from the facts."""
+"""Writes the history file from the facts; `common/reporting/history.py` has its format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .bus import Sink
 
 
 class HistorySink(Sink):
-    """Writes to `path`; OutputError when that cannot be opened."""
+    """Writes the history to `path`; OutputError when that cannot be opened."""
 
     name = "history"
     does_io = True

@@ -1,11 +1,11 @@
-"""What a server tells Prometheus: counted from the facts, and read from the run when it is scraped.
+"""Metrics for Prometheus: counted from the facts, and read from the run at each scrape.
 
-A counter begins at zero with the process, also when the run goes on from a snapshot: Prometheus takes a
-counter that falls for one that began anew, and would add all of it once more.
+A counter begins at zero with the process, also when the run goes on from a snapshot. Prometheus takes a counter that
+falls for one that began anew, and would add all of it once more.
 
-prometheus-client replies over plain HTTP at any path, to whoever reaches the address, also where workers need TLS and
-a token: there is nothing in it that could be kept secret, and it changes nothing. What callers can cost is bounded: a
-few connections at once, each silent for a few seconds at most, and the run is read a few times a second at most.
+prometheus-client replies over plain HTTP at any path, to anyone who reaches the address, also where workers need TLS
+and a token: the metrics are not secret, and a scrape changes nothing. The cost of callers is bounded: a few connections
+at once, each silent for a few seconds at most, and the run is read a few times a second at most.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 _MAX_CONNECTIONS = 16
 _SILENT_S = 5.0  # on a connection, and on the event loop
-_FRESH_S = 0.2  # what was read is said again within this time
-
-disable_created_metrics()  # a second series beside every counter, for what process_start_time_seconds says
+_FRESH_S = 0.2  # within which a scrape gets the values of the one before
 _AT_A_TIME = 250  # ranks that are read in one turn of the event loop: less than a millisecond
+
+disable_created_metrics()  # a second series beside every counter; process_start_time_seconds has the same
 
 
 class _RankRead(NamedTuple):
@@ -74,7 +74,7 @@ class _RankRead(NamedTuple):
 
 
 class MetricsSink(Sink, Collector):
-    """Counts, and replies on `address` (HOST:PORT) once the run stands where it begins."""
+    """Counts facts, and serves scrapes on `address` (HOST:PORT) from `begin` on."""
 
     name = "metrics"
 
@@ -134,7 +134,7 @@ class MetricsSink(Sink, Collector):
             self.server.shutdown()
             self.server.server_close()
 
-    # ---- the run as it is at the moment of the scrape ----------------------------------------------
+    # ---- the run at the moment of the scrape --------------------------------------------------------
 
     def collect(self) -> Iterator[PrometheusMetric]:
         engine = self._engine
@@ -149,29 +149,29 @@ class MetricsSink(Sink, Collector):
             if metric.read is not None:
                 yield GaugeMetricFamily(metric.prometheus_name, metric.help, value=metric.read(engine))
         if (at := self._snapshot_at) is not None:
-            what = "Unix time of the newest snapshot; before the first, of the start"
-            yield GaugeMetricFamily("paramserver_snapshot_timestamp_seconds", what, value=at)
+            text = "Unix time of the newest snapshot; before the first, of the start"
+            yield GaugeMetricFamily("paramserver_snapshot_timestamp_seconds", text, value=at)
         if engine.model.has_weights and (distances := engine.model.references.distances):
-            what = "Of the weights to the reference of encoded replies, relative to their norm; every 64th is looked at"
-            relative = GaugeMetricFamily("paramserver_reference_distance", what, labels=["codec"])
+            text = "Relative distance of the weights to the reference of encoded replies; every 64th is measured"
+            relative = GaugeMetricFamily("paramserver_reference_distance", text, labels=["codec"])
             for codec, distance in distances.items():
                 relative.add_metric([codec], distance)
             yield relative
 
     async def read_ranks(self) -> list[_RankRead]:
-        """All ranks, some in each turn of the event loop: the run goes on in between, however many there are."""
+        """Read all ranks, some in each turn of the event loop, so that the run goes on in between."""
         engine = self._engine
         found: list[_RankRead] = []
         ranks = iter(list(engine.run.roster.stats))
         while some := list(islice(ranks, _AT_A_TIME)):
-            if found:  # of few ranks all is read in one moment
+            if found:  # a few ranks are read in one moment
                 await asyncio.sleep(0)
             for rank in some:
                 found.append(_RankRead(rank, _values(engine, rank), state_of(engine, rank)))
         return found
 
     def ranks(self, read: list[_RankRead]) -> Iterator[PrometheusMetric]:
-        """What was read of them, on any thread: of 10,000 it takes a second to write down."""
+        """The metrics of ranks that were read, on any thread: 10,000 ranks take a second."""
         states = Tally(item.state for item in read if item.state != "gone")
         workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
         for state in {**dict.fromkeys(STATES), **states}:
@@ -182,7 +182,7 @@ class MetricsSink(Sink, Collector):
             yield self._family(metric, read)
 
     def _family(self, metric: Metric, read: list[_RankRead]) -> PrometheusMetric:
-        """One metric of all ranks. A counter counts what came since this process began."""
+        """One metric of all ranks. A counter has the increase since this process began."""
         is_counter = metric.over_time is Fold.SUM
         kind = CounterMetricFamily if is_counter else GaugeMetricFamily
         family = kind(metric.prometheus_name, metric.help, labels=["rank"])
@@ -193,19 +193,19 @@ class MetricsSink(Sink, Collector):
         return family
 
 
-def _counter(registry: CollectorRegistry, name: str, what: str, **values: tuple[str, ...]) -> Counter:
-    counter = Counter(f"paramserver_{name}", what, list(values), registry=registry)
+def _counter(registry: CollectorRegistry, name: str, text: str, **values: tuple[str, ...]) -> Counter:
+    counter = Counter(f"paramserver_{name}", text, list(values), registry=registry)
     for value in sum(values.values(), ()):
         counter.labels(value)  # 0 from the start: a series that begins at 1 has no increase
     return counter
 
 
-def _histogram(registry: CollectorRegistry, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(f"paramserver_{name}", what, buckets=buckets, registry=registry)
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"paramserver_{name}", text, buckets=buckets, registry=registry)
 
 
 def _values(engine: Engine, rank: int) -> dict[str, Value]:
-    """A rank's metrics, with the bytes of its exchanges with this process."""
+    """A rank's metrics, with the bytes that it exchanged with this process alone."""
     return values_of(shown_of_workers(Display.PROMETHEUS), WorkerSource(engine, rank, is_here=True))
 
 
@@ -213,8 +213,8 @@ def _values(engine: Engine, rank: int) -> dict[str, Value]:
 
 
 class _OnLoop(Collector):
-    """All that a sink has, for threads that ask: read on the event loop, a few ranks in each turn, and the rest in one
-    moment between two events of the run."""
+    """Collects a sink's metrics on HTTP threads. They are read on the event loop, a few ranks in each turn, and the
+    rest in one moment between two events of the run."""
 
     def __init__(self, sink: MetricsSink, loop: asyncio.AbstractEventLoop) -> None:
         self._sink = sink
@@ -224,8 +224,8 @@ class _OnLoop(Collector):
         self._read_at = -_FRESH_S
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        """TimeoutError when the event loop stands still; RuntimeError when it has ended. Of ranks one metric is made
-        after another: all at once would be so many objects that Python's garbage collector stops the run for them."""
+        """TimeoutError when the event loop stands still; RuntimeError when it has ended. The metrics of ranks are made
+        one after another: all at once they are so many objects that Python's garbage collector stops the run."""
         with self._lock:
             if time.monotonic() - self._read_at >= _FRESH_S:
                 self._newest = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(_SILENT_S)
@@ -240,7 +240,7 @@ class _OnLoop(Collector):
 
 
 class _HttpServer(ThreadingTCPServer):
-    """prometheus-client's own has no bounds. (And not HTTPServer: it asks DNS for the machine's name.)"""
+    """An HTTP server with bounds, which prometheus-client's has not. (HTTPServer asks DNS for the machine's name.)"""
 
     allow_reuse_address = True
     daemon_threads = True

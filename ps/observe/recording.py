@@ -15,7 +15,7 @@ from .ticks import TickTaken
 
 
 class RecordingSink(Sink):
-    """Records the run from its first worker on: a server that nobody came to leaves nothing."""
+    """Records the run once its first worker has joined: a run without workers leaves nothing."""
 
     name = "store"
     does_io = True
@@ -26,7 +26,6 @@ class RecordingSink(Sink):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._record: Record | None = None
-        self._started: RunStarted | None = None
         self._events: list[Event] = []  # before the first worker
         self._last: Tick | None = None  # of a run that is over
 
@@ -42,7 +41,7 @@ class RecordingSink(Sink):
     def _add(self, tick: Tick) -> None:
         if self._record is None:
             self._events += tick.events
-            if self._started is None or not tick.status.num_ranks:
+            if not tick.status.num_ranks:
                 return
             started = self._started
             self._record = Record(self._config, run=started.run, mode=started.mode, at_version=started.version)
@@ -62,12 +61,7 @@ class RecordingSink(Sink):
         """Record the results. The event loop waits for this thread, so the run does not change any more."""
         if self._record is not None:
             last = self._last or Tick(at=time.time(), status=reports.status(self._engine))
-            self._record.end(last, reports.summary(self._engine), self._ended_by())
-
-    def _ended_by(self) -> str:
-        """Who stopped it and why, or what failed; empty when all steps were taken."""
-        run, finished = self._engine.run, self._engine.finished
-        error = finished.exception() if finished.done() and not finished.cancelled() else None
-        if run.ended_by or error is not None:
-            return run.ended_by or str(error)
-        return "" if finished.done() else "its server was told to stop"
+            ended_by = reports.ended_by(self._engine)
+            if not ended_by and not self._engine.finished.done():
+                ended_by = "its server was told to stop"
+            self._record.end(last, reports.summary(self._engine), ended_by)

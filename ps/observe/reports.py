@@ -1,4 +1,4 @@
-"""Where a run stands, for the live view and the Status call, and what it came to."""
+"""The status of a run, for all views and the call Status, and its summary."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..engine.engine import Engine
 from ..engine.peers import Traffic
 from ..policies.base import Policy
 
-# Workers in a status: sending it and drawing it do not grow with the run. Making it adds up some numbers of each
-# worker, listed or not: 20 ms with 10,000.
+# The most workers in a status, so that sending and drawing it do not grow with the run. Making it adds up some numbers
+# of each worker, listed or not: 20 ms with 10,000.
 _MOST_LISTED = 64
 _NO_TRAFFIC = Traffic()
 
 
 class WorkerSource:
-    """What metrics of one worker are read from (`common/reporting/metrics.py`)."""
+    """The source of one worker's metrics (`common/reporting/metrics.py`)."""
 
     __slots__ = ("_engine", "_others", "rank", "stats", "traffic")
 
@@ -53,12 +53,12 @@ class WorkerSource:
         return self.traffic.num_peers
 
     def _elsewhere(self, direction: int) -> int:
-        """Bytes exchanged with other shards, as these have said last."""
+        """Bytes exchanged with other shards, by their newest reports."""
         return sum(state.traffic.get(self.rank, (0, 0))[direction] for state in self._others.values())
 
 
 def status(engine: Engine) -> Status:
-    """Where the run stands."""
+    """The status of the run now."""
     run, now = engine.run, engine.now()
     is_one = engine.config.server.shards == 1
     versions = [state.version for state in engine.shard_states.values()]
@@ -83,7 +83,7 @@ def run_metrics(engine: Engine) -> dict[str, Value]:
 
 
 def _listed(engine: Engine) -> list[int]:
-    """The ranks that a status lists, ascending; of very many those that others may wait for."""
+    """The ranks in a status, ascending; of very many those that others may wait for."""
     policy, stats = engine.run.policy, engine.run.roster.stats
     if len(stats) <= _MOST_LISTED:
         return sorted(stats)
@@ -93,7 +93,7 @@ def _listed(engine: Engine) -> list[int]:
 
 
 def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[WorkerStatus]:
-    """These ranks, with the bytes they have exchanged with all shards. `why`: what each of them waits for."""
+    """These ranks, with the bytes that they have exchanged with all shards. `why`: the reason that each waits for."""
     found = []
     for source in (WorkerSource(engine, rank) for rank in ranks):
         traffic, rank = source.traffic, source.rank
@@ -108,7 +108,7 @@ def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[Work
 
 
 def state_of(engine: Engine, rank: int) -> str:
-    """What a rank does: joining, waiting, uploading, computing, away, finished or gone."""
+    """The state of a rank: joining, waiting, uploading, computing, away, finished or gone."""
     worker = engine.run.roster.workers.get(rank)
     if worker is None:
         return "gone"
@@ -117,7 +117,7 @@ def state_of(engine: Engine, rank: int) -> str:
 
 
 def _waiting_for_all(engine: Engine, now: float) -> str:
-    """What everyone waits for; empty when somebody may compute, or the run is over."""
+    """What all workers wait for; empty when one may compute, or the run is over."""
     run = engine.run
     if missing := engine.why_not_ready():
         return missing
@@ -146,7 +146,7 @@ def summary(engine: Engine) -> Summary:
         steady_samples=samples,
         steady_steps=steps,
         staleness=dict(sorted(run.contributions.staleness.items())),
-        ended_by=run.ended_by or _failure(engine),
+        ended_by=ended_by(engine),
         final=final,
         curve=[with_bytes(engine, point) for point in run.curve.points],
         best=with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
@@ -159,7 +159,7 @@ def summary(engine: Engine) -> Summary:
 
 
 def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | None) -> Cost | None:
-    """What the run has cost so far; None where no prices are known."""
+    """The cost of the run so far; None where no prices are known."""
     prices, epoch_samples = engine.config.cost, engine.run.contributions.epoch_samples
     if prices.rate is None:
         return None
@@ -167,14 +167,15 @@ def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | Non
     return Cost.of(prices.currency, prices.rate, elapsed_s, wait_share, epochs)
 
 
-def _failure(engine: Engine) -> str:
-    """What the run has ended with, where that is an error."""
-    found = engine.finished.exception() if engine.finished.done() else None
-    return str(found) if found is not None else ""
+def ended_by(engine: Engine) -> str:
+    """Who stopped the run and why, or the error that it ended with; empty where it took all steps, or goes on."""
+    is_over = engine.finished.done() and not engine.finished.cancelled()
+    error = engine.finished.exception() if is_over else None
+    return engine.run.ended_by or ("" if error is None else str(error))
 
 
 def with_bytes(engine: Engine, point: Point) -> Point:
-    """Unknown of those before a start of this server."""
+    """The point with its exchanged bytes, which are unknown before a start of this server."""
     return point.model_copy(update={"num_bytes": engine.bytes_when.get(point.version, point.num_bytes)})
 
 

@@ -1,4 +1,4 @@
-"""Which sinks a server has, the one place that names them all; and the smallest of them."""
+"""The list of a server's sinks, and the smallest of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _LINE_INTERVAL_S = 5.0  # between lines for people to read
 
 
 class StatusSink(Sink):
-    """Where the run stands, on standard error: the event `status` for programs, the launcher's live view first; a line
-    for people."""
+    """Writes the status to standard error: the event `status` for programs, such as the launcher, or a line."""
 
     name = "status"
     does_io = True
@@ -33,19 +32,19 @@ class StatusSink(Sink):
 
     def __init__(self, is_json: bool) -> None:
         self._is_json = is_json
-        self._said_at = -_LINE_INTERVAL_S
+        self._written_at = -_LINE_INTERVAL_S
 
     def take(self, at: float, fact: Fact) -> None:
         assert isinstance(fact, StatusTaken)
         if self._is_json:
             log.info("status", **fact.status.fields())
-        elif (fact.status.workers or fact.status.waiting) and at - self._said_at >= 0.9 * _LINE_INTERVAL_S:
-            self._said_at = at
+        elif (fact.status.workers or fact.status.waiting) and at - self._written_at >= 0.9 * _LINE_INTERVAL_S:
+            self._written_at = at
             print(status_line(fact.status), file=sys.stderr)
 
 
 class CurveSink(Sink):
-    """All evaluations in a file, those before a resume included."""
+    """Writes all evaluations to a file, those before a resume included."""
 
     name = "curve"
     does_io = True
@@ -68,7 +67,7 @@ class CurveSink(Sink):
 
 
 class LiveSink(Sink):
-    """Where the run stands, as a table at the bottom of the terminal; the log scrolls above it."""
+    """Shows the status as a table at the bottom of the terminal; the log scrolls above it."""
 
     name = "status"
     does_io = True
@@ -92,36 +91,35 @@ class LiveSink(Sink):
         self._live.stop()
 
 
-def _tracker(name: str, config: Config) -> Sink:
-    from .trackers.base import TrackerSink
-
-    return TrackerSink(name, config)
-
-
 def make_bus(config: Config) -> Bus:
-    """The bus of one server process. UsageError or OutputError for what cannot be."""
-    console = TerminalConsole()
+    """The bus of one server process. UsageError or OutputError for a sink that cannot be."""
+    console, output, server = TerminalConsole(), config.output, config.server
     is_live = config.log.format == "text" and console.can_redraw
     sinks: list[Sink] = [LiveSink(console) if is_live else StatusSink(config.log.format == "json")]
-    # Of several shards the coordinator alone writes the history: all see the same facts.
-    if config.output.history is not None and config.server.shard == 0:
-        sinks.append(HistorySink(config.output.history))
-    if config.output.curve is not None and config.server.shard == 0:
-        sinks.append(CurveSink(config.output.curve))
-    if config.server.shard == 0:
-        if config.output.store or config.server.web is not None:
-            sinks.append(TickSink(draws_time=config.server.web is not None))
-        sinks += [RecordingSink(config)] if config.output.store else []
-        sinks += [_tracker(name, config) for name in config.output.trackers]
-    if config.server.metrics is not None:
-        from .metrics import MetricsSink  # most servers run without, and without prometheus-client
+    # Packages that most servers run without are imported only where they are used.
+    if server.metrics is not None:
+        from .metrics import MetricsSink
 
-        sinks.append(MetricsSink(config.server.metrics))
-    if config.output.traces is not None and config.server.shard == 0:
+        sinks.append(MetricsSink(server.metrics))
+    if server.shard != 0:  # all shards see the same facts
+        return Bus(sinks)
+    if output.history is not None:
+        sinks.append(HistorySink(output.history))
+    if output.curve is not None:
+        sinks.append(CurveSink(output.curve))
+    if output.store or server.web is not None:
+        sinks.append(TickSink(draws_time=server.web is not None))
+    if output.store:
+        sinks.append(RecordingSink(config))
+    if output.trackers:
+        from .trackers.base import TrackerSink
+
+        sinks += [TrackerSink(name, config) for name in output.trackers]
+    if output.traces is not None:
         from .tracing import TracingSink
 
-        sinks.append(TracingSink(config.output.traces))
-    if config.server.web is not None and config.server.shard == 0:
+        sinks.append(TracingSink(output.traces))
+    if server.web is not None:
         from .dashboard import DashboardSink
 
         sinks.append(DashboardSink(config))

@@ -1,7 +1,7 @@
-"""Gathers what happens between two statuses into a `Tick` (`common/reporting/view.py`), for the page and the run store.
+"""Gathers the facts between two statuses into a `Tick` (`common/reporting/view.py`) for dashboard and run store.
 
-The work happens on the event loop and only counts: once a status, whatever the number of contributions. The tick is a
-value, so that neither viewers nor a disk can slow the run.
+This runs on the event loop and only counts; a tick is made once a status, whatever the number of contributions. It is a
+value, so neither viewers nor a disk can slow the run.
 """
 
 from __future__ import annotations
@@ -34,23 +34,21 @@ _MOST_SPANS = 4  # of a rank in one tick; more are added up
 
 @dataclass(slots=True)
 class TickTaken(Fact):
-    """A status was taken; the tick has it, and what happened since the one before."""
+    """A status was taken. The tick has the status, and the facts since the tick before."""
 
     tick: Tick
 
 
 class TickSink(Sink):
-    """Of one server process. Publishes a tick for each status, and one at the end of the run."""
+    """Publishes a tick for each status, and one at the end of the run."""
 
     name = "ticks"
     kinds = (RunStarted, Seated, WorkerLeft, SnapshotTaken, Evaluated, ControlTaken, StatusTaken, RunEnded)
 
     def __init__(self, draws_time: bool) -> None:
-        """`draws_time`: somebody looks at the time line of workers, which needs every contribution."""
+        """`draws_time`: the dashboard draws the time line of workers, which needs every contribution."""
         if draws_time:
             self.kinds = (*TickSink.kinds, ContributionTaken)  # type: ignore[misc, assignment]  # of this sink
-        self._engine: Engine | None = None
-        self._before_begin: list[tuple[float, Fact]] = []
         self._timeline = Timeline()
         self._events: list[Event] = []
         self._evaluations: list[EvaluatedPoint] = []
@@ -61,48 +59,38 @@ class TickSink(Sink):
     def begin(self, engine: Engine) -> None:
         self._engine = engine
         self._began, self._unix_s = engine.now(), time.time() - engine.now()  # added to a fact's time
-        for at, fact in self._before_begin:
-            self._take(engine, at, fact)
 
     def take(self, at: float, fact: Fact) -> None:
-        if self._engine is None:
-            self._before_begin.append((at, fact))
-        else:
-            self._take(self._engine, at, fact)
-
-    def _take(self, engine: Engine, at: float, fact: Fact) -> None:
+        run = self._engine.run
         match fact:
             case ContributionTaken():
                 self._timeline.add(at - self._began, fact)
             case StatusTaken(status):
-                self._publish(engine, at, status)
+                self._publish(at, status)
             case RunEnded():
-                self._add_event(at, fact, reason=engine.run.ended_by)
-                self._publish(engine, at, reports.status(engine), is_over=True)
+                self._add_event(at, fact, reason=run.ended_by)
+                self._publish(at, reports.status(self._engine), is_over=True)
             case WorkerLeft():
                 self._add_event(at, fact, reason=fact.reason)
             case Evaluated():
-                point = reports.with_bytes(engine, engine.run.curve.points[-1])
-                self._evaluations.append(EvaluatedPoint(**point.model_dump(), is_best=fact.is_best))
-                fields = {**point.model_dump(), "best": fact.is_best}
-                self._events.append(event(at + self._unix_s, "evaluated", None, fields))
-            case SnapshotTaken():
+                point = reports.with_bytes(self._engine, run.curve.points[-1]).model_dump()
+                self._evaluations.append(EvaluatedPoint(**point, is_best=fact.is_best))
+                self._events.append(event(at + self._unix_s, "evaluated", None, {**point, "best": fact.is_best}))
+            case SnapshotTaken(version, _, path, sha256):
                 self._has_snapshot = True
-                self._snapshots.append(
-                    Snapshot(version=fact.version, at=at + self._unix_s, path=fact.path, sha256=fact.sha256)
-                )
-                self._add_event(at, fact)
-            case RunStarted():
-                self._has_snapshot |= fact.source is not None
+                self._snapshots.append(Snapshot(version=version, at=at + self._unix_s, path=path, sha256=sha256))
                 self._add_event(at, fact)
             case _:
+                if isinstance(fact, RunStarted):
+                    self._has_snapshot |= fact.source is not None
                 self._add_event(at, fact)
 
     def _add_event(self, at: float, fact: Fact, **more: str) -> None:
         kind, fields = line_of(fact)
         self._events.append(event(at + self._unix_s, kind, fields.pop("rank", None), fields | more))
 
-    def _publish(self, engine: Engine, at: float, status: Status, is_over: bool = False) -> None:
+    def _publish(self, at: float, status: Status, is_over: bool = False) -> None:
+        engine = self._engine
         clock_s = engine.now() - self._began
         tick = Tick(
             at=at + self._unix_s,
@@ -113,7 +101,7 @@ class TickSink(Sink):
             staleness=dict(engine.run.contributions.staleness),
             durable_version=engine.durable_version if self._has_snapshot else None,
             waits=_waits(engine, status.workers),
-            spans=[*self._timeline.taken(), *self._applied(engine, clock_s)],
+            spans=[*self._timeline.taken(), *self._server_spans(clock_s)],
             events=self._events,
             evaluations=self._evaluations,
             snapshots=self._snapshots,
@@ -122,8 +110,10 @@ class TickSink(Sink):
         self._events, self._evaluations, self._snapshots = [], [], []
         engine.publish(at, TickTaken(tick))
 
-    def _applied(self, engine: Engine, clock_s: float) -> list[Span]:
-        busy_s, self._busy_s = engine.tensors.busy_s - self._busy_s, engine.tensors.busy_s
+    def _server_spans(self, clock_s: float) -> list[Span]:
+        """The time of the server's tensor work since the last tick, as one span."""
+        total_s = self._engine.tensors.busy_s
+        busy_s, self._busy_s = total_s - self._busy_s, total_s
         return [Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4))] if busy_s > 0 else []
 
 
@@ -139,47 +129,37 @@ def _waits(engine: Engine, workers: list[WorkerStatus]) -> list[Wait]:
 class Timeline:
     """Where the time of each rank went, between one contribution and the next; pure.
 
-    It is called for every contribution: it keeps plain lists, and makes models of them when a status is taken.
+    It is called for every contribution, so it keeps plain lists, and makes models of them when a status is taken.
     """
 
     def __init__(self) -> None:
-        self._until: dict[int, float] = {}  # by rank
-        self._spans: dict[int, list[list[float]]] = {}  # begin, wait, transfer, compute
+        self._until: dict[int, float] = {}  # the end of each rank's last span
+        self._spans: dict[int, list[list[float]]] = {}  # by rank: begin, wait, transfer, compute
 
     def add(self, now_s: float, fact: ContributionTaken) -> None:
-        """Its exchange before and its computing have ended now. Where both went on side by side (delayed_update), each
-        has
-        its share of the time between."""
+        """The exchange before this contribution and its computing have ended now. Where they overlap (delayed update),
+        each has its share of the time between."""
         rank, timing = fact.contribution.id.rank, fact.contribution.timing
-        compute_s = max(0.0, timing.compute_s)
-        until = self._until.get(rank)
-        if fact.exchange_s < 0 or until is None:  # the first of a process
-            wait_s = transfer_s = 0.0
-            begin_s = now_s - compute_s
+        parts = [0.0, 0.0, max(0.0, timing.compute_s)]
+        begin_s = self._until.get(rank, -1.0)
+        if fact.exchange_s < 0 or begin_s < 0:  # the first of a process
+            begin_s = now_s - parts[2]
         else:
-            transfer_s = max(0.0, timing.transfer_s)
-            wait_s = max(0.0, fact.exchange_s - timing.transfer_s)
-            begin_s = until
+            parts[:2] = max(0.0, fact.exchange_s - timing.transfer_s), max(0.0, timing.transfer_s)
         self._until[rank] = now_s
-        total = wait_s + transfer_s + compute_s
-        scale = min(1.0, (now_s - begin_s) / total) if total > 0 else 0.0
+        total_s = sum(parts)
+        scale = min(1.0, (now_s - begin_s) / total_s) if total_s > 0 else 0.0
         spans = self._spans.setdefault(rank, [])
         if len(spans) < _MOST_SPANS:
-            spans.append([begin_s, wait_s * scale, transfer_s * scale, compute_s * scale])
-            return
-        last = spans[-1]
-        last[1] += wait_s * scale
-        last[2] += transfer_s * scale
-        last[3] += compute_s * scale
+            spans.append([begin_s, 0.0, 0.0, 0.0])
+        for index, seconds in enumerate(parts, start=1):
+            spans[-1][index] += seconds * scale
 
     def taken(self) -> list[Span]:
         """The spans since the last call."""
         ranks, self._spans = self._spans, {}
         return [
-            Span.model_construct(
-                rank=rank, begin_s=round(begin_s, 4), wait_s=round(wait_s, 4), transfer_s=round(transfer_s, 4),
-                compute_s=round(compute_s, 4), apply_s=0.0,
-            )
+            Span.model_construct(rank=rank, begin_s=begin_s, wait_s=wait_s, transfer_s=transfer_s, compute_s=compute_s)
             for rank, spans in ranks.items()
-            for begin_s, wait_s, transfer_s, compute_s in spans
-        ]  # fmt: skip
+            for begin_s, wait_s, transfer_s, compute_s in ([round(seconds, 4) for seconds in span] for span in spans)
+        ]

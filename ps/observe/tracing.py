@@ -1,6 +1,8 @@
-"""Spans of the server below those of the workers' exchanges (`common/wire/tracing.py`): `contribution`, from when
-it is here until its reply leaves, with `wait`, as long as the mode held it, and `apply`, until the version that it is
-in is made. Of several shards the coordinator tells; all decide the same."""
+"""Spans of the server below those of the workers' exchanges (`common/wire/tracing.py`).
+
+`contribution` lasts from its arrival until its reply leaves. Below it are `wait`, as long as the mode let it wait, and
+`apply`, until the version that it is in is made. With several shards the coordinator alone traces.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from ..core.effects import Commit, ContributionTaken, Fact, SendReply
 from ..engine.engine import Engine
 from .bus import Sink
 
-_MOST_OPEN = 10_000  # contributions without a reply: of workers that have gone
+_MOST_OPEN = 10_000  # contributions without a reply, of workers that have gone
 
 
 class TracingSink(Sink):
-    """On the event loop, which alone may ask when tensor work is done; a thread of the SDK's sends."""
+    """Runs on the event loop, where tensor work reports that it is done; a thread of the SDK sends the spans."""
 
     name = "traces"
     kinds = (ContributionTaken, Commit, SendReply)
@@ -55,7 +57,7 @@ class TracingSink(Sink):
         result = reply.reply.result
         found = self._taken.pop((reply.rank, reply.incarnation, result.seq), None)
         if found is None:
-            return  # a START, or one said again
+            return  # a START, or a reply that is sent again
         taken, base_version = found
         about: dict[str, Any] = {
             "paramserver.rank": reply.rank,
@@ -66,9 +68,9 @@ class TracingSink(Sink):
             "paramserver.staleness": result.staleness,
         }
         above = self._traces.of_others(ids_of(self._run, reply.rank, reply.incarnation, result.seq))
-        own = self._traces.below(above, "contribution", taken, now, about, serves=True)
+        span = self._traces.below(above, "contribution", taken, now, about, serves=True)
         if result.gate_wait_s > 0:
-            self._traces.below(own, "wait", now - int(result.gate_wait_s * 1e9), now)
+            self._traces.below(span, "wait", now - int(result.gate_wait_s * 1e9), now)
 
     def close(self) -> None:
         self._traces.close()

@@ -1,7 +1,7 @@
-"""The coordinator's side of the call Attend: shards register, report and are told; one call for each of them.
+"""The coordinator's side of the call Attend: every other shard registers, reports, and receives orders.
 
-A call that breaks off is a cut while the shard's process lives: it calls again within a lease and is told what it has
-missed. A process that registers anew, or does not call again, has lost its part of the run.
+A call that breaks off is a lost connection while the shard's process lives: it calls again within a lease, and receives
+the orders that it has missed. A process that registers anew, or does not call again, has lost its part of the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_SHOWN = 2_000  # characters of a shard's error
 
 @dataclass(eq=False)
 class Line:
-    """One registered shard. `first` and `last` are what its call begins and ends with."""
+    """One registered shard. `first` and `last` are the first and last orders of its call."""
 
     register: Register
     outbox: Outbox[Event]
@@ -55,15 +55,15 @@ class Line:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stay(self) -> None:
-        """It is not given up, or not any more."""
+        """Do not give it up, or not any more."""
         if self.giving_up is not None:
             self.giving_up.cancel()
             self.giving_up = None
 
 
 class Attendance:
-    """All other shards: the run happens on them in the order in which it happens here. `on_complete` is called when
-    they have registered, `on_lost` with the number of one that is gone for good."""
+    """All other shards: the events of the run happen on them in the order in which they happen here. `on_complete` is
+    called when all have registered, `on_lost` with the number of a shard that is gone for good."""
 
     def __init__(
         self,
@@ -72,8 +72,7 @@ class Attendance:
         on_complete: Callable[[], object],
         on_lost: Callable[[int], object],
     ) -> None:
-        self._config = config
-        self._engine = engine
+        self._config, self._engine = config, engine
         self._num_shards = config.server.shards
         self._coordinator = engine.sequencer = Coordinator(
             self._num_shards,
@@ -85,14 +84,13 @@ class Attendance:
         self.lines: dict[int, Line] = {}
         self._first = FirstMessages("Register", config.server.join_timeout_s, self._num_shards + _MAX_UNNAMED)
         self._has_begun = False
-        self._on_complete = on_complete
-        self._on_lost = on_lost
+        self._on_complete, self._on_lost = on_complete, on_lost
         engine.why_not_ready = self._missing
 
     # ---- shards come and go ---------------------------------------------------------------------
 
     async def attend(self, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
-        """One call of a shard: it registers, reports, is told. Ends with its last order, or with the connection."""
+        """Serve one call of a shard, until its last order or the end of the connection."""
         line: Line | None = None
         try:
             first = await self._first.of(reports)
@@ -107,7 +105,7 @@ class Attendance:
             line = self._go_on(register) if register.run else self._register(register)
             line.call = context
             line.stay()
-            if len(self.lines) == self._num_shards - 1 and not self._has_begun:
+            if not self._absent() and not self._has_begun:
                 self._on_complete()
             await self._converse(line, register.heard, reports, context)
         except ParamServerError as error:
@@ -117,28 +115,23 @@ class Attendance:
                 self._ended(line)
 
     def _register(self, register: Register) -> Line:
-        """Take in a shard's process; refuses one that cannot be of this run."""
+        """Take in a shard's process; refuses a process that cannot be of this run."""
         shard, num = register.shard, self._num_shards
+        problem = fix = ""
         if register.shards != num or not 0 < shard < num:
-            raise refusal(
-                Reason.SHARD_MISMATCH,
-                f"it is shard {shard} of {register.shards}; this server has {num} shards, 0 to {num - 1}",
-                fix=f"start it with --shards {num} --shard 1 to {num - 1}",
-            )
-        if register.program_version != PROGRAM_VERSION:
-            raise refusal(
-                Reason.SHARD_MISMATCH,
-                f"it is paramserver {register.program_version or 'of no version'}, the coordinator {PROGRAM_VERSION}",
-                fix="install the same version everywhere",
-            )
-        if self._config.checkpoint.dir is not None and not register.keeps_snapshots:
-            raise refusal(
-                Reason.SHARD_MISMATCH,
-                f"the coordinator keeps snapshots and shard {shard} does not",
-                fix="start it with --checkpoint-dir too",
-            )
+            problem = f"it is shard {shard} of {register.shards}; this server has {num} shards, 0 to {num - 1}"
+            fix = f"start it with --shards {num} --shard 1 to {num - 1}"
+        elif register.program_version != PROGRAM_VERSION:
+            version = register.program_version or "of no version"
+            problem = f"it is paramserver {version}, the coordinator {PROGRAM_VERSION}"
+            fix = "install the same version everywhere"
+        elif self._config.checkpoint.dir is not None and not register.keeps_snapshots:
+            problem = f"the coordinator keeps snapshots and shard {shard} does not"
+            fix = "start it with --checkpoint-dir too"
+        if problem:
+            raise refusal(Reason.SHARD_MISMATCH, problem, fix=fix)
         known = self.lines.get(shard)
-        if known is not None and known.giving_up is not None:  # its process was started again: what it held is gone
+        if known is not None and known.giving_up is not None:  # its process was started again, without its part
             self._lose(shard)
         elif known is not None:
             raise refusal(Reason.NOT_READY, f"there is a shard {shard} already, at {known.register.address}")
@@ -150,20 +143,19 @@ class Attendance:
         return line
 
     def _go_on(self, register: Register) -> Line:
-        """The same process calls again."""
+        """The line of a process that calls again."""
         line, run = self.lines.get(register.shard), self._engine.run
         is_ours = (register.run, register.server_incarnation) == (run.name, run.incarnation) and self._has_begun
         if line is None or not is_ours or not line.outbox.can_go_on_after(register.heard):
-            raise refusal(
-                Reason.RUN_MISMATCH, f"shard {register.shard} was away too long, or the coordinator is another"
-            )
+            problem = f"shard {register.shard} was away too long, or the coordinator is another"
+            raise refusal(Reason.RUN_MISMATCH, problem)
         line.first = GoOn(line.outbox.num_heard)
         line.news.set()
         log.info("shard_back", shard=register.shard, missed=len(line.outbox.after(register.heard)))
         return line
 
     def _ended(self, line: Line) -> None:
-        """Its call has ended."""
+        """The line's call has ended."""
         shard = line.register.shard
         if self.lines.get(shard) is not line:
             return
@@ -193,11 +185,11 @@ class Attendance:
 
     @property
     def snapshots(self) -> dict[int, tuple[Entry, ...]]:
-        """What each shard could go on from."""
+        """The snapshots that each shard could go on from."""
         return {shard: line.register.snapshots for shard, line in self.lines.items()}
 
     def begin_run(self, order: BeginRun) -> None:
-        """All are here and this shard has what it begins with: the others are told what that is."""
+        """All shards are here, and this one is ready to begin: order the others to begin."""
         self._has_begun = True
         addresses = (self.lines[shard].register.address for shard in range(1, self._num_shards))
         self._engine.shard_addresses = ("", *addresses)
@@ -206,7 +198,7 @@ class Attendance:
             line.news.set()
 
     async def stop(self, end: End) -> None:
-        """The run is over: tell the others, and give them a moment to say what they have to say, and go."""
+        """The run is over: tell the others, and give them a moment for their last reports."""
         for line in list(self.lines.values()):
             line.last = end
         self.dismiss()
@@ -216,8 +208,8 @@ class Attendance:
             log.warning("shards_left_behind", shards=sorted(self.lines))
 
     def dismiss(self) -> None:
-        """End all calls, after the last order if there is one: whoever hears none goes back to the newest snapshot."""
-        self._has_begun = False  # whom it loses now is no loss
+        """End all calls, after the last order if there is one. A shard without one goes back to the newest snapshot."""
+        self._has_begun = False  # a shard that is lost from here on is no loss
         for line in self.lines.values():
             line.is_dismissed = True
             line.news.set()
@@ -230,7 +222,7 @@ class Attendance:
         tasks = [asyncio.create_task(self._hear(line, reports)), asyncio.create_task(self._tell(line, heard, context))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if line.is_dismissed:  # it says a last word of its own
+            if line.is_dismissed:  # the shard has last reports of its own
                 await asyncio.wait(tasks, timeout=_GOODBYE_S)
             for task in tasks:
                 if task.done():
@@ -243,11 +235,11 @@ class Attendance:
         shard = line.register.shard
         async for message in reports:
             line.outbox.has_been_heard(message.heard)
-            said = LINES.read(message.said)
-            if isinstance(said, Digest | Event):
-                self._coordinator.hear(shard, message.number, said)
+            report = LINES.read(message.said)
+            if isinstance(report, Digest | Event):
+                self._coordinator.hear(shard, message.number, report)
             elif line.outbox.hear(message.number):
-                self._take(line, said)
+                self._take(line, report)
 
     def _take(self, line: Line, report: Report) -> None:
         shard = line.register.shard
@@ -262,10 +254,10 @@ class Attendance:
                 if exit_code == DivergedError.exit_code:  # to go back to a snapshot would lead there again
                     self._engine.offer(events.Failed(shown(message, _MOST_SHOWN), exit_code, shown(fix, _MOST_SHOWN)))
             case _:
-                raise refusal(Reason.BAD_REQUEST, f"a shard said {type(report).__name__}")
+                raise refusal(Reason.BAD_REQUEST, f"a shard reported {type(report).__name__}")
 
     async def _tell(self, line: Line, heard: int, context: grpc.aio.ServicerContext) -> None:
-        """Send what the shard has not heard, as it comes, until it is dismissed."""
+        """Send the orders that the shard has not heard, as they come, until it is dismissed."""
 
         async def write(number: int, order: Order) -> None:
             await context.write(pb.ShardOrder(number=number, heard=line.outbox.num_heard, said=LINES.write(order)))
@@ -288,7 +280,7 @@ class Attendance:
 
 
 def _reachable(address: str, peer: str) -> str:
-    """Where workers find a shard that listens on all addresses: where it comes from."""
+    """The address where workers reach a shard; one that listens on all addresses is where its call comes from."""
     host, port = split_address(address)
     if host not in _ANY_HOST:
         return address

@@ -30,7 +30,7 @@ log = get_logger()
 _TRY_AGAIN_S = 0.2
 _FINISH_S = 2.0
 _HANDSHAKE_S = 2.0
-# The coordinator may stand still for a while; a machine that is gone is noticed all the same.
+# The coordinator may stand still for a while; pings notice a machine that is gone.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -55,7 +55,7 @@ def open_channel(address: str, credentials: Credentials, options: Sequence[tuple
 
 
 class Link:
-    """Reports go out as they are put on the follower's outbox, and again until they have been heard; orders come in."""
+    """Sends the reports in the follower's outbox, again until they have been heard, and receives orders."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._address = config.server.coordinator
@@ -72,14 +72,14 @@ class Link:
         self._follower: Follower | None = None  # once the run has begun
 
     def carry(self, follower: Follower) -> None:
-        """From now on what this one reports is sent."""
+        """Send the reports of this follower from now on."""
         self._follower = follower
         follower.outbox.on_put = self._news.set
 
     async def register(self, register: Register) -> BeginRun | End:
-        """Register until the coordinator takes this shard in and says what run it is, or that it cannot begin; that
-        may take as long as another shard is missing. UnreachableError when there is no coordinator for
-        worker.give_up_s, AuthError when it is there and TLS keeps them apart."""
+        """Register until the coordinator takes this shard in and names the run, or says that it cannot begin. That may
+        take as long as another shard is missing. UnreachableError when there is no coordinator for worker.give_up_s,
+        AuthError when it is there and TLS keeps them apart."""
         try:
             order = await self._begin_within(self._give_up_s, register)
         except LinkLost as lost:
@@ -96,8 +96,8 @@ class Link:
         return order
 
     async def _begin_within(self, limit_s: float, register: Register) -> Order:
-        """Call until the coordinator replies; its first order. LinkLost when it has not for `limit_s`."""
-        deadline, waits_said = self._clock.now() + limit_s, ""
+        """Call until the coordinator replies; returns its first order. LinkLost after `limit_s`."""
+        deadline, reason = self._clock.now() + limit_s, ""
         while True:
             if self._follower is not None:
                 register = replace(register, heard=self._follower.outbox.num_heard)
@@ -106,50 +106,49 @@ class Link:
             except LinkLost as lost:
                 if self._clock.now() >= deadline:
                     raise
-                if self._follower is None and str(lost) != waits_said:
-                    waits_said = str(lost)
+                if self._follower is None and str(lost) != reason:
+                    reason = str(lost)
                     with contextlib.suppress(OSError):
                         mistake = await asyncio.to_thread(diagnose, self._address, self._credentials, "shard")
                         if mistake is not None:
                             raise mistake from None
-                    log.info("waiting_for_coordinator", address=self._address, reason=waits_said)
+                    log.info("waiting_for_coordinator", address=self._address, reason=reason)
             await self._clock.sleep(_TRY_AGAIN_S)
 
     async def _begin_call(self, register: Register) -> Order:
         if self._is_named:
-            shown = await asyncio.to_thread(self._certificate)
+            certificate = await asyncio.to_thread(self._certificate)
             await self._channel.close()
-            # The connection of the call is another one: gRPC is to take this certificate there, and no other.
-            self._channel = open_channel(self._address, replace(self._credentials, ca=shown), _OPTIONS)
+            # The call has a connection of its own, where gRPC must accept this certificate and no other.
+            self._channel = open_channel(self._address, replace(self._credentials, ca=certificate), _OPTIONS)
         self._num_calls += 1
-        self._news.set()  # what goes out on the call before, which has broken off, ends
+        self._news.set()  # the reports on the call before, which has broken off, end
         self._call = self._channel.stream_stream(
             f"/{SERVICE}/Attend", pb.ShardReport.SerializeToString, pb.ShardOrder.FromString
         )(self._reports(register, self._num_calls), metadata=self._credentials.metadata)
         return (await self._next())[1]
 
     def _certificate(self) -> bytes:
-        """What shard 0 shows, in PEM form. AuthError for another name: any certificate of the same CA would do for
-        TLS."""
+        """The coordinator's certificate, in PEM form. AuthError for another name than shard 0's: TLS accepts any
+        certificate of the same CA."""
         name, (host, port) = f"{SHARD_PREFIX}0", split_address(self._address)
         try:
             with (
                 socket.create_connection((host, port), _HANDSHAKE_S) as connection,
                 client_context(self._credentials).wrap_socket(connection, server_hostname=host) as secure,
             ):
-                shown = ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"")
+                certificate = ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"").encode()
         except OSError as error:
             raise LinkLost(f"{type(error).__name__}: {error}") from None
-        if (found := facts_of(shown.encode()).name) != name:
-            raise AuthError(
-                f"the server at {self._address} shows the certificate of '{found[:100]}', and the coordinator is "
-                f"'{name}'",
-                fix=f"give the coordinator's address (--coordinator), and {name}.crt and .key to shard 0 itself",
-            )
-        return shown.encode()
+        if (found := facts_of(certificate).name) != name:
+            problem = f"the server at {self._address} shows the certificate of '{found[:100]}'"
+            fix = f"give the coordinator's address (--coordinator), and {name}.crt and .key to shard 0 itself"
+            raise AuthError(f"{problem}, and the coordinator is '{name}'", fix=fix)
+        return certificate
 
     async def orders(self) -> AsyncIterator[tuple[int, Event | End]]:
-        """What the coordinator says from now on, by number. LinkLost when it is gone for a lease, or is another one."""
+        """The coordinator's orders from now on, with their numbers. LinkLost when it is gone for a lease, or is another
+        process."""
         while True:
             try:
                 number, order = await self._next()
@@ -157,11 +156,11 @@ class Link:
                 await self._call_again(lost)
                 continue
             if not isinstance(order, Event | End):
-                raise LinkLost(f"the coordinator said {type(order).__name__} in the middle of the run")
+                raise LinkLost(f"the coordinator ordered {type(order).__name__} in the middle of the run")
             yield number, order
 
     async def _call_again(self, lost: LinkLost) -> None:
-        """The connection broke off, and the coordinator may still be there: it waits for a lease."""
+        """Call again after the connection broke off: the coordinator waits for a lease."""
         log.warning("coordinator_away", address=self._address, reason=str(lost))
         try:
             order = await self._begin_within(self._lease_s, self._register)
@@ -196,7 +195,7 @@ class Link:
         return message.number, order
 
     async def _reports(self, register: Register, call: int) -> AsyncIterator[pb.ShardReport]:
-        """What goes out on one connection, while there is no newer one: gRPC reads on after a call has ended."""
+        """The reports on one connection, while there is no newer one: gRPC reads on after a call has ended."""
         yield pb.ShardReport(said=LINES.write(register))
         sent = 0
         while call == self._num_calls:

@@ -1,4 +1,4 @@
-"""What shards say to each other beside events and digests: one dataclass a kind, as JSON in the proto's messages."""
+"""The messages of shards to each other beside events and digests: one dataclass for each, as JSON in the proto's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..snapshots.common import RUN_NAME, Entry, SnapshotName
 
 @dataclass(frozen=True)
 class Register:
-    """The first report on a connection: who this is, and what it could go on from.
+    """The first report on a connection: which shard this is, and the snapshots that it could go on from.
 
     `address` is where workers reach it; a host of 0.0.0.0 or :: stands for the one its connection comes from. With
     `run` it is the same process on a new connection, which has `heard` so many orders of this server incarnation.
@@ -34,7 +34,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Ready:
-    """It has what it is to begin with, and listens."""
+    """The shard has its share of the snapshot, and listens."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class ShardFailed:
 
 @dataclass(frozen=True)
 class BeginRun:
-    """The first order: what run this is, and which snapshot it goes on from. `config` is JSON, of the sections that
-    hold for all shards; `num_joins` by rank, which a run that goes back to no snapshot knows of before; `evicted` ranks
-    of a run that goes back."""
+    """The first order: which run this is, and which snapshot it goes on from. `config` is JSON of the sections that
+    hold for all shards. A run that goes back also has `num_joins`, by rank, and the ranks that were `evicted`."""
 
     run: Annotated[str, Field(pattern=RUN_NAME)]
     server_incarnation: int

@@ -1,4 +1,4 @@
-"""A shard other than the coordinator, as a process: registers, serves workers, does what it is told."""
+"""The process of a shard other than the coordinator: it registers, serves workers, and carries out orders."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ _STATE_S = 1.0
 _GOODBYE_S = 1.0
 _STOP_S = 0.02
 _MOST_SHOWN = 500  # characters of an error
-_HEARD_S = 10.0  # for the coordinator to end the run that has failed here
-
+_FAILED_S = 10.0  # for the coordinator to end a run that has failed here
 
 _OPTIONS = TypeAdapter(Options)
 # Sections of the coordinator's configuration that hold for all shards.
@@ -54,7 +53,7 @@ class EndedError(ParamServerError):
 
 
 def shared_config(config: Config) -> str:
-    """What the coordinator tells the others of its configuration; all that decides must be the same everywhere."""
+    """The part of the coordinator's configuration that must be the same on all shards, as JSON."""
     sections = {name: getattr(config, name).model_dump(mode="json") for name in _SHARED}
     options = asdict(options_of(config))
     del options["policy_of"]  # each shard's own, of the same configuration
@@ -62,20 +61,20 @@ def shared_config(config: Config) -> str:
 
 
 def with_shared(config: Config, text: str) -> tuple[Config, Options]:
-    """This shard's configuration with the coordinator's shared sections, and the options of the run. UsageError for
-    any other section: where this shard reads and writes is its own to say."""
+    """This shard's configuration with the coordinator's shared sections, and the options of the run. UsageError for any
+    other section: only this shard says where it reads and writes."""
     try:
-        told = read_json(text, nan=True)
-        if told.keys() != {*_SHARED, "options"}:
-            raise ValueError(f"it has {shown(', '.join(told))}, and {', '.join(_SHARED)} and options are shared")
-        given = told.pop("options")
-        shared = Config.model_validate({**config.model_dump(), **told, "run": own_modes(config.run.modes, told["run"])})
-        own = options_of(shared)
-        return shared, _OPTIONS.validate_python({**given, "policy_of": own.policy_of})
+        sections = read_json(text, nan=True)
+        if sections.keys() != {*_SHARED, "options"}:
+            raise ValueError(f"it has {shown(', '.join(sections))}, and {', '.join(_SHARED)} and options are shared")
+        given = sections.pop("options")
+        sections["run"] = own_modes(config.run.modes, sections["run"])
+        shared = Config.model_validate(config.model_dump() | sections)
+        return shared, _OPTIONS.validate_python({**given, "policy_of": options_of(shared).policy_of})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = shown(str(error).replace("\n", " "), _MOST_SHOWN)
+        text = shown(str(error).replace("\n", " "), _MOST_SHOWN)
         raise UsageError(
-            f"shard {config.server.shard} does not understand the coordinator's configuration: {what}",
+            f"shard {config.server.shard} does not understand the coordinator's configuration: {text}",
             fix="install the same version of paramserver everywhere",
         ) from None
 
@@ -112,7 +111,7 @@ class ShardServer:
         try:
             await asyncio.wait([living, stop], return_when=asyncio.FIRST_COMPLETED)
             if not living.done() and self._engine is not None:
-                # Whoever stops everything stops the coordinator too, which takes a last snapshot of all shards.
+                # The coordinator is usually stopped too, and takes a last snapshot of all shards.
                 await asyncio.wait([living], timeout=self._config.server.drain_s)
         finally:
             stop.cancel()
@@ -123,17 +122,11 @@ class ShardServer:
             living.result()
 
     async def _live(self) -> None:
-        server = self._config.server
+        server, listening = self._config.server, self._listening
         available = Available(self._config)
+        address, keeps = server.advertise or self.address, self._config.checkpoint.dir is not None
         begin = await self._link.register(
-            Register(
-                server.shard,
-                server.shards,
-                server.advertise or self.address,
-                available.entries,
-                self._config.checkpoint.dir is not None,
-                PROGRAM_VERSION,
-            )
+            Register(server.shard, server.shards, address, available.entries, keeps, PROGRAM_VERSION)
         )
         if isinstance(begin, End):
             if begin.error:
@@ -141,17 +134,11 @@ class ShardServer:
             return
         engine, follower = self._begin(begin, available)
         self._bus.begin(engine)
-        await self._listening.serve(
-            ParameterServerService(engine, engine.config, direct=self._listening.direct).handler()
-        )
+        await listening.serve(ParameterServerService(engine, engine.config, direct=listening.direct).handler())
         log.info(
-            "listening",
-            address=self.address,
-            shard=server.shard,
-            shards=server.shards,
-            coordinator=server.coordinator,
-            direct_port=self._listening.direct.number,
-        )
+            "listening", address=self.address, shard=server.shard, shards=server.shards,
+            coordinator=server.coordinator, direct_port=listening.direct.number,
+        )  # fmt: skip
         follower.outbox.put(Ready())
         try:
             await self._follow(engine, follower)
@@ -165,15 +152,10 @@ class ShardServer:
             raise
 
     def _begin(self, begin: BeginRun, available: Available) -> tuple[Engine, Follower]:
-        """The run that the coordinator says this is, where it says that it stands."""
+        """The run that the coordinator names, from the snapshot that it names."""
         config, options = with_shared(self._config, begin.config)
         engine = self._engine = Engine(
-            config,
-            make_policy(config),
-            name=begin.run,
-            publish=self._bus.publish,
-            options=options,
-            now=self._clock.now,
+            config, make_policy(config), name=begin.run, publish=self._bus.publish, options=options, now=self._clock.now
         )
         follower = Follower(happens=engine.happens, digest=engine.run.digest)
         engine.sequencer = follower
@@ -188,9 +170,9 @@ class ShardServer:
         return engine, follower
 
     async def _follow(self, engine: Engine, follower: Follower) -> None:
-        """Do what the coordinator says until it says that the run is over, or something here has failed."""
+        """Carry out orders until the run is over, or something here has failed."""
 
-        def say_state() -> None:
+        def report_state() -> None:
             if engine.model.has_weights:
                 follower.outbox.put(engine.state)
 
@@ -198,7 +180,7 @@ class ShardServer:
             self._obey(engine, follower),
             self._fail(engine, follower),
             self._clock.every(_TICK_S, engine.tick),
-            self._clock.every(_STATE_S, say_state),
+            self._clock.every(_STATE_S, report_state),
         )
         tasks = [asyncio.create_task(item) for item in work]
         try:
@@ -211,13 +193,14 @@ class ShardServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fail(self, engine: Engine, follower: Follower) -> None:
-        """Raises what ends the run here. Of weights that are not finite the coordinator hears on the connection that
-        there is, and ends the run for all; who lost a shard would go back to a snapshot, and come here again."""
+        """Raises the error that ends the run here. The coordinator hears of weights that are not finite on this
+        connection, and ends the run for all. If it lost this shard instead, it would go back to a snapshot, and the run
+        would diverge again."""
         try:
             await _failure_of(engine)
         except DivergedError as error:
             follower.outbox.put(ShardFailed(error.message, error.exit_code, error.fix))
-            await self._clock.sleep(_HEARD_S)  # an End comes meanwhile
+            await self._clock.sleep(_FAILED_S)  # an End comes meanwhile
             raise
 
     async def _obey(self, engine: Engine, follower: Follower) -> None:
@@ -244,12 +227,12 @@ class ShardServer:
         await self._listening.stop(_STOP_S)
         if engine is not None:
             engine.close()
-            if engine.finished.done():  # what has ended the run has been said
+            if engine.finished.done():  # the error has been reported
                 engine.finished.exception()
         self._bus.close()
 
 
 async def _failure_of(engine: Engine) -> None:
-    """Raises what ends the run here and nowhere else; the end of the run on all shards the coordinator says."""
+    """Raises the error that ends the run on this shard alone."""
     await engine.until(lambda: engine.is_broken)
     engine.finished.result()

@@ -1,12 +1,12 @@
-"""The snapshots a shard can begin with: where they lie, which of them are whole, and one of them loaded.
+"""The snapshots that a shard can begin with: where they lie, which of them are whole, and loading one.
 
     DIR/snapshot-...                 of a server that is one process
     DIR/shard-0-of-2/snapshot-...    of two
     DIR/shard-1-of-2/snapshot-...
 
-A moment of a run (run, server incarnation, version) can be gone on from when the snapshots of all its
-shards are whole. A shard needs its own only, where the number of shards is the same; for another number
-every shard puts its share together from all of them, so all must be where it can read them.
+A run can go on from a moment (run, server incarnation, version) when the snapshots of all its shards are whole. With
+the same number of shards, each needs only its own. With another number every shard puts its share together from all
+of them, so it must be able to read them all.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def snapshot_dir(config: Config) -> Path:
     return _shard_dir(Path(config.checkpoint.dir or ""), config.server.shard, config.server.shards)
 
 
-def held_dir(config: Config) -> Path | None:
-    """What this shard must have to itself: the coordinator, who chooses what a run goes on from, the directory of all
-    shards, whatever their number was or is. None where nothing is kept."""
+def locked_dir(config: Config) -> Path | None:
+    """The directory that no other server may use. That of the coordinator, which chooses the snapshot of a run, is the
+    directory of all shards, for any number of them. None where no snapshots are kept."""
     if config.checkpoint.dir is None:
         return None
     return snapshot_dir(config) if config.server.shard else Path(config.checkpoint.dir)
@@ -49,7 +49,7 @@ def _shard_dir(directory: Path, shard: int, num_shards: int) -> Path:
 
 @dataclass
 class _Moment:
-    """What lies in `place` of one moment of a run, which had `num_shards` shards."""
+    """The snapshots in `place` of one moment of a run with `num_shards` shards."""
 
     place: Path
     num_shards: int
@@ -85,10 +85,10 @@ class _Moment:
 
 
 class Available:
-    """What checkpoint.resume says can be gone on from, newest first.
+    """The snapshots that checkpoint.resume names, newest first.
 
-    Nothing stays open or mapped: snapshots are verified by reading them, and only the one that is loaded is held, by
-    whoever has it. Raises CheckpointError where a snapshot was asked for and there is none at all.
+    No file stays open or mapped: snapshots are verified by reading them, and only the loaded one is in memory. Raises
+    CheckpointError where `checkpoint.resume` names a snapshot and there is none at all.
     """
 
     def __init__(self, config: Config) -> None:
@@ -123,7 +123,7 @@ class Available:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of which something is here, whole or not, newest first; of many the newest."""
+        """The versions of all snapshots here, whole or not, newest first; of many the newest."""
         return tuple(sorted({moment.age[1] for moment in self._moments}, reverse=True)[:_MOST_VERSIONS])
 
     def newest(self) -> SnapshotName | None:
@@ -140,8 +140,8 @@ class Available:
         )
 
     def load(self, name: SnapshotName) -> Loaded:
-        """This shard's share of a moment that is whole here. Tensors share memory with the files until the last of
-        them is gone: let go of it once the store has been restored."""
+        """This shard's share of a moment that is whole here. Tensors share memory with the files: drop the snapshot
+        once the store has been restored."""
         moment = next((moment for moment in self._moments if moment.entry.is_whole and moment.entry.name == name), None)
         if moment is None:
             raise CheckpointError(f"there is no whole snapshot of version {name.version} in {self._place}")

@@ -1,16 +1,16 @@
-"""Durable snapshots of a run: written whole, verified before use, the newest good one found.
+"""Durable snapshots of a run: written whole, and verified before they are used.
 
     snapshot-000000001200-3/
         weights.safetensors     by name, as `model.load_state_dict(load_file(path))` takes them
         averaged.safetensors    the Polyak average, if one is kept
-        optimizer.safetensors   `exp_avg/<parameter>` and so on, if the server has an optimizer that remembers
-        state-0.safetensors     what rank 0's script remembers (`session.state`), as its worker sent it
+        optimizer.safetensors   `exp_avg/<parameter>` and so on, if the server's optimizer has a state
         tables.safetensors      `weight/<table>` and the optimizer state of its rows, if the run has tables
-    manifest.json           everything else, with size and SHA-256 of each file above
+        state-0.safetensors     the state of rank 0's script (`session.state`), as its worker sent it
+        manifest.json           everything else, with size and SHA-256 of each file above
         manifest.json.sha256    as `sha256sum -c` takes it
 
-Nothing here knows the store or the event loop: `ps/snapshots/store_state.py` gives and takes the tensors, and
-`write` belongs on a background thread. It waits for the disk and computes hashes with the GIL free.
+This module knows neither the store nor the event loop: `store_state.py` gives and takes the tensors. `write` belongs on
+a background thread: it waits for the disk, and computes hashes with the GIL free.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MANIFEST_HASH = MANIFEST + ".sha256"
 
 
 class Written(NamedTuple):
-    """A snapshot on the disk. `sha256` is that of its weights."""
+    """A snapshot on the disk. `sha256` is the hash of its weights."""
 
     path: Path
     sha256: str
@@ -54,10 +54,10 @@ class Written(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A verified snapshot: of the model that lies here, and of the run's, which is the same in a server of one process.
+    """A verified snapshot: of the part of the model that lies here, and of the run's whole model.
 
-    Tensors share memory with its files, whose space on the disk is free again when the last of them is gone: copy them,
-    never write to them, and let go of them.
+    Tensors share memory with its files, whose space on the disk is free again when the last tensor is gone. So copy
+    them, never write to them, and drop them.
     """
 
     path: Path
@@ -66,38 +66,37 @@ class Loaded(NamedTuple):
     whole: Layout
     whole_optimizer: OptimizerSpec | None
     files: Files
-    states: Mapping[int, bytes] = MappingProxyType({})  # by rank
+    states: Mapping[int, bytes] = MappingProxyType({})  # of scripts, by rank
 
     @property
     def state(self) -> Tensors:
-        """The optimizer's, as `<key>/<parameter>`; empty where nothing is remembered."""
+        """The optimizer's state, as `<key>/<parameter>`; empty where there is none."""
         return self.files.get(OPTIMIZER, {})
 
 
 def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int, bytes] | None = None) -> Written:
-    """Write one snapshot, with what the scripts of ranks remember; when this returns it is on the disk, and a crash at
-    any moment before leaves none.
+    """Write one snapshot, with the states of ranks' scripts. When this returns it is on the disk; a crash at any moment
+    before leaves none.
 
     Raises CheckpointError when there is no space, no permission, or another process writes there, and for numbers that
-    are not finite;
-    older snapshots stay as they were.
+    are not finite. Older snapshots stay as they were.
     """
     try:
         check_finite(layout_of(manifest.tensors, None), files)
     except CheckpointError as error:
-        message = (
-            f"snapshot of version {manifest.version} not written, because no run could resume from it: {error.message}"
-        )
-        raise CheckpointError(message, fix="lower the learning rate; older snapshots are unchanged") from None
+        problem = f"snapshot of version {manifest.version} not written, because no run could resume from it"
+        fix = "lower the learning rate; older snapshots are unchanged"
+        raise CheckpointError(f"{problem}: {error.message}", fix=fix) from None
     final = directory / f"snapshot-{manifest.version:012d}-{manifest.server_incarnation}"
     with writing_to(directory):
         try:
             with new_snapshot(final) as folder:
-                entries = {name: _write_file(folder / name, tensors) for name, tensors in files.items()}
-                kept = {
-                    rank: _write_state(folder / state_file(rank), payload) for rank, payload in (states or {}).items()
-                }
-                _write_manifest(folder, manifest.model_copy(update={"files": entries, "states": kept}))
+                entries = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
+                written = {rank: _write(folder / state_file(rank), data) for rank, data in (states or {}).items()}
+                text = manifest.model_copy(update={"files": entries, "states": written})
+                content = text.model_dump_json(indent=1, by_alias=True).encode()
+                _write(folder / MANIFEST, content)
+                _write(folder / _MANIFEST_HASH, _hash_line(content))
         except (OSError, SafetensorError) as error:  # the library says only in words that the disk is full
             num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             why = error.strerror if isinstance(error, OSError) else str(error)
@@ -105,31 +104,22 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
     return Written(final, entries[WEIGHTS].sha256, sum(entry.num_bytes for entry in entries.values()))
 
 
-def _write_file(path: Path, tensors: Tensors) -> FileEntry:
+def _write_tensors(path: Path, tensors: Tensors) -> FileEntry:
     # The library writes from the tensors' own memory, with the GIL free. It makes files that only the owner may
     # read; whoever may read the directory may read the weights.
     save_file(dict(tensors), path)
     path.chmod(path.parent.stat().st_mode & 0o666)
-    return _written(path)
+    return _synced(path)
 
 
-def _write_state(path: Path, payload: bytes) -> FileEntry:
-    path.write_bytes(payload)
-    return _written(path)
+def _write(path: Path, content: bytes) -> FileEntry:
+    path.write_bytes(content)
+    return _synced(path)
 
 
-def _written(path: Path) -> FileEntry:
+def _synced(path: Path) -> FileEntry:
     sync(path)
     return FileEntry(num_bytes=path.stat().st_size, sha256=sha256_of(path))
-
-
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    # What few runs have is left out elsewhere, so that older versions read those.
-    absent = {"outer"} if manifest.outer is None else None
-    text = manifest.model_dump_json(indent=1, by_alias=True, exclude=absent).encode()
-    for name, content in ((MANIFEST, text), (_MANIFEST_HASH, _hash_line(text))):
-        (folder / name).write_bytes(content)
-        sync(folder / name)
 
 
 def _hash_line(manifest: bytes) -> bytes:
@@ -137,7 +127,7 @@ def _hash_line(manifest: bytes) -> bytes:
 
 
 def load(path: Path, is_verified: bool = False) -> Loaded:
-    """One snapshot, every byte of it verified, unless that was done a moment ago. Raises CheckpointError with what is
+    """Load one snapshot, and verify every byte of it unless that was done a moment ago. CheckpointError says what is
     wrong with it."""
     try:
         manifest = _load_manifest(path)

@@ -1,7 +1,7 @@
-"""Which moment of a run all shards can go on from. Pure: the coordinator decides it from what every shard says it has.
+"""The choice of the snapshot that all shards can go on from. Pure: the coordinator decides from every shard's entries.
 
-A run that has a snapshot anywhere never begins anew by itself: workers would bring weights that are trained already,
-and every sample in them would count twice.
+A run that has a snapshot anywhere never begins anew by itself: its workers would upload weights that are trained
+already, and every sample in them would count twice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _MOST_NAMED = 5
 
 
 class SnapshotName(NamedTuple):
-    """A moment of a run. Of two, the greater was made later: a server that went on from version 900 because 1000 was
-    damaged writes 950 later than the other 1000 was written, and with a higher incarnation."""
+    """A moment of a run. The greater of two was made later: a server that went on from version 900 because 1000 was
+    damaged writes 950 later than the other 1000, and with a higher incarnation."""
 
     server_incarnation: int
     version: int
@@ -26,7 +26,7 @@ class SnapshotName(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A snapshot as a shard finds it. `problem` says what keeps it from being used; empty: it is whole."""
+    """A snapshot as a shard finds it. `problem` is the reason that it cannot be used; empty: it is whole."""
 
     name: SnapshotName
     problem: str = ""
@@ -37,19 +37,20 @@ class Entry(NamedTuple):
         return not self.problem
 
 
-def choose_common(held: Mapping[int, Sequence[Entry]]) -> SnapshotName | None:
-    """The newest moment that every shard has whole; `held` has the entries of each shard by its number.
+def choose_common(by_shard: Mapping[int, Sequence[Entry]]) -> SnapshotName | None:
+    """The newest moment that every shard has whole; `by_shard` has the entries of each shard.
 
     None only where no shard has any snapshot, whole or damaged, or none but the first of a run that has let nobody in:
     then the run begins. Raises CheckpointError that says what each shard has when there are some and none is common,
     UsageError when they are of different runs.
     """
-    common = set.intersection(*({entry.name for entry in entries if entry.is_whole} for entries in held.values()))
+    common = set.intersection(*({entry.name for entry in entries if entry.is_whole} for entries in by_shard.values()))
     if common:
         return max(common)
-    if not any(entry.has_begun for entries in held.values() for entry in entries):
+    if not any(entry.has_begun for entries in by_shard.values() for entry in entries):
         return None
-    runs = {shard: {entry.name.run for entry in entries if entry.is_whole} for shard, entries in sorted(held.items())}
+    shards = sorted(by_shard.items())
+    runs = {shard: {entry.name.run for entry in entries if entry.is_whole} for shard, entries in shards}
     if all(runs.values()) and not set.intersection(*runs.values()):
         kinds = "; ".join(f"shard {shard} of run {', '.join(sorted(of))}" for shard, of in runs.items())
         raise UsageError(
@@ -58,7 +59,7 @@ def choose_common(held: Mapping[int, Sequence[Entry]]) -> SnapshotName | None:
         )
     raise CheckpointError(
         "no snapshot is whole on all shards: "
-        + "; ".join(f"shard {shard} has {_listed(entries)}" for shard, entries in sorted(held.items())),
+        + "; ".join(f"shard {shard} has {_listed(entries)}" for shard, entries in shards),
         fix="put back a copy of what is missing, or begin anew with --resume never",
     )
 

@@ -104,7 +104,7 @@ def drop(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory`, without its leftovers. What goes wrong inside becomes a CheckpointError."""
+    """Hold the lock of `directory`, and remove leftovers. An OSError inside becomes a CheckpointError."""
     try:
         with _locked(directory / ".lock"):
             _remove_leftovers(directory)
@@ -120,8 +120,8 @@ def writing_to(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sole_server(directory: Path | None) -> Iterator[None]:
-    """Be the only server that begins, goes on and writes in `directory` (None: keep nothing), for as long as this
-    process does: CheckpointError, which names it, while another one is."""
+    """Be the only server of `directory` (None: no snapshots) until the end of this process. CheckpointError names
+    another server that is there."""
     with contextlib.ExitStack() as stack:
         if directory is not None:
             try:
@@ -155,7 +155,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def cannot_write(directory: Path, why: str) -> CheckpointError:
-    """The error of a snapshot that was not written: what is free there, and what to do."""
+    """The error for a snapshot that was not written, with the free space there."""
     with contextlib.suppress(OSError):
         why += f" ({shutil.disk_usage(directory).free / 1e6:.1f} MB are free there)"
     return CheckpointError(
@@ -189,7 +189,7 @@ def new_snapshot(final: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """At once for all who look for snapshots, then for good."""
+    """Remove a snapshot: first its name, so that nobody finds a part of it, then its files."""
     shutil.rmtree(path.rename(path.with_name(_REMOVING + path.name)))
 
 

@@ -1,13 +1,13 @@
-"""What a snapshot's manifest.json says, and whether the tensors beside it are what it says.
+"""A snapshot's manifest.json, and whether the tensors beside it are those that it promises.
 
-With the manifest alone a server knows the model, the optimizer and where every rank was. Everything is read strictly:
-a snapshot may come from anywhere, and whatever is wrong with it is one sentence, never a traceback.
+The manifest alone tells a server the model, the optimizer and the position of every rank. Everything is read strictly:
+a snapshot may come from anywhere, and every error in it is one sentence, never a traceback.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, Literal
 
@@ -24,8 +24,8 @@ from ...common.tensors.optimizers import (
     apply_hyperparameters,
     check_hyperparameters,
 )
-from ...common.tensors.tables import make_spec
 from ..core.changes import MOST_LR_SCALE
+from ..tensors.model import check_table
 from .common import RUN_NAME
 
 WEIGHTS: Final = "weights.safetensors"
@@ -39,7 +39,7 @@ Files = Mapping[FileName, Tensors]
 
 
 def state_file(rank: int) -> str:
-    """Of what a rank's script remembers."""
+    """The file of the state of a rank's script."""
     return f"state-{rank}.safetensors"
 
 
@@ -53,7 +53,7 @@ class FileEntry(_Strict):
 
 
 class ShareEntry(_Strict):
-    """Of a server of several shards: which one this is, and the model all of them hold."""
+    """In a snapshot of one of several shards: which shard this is, and the whole model."""
 
     shard: int = Field(ge=0)
     shards: int = Field(ge=2)
@@ -125,12 +125,10 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     """Raises CheckpointError unless `files` hold exactly the tensors that the manifest promises."""
     if WEIGHTS not in files:
         raise CheckpointError(f"it has no {WEIGHTS}")
-    model = {name: spec for spec in layout.specs for name in (spec.name, *spec.aliases)}
+    expected = {name: (DTYPES[spec.dtype], spec.shape) for spec in layout.specs for name in (spec.name, *spec.aliases)}
     for file in (WEIGHTS, AVERAGED):
         if file in files:
-            _check_names(file, model.keys(), files[file].keys())
-            for name, spec in model.items():
-                _check_tensor(file, name, files[file][name], DTYPES[spec.dtype], spec.shape)
+            _check_shapes(file, expected, files[file])
     optimizer, hyperparameters = manifest.outer or manifest.optimizer, manifest.hyperparameters
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
@@ -148,7 +146,7 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
 
 def check_finite(layout: Layout, files: Files) -> None:
     """Raises CheckpointError that names the first tensor with NaN or infinity: no run can go on from it. Frozen tensors
-    may hold such: nothing changes them, and a mask has -inf."""
+    may have them: nothing changes those, and a mask has -inf."""
     trained = {name for spec in layout.specs if spec.kind is not Kind.FROZEN for name in (spec.name, *spec.aliases)}
     for file, tensors in files.items():
         for name, tensor in tensors.items():
@@ -156,19 +154,18 @@ def check_finite(layout: Layout, files: Files) -> None:
                 least, most = tensor.aminmax()  # of a tensor with NaN both are: one pass, and no memory
                 if not (math.isfinite(least) and math.isfinite(most)):
                     wrong = tensor[~torch.isfinite(tensor)]
-                    what = f"{wrong.numel()} of {tensor.numel()} numbers, the first is {wrong[0].item()}"
-                    raise CheckpointError(f"{file}: tensor '{name}' is not finite: {what}", fix=_FIX)
+                    problem = f"{wrong.numel()} of {tensor.numel()} numbers, the first is {wrong[0].item()}"
+                    raise CheckpointError(f"{file}: tensor '{name}' is not finite: {problem}", fix=_FIX)
 
 
 def _check_numbers(optimizer: OptimizerSpec, hyperparameters: tuple[Hyperparameters, ...]) -> None:
-    """As when a worker says them: what torch's class would not begin with, and numbers that nobody means."""
+    """Raises CheckpointError for numbers that torch's class would not begin with, or that are out of any range."""
     try:
         for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
             check_hyperparameters(name, group.hyperparameters)
             check_hyperparameters(name, now)
         for table in optimizer.tables:
-            whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)
-            make_spec(*whole, table.optimizer, table.hyperparameters)
+            check_table(table)
     except ParamServerError as error:
         raise CheckpointError(error.message, fix=_FIX) from None
 
@@ -180,10 +177,19 @@ def check_state(
     scalars: tuple[str, ...],
     state: Tensors,
 ) -> None:
-    """Raises CheckpointError unless the optimizer can go on from `state`."""
-    members = members_of(layout, optimizer)
-    _check_state(members, scalars, state)
-    _try_out(optimizer, hyperparameters, members, scalars, state)
+    """Raises CheckpointError unless the optimizer can go on from `state`: every parameter of a group that has been
+    stepped has the same keys, each of the parameter's shape or, in `scalars`, of one value."""
+    groups, keys = members_of(layout, optimizer), keys_by_name(state)
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for members in groups:
+        stepped = [entry.spec for entry in members if entry.spec.name in keys]
+        for key in keys[stepped[0].name] if stepped else ():
+            first = state[f"{key}/{stepped[0].name}"].dtype
+            for spec in stepped:
+                shape = (first, ()) if key in scalars else (DTYPES[spec.dtype], spec.shape)
+                expected[f"{key}/{spec.name}"] = shape
+    _check_shapes(OPTIMIZER, expected, state)
+    _try_out(optimizer, hyperparameters, groups, scalars, state)
 
 
 def members_of(layout: Layout, optimizer: OptimizerSpec) -> list[list[Entry]]:
@@ -193,8 +199,7 @@ def members_of(layout: Layout, optimizer: OptimizerSpec) -> list[list[Entry]]:
 
 
 def keys_by_name(state: Tensors) -> dict[str, frozenset[str]]:
-    """What the optimizer state of each tensor that has some consists of, e.g. exp_avg, exp_avg_sq, step; `state` is
-    `<key>/<parameter>`."""
+    """The keys of each tensor's optimizer state, such as exp_avg, exp_avg_sq, step; `state` has `<key>/<parameter>`."""
     found: dict[str, set[str]] = {}
     for full in state:
         key, _, name = full.partition("/")
@@ -202,34 +207,16 @@ def keys_by_name(state: Tensors) -> dict[str, frozenset[str]]:
     return {name: frozenset(keys) for name, keys in found.items()}
 
 
-def _check_state(groups: list[list[Entry]], scalars: tuple[str, ...], state: Tensors) -> None:
-    """Every parameter of a group that has been stepped has the same state, of its own shape or one value."""
-    expected, keys = {}, keys_by_name(state)
-    for members in groups:
-        stepped = [entry.spec for entry in members if entry.spec.name in keys]
-        expected.update(
-            {f"{key}/{spec.name}": (key, stepped[0], spec) for spec in stepped for key in keys[stepped[0].name]}
-        )
-    _check_names(OPTIMIZER, expected.keys(), state.keys())
-    for name, (key, first, spec) in expected.items():
-        if key in scalars:
-            _check_tensor(OPTIMIZER, name, state[name], state[f"{key}/{first.name}"].dtype, ())
-        else:
-            _check_tensor(OPTIMIZER, name, state[name], DTYPES[spec.dtype], spec.shape)
-
-
-def _check_names(file: str, expected: Set[str], got: Set[str]) -> None:
-    for name in sorted(expected - got):
+def _check_shapes(file: str, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], got: Tensors) -> None:
+    """Raises CheckpointError unless these are exactly the tensors of a file, with their dtypes and shapes."""
+    for name in sorted(expected.keys() - got.keys()):
         raise CheckpointError(f"{file} has no tensor '{name}'")
-    for name in sorted(got - expected):
+    for name in sorted(got.keys() - expected.keys()):
         raise CheckpointError(f"{file} has a tensor '{name}' that the manifest does not know")
-
-
-def _check_tensor(file: str, name: str, got: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if (got.dtype, tuple(got.shape)) != (dtype, shape):
-        raise CheckpointError(
-            f"{file}: tensor '{name}' is {got.dtype} {list(got.shape)}, the manifest says {dtype} {list(shape)}"
-        )
+    for name, (dtype, shape) in expected.items():
+        if (got[name].dtype, tuple(got[name].shape)) != (dtype, shape):
+            found = f"{got[name].dtype} {list(got[name].shape)}, the manifest says {dtype} {list(shape)}"
+            raise CheckpointError(f"{file}: tensor '{name}' is {found}")
 
 
 def _try_out(
@@ -239,28 +226,24 @@ def _try_out(
     scalars: tuple[str, ...],
     state: Tensors,
 ) -> None:
-    """Go on from the snapshot for one step of the optimizer with one number in each group, in the way a store would."""
+    """Take one step from the snapshot with one number in each group, in the way a store would."""
     for group, now in zip(optimizer.groups, hyperparameters, strict=True):
         for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
             raise CheckpointError(f"'{key}' is no hyperparameter")
     numbers, keys = [torch.nn.Parameter(torch.zeros(1)) for _ in groups], keys_by_name(state)
+    of_groups = zip(numbers, optimizer.groups, strict=True)
     try:
-        tried = JointOptimizer(
-            optimizer.classes,
-            [
-                {"params": [number], **group.hyperparameters}
-                for number, group in zip(numbers, optimizer.groups, strict=True)
-            ],
+        trial = JointOptimizer(
+            optimizer.classes, [{"params": [number], **group.hyperparameters} for number, group in of_groups]
         )
-        for number, torch_group, now, members in zip(numbers, tried.param_groups, hyperparameters, groups, strict=True):
+        for number, torch_group, now, members in zip(numbers, trial.param_groups, hyperparameters, groups, strict=True):
             apply_hyperparameters(torch_group, now)
             number.grad = torch.ones(1)
             name = next((entry.spec.name for entry in members if entry.spec.name in keys), "")
-            found = {
-                key: state[f"{key}/{name}"].clone() if key in scalars else torch.zeros(1) for key in keys.get(name, ())
-            }
-            if found:
-                tried.state[number] = found
-        tried.step()
-    except Exception as error:  # torch's classes fail in their own ways on what they do not expect
+            if name:
+                trial.state[number] = {
+                    key: state[f"{key}/{name}"].clone() if key in scalars else torch.zeros(1) for key in keys[name]
+                }
+        trial.step()
+    except Exception as error:  # torch's classes fail in their own ways on an unexpected state
         raise CheckpointError(f"optimizer {optimizer.name} cannot go on from it: {error!r}") from None

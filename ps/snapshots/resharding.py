@@ -1,4 +1,4 @@
-"""Snapshots of a run of some number of shards, for another number: each share put together from all the old ones."""
+"""Snapshots of a run for another number of shards: each share is put together from all the old ones."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
 
 
 def put_together(files: Sequence[Tensors], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
-    """The tensors of `share` that there are, cut and joined from those that the shards there were have in `files`."""
-    held = {name: tensor for file in files for name, tensor in file.items()}
+    """The tensors of `share`, cut and joined from the `files` of the shards in `before`; missing ones are left out."""
+    by_name = {name: tensor for file in files for name, tensor in file.items()}
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}  # of each tensor: first row, and rows
     for part in (part for share in before for part in share.parts):
-        if part.name in held:
-            pieces.setdefault(part.spec.name, []).append((part.first, held[part.name]))
+        if part.name in by_name:
+            pieces.setdefault(part.spec.name, []).append((part.first, by_name[part.name]))
     found: dict[str, torch.Tensor] = {}
     for part in share.parts:
-        if part.name in held:
-            found[part.name] = held[part.name]
+        if part.name in by_name:
+            found[part.name] = by_name[part.name]
         elif part.spec.name in pieces:
             rows = [rows[max(0, part.first - at) : max(0, part.end - at)] for at, rows in pieces[part.spec.name]]
             found[part.name] = torch.cat(rows)
@@ -53,18 +53,18 @@ def put_together(files: Sequence[Tensors], before: list[Share], share: Share) ->
 
 
 def _tables_together(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> dict[str, torch.Tensor]:
-    """The rows of `tables`, and their state, from those that the shards there were have in `files`."""
+    """The rows of `tables`, and their state, from the files of the old shards."""
     found: dict[str, torch.Tensor] = {}
     for table in tables:
         before = [table.part(number, len(files)) for number in range(len(files))]
         for full in (full for full in files[0] if full.partition("/")[2] == table.name):
-            held = [file[full] for file in files]
+            tensors = [file[full] for file in files]
             rows = [
                 tensor[max(0, table.first - part.first) : max(0, table.end - part.first)]
-                for tensor, part in zip(held, before, strict=True)
+                for tensor, part in zip(tensors, before, strict=True)
                 if tensor.dim()
             ]
-            found[full] = torch.cat(rows) if rows else held[0]
+            found[full] = torch.cat(rows) if rows else tensors[0]
     return found
 
 
@@ -75,11 +75,13 @@ def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> d
         key, _, name = full.partition("/")
         by_key.setdefault(key, {})[name] = tensor
     found: dict[str, torch.Tensor] = {}
-    for key, held in by_key.items():
+    for key, tensors in by_key.items():
         if key in parts[0].manifest.scalars:
-            values = {part.spec.name: held[part.name] for share in before for part in share.parts if part.name in held}
+            values = {
+                part.spec.name: tensors[part.name] for share in before for part in share.parts if part.name in tensors
+            }
             here = {part.name: values[part.spec.name].clone() for part in share.parts if part.spec.name in values}
         else:
-            here = put_together([held], before, share)
+            here = put_together([tensors], before, share)
         found |= {f"{key}/{name}": tensor for name, tensor in here.items()}
     return found

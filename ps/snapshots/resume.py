@@ -1,4 +1,4 @@
-"""Going on from a snapshot: the model as it was, and a server incarnation that no other start of the run has had."""
+"""A run resumes from a snapshot: the model as it was, and a server incarnation that no other start has had."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAVED = {"mode", "run", "server_incarnation", "version", "policy", "contributio
 def resume_model(config: Config, available: Available, name: SnapshotName, model: Model) -> dict[str, Any]:
     """Give a model that has not begun the weights and the optimizer state of a snapshot.
 
-    Returns what was saved beside the tensors, `_SAVED` and `states`. Nothing of the files is held on to. Raises
+    Returns the fields that were saved beside the tensors, `_SAVED` and `states`. No file stays mapped. Raises
     CheckpointError for a snapshot that this run cannot go on from.
     """
     loaded = available.load(name)

@@ -1,11 +1,11 @@
-"""Snapshots of a run while it trains: the way of one to the disk.
+"""Snapshots of a run while it trains: a snapshot's way to the disk.
 
     take(saved) ──> the store is copied, after all tensor work before, on the tensor thread
                     files are written, hashed and synced on a thread of low priority
 
-What is not tensors (`saved`) is copied by the caller, at the same place between two commits, so the table of
-contributions says exactly what the weights hold. Training waits for the copy of the store and for nothing else. What
-fails is an alarm, not an end. When one is taken, and which one is on all shards, is the run's to say.
+The caller copies all else (`saved`) at the same point between two commits, so the table of contributions says exactly
+what the weights hold. Training waits only for the copy of the store. A failure raises an alarm and ends nothing. The
+run decides when a snapshot is taken, and which one is on all shards.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Snapshots:
     def take(
         self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes] | None = None
     ) -> None:
-        """Begin one; `done` is called when it is on the disk, with its version, or given up with an alarm, with
-        `least_common`: the least of what all shards say is the newest that all of them have.
+        """Begin one. `done` is called when it is on the disk, with its version, or when it has failed, with
+        `least_common`. The least version that the shards report is the newest that all of them have.
 
         `saved` are fields of the manifest: run, server_incarnation, policy, steps (which count contributions),
-        num_joins, training. `states` by rank: what scripts remember.
+        num_joins, training. `states` are those of scripts, by rank.
         """
         into, self._captured = self._captured, None
         copied = self._tensors.run(partial(capture, self._model.store, into))
@@ -82,17 +82,16 @@ class Snapshots:
         copied: asyncio.Future[Captured],
         done: Callable[[int], object],
     ) -> None:
-        """Once the store is copied, the rest is slow and in nobody's way."""
+        """Write the copy of the store once it is made, which keeps nobody waiting."""
         try:
             captured = await copied
             began = time.monotonic()
             try:
-                written = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._write, saved, states, captured
-                )
+                write_it = partial(self._write, saved, states, captured)
+                written = await asyncio.get_running_loop().run_in_executor(self._thread, write_it)
             finally:
                 self._captured = captured
-        except Exception as error:  # the older ones stay; whoever waits for this one goes on without
+        except Exception as error:  # older snapshots stay; the run goes on without this one
             why = error if isinstance(error, ParamServerError) else CheckpointError(f"{type(error).__name__}: {error}")
             log.error("snapshot_failed", reason=why.message, fix=why.fix, durable=self.least_common)
             done(self.least_common)
@@ -115,16 +114,9 @@ class Snapshots:
                 shard=server.shard, shards=server.shards, tensors=model.whole.specs, optimizer=model.whole_optimizer
             )
         manifest = manifest_of(
-            captured,
-            model.layout,
-            model.optimizer,
-            outer=model.outer,
-            **saved,
-            mode=run.mode,
-            seed=run.seed,
-            share=share,
-            paramserver_version=PROGRAM_VERSION,
-        )
+            captured, model.layout, model.optimizer, outer=model.outer, **saved, mode=run.mode, seed=run.seed,
+            share=share, paramserver_version=PROGRAM_VERSION,
+        )  # fmt: skip
         written = write(self._directory, manifest, tensors_of(captured, model.layout, model.running), states)
         self._not_common = written.path
         return written
@@ -135,28 +127,29 @@ class Snapshots:
         if self._taken is not None and self._taken.version == least_common:
             self._tell(self._taken)
         self._taken = None
-        self._thread.submit(self._prune, least_common)
+        self._thread.submit(self._remove, "prune_failed", partial(self._prune, least_common))
 
     def _prune(self, least_common: int) -> None:
         if self._not_common is not None and age_of(self._not_common)[1] == least_common:
             self._not_common = None
-        try:
-            mark_begun(self._directory)
-            prune(self._directory, self._config.checkpoint.keep, least_common)
-        except CheckpointError as error:
-            log.error("prune_failed", reason=error.message, fix=error.fix)
+        mark_begun(self._directory)
+        prune(self._directory, self._config.checkpoint.keep, least_common)
 
     def drop(self) -> None:
-        """The shards differ, nobody knows since when: what is not on all of them goes, also what is on its way."""
+        """The shards differ, nobody knows since when: drop the snapshot that is not on all of them, and any that is
+        being written."""
         self._is_dropped = True
-        self._thread.submit(self._drop)
+        self._thread.submit(self._remove, "drop_failed", self._drop)
 
     def _drop(self) -> None:
+        if self._not_common is not None:
+            drop(self._not_common)
+
+    def _remove(self, failed: str, work: Callable[[], None]) -> None:
         try:
-            if self._not_common is not None:
-                drop(self._not_common)
+            work()
         except CheckpointError as error:
-            log.error("drop_failed", reason=error.message, fix=error.fix)
+            log.error(failed, reason=error.message, fix=error.fix)
 
     def close(self) -> None:
         """Returns when everything that was begun is on the disk."""

@@ -49,8 +49,8 @@ class Captured:
 def capture(store: Store, into: Captured | None = None) -> Captured:
     """A copy of everything that commits change.
 
-    `into` is an earlier one of the same store that nobody needs any more: its memory is used again,
-    since touching new memory takes several times longer than the copy.
+    `into` is an earlier copy of the same store that nobody needs any more. Its memory is used again, since touching new
+    memory takes several times longer than the copy.
     """
     payloads: dict[FileName, torch.Tensor] = {WEIGHTS: store.weights}
     if store.averaged is not None:
@@ -69,24 +69,22 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
 
 def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None) -> Files:
     """The tensors of each file of a snapshot, by name; they share `captured`'s memory, but for aliases."""
-    files: dict[FileName, Tensors] = {}
-    for file, payload in captured.payloads.items():
-        files[file] = {
+    files: dict[FileName, Tensors] = {
+        file: {
             name: tensor if name == spec.name else tensor.clone()  # safetensors has no two names for one tensor
             for spec, tensor in layout.views(payload)
             for name in (spec.name, *spec.aliases)
         }
+        for file, payload in captured.payloads.items()
+    }
     if captured.optimizer is not None and optimizer is not None:
-        state = _state_tensors(layout, optimizer, captured.optimizer)
-        if state:
-            files[OPTIMIZER] = state
-    if captured.tables:
-        files[TABLES] = captured.tables
-    return files
+        files[OPTIMIZER] = _state_tensors(layout, optimizer, captured.optimizer)
+    files[TABLES] = captured.tables
+    return {file: tensors for file, tensors in files.items() if tensors}
 
 
-def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **facts: Any) -> Manifest:
-    """The manifest of a snapshot; `facts` are its other fields: outer, run, server_incarnation, mode, policy, steps
+def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **fields: Any) -> Manifest:
+    """The manifest of a snapshot. `fields` are its other fields: outer, run, server_incarnation, mode, policy, steps
     (which count contributions), num_joins, training, seed, share, paramserver_version."""
     groups = captured.optimizer.groups if captured.optimizer is not None else []
     return Manifest(
@@ -95,22 +93,23 @@ def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | N
         optimizer=optimizer,
         hyperparameters=tuple(group.hyperparameters for group in groups) or None,
         scalars=tuple(sorted({key for group in groups for tensor in group.tensors.values() for key in tensor.scalars})),
-        **facts,
+        **fields,
     )
 
 
 def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerState) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    """The optimizer's state as `<key>/<parameter>`."""
+    tensors: dict[str, torch.Tensor] = {}
     for members, group in zip(members_of(layout, optimizer), state.groups, strict=True):
         for entry in members:
             keys, scalars = group.tensors[entry.spec.name]
-            found |= {f"{key}/{entry.spec.name}": entry.view(state.payloads[key]) for key in keys}
-            found |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
-    return found
+            tensors |= {f"{key}/{entry.spec.name}": entry.view(state.payloads[key]) for key in keys}
+            tensors |= {f"{key}/{entry.spec.name}": value.clone() for key, value in scalars.items()}
+    return tensors
 
 
 def optimizer_tensors(model: Model) -> tuple[int, dict[str, torch.Tensor]]:
-    """The version, and what the optimizer here remembers at it, as `<key>/<parameter>`; copies."""
+    """The version, and the state of the optimizer here at it, as `<key>/<parameter>`; copies."""
     store, layout, optimizer = model.store, model.layout, model.running
     if store.optimizer is None or layout is None or optimizer is None:
         return store.version, {}
@@ -118,8 +117,8 @@ def optimizer_tensors(model: Model) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def read_optimizer(model: Model, payload: bytes) -> OptimizerState | None:
-    """What a worker's optimizer remembers, from such tensors in a safetensors file; None where it cannot be kept
-    here. CheckpointError for what is no state of it."""
+    """The state of a worker's optimizer, from a safetensors file of such tensors; None where it cannot be kept here.
+    CheckpointError for a state that this optimizer cannot have."""
     layout, optimizer = model.layout, model.running
     if layout is None or optimizer is None:
         return None
@@ -127,50 +126,50 @@ def read_optimizer(model: Model, payload: bytes) -> OptimizerState | None:
         tensors = load(payload)
     except SafetensorError as error:
         raise CheckpointError(f"no safetensors file: {error}") from None
+    keys = {full.partition("/")[0] for full in tensors}
+    # In a model whose parameters are all of one value, only "step" is told from elementwise state.
+    has_shapes = any(entry.spec.shape for group in members_of(layout, optimizer) for entry in group)
+    large = {full.partition("/")[0] for full, tensor in tensors.items() if tensor.dim()}
+    scalars = tuple(sorted(key for key in keys - large if key == "step" or has_shapes))
     hyperparameters = tuple(group.hyperparameters for group in optimizer.groups)
-    of_one: dict[str, bool] = {}  # by key: whether it is one value of every parameter
-    for full, tensor in tensors.items():
-        key, _, _ = full.partition("/")
-        of_one[key] = of_one.get(key, True) and tensor.dim() == 0
-    are_all_one = not any(entry.spec.shape for group in members_of(layout, optimizer) for entry in group)
-    scalars = tuple(sorted(key for key, is_one in of_one.items() if is_one and (key == "step" or not are_all_one)))
     check_state(layout, optimizer, hyperparameters, scalars, tensors)
-    return _state_from(tensors, scalars, layout, optimizer, [{} for _ in hyperparameters])  # those are told beside
+    # The hyperparameters come with the contribution.
+    return _state_from(tensors, scalars, layout, optimizer, [{} for _ in hyperparameters])
 
 
 def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
     """Make `store`, built from the layout and the optimizer that were loaded, what it was when it was captured.
 
-    Where the run has changed its mode, there may be an optimizer without state or state without an optimizer: the one
-    starts fresh, the other is left out; so with the Polyak average, which starts at the weights; and nothing of the
-    workers' optimizer is taken for an outer one (`is_outer`: the store has such), or the other way round. Raises
-    CheckpointError for another model or optimizer.
+    Where the run has changed its mode, an optimizer without state starts fresh, and state without an optimizer is left
+    out. A missing Polyak average starts at the weights. The state of the workers' optimizer is not given to an outer
+    one (`is_outer`: the store has an outer optimizer), or the other way round. Raises CheckpointError for another model
+    or optimizer.
     """
-    differences = loaded.layout.differences(store.layout)
-    if differences:
+    if differences := loaded.layout.differences(store.layout):
         raise CheckpointError(f"snapshot {loaded.path} is of another model: " + "; ".join(differences))
-    weights = loaded.files[WEIGHTS]
+    manifest, weights = loaded.manifest, loaded.files[WEIGHTS]
     _fill(store.layout, store.weights, weights)
     if store.averaged is not None:
         _fill(store.layout, store.averaged, loaded.files.get(AVERAGED, weights))
-    outer = loaded.manifest.outer
-    is_same_kind = is_outer == (outer is not None)
-    if store.optimizer is not None and loaded.manifest.hyperparameters is not None and is_same_kind:
+    is_same_kind = is_outer == (manifest.outer is not None)
+    if store.optimizer is not None and manifest.hyperparameters is not None and is_same_kind:
         name, groups = store.optimizer.name, store.optimizer.torch.param_groups
-        spec = outer or loaded.manifest.optimizer
+        spec = manifest.outer or manifest.optimizer
         if spec is None or spec.name.lower() != name.lower() or len(spec.groups) != len(groups):
             raise CheckpointError(
                 f"snapshot {loaded.path} has the state of {spec.name if spec else 'no optimizer'}, the run uses {name}",
                 fix="resume with the optimizer the run was started with"
                 + (", and with policy.outer_delay or without it as it was" if is_outer else ""),
             )
-        store.optimizer.set_state(_state_of(loaded, spec))
+        store.optimizer.set_state(
+            _state_from(loaded.state, manifest.scalars, loaded.layout, spec, manifest.hyperparameters)
+        )
     if store.tables is not None:
         try:
             store.tables.set_state(loaded.files.get(TABLES, {}))
         except ValueError as error:
             raise CheckpointError(f"snapshot {loaded.path}: {TABLES}: {error}") from None
-    store.version = loaded.manifest.version
+    store.version = manifest.version
 
 
 def _fill(layout: Layout, payload: torch.Tensor, tensors: Tensors) -> None:
@@ -178,29 +177,23 @@ def _fill(layout: Layout, payload: torch.Tensor, tensors: Tensors) -> None:
         view.copy_(tensors[spec.name])
 
 
-def _state_of(loaded: Loaded, spec: OptimizerSpec) -> OptimizerState:
-    manifest = loaded.manifest
-    return _state_from(loaded.state, manifest.scalars, loaded.layout, spec, manifest.hyperparameters or ())
-
-
 def _state_from(
     tensors: Tensors,
-    of_one: Sequence[str],
+    scalars: Sequence[str],
     layout: Layout,
     spec: OptimizerSpec,
     hyperparameters_now: Sequence[Hyperparameters],
 ) -> OptimizerState:
-    """The optimizer's state as payloads again; `of_one`: keys with one value for a parameter."""
-    scalars, state = set(of_one), OptimizerState()
-    groups = zip(members_of(layout, spec), hyperparameters_now, strict=True)
-    keys = keys_by_name(tensors)
-    for members, hyperparameters in groups:
+    """The optimizer's state as payloads again; `scalars` are the keys with one value for a parameter."""
+    state, keys = OptimizerState(), keys_by_name(tensors)
+    for members, hyperparameters in zip(members_of(layout, spec), hyperparameters_now, strict=True):
         group = GroupState(dict(hyperparameters), {})
         state.groups.append(group)
         for entry in members:
-            name, found = entry.spec.name, keys.get(entry.spec.name, frozenset())
-            values = {key: tensors[f"{key}/{name}"] for key in found & scalars}
-            group.tensors[name] = TensorState(found - scalars, values)
-            for key in found - scalars:
+            name = entry.spec.name
+            found = keys.get(name, frozenset())
+            values = {key: tensors[f"{key}/{name}"] for key in found.intersection(scalars)}
+            group.tensors[name] = TensorState(found.difference(scalars), values)
+            for key in found.difference(scalars):
                 entry.view(state.payload(key, layout)).copy_(tensors[f"{key}/{name}"])
     return state

@@ -1,13 +1,14 @@
 """Torch optimizers over flat weights, stepped window by window.
 
-Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of windows. Right for
-optimizers that treat every element by itself, which `common/tensors/optimizers.py` tries out for each class. A window's
-gradient, weights and state pass through the cache once, and it can be read while the next one is stepped. Tensors that
-torch would have skipped for want of a gradient become flat parameters of their own when that first happens.
+Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of windows. This is
+right for optimizers that treat every element by itself, which `common/tensors/optimizers.py` tests for each class. A
+window's gradient, weights and state pass through the cache once, and it can be read while the next one is stepped.
+Tensors that torch would skip, because they have no gradient, become flat parameters of their own when that first
+happens.
 
-Torch's fused kernels step up to 64 bytes at a time, and by scalar code the elements that are left over. The two round
-differently in SGD with momentum and in Adam, so bits would depend on where a flat parameter ends: on the number of
-shards. What the runs of a window have beyond whole lines of 64 bytes is therefore copied into one parameter, which is
+Torch's fused kernels step up to 64 bytes at a time, and use scalar code for the elements that are left over. The two
+round differently in SGD with momentum and in Adam, so bits would depend on where a flat parameter ends: on the number
+of shards. So the elements of a window's runs beyond whole lines of 64 bytes are copied into one parameter, which is
 filled up with zeros to whole lines.
 """
 
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -39,15 +40,15 @@ from .windows import Window
 
 
 class TensorState(NamedTuple):
-    """What is remembered of one tensor: `keys` say of which state it has a value for each element (exp_avg), `scalars`
-    hold the rest (step), 0-dim. Nothing before its first step."""
+    """The state of one tensor: `keys` name the state with a value for each element (exp_avg), `scalars` have the rest
+    (step), 0-dim. Both are empty before its first step."""
 
     keys: frozenset[str] = frozenset()
     scalars: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class GroupState(NamedTuple):
-    """Of one parameter group; `tensors` by name."""
+    """The state of one parameter group; `tensors` by name."""
 
     hyperparameters: Hyperparameters
     tensors: dict[str, TensorState]
@@ -55,45 +56,45 @@ class GroupState(NamedTuple):
 
 @dataclass
 class OptimizerState:
-    """What an optimizer remembers, independent of windows. Elementwise state lies in `payloads` by key, uint8
-    [layout.parameter_bytes], where the weights have their element."""
+    """An optimizer's state, independent of windows. Elementwise state lies in `payloads` by key, uint8
+    [layout.parameter_bytes], at the offset of its weight."""
 
     groups: list[GroupState] = field(default_factory=list)
     payloads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def payload(self, key: str, layout: Layout) -> torch.Tensor:
-        """The payload of `key`; a new one holds anything."""
+        """The payload of `key`; a new one is uninitialized."""
         if key not in self.payloads:
             self.payloads[key] = torch.empty(layout.parameter_bytes, dtype=torch.uint8)
         return self.payloads[key]
 
 
 class _Flat:
-    """A parameter of the optimizer: a run of weights. Its tensors have always been stepped together, as have those of
+    """A parameter of the optimizer: a run of weights. Its tensors have always been stepped together. So have those of
     all flats of a window and group with the same `history`."""
 
     def __init__(self, run: FlatRun, weights: torch.Tensor, tensors: list[Entry], history: int) -> None:
         self.tensors, self.history = tensors, history
         self._run = run
-        self.parameter = torch.nn.Parameter(run.view(weights), requires_grad=False)  # nobody asks for its gradient
+        self.parameter = torch.nn.Parameter(run.view(weights), requires_grad=False)  # autograd is not used
 
     def move(self, weights: torch.Tensor) -> None:
         """The weights lie in this payload from now on."""
         self.parameter.data = self._run.view(weights)
 
     def prepare(self, gradient: torch.Tensor, view: View) -> torch.Tensor:
-        """What to step along, [n] of the payload `gradient`; the parameter has its weights then."""
+        """Load the weights into the parameter; returns its part of the payload `gradient`, [n]."""
         return view(self._run, gradient)
 
     def finish(self) -> None:
-        """The parameter was stepped: so are the weights."""
+        """The parameter was stepped: store the weights."""
 
     def read(self, payload: torch.Tensor) -> torch.Tensor:
-        """What a payload holds for each element of the parameter; shares memory where it can."""
+        """The values in a payload for each element of the parameter; shares memory where it can."""
         return self._run.view(payload)
 
     def write(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Back."""
+        """Store such values in a payload."""
         self._run.view(payload).copy_(values)
 
 
@@ -172,7 +173,7 @@ class FlatOptimizer:
         self._is_parted = False  # some flats have missed steps that others took
 
     def _build(self, index: int, group: int, entries: list[Entry], history: int = 0) -> Iterator[_Flat]:
-        """The flats of what lies in a window of these tensors of a group, in the order of a payload."""
+        """The flats of the part of these tensors of a group that lies in a window, in the order of a payload."""
         start, end = self._ranges[index]
         weights = self._weights[index]
         ends: defaultdict[torch.dtype, list[FlatRun]] = defaultdict(list)
@@ -191,32 +192,24 @@ class FlatOptimizer:
             tensors = [entry for run in runs for entry in _lying_in(run.offset, run.end, entries)]
             yield _Lines(runs, weights, tensors, history)
 
-    def set_hyperparameters(self, groups: list[Hyperparameters]) -> None:
+    def set_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
         for group, values in zip(self.torch.param_groups, groups, strict=False):
             apply_hyperparameters(group, values)
 
-    def late(self, lr_scale: float, momentum_among: int) -> AbstractContextManager[None]:
-        """Steps taken inside are with every group's learning rate times `lr_scale`, 0 or more, and what is left of its
-        momentum, where it has one, among so many workers that step one by one."""
-        if lr_scale == 1.0 and (
-            momentum_among == 1 or not any(param_group.get("momentum") for param_group in self.torch.param_groups)
-        ):
-            return nullcontext()
-        return self._late(lr_scale, momentum_among)
-
     @contextmanager
-    def _late(self, lr_scale: float, momentum_among: int) -> Iterator[None]:
+    def late(self, lr_scale: float, momentum_among: int) -> Iterator[None]:
+        """Step inside with every group's learning rate times `lr_scale`, 0 or more, and with the part of its momentum
+        that is left where so many workers step one by one."""
         groups = self.torch.param_groups
-        told = [(group["lr"], group.get("momentum")) for group in groups]
-        for group, (rate, momentum) in zip(groups, told, strict=True):
-            group["lr"] = rate * lr_scale
-            if momentum:
-                group["momentum"] = momentum_left(momentum, momentum_among)
+        before = [{key: group[key] for key in ("lr", "momentum") if group.get(key)} for group in groups]
+        for group, values in zip(groups, before, strict=True):
+            if lr_scale != 1.0:
+                group["lr"] = group["lr"] * lr_scale
+            if momentum_among != 1 and "momentum" in values:
+                group["momentum"] = momentum_left(values["momentum"], momentum_among)
         yield
-        for group, (rate, momentum) in zip(groups, told, strict=True):  # a failed step leaves no state to go on with
-            group["lr"] = rate
-            if momentum:
-                group["momentum"] = momentum
+        for group, values in zip(groups, before, strict=True):  # a failed step leaves no state to go on with
+            group.update(values)
 
     def move(self, index: int, weights: torch.Tensor) -> None:
         """Step window `index` in other memory from now on, which must hold the same weights."""
@@ -247,7 +240,7 @@ class FlatOptimizer:
             flat.parameter.grad = None  # its memory is used again
 
     def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor, view: View) -> bool:
-        """By their kernels, if all groups have one and all that it needs is remembered; False, and nothing is done."""
+        """Step by the groups' kernels, if all have one and the state that it needs; False, and nothing is done."""
         if gradient.numel() < self._layout.exchange_bytes:  # a kernel would read beyond; torch says what is wrong
             return False
         steps = []
@@ -266,7 +259,7 @@ class FlatOptimizer:
         return True
 
     def _step_those(self, window: list[list[_Flat]], has_state: bool | None) -> None:
-        """Those of a window that have been stepped before, or have not; None: all."""
+        """Step the flats of a window that have a state, or those that have none; None: all."""
         if len(self._windows) > 1 or has_state is not None:
             state = self.torch.state
             for group, flats in zip(self.torch.param_groups, window, strict=True):
@@ -276,8 +269,8 @@ class FlatOptimizer:
         self.torch.step()
 
     def _part(self, index: int, group: int, kind: Callable[[str], Hashable]) -> None:
-        """From now on tensors of different `kind` are not stepped as one: the flats of a window's group are made anew,
-        with the state that they have."""
+        """Make the flats of a window's group anew, with their state, so that tensors of different `kind` are in
+        different flats."""
         flats = self._windows[index][group]
         members: dict[tuple[int, Hashable], dict[str, Entry]] = {}
         for flat in flats:
@@ -285,9 +278,9 @@ class FlatOptimizer:
                 members.setdefault((flat.history, kind(entry.spec.name)), {})[entry.spec.name] = entry
         if len(members) == len({flat.history for flat in flats}):
             return
-        remembered = OptimizerState([GroupState({}, {})])
+        copied = OptimizerState([GroupState({}, {})])
         for flat in flats:
-            self._copy(flat, remembered)
+            self._copy(flat, copied)
             self.torch.state.pop(flat.parameter, None)
         self._windows[index][group] = [
             flat
@@ -295,11 +288,11 @@ class FlatOptimizer:
             for flat in self._build(index, group, sorted(entries.values(), key=_offset), history)
         ]
         for flat in self._windows[index][group]:
-            self._restore(flat, remembered, remembered.groups[0], is_copied=True)
+            self._restore(flat, copied, copied.groups[0], is_copied=True)
         self._is_parted = True
 
     def state(self, into: OptimizerState | None = None) -> OptimizerState:
-        """A copy of what is remembered, in the memory of an earlier copy when one is given."""
+        """A copy of the state, in the memory of an earlier copy when one is given."""
         state = OptimizerState(payloads=into.payloads if into is not None else {})
         for index, torch_group in enumerate(self.torch.param_groups):
             group = GroupState(current_hyperparameters(torch_group), {})
@@ -309,7 +302,7 @@ class FlatOptimizer:
         return state
 
     def _copy(self, flat: _Flat, state: OptimizerState) -> None:
-        """What is remembered of a flat, to the last group of `state`, its elementwise part to the payloads."""
+        """Copy the state of a flat to the last group of `state`, its elementwise part to the payloads."""
         keys, scalars = [], {}
         for key, value in self.torch.state.get(flat.parameter, {}).items():
             if value is None:
@@ -339,7 +332,7 @@ class FlatOptimizer:
                 self._restore(flat, state, group)
 
     def _restore(self, flat: _Flat, state: OptimizerState, group: GroupState, is_copied: bool = False) -> None:
-        """Go on with what `state` has of a flat, in its memory unless it `is_copied`."""
+        """Go on with the state of a flat, in the memory of `state` unless it `is_copied`."""
         keys, scalars = group.tensors.get(flat.tensors[0].spec.name, TensorState())
         if not keys and not scalars:  # before the first step what the constructor made is right
             return
@@ -359,8 +352,8 @@ class FlatOptimizer:
 
 
 def _has_lines(cls: str, hyperparameters: Hyperparameters) -> bool:
-    """Whether the two ways of a class round differently. Those of SGD without momentum are equal: such a run is spared
-    two copies a step, and a momentum that somebody sets later is not looked for."""
+    """Whether the fused kernel and the scalar code of a class round differently. In SGD without momentum they do not,
+    which saves two copies a step. A momentum that is set later is ignored here."""
     return has_fused(cls) and (cls.lower() != "sgd" or bool(hyperparameters.get("momentum")))
 
 
@@ -369,6 +362,6 @@ def _offset(entry: Entry) -> int:
 
 
 def _lying_in(start: int, end: int, entries: list[Entry]) -> list[Entry]:
-    """Of tensors in the order of a payload, those that have something in bytes [start, end)."""
+    """The tensors with elements in bytes [start, end), of tensors in the order of a payload."""
     first = bisect_right(entries, start, key=lambda entry: entry.end)
     return entries[first : bisect_left(entries, end, key=_offset)]

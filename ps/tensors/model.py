@@ -1,4 +1,4 @@
-"""What a run holds: the layout and the optimizer that all workers agree on, the store, and its memory."""
+"""A run's model: the layout and the optimizer that all workers agree on, the store, and memory for versions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ...common.tensors.optimizers import (
     GroupSpec,
     Hyperparameters,
     OptimizerSpec,
+    TableSpec,
     check_hyperparameters,
     find_optimizer,
 )
@@ -47,8 +48,8 @@ _NOT_AVERAGED = (
 class Model:
     """The run's model. `store`, `staging`, `publisher`, `changes` and `references` exist once there are weights.
 
-    The mode's `policy` says who steps: workers contribute gradients, and their optimizer runs here; or `policy.outer`
-    does, along their deltas; or workers step, and may say what their optimizer remembers.
+    The mode's `policy` says who steps. Workers contribute gradients, and their optimizer runs here. Or `policy.outer`
+    steps along their deltas. Or workers step, and may send their optimizer's state.
     """
 
     store: Store
@@ -65,42 +66,39 @@ class Model:
         self.delivered: Delivered | None = None  # where late gradients are compensated
         self.whole: Layout | None = None  # the workers' model
         self.whole_optimizer: OptimizerSpec | None = None
-        self.share: Share | None = None  # what this server holds of it: all, where it is the only one
+        self.share: Share | None = None  # the part of it that is here: all, in a server of one process
         self.optimizer: OptimizerSpec | None = None  # the workers', over the share
         self.has_weights = False
         self.source = ""  # the snapshot it comes from
-        self.may_change = False  # numbers of the optimizer: a run that goes on is given them anew by its first worker
+        self.may_change = False  # the first worker of a run that goes on sets the optimizer's numbers anew
         self._tables: Tables | None = None
-        self._small_payload: tuple[int, bytes] = (-1, b"")  # of which version
-        self._small_weights: tuple[torch.Tensor | None, memoryview] = (None, memoryview(b""))  # where they lie
+        self._small_payload: tuple[int, bytes] = (-1, b"")  # with its version
 
     def clips_parts(self, clip_norm: float) -> bool:
-        """A step is clipped by its norm over all shards; `clip_norm` as workers say, 0: they do not."""
+        """Whether a step is clipped by its norm over all shards; `clip_norm` is the workers' own, 0: none."""
         return bool(clip_norm or self._config.store.clip_norm) and self._config.server.shards > 1
 
     @property
     def layout(self) -> Layout | None:
-        """Of the payloads here."""
+        """The layout of the payloads here."""
         return self.share.layout if self.share is not None else None
 
     @property
     def outer(self) -> OptimizerSpec | None:
-        """The server's own optimizer, over the share; None where workers' own runs here, or none does."""
+        """The server's own optimizer, over the share; None where the workers' runs here, or none does."""
         return outer_spec(self._outer.name, self._outer.arguments, self.layout) if self._outer and self.layout else None
 
     @property
     def running(self) -> OptimizerSpec | None:
-        """The optimizer that runs here, or of which is kept what the workers' remembers."""
+        """The optimizer that runs here, or whose state is kept here for the workers."""
         return self.outer or (self.optimizer if not self.kind.worker_steps or self._can_be_kept() else None)
 
     def _can_be_kept(self) -> bool:
-        """Of what workers run: by names that torch has, element by element."""
+        """Whether the state of the workers' optimizer can lie here: torch knows it, and it works element by element."""
         if not self.kind.has_peers or self.optimizer is None or self.optimizer.tables:
             return False
         try:
-            for name, group in zip(self.optimizer.classes, self.optimizer.groups, strict=True):
-                find_optimizer(name)
-                check_hyperparameters(name, group.hyperparameters)
+            _check_known(self.optimizer)
         except ParamServerError:
             return False
         return True
@@ -108,7 +106,7 @@ class Model:
     # ---- what all workers agree on --------------------------------------------------------
 
     def check(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
-        """Refuse what is not the run's model and optimizer; while there are none, what could not be."""
+        """Refuse a model and optimizer that are not the run's; while there are none, those that it cannot have."""
         if self.whole is None or self.whole_optimizer is None:
             self.check_optimizer(optimizer)
             self._check_size(self.share_of(layout), optimizer)
@@ -125,32 +123,28 @@ class Model:
             fix = "the first worker's optimizer is the run's: give every worker the same one"
             if self.may_change:
                 fix = f"the run's comes from {self.source}: only its numbers may change; --resume never begins anew"
-            raise refusal(
-                Reason.OPTIMIZER_MISMATCH,
-                f"the optimizer of rank {rank} differs from the run's: {'; '.join(differences[:5])}",
-                fix=fix,
-            )
+            problem = f"the optimizer of rank {rank} differs from the run's: {'; '.join(differences[:5])}"
+            raise refusal(Reason.OPTIMIZER_MISMATCH, problem, fix=fix)
 
     def check_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Refuse what cannot run here: a class that torch has not, or that needs whole tensors, hyperparameters that it
-        does not take, no parameter at all. Where workers run the optimizer it may be any."""
-        if optimizer.reduction == "sum" and not (self._may_sum and self.kind.steps_along_mean_gradient):
+        """Refuse an optimizer that cannot run here: a class that torch has not, or that needs whole tensors,
+        hyperparameters that it does not take, no parameter at all. Where workers run the optimizer it may be any."""
+        mode, store, aggregation = self._config.run.mode, self._config.store, self._config.policy.aggregation
+        sums = optimizer.reduction == "sum"
+        if sums and not (self._may_sum and self.kind.steps_along_mean_gradient):
             why = "steps are along a weighted mean" if not self.kind.worker_steps else "workers step by themselves"
             raise refusal(
                 Reason.OPTIMIZER_UNSUPPORTED,
-                f"session.optimizer(..., reduction='sum') in mode {self._config.run.mode}, whose {why}",
+                f"session.optimizer(..., reduction='sum') in mode {mode}, whose {why}",
                 fix="use --mode sync, allreduce, async or ssp; or a loss that is a mean over its batch",
             )
         if self.kind.worker_steps:
             if optimizer.tables:
-                what = f"tables of rows (session.rows) need gradients, and workers of mode {self._config.run.mode} send"
                 sent = "weights" if self._outer is None else "how far their weights went"
-                raise refusal(Reason.BAD_REQUEST, f"{what} {sent}", fix="use --mode sync, async or ssp")
+                problem = f"tables of rows (session.rows) need gradients, and workers of mode {mode} send {sent}"
+                raise refusal(Reason.BAD_REQUEST, problem, fix="use --mode sync, async or ssp")
             return
-        for name, group in zip(optimizer.classes, optimizer.groups, strict=True):
-            find_optimizer(name)
-            check_hyperparameters(name, group.hyperparameters)
-        store, aggregation = self._config.store, self._config.policy.aggregation
+        _check_known(optimizer)
         if optimizer.tables and (store.max_norm or store.polyak or aggregation != "mean"):
             raise refusal(
                 Reason.BAD_REQUEST,
@@ -158,20 +152,19 @@ class Model:
                 "which would see the rest of the gradient only",
                 fix="start ps-server without these; in sync store.clip_norm counts rows",
             )
-        if optimizer.reduction == "sum" and aggregation != "mean":
-            message = (
+        if sums and aggregation != "mean":
+            problem = (
                 f"session.optimizer(..., reduction='sum') with policy.aggregation {aggregation}, which makes no sum"
             )
             fix = "leave policy.aggregation out; or a loss that is a mean over its batch"
-            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, message, fix=fix)
+            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix=fix)
         for table in optimizer.tables:
-            whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)
-            make_spec(*whole, table.optimizer, table.hyperparameters)
+            check_table(table)
         if not any(group.tensors for group in optimizer.groups):
             raise refusal(Reason.BAD_REQUEST, "there is nothing to train: the optimizer holds no parameter")
 
     def share_of(self, whole: Layout) -> Share:
-        """What this server holds of a model, the run's or another; LIMIT_EXCEEDED for one too small for its shards."""
+        """This server's share of a model, the run's or another. LIMIT_EXCEEDED for one too small for its shards."""
         if self.share is not None and self.whole is not None and whole.fingerprint == self.whole.fingerprint:
             return self.share
         server = self._config.server
@@ -181,14 +174,12 @@ class Model:
         limit = self._config.limits.model_bytes
         num_bytes = share.layout.total_bytes + sum(table.num_bytes for table in share.optimizer(optimizer).tables)
         if num_bytes > limit:
-            raise refusal(
-                Reason.LIMIT_EXCEEDED,
-                f"a model of {num_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)",
-                fix="start ps-server with --set limits.model_bytes=... if that is really the model",
-            )
+            problem = f"a model of {num_bytes:,} bytes; this server takes {limit:,} (limits.model_bytes)"
+            fix = "start ps-server with --set limits.model_bytes=... if that is really the model"
+            raise refusal(Reason.LIMIT_EXCEEDED, problem, fix=fix)
 
     def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
-        """This is the run's model. Refuses LIMIT_EXCEEDED for one too large, or too small for so many shards."""
+        """Make this the run's model. Refuses LIMIT_EXCEEDED a model too large, or too small for so many shards."""
         server, share = self._config.server, self.share_of(whole)
         self._check_size(share, optimizer)
         self.whole, self.whole_optimizer = whole, optimizer
@@ -205,27 +196,25 @@ class Model:
                 log.warning("tables_not_kept", meaning=meaning)
 
     def _name_buffers(self, whole: Layout) -> None:
-        """Those of which no mean is made: who keeps statistics in a layer of their own has to say so."""
-        if self._config.store.buffers != "average":  # then all of them are alike
-            return
+        """Log the buffers that are not averaged: statistics in a layer of a user's own may have to be."""
         names = [spec.name for spec in whole.specs if not spec.averaged]
-        if names:
+        if names and self._config.store.buffers == "average":  # otherwise all of them are alike
             more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
             log.info("buffers_not_averaged", buffers=", ".join(names[:_NUM_NAMED]) + more, meaning=_NOT_AVERAGED)
 
     def change(self, optimizer: OptimizerSpec) -> None:
-        """The first worker of a run that goes on has said what its optimizer is from here on."""
+        """Adopt the optimizer of the first worker of a run that goes on."""
         assert self.whole_optimizer is not None and self.share is not None
-        for what, then, now in self.whole_optimizer.new_numbers(optimizer) or ():
-            if self._config.server.shard == 0:  # the others would say the same
-                log.warning("resumed_with_another", what=what, now=now, snapshot=then)
+        for name, then, now in self.whole_optimizer.new_numbers(optimizer) or ():
+            if self._config.server.shard == 0:  # the others would log the same
+                log.warning("resumed_with_another", what=name, now=now, snapshot=then)
         self.whole_optimizer, self.optimizer = optimizer, self.share.optimizer(optimizer)
         if self.store.tables is not None:
             self.store.tables.change(self.optimizer.tables)
         self.may_change = False
 
     def check_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
-        """Refuse what the optimizer that runs here would fail on, or would not have begun with."""
+        """Refuse hyperparameters that the optimizer here would fail on, or would not have begun with."""
         assert self.optimizer is not None
         for name, known, group in zip(self.optimizer.classes, self.optimizer.groups, groups, strict=False):
             if group and not self.kind.worker_steps:
@@ -235,29 +224,31 @@ class Model:
                 raise refusal(Reason.BAD_REQUEST, f"table '{table.name}': {str(group)[:80]} is no learning rate")
 
     def names_here(self, positions: Sequence[int]) -> frozenset[str]:
-        """Of these tensors of the workers' model, by position in its specs, the parts on this server. Refuses
-        BAD_REQUEST a position that there is not."""
+        """The names of the parts on this server of these tensors, which are positions in the workers' specs. Refuses
+        BAD_REQUEST an unknown position."""
         if not positions:
             return frozenset()
         assert self.whole is not None and self.share is not None
         if max(positions) >= len(self.whole.specs):
-            there = f"this model has {len(self.whole.specs)} tensors"
-            raise refusal(Reason.BAD_REQUEST, f"tensor {max(positions)} is said to have no gradient; {there}")
+            problem = (
+                f"tensor {max(positions)} is said to have no gradient; this model has {len(self.whole.specs)} tensors"
+            )
+            raise refusal(Reason.BAD_REQUEST, problem)
         names = {self.whole.specs[position].name for position in positions}
         return frozenset(part.name for part in self.share.parts if part.spec.name in names)
 
     def positions_of(self, names: frozenset[str]) -> list[int]:
-        """The other way: of parts on this server."""
+        """The positions in the workers' specs of these parts on this server."""
         assert self.whole is not None and self.share is not None
         wanted = {part.spec.name for part in self.share.parts if part.name in names}
         return [position for position, spec in enumerate(self.whole.specs) if spec.name in wanted]
 
     def forget(self) -> None:
-        """Who brought the model is gone, and nobody else has it."""
+        """Forget the model: its worker is gone before there were weights."""
         self.whole = self.whole_optimizer = self.share = self.optimizer = None
 
     def prepare_tables(self, seed: int | None) -> None:
-        """Make the tables of rows, where there are any: seconds for many rows. Without a seed they hold anything."""
+        """Make the tables of rows, which takes seconds for many rows. Without a seed their values are undefined."""
         specs = self.optimizer.tables if self.optimizer is not None else ()
         if specs and (self._tables is None or self._tables.specs != specs):
             self._tables = Tables(specs, seed)
@@ -265,7 +256,7 @@ class Model:
     # ---- weights ----------------------------------------------------------------------------
 
     def new_memory(self) -> Segment:
-        """Memory for one version of the weights; shared where workers of this host may read it."""
+        """Memory for one version of the weights, shared where workers of this host may read it."""
         assert self.layout is not None
         num_bytes, frozen = self.layout.total_bytes, slice(self.layout.exchange_bytes, None)
         memory = None
@@ -292,7 +283,7 @@ class Model:
                 )
 
     def begin(self, weights: Segment, restore: Callable[[Store], None] = lambda _: None) -> None:
-        """The initial weights have come, uint8 [total_bytes], or `restore` brings them with all the rest."""
+        """Begin with these initial weights, uint8 [total_bytes], or with the whole state that `restore` sets."""
         assert self.layout is not None
         store, server, policy = self._config.store, self._config.server, self._config.policy
         self.prepare_tables(None)
@@ -327,16 +318,11 @@ class Model:
         self.has_weights = True
 
     def small_payload(self) -> bytes:
-        """The bytes of weights so small that all tensor work runs inline: of the newest version."""
+        """The newest weights, of a model so small that all tensor work runs inline."""
         version, payload = self._small_payload
         if version != self.store.version:
-            weights, memory = self._small_weights
-            if weights is not self.store.weights:
-                weights = self.store.weights
-                memory = as_bytes(weights)[: self.store.layout.exchange_bytes]
-                self._small_weights = weights, memory
-            payload = bytes(memory)
-            self._small_payload = (self.store.version, payload)
+            payload = bytes(self.publisher.latest.segment.bytes[: self.store.layout.exchange_bytes])
+            self._small_payload = self.store.version, payload
         return payload
 
     def frozen_bytes(self) -> memoryview:
@@ -346,6 +332,19 @@ class Model:
     def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
         """Version and a copy of the weights, uint8 [total_bytes], or of their Polyak average. On the tensor thread."""
         return self.store.version, self.store.payload(averaged).clone()
+
+
+def _check_known(optimizer: OptimizerSpec) -> None:
+    """Refuse classes that torch has not, or that need whole tensors, and hyperparameters that they do not take."""
+    for name, group in zip(optimizer.classes, optimizer.groups, strict=True):
+        find_optimizer(name)
+        check_hyperparameters(name, group.hyperparameters)
+
+
+def check_table(table: TableSpec) -> None:
+    """Refuse a table of rows that cannot be."""
+    whole = (table.name, table.num_rows, table.dim, table.dtype, table.init_std)
+    make_spec(*whole, table.optimizer, table.hyperparameters)
 
 
 def outer_spec(name: str, arguments: Mapping[str, Any], layout: Layout) -> OptimizerSpec:

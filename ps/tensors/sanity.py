@@ -1,9 +1,8 @@
 """Payloads measured as they arrive, window by window, and mended where the settings say so.
 
-`Findings` come of one pass that sees NaN, Inf and the norm; what is made of them is decided in
-`ps/core/judgement.py`. Norms are of parameters alone: buffers are no gradient. What a step leaves in the weights is
-looked through as well, window by window: finite gradients overflow weights (3e38 at a rate of 1,000), and an optimizer
-may divide by zero (Adam with eps 0).
+One pass over a payload gives `Findings`: NaN, Inf and the norm. `ps/core/judgement.py` decides what follows from them.
+Norms are of parameters alone, because buffers are no gradient. The weights that a step leaves are examined as well:
+finite gradients overflow weights (3e38 at a rate of 1,000), and an optimizer may divide by zero (Adam with eps 0).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LEAST_FACTOR = 1e-30
 
 @dataclass
 class Findings:
-    """Of one attempt at a payload. `norms` of the gradient, by window, so that the order of arrival changes no bit."""
+    """What one attempt at a payload holds. `norms` are by window, so that the order of arrival changes no bit."""
 
     is_finite: bool = True
     norms: dict[int, float] = field(default_factory=dict)
@@ -35,27 +34,27 @@ class Findings:
 
 
 class Unsound(Exception):
-    """A step along finite values has left NaN or Inf in the weights; what, as a phrase."""
+    """A step along finite values has left NaN or Inf in the weights; the message says where, as a phrase."""
 
 
 class Sanity:
-    """Measures and mends payloads, uint8 [exchange_bytes]. `is_gradient`: what their parameters are, or weights.
-    `is_part`: of a gradient whose norm no shard sees, about which `judge_whole` decides."""
+    """Measures and mends payloads, uint8 [exchange_bytes].
+
+    `is_gradient`: their parameters are gradients, not weights. `is_part`: no shard sees the norm of the whole gradient,
+    and `judge_whole` decides about it. `name_of` names the tensor of an element for people.
+    """
 
     def __init__(
         self, limits: Limits, windows: list[Window], view: View, is_gradient: bool, is_part: bool = False,
-        name_of: Callable[[FlatRun], str] | None = None,
+        name_of: Callable[[FlatRun], str] = lambda _: "",
     ) -> None:  # fmt: skip
-        """`name_of` the tensor that an element is in, for people."""
-        self.limits, self._name_of = limits, name_of
-        self._is_part = is_part
-        self._windows = windows
+        self.limits = limits
+        self._windows, self._view, self._name_of = windows, view, name_of
+        self._is_gradient, self._is_part = is_gradient, is_part
         self._floats = [piece for window in windows for piece in window.pieces if piece.is_float]
-        self._view = view
-        self._is_gradient = is_gradient
 
     def look(self, payload: torch.Tensor, windows: slice, findings: Findings) -> None:
-        """Add what some windows of a payload hold. After the first NaN or Inf nothing else is looked at."""
+        """Add the findings in some windows of a payload. Nothing is examined after the first NaN or Inf."""
         is_measured = self.limits.max_norm is not None
         for index in range(*windows.indices(len(self._windows))):
             norm = self.norm(payload, self._windows[index], is_measured) if findings.is_finite else None
@@ -65,9 +64,9 @@ class Sanity:
             findings.norms[index] = norm
 
     def norm(self, payload: torch.Tensor, window: Window, is_measured: bool = True) -> float | None:
-        """Of the window's parameters, 0 unless it `is_measured`; None when one of its floats is NaN or Inf. One pass.
+        """The norm of the window's parameters, 0 unless it `is_measured`; None when a float in it is NaN or Inf.
 
-        A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that overflows by itself
+        One pass. A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that overflows
         needs the slow look.
         """
         norms = []
@@ -75,104 +74,100 @@ class Sanity:
             if not piece.is_float:
                 continue
             values = self._view(piece, payload)
-            is_one = is_measured and piece.kind is Kind.PARAMETER
-            norm = _norm(values) if is_one else values.sum().item()
+            has_norm = is_measured and piece.kind is Kind.PARAMETER
+            norm = _norm(values) if has_norm else values.sum().item()
             if not math.isfinite(norm):
                 if not bool(torch.isfinite(values).all()):
                     return None
-                norm = _large_norm(values) if is_one else 0.0
-            if is_one:
+                norm = _large_norm(values)
+            if has_norm:
                 norms.append(norm)
         return math.hypot(*norms)
 
     def first_unsound(self, payload: torch.Tensor, window: Window) -> FlatRun | None:
-        """The first piece of a window in `payload` that holds NaN or Inf, its first one by itself. One pass of sums, as
-        in `norm`, for one that was just written and is in the cache."""
+        """The first element of a window in `payload` that is NaN or Inf. One pass of sums, as in `norm`, over a window
+        that was just written and is in the cache."""
         for piece in window.pieces:
             if not piece.is_float or math.isfinite(_sum(self._view(piece, payload))):
                 continue
             wrong = torch.nonzero(~torch.isfinite(self._view(piece, payload)))
             if len(wrong):
-                size = piece.dtype.itemsize
-                return replace(piece, offset=piece.offset + int(wrong[0]) * size, num_elements=1)
+                return replace(piece, offset=piece.offset + int(wrong[0]) * piece.dtype.itemsize, num_elements=1)
         return None
 
     def examine(self, payload: torch.Tensor, weights: torch.Tensor) -> Judgement:
         """`look` at the whole of a payload, and `judge` it."""
-        if self.limits.max_norm is None and self._is_sound(payload):
+        if self.limits.max_norm is None and all(
+            math.isfinite(self._view(piece, payload).sum().item()) for piece in self._floats
+        ):
             return SOUND
+        return self.judge(payload, self._look_at_all(payload), weights)
+
+    def _look_at_all(self, payload: torch.Tensor) -> Findings:
         findings = Findings()
         self.look(payload, slice(None), findings)
-        return self.judge(payload, findings, weights)
-
-    def _is_sound(self, payload: torch.Tensor) -> bool:
-        """Whether no sum of it says otherwise: nearly always all there is to be known."""
-        return all(math.isfinite(self._view(piece, payload).sum().item()) for piece in self._floats)
+        return findings
 
     def judge(self, payload: torch.Tensor, findings: Findings, weights: torch.Tensor) -> Judgement:
-        """What becomes of a payload that has been looked at whole; one that is clipped is changed here. `weights`,
-        uint8
-        [>= exchange_bytes], are the server's: they stand in for statistics and weights that are not finite.
+        """Decide what becomes of a payload that was examined whole; one that is clipped is changed here. `weights`,
+        uint8 [>= exchange_bytes], are the server's: they replace statistics and weights that are not finite.
         """
         if findings.is_finite and self.limits.max_norm is None:
             return SOUND
         limits = replace(self.limits, max_norm=None) if self._is_part else self.limits
-        action, what, limit = decide(limits, findings.is_finite, findings.norm)
+        action, problem, limit = decide(limits, findings.is_finite, findings.norm)
+        is_clipped = False
         if not findings.is_finite:
-            what += self._in_which(payload)
-        wrong, is_clipped = what, False
-        if action == "clip" and not findings.is_finite:
-            self._mend(payload, weights)
-            is_clipped, findings = True, Findings()
-            self.look(payload, slice(None), findings)
-            action, what, limit = decide(limits, findings.is_finite, findings.norm)
-            wrong = f"{wrong}, and without them {what}" if what else wrong
+            problem += self._where(payload)
+            if action == "clip":
+                self._mend(payload, weights)
+                is_clipped, findings = True, self._look_at_all(payload)
+                action, other, limit = decide(limits, findings.is_finite, findings.norm)
+                problem = f"{problem}, and without them {other}" if other else problem
         if action == "clip" and self.limits.max_norm is not None:
             self.scale(payload, self.limits.factor(findings.norm))
             action, is_clipped = "take", True
         if action == "take":
             norm = findings.norm if self._is_part else 0.0
-            return Judgement("take", wrong, limit, is_clipped, norm) if is_clipped or norm else SOUND
+            return Judgement("take", problem, limit, is_clipped, norm) if is_clipped or norm else SOUND
         assert action != "clip"
-        return Judgement(action, wrong, limit)
+        return Judgement(action, problem, limit)
 
-    def _in_which(self, payload: torch.Tensor) -> str:
+    def _where(self, payload: torch.Tensor) -> str:
         found = (self.first_unsound(payload, window) for window in self._windows)
-        first = next((item for item in found if item is not None), None)
-        return f" in '{self._name_of(first)}'" if first is not None and self._name_of is not None else ""
+        first = next((element for element in found if element is not None), None)
+        name = self._name_of(first) if first is not None else ""
+        return f" in '{name}'" if name else ""
 
     def with_rows(self, judgement: Judgement, rows: Sequence[torch.Tensor]) -> Judgement:
-        """What becomes of a contribution with these gradients of rows; where it is clipped they are changed here."""
+        """Decide what becomes of a contribution with these gradients of rows; where it is clipped they are changed."""
         if not judgement.is_taken or all(bool(torch.isfinite(row).all()) for row in rows):
             return judgement
-        action, what, limit = decide(self.limits, False, 0.0)
+        action, problem, limit = decide(self.limits, False, 0.0)
         if action == "clip":
-            for item in rows:
-                torch.nan_to_num_(item, nan=0.0, posinf=0.0, neginf=0.0)
-            return judgement._replace(what=what, limit=limit, is_clipped=True)
+            for row in rows:
+                _zero_unsound(row)
+            return judgement._replace(what=problem, limit=limit, is_clipped=True)
         assert action != "take"
-        return Judgement(action, what, limit)
+        return Judgement(action, problem, limit)
 
     def _mend(self, payload: torch.Tensor, weights: torch.Tensor) -> None:
-        """Every NaN and Inf of a gradient becomes 0; of statistics and weights, where 0 is a value like any other, what
-        the server has there."""
-        for window in self._windows:
-            for piece in window.pieces:
-                if not piece.is_float:
-                    continue
-                values = self._view(piece, payload)
-                if piece.kind is Kind.PARAMETER and self._is_gradient:
-                    torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
-                else:
-                    values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
+        """Replace every NaN and Inf: in a gradient by 0, in statistics and weights, where 0 is a value like any other,
+        by the server's value."""
+        for piece in self._floats:
+            values = self._view(piece, payload)
+            if piece.kind is Kind.PARAMETER and self._is_gradient:
+                _zero_unsound(values)
+            else:
+                values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
 
     def scale(self, payload: torch.Tensor, factor: float) -> None:
-        """Parameters times `factor`, 0 to 1."""
+        """Multiply the parameters by `factor`, 0 to 1."""
         for window in self._windows:
             self.scale_window(payload, window, factor)
 
     def scale_window(self, payload: torch.Tensor, window: Window, factor: float) -> None:
-        """Those of one window."""
+        """Multiply the parameters of one window."""
         factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
         for piece in window.pieces:
             if piece.kind is Kind.PARAMETER:
@@ -180,15 +175,19 @@ class Sanity:
                     self._view(piece, payload).mul_(item)
 
 
+def _zero_unsound(values: torch.Tensor) -> None:
+    torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def _sum(values: torch.Tensor) -> float:
-    """In float16 it would overflow by itself beyond 65,504."""
+    """The sum; one in float16 would overflow beyond 65,504."""
     return values.sum(dtype=torch.float32 if values.dtype is torch.float16 else None).item()
 
 
 def _norm(values: torch.Tensor) -> float:
     """2-norm of [n]; not finite when a value is not, or when a square is too large for float32."""
-    is_half = values.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(values, dtype=torch.float32 if is_half else None).item()
+    is_short = values.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(values, dtype=torch.float32 if is_short else None).item()
 
 
 def _large_norm(values: torch.Tensor) -> float:

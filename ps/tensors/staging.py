@@ -1,7 +1,7 @@
 """Memory for uploads: a bounded number of payloads, lent in the order in which they are folded.
 
-Payloads are kept and lent again: touching 100 MB of new memory costs more than filling it. Who finds none free waits,
-and its bytes wait in HTTP/2 flow control, on the sender's side.
+The pool keeps payloads and lends them again: touching 100 MB of new memory costs more than filling it. An upload that
+finds none free waits, and its bytes wait in HTTP/2 flow control, on the sender's side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StagingPool:
     """Lends up to `limit` payloads of `num_bytes`, to the waiter with the lowest position first.
 
     A position is how many contributions are folded before the waiter's. Only positions below `limit` are served: then
-    whoever is folded next always finds a payload, however the others come.
+    the contribution that is folded next always finds a payload.
     """
 
     def __init__(self, limit: int, num_bytes: int) -> None:
@@ -28,7 +28,7 @@ class StagingPool:
         self.num_bytes = num_bytes
         self.num_lent = 0
         self._free: list[Payload] = []
-        self._bytes: dict[int, memoryview] = {}  # by id, of the payloads of this pool, which it keeps for ever
+        self._bytes: dict[int, memoryview] = {}  # by id, of the payloads of this pool, which it never frees
         self._waiters: list[tuple[Callable[[], int], asyncio.Future[Payload]]] = []
 
     @property
@@ -36,49 +36,44 @@ class StagingPool:
         """Uploads that wait for a payload."""
         return len(self._waiters)
 
-    def make_room(self, num_workers: int) -> None:
-        """With several shards: each worker may have an upload here. Two shards that hold some workers' each, and wait
-        for those the other one holds, would wait for ever."""
-        self.limit = max(self.limit, num_workers)
+    def make_room(self, num_uploads: int) -> None:
+        """Lend at least this many payloads, as several shards need it. Two shards that each hold some workers' uploads,
+        and wait for those that the other one holds, would wait for ever."""
+        self.limit = max(self.limit, num_uploads)
         self.look_again()
 
     def try_borrow(self, position: Callable[[], int]) -> Payload | None:
-        """A payload if one can be had at once."""
+        """A payload, uint8 [num_bytes] with old contents, if one can be had at once."""
         if self.num_lent >= self.limit or position() >= self.limit:
             return None
         self.num_lent += 1
-        if not self._free:
-            payload = new_payload(self.num_bytes)
-            self._bytes[id(payload)] = as_bytes(payload)
-            return payload
-        return self._free.pop()
+        if self._free:
+            return self._free.pop()
+        payload = new_payload(self.num_bytes)
+        self._bytes[id(payload)] = as_bytes(payload)
+        return payload
 
-    async def borrow(self, position: Callable[[], int]) -> Payload:
-        """A payload, uint8 [num_bytes] with old contents, as soon as `position()` is served."""
-        payload = self.try_borrow(position)
-        if payload is not None:
-            return payload
-        future: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
-        self._waiters.append((position, future))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.give_back(future.result())
-            raise
-        finally:
-            self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
+    def request(self, position: Callable[[], int]) -> asyncio.Future[Payload]:
+        """A payload as soon as `position()` is served. A caller that stops waiting calls `withdraw`."""
+        request: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+        self._waiters.append((position, request))
+        self.look_again()
+        return request
+
+    def withdraw(self, request: asyncio.Future[Payload]) -> None:
+        """Give up a request, also one that was served a moment ago."""
+        self._waiters = [waiter for waiter in self._waiters if waiter[1] is not request]
+        if not request.cancel() and not request.cancelled():
+            self.give_back(request.result())
 
     def look_again(self) -> None:
-        """Serve waiters whose position has become low enough; call when positions change."""
-        if not self._waiters:
-            return
-        waiting = [waiter for waiter in self._waiters if not waiter[1].done()]
-        for position, future in sorted(waiting, key=lambda waiter: waiter[0]()):
-            payload = self.try_borrow(position)
-            if payload is None:
+        """Serve waiters whose position has become low enough. Call this when positions change."""
+        for waiter in sorted(self._waiters, key=lambda waiter: waiter[0]()):
+            position, request = waiter
+            if (payload := self.try_borrow(position)) is None:
                 return
-            future.set_result(payload)
+            self._waiters.remove(waiter)
+            request.set_result(payload)
 
     def bytes_of(self, payload: Payload) -> memoryview:
         """The memory of a lent payload."""
@@ -88,7 +83,7 @@ class StagingPool:
         return id(payload) in self._bytes
 
     def give_back(self, payload: Payload) -> None:
-        """Return a payload. One that is not of this pool, a worker's own segment, is nothing to the pool."""
+        """Return a payload. The pool ignores a payload that is not its own, such as a worker's segment."""
         self.reclaim([payload])
         self.donate(payload)
 

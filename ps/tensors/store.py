@@ -33,6 +33,25 @@ from .windows import windows_of
 
 
 @dataclass(frozen=True)
+class Step:
+    """How a commit steps.
+
+    `hyperparameters`, one per group and table, are those that the contribution was computed under. Statistics move by
+    the share of the `num_live` workers that was folded. Other buffers are those of a contribution of the `lowest_live`
+    rank, or of a lower one that has left since, and stay where there is none. `lr_scale` multiplies the learning rate
+    of this step. `momentum_among` workers step one by one, and share the momentum (`momentum_left`). `clip_norm` bounds
+    this step as the store's own bound does; 0: no bound.
+    """
+
+    num_live: int
+    lowest_live: int
+    hyperparameters: Sequence[Hyperparameters] | None = None
+    lr_scale: float = 1.0
+    momentum_among: int = 1
+    clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
 class StoreOptions:
     """How a store makes versions.
 
@@ -77,17 +96,15 @@ class Store:
         self.windows = windows_of(layout)
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self.aggregator = options.aggregation(self.windows, self._view, options.buffers, options.trim)
-        self.aggregator.sums = sums = self._steps and optimizer is not None and optimizer.reduction == "sum"
+        self.aggregator.sums = self._steps and optimizer is not None and optimizer.reduction == "sum"
         if tables is not None:
-            tables.sums = sums
+            tables.sums = self.aggregator.sums
         self.sanity = Sanity(options.limits, self.windows, self._view, self._steps, options.is_part, self._name_of)
         self.tables = tables
         self.direction = Direction(self.windows, self._view) if options.measures_direction else None
         self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
         self.averaged = weights.clone() if options.polyak is not None else None
-        self.optimizer: FlatOptimizer | None = None
-        if optimizer is not None:
-            self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows)
+        self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows) if optimizer is not None else None
 
     def fold(
         self,
@@ -119,49 +136,39 @@ class Store:
 
     def commit(
         self,
-        num_live: int,
-        lowest_live: int,
-        hyperparameters: list[Hyperparameters] | None,
+        step: Step,
         target: torch.Tensor | None = None,
         progress: Callable[[int], None] = lambda _: None,
-        lr_scale: float = 1.0,
         norm: float | None = None,
-        momentum_among: int = 1,
-        clip_norm: float = 0.0,
     ) -> list[torch.Tensor]:
         """Make what was folded the next version; returns payloads that may be reused, the result's first.
 
-        `hyperparameters`, one per group and table, are those the contribution was computed under. Statistics move by
-        the share of the `num_live` workers that was folded; other buffers are those of a contribution of the
-        `lowest_live` rank, or of a lower one that has left since, and stay where there is none. The new version is made
-        in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)` is called when the first
-        n bytes are done. The learning rate of this step is times `lr_scale`, and the momentum what is left of it where
-        so many workers step one by one (`momentum_left`). `norm` is that of the whole mean where this is a part, which
-        was measured. `clip_norm` bounds this step as that of the store bounds all; 0: it does not.
-        Raises Unsound when the step leaves NaN or Inf in the weights, which are of no version then.
+        The new version is made in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)`
+        is called when the first n bytes are done. `norm` is the measured norm of the whole mean where this store holds
+        a part of the model. Raises Unsound when the step leaves NaN or Inf in the weights: they are of no version.
 
         Where nothing was folded, the weights stay, and the optimizer takes no step:
-        one along zeros would still follow its momentum and decay the weights.
+        a step along zeros would still follow its momentum and decay the weights.
         """
-        round_ = self.aggregator
-        factor = self._clip_factor(norm, clip_norm)
+        round_, optimizer = self.aggregator, self.optimizer
+        factor = self._clip_factor(norm, step.clip_norm)
         if self.tables is not None:
-            if self.optimizer is not None and hyperparameters:
-                self.tables.set_hyperparameters(hyperparameters[len(self.optimizer.torch.param_groups) :])
-            if wrong_rows := self.tables.commit(lr_scale, 1.0 if factor is None else factor):
+            if optimizer is not None and step.hyperparameters:
+                self.tables.set_hyperparameters(step.hyperparameters[len(optimizer.torch.param_groups) :])
+            if wrong_rows := self.tables.commit(step.lr_scale, 1.0 if factor is None else factor):
                 raise Unsound(wrong_rows)
         old, new = self.weights, self.weights if target is None else target
-        if self.optimizer is not None and hyperparameters:
-            self.optimizer.set_hyperparameters(hyperparameters)
-        share = min(1.0, round_.num_folded / max(1, num_live))
-        is_of_lowest = round_.lowest_rank <= lowest_live  # where no mean is made of a buffer, it is that rank's
-        is_late = self.optimizer is not None and (lr_scale != 1.0 or momentum_among > 1)
-        with self.optimizer.late(lr_scale, momentum_among) if is_late and self.optimizer else nullcontext():
+        if optimizer is not None and step.hyperparameters:
+            optimizer.set_hyperparameters(step.hyperparameters)
+        share = min(1.0, round_.num_folded / max(1, step.num_live))
+        is_of_lowest = round_.lowest_rank <= step.lowest_live  # a buffer without a mean is this rank's
+        is_late = optimizer is not None and (step.lr_scale, step.momentum_among) != (1.0, 1)
+        with optimizer.late(step.lr_scale, step.momentum_among) if is_late and optimizer else nullcontext():
             for index, window in enumerate(self.windows):
                 if new is not old:
                     new[window.start : window.end].copy_(old[window.start : window.end])
-                    if self.optimizer is not None:
-                        self.optimizer.move(index, new)
+                    if optimizer is not None:
+                        optimizer.move(index, new)
                 if round_.result is not None:
                     if factor is None:
                         round_.complete(window)
@@ -169,7 +176,7 @@ class Store:
                         self.sanity.scale_window(round_.result, window, factor)
                     self._move_window(index, round_.result, new, share, is_of_lowest)
                     if (wrong := self.sanity.first_unsound(new, window)) is not None:
-                        raise Unsound(self._where(wrong, new))
+                        raise Unsound(f"{wrong.view(new).item()} in '{self._name_of(wrong)}'")
                 progress(window.end)
         self.weights = new
         self.version += 1
@@ -221,9 +228,6 @@ class Store:
                     average.copy_(view(piece, weights))
                 else:
                     average.lerp_(view(piece, weights), 1 - polyak)
-
-    def _where(self, element: FlatRun, payload: torch.Tensor) -> str:
-        return f"{element.view(payload).item()} in '{self._name_of(element)}'"
 
     def _name_of(self, element: FlatRun) -> str:
         """Of the tensor that the first element of a run is in."""

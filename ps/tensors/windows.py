@@ -1,4 +1,4 @@
-"""Payloads cut into windows that stay in the cache: everything that passes over a model goes window by window."""
+"""Payloads cut into windows that stay in the cache: every pass over a model goes window by window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WINDOW_BYTES = 4 << 20
 
 
 class Window(NamedTuple):
-    """Bytes [start, end) of every payload, and the flat pieces in them, of parameters first."""
+    """Bytes [start, end) of every payload, and the flat pieces in them, those of parameters first."""
 
     start: int
     end: int
@@ -20,10 +20,9 @@ class Window(NamedTuple):
 
 def windows_of(layout: Layout) -> list[Window]:
     """All windows of a layout's contributions. Small models have one."""
+    runs, num_bytes = layout.runs_of(Kind.PARAMETER) + layout.runs_of(Kind.BUFFER), layout.exchange_bytes
     windows = []
-    for start in range(0, max(1, layout.exchange_bytes), WINDOW_BYTES):
-        end = min(start + WINDOW_BYTES, layout.exchange_bytes)
-        runs = layout.runs_of(Kind.PARAMETER) + layout.runs_of(Kind.BUFFER)
-        pieces = tuple(piece for run in runs if (piece := run.within(start, end)) is not None)
-        windows.append(Window(start, end, pieces))
+    for start in range(0, max(1, num_bytes), WINDOW_BYTES):
+        end = min(start + WINDOW_BYTES, num_bytes)
+        windows.append(Window(start, end, tuple(filter(None, (run.within(start, end) for run in runs)))))
     return windows

@@ -1,5 +1,5 @@
 """One worker's conversation with the run, from its first message to its goodbye: one coroutine, which reads and writes
-its stream in turn. The end of it, for whatever reason, is the worker's leaving."""
+its stream in turn. The worker leaves when it ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Peer
-from .intake import Intake
+from .delivery import Delivery
 from .joining import Joining
+from .partial_transfers import PartialTransfers
+from .receiver import Receiver
 from .small import SmallExchanges
 from .stream import Stream
-from .transports.delivery import Delivery
-from .transports.grpc import Transport
+from .transports import Transport
 
 
 class Conversation:
-    """On one stream. `hold` is its whole life; `over` must follow it."""
+    """A worker's conversation on one stream. `run` carries it out; call `close` after it."""
 
-    def __init__(self, engine: Engine, config: Config, stream: Stream) -> None:
+    def __init__(self, engine: Engine, config: Config, stream: Stream, partials: PartialTransfers) -> None:
         self._engine = engine
         self._join_timeout_s = config.server.join_timeout_s
         self._stream = stream
+        self._partials = partials
         self._peer: Peer | None = None
         self._transport: Transport | None = None
 
-    async def hold(self, joining: Joining, context: grpc.aio.ServicerContext) -> None:
+    async def run(self, joining: Joining, context: grpc.aio.ServicerContext) -> None:
         peer = self._peer = await joining.seat(self._stream, context)
         if peer is None:
             return
@@ -44,7 +46,9 @@ class Conversation:
         self._transport = delivery.transport = transport
         if not peer.is_resumed and not await self._hear_out(peer, delivery):
             return
-        goodbye = await self._exchange(peer, delivery, Intake(self._engine, self._stream, peer, transport))
+        goodbye = await self._exchange(
+            peer, delivery, Receiver(self._engine, self._stream, peer, transport, self._partials)
+        )
         if goodbye is not None:
             self._leave(peer, goodbye.of(pb.Leave))
 
@@ -55,8 +59,8 @@ class Conversation:
         exit_code = min(max(1, leave.exit_code), 255)
         self._engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
 
-    def over(self, refused: str) -> None:
-        """The stream has ended, with a refusal unless `refused` is empty."""
+    def close(self, refused: str) -> None:
+        """The stream has ended: detach the worker. `refused` is the message of a refusal, or empty."""
         peer = self._peer
         if peer is None:
             return
@@ -67,22 +71,22 @@ class Conversation:
             self._engine.offer(events.Left(*peer.seat, "closed", refused))
         else:
             self._engine.offer(events.Disconnected(*peer.seat))
-        # The call's traceback and these hold each other: let go of what is large at once.
+        # The call's traceback and these refer to each other: free the large ones at once.
         self._peer = self._transport = peer.weights = None
         peer.hang_up = lambda error: None
 
-    async def _exchange(self, peer: Peer, delivery: Delivery, intake: Intake) -> Frame | None:
+    async def _exchange(self, peer: Peer, delivery: Delivery, receiver: Receiver) -> Frame | None:
         """Contributions and replies until the worker goes; its goodbye, or None when its stream ended instead."""
         model, connection = self._engine.model, self._stream.direct
         small: SmallExchanges | None = None
         if connection is not None and model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES:
-            small = SmallExchanges(connection, self._stream, peer, intake, delivery.whole)
+            small = SmallExchanges(connection, self._stream, peer, receiver, delivery.whole)
         while True:
             if small is not None and await small.until_other():
                 if not await self._hear_out(peer, delivery):
                     return None
                 continue
-            received = await intake.next()
+            received = await receiver.next()
             if received is None or received.kind == "leave":
                 return received
             if received.kind == "finish":
@@ -99,7 +103,7 @@ class Conversation:
                 return None
 
     async def _hear_out(self, peer: Peer, delivery: Delivery) -> bool:
-        """Send what the run says until the worker may go on; False when its stream ended instead."""
+        """Send the items of the run until the worker may go on; False when its stream ended instead."""
         while True:
             match await peer.outbox.get():
                 case str(reason):

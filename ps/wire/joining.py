@@ -1,9 +1,8 @@
-"""A worker's way in: who it is, when its turn comes, which rank it gets, and what it trains."""
+"""A worker joins: its turn, its rank, what it trains, the transport and codecs of its payloads."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from functools import partial
 
 import grpc.aio
@@ -23,20 +22,18 @@ from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
-from .intake import barred, codec_named
+from .codecs import codec_named, unusable
 from .limits import Joins
+from .partial_transfers import PartialTransfers
 from .port import Port
 from .security import certificate_name, check_rank
 from .stream import Stream
-from .transports.direct import DirectTransport
-from .transports.grpc import Transport
-from .transports.shared import Probe
+from .transports import DirectTransport, Probe, Transport
 
 log = get_logger()
 
 # A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
 _LARGE_MODEL_BYTES = 64 << 10
-_ENDED_S = 1.0  # within which the old stream of a process that is back is over
 _MAX_REASON = 300  # characters
 _MAX_CODECS = 32
 
@@ -50,10 +47,11 @@ class Joining:
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
         self._port = port
+        self.partials = PartialTransfers(engine)
         self._has_warned = False
 
     async def seat(self, stream: Stream, context: grpc.aio.ServicerContext) -> Peer | None:
-        """Give the process a rank, or find the one that the coordinator has given it; None when it has gone."""
+        """Give the process a rank, or find the rank that the coordinator has given it; None when it has gone."""
         engine = self._engine
         first = await stream.read_within(self._config.server.join_timeout_s, "join")
         if first is None:
@@ -78,80 +76,44 @@ class Joining:
             "joined", rank=peer.rank, incarnation=peer.incarnation, resumed=peer.is_resumed, host=join.host,
             pid=join.pid, device=join.device,
         )  # fmt: skip
-        if join.program_version not in ("", PROGRAM_VERSION):  # empty: a program of somebody else's
-            meaning = "what only one of them knows is ignored by the other: install the same version"
-            log.warning(
-                "another_version", rank=peer.rank, worker=join.program_version, server=PROGRAM_VERSION, meaning=meaning
-            )
+        version = join.program_version
+        if version not in ("", PROGRAM_VERSION):  # empty: a program of somebody else's
+            meaning = "each ignores what only the other knows: install the same version"
+            log.warning("another_version", rank=peer.rank, worker=version, server=PROGRAM_VERSION, meaning=meaning)
         return peer
 
     async def _find(self, join: pb.Join, rank: int | None) -> Peer:
-        """On a shard other than the coordinator, which has put it on its way here before it told the worker."""
+        """The peer on a shard other than the coordinator, which announces it here before it tells the worker."""
         server, run = self._config.server, self._engine.run
+        shard, lease_s = f"shard {server.shard}", run.options.lease_s
         if not join.seated or rank is None:
-            raise refusal(
-                Reason.SHARD_MISMATCH,
-                f"this is shard {server.shard} of {server.shards}: workers join the coordinator",
-                fix=f"ps-worker --server {server.coordinator}",
-            )
+            problem = f"this is {shard} of {server.shards}: workers join the coordinator"
+            raise refusal(Reason.SHARD_MISMATCH, problem, fix=f"ps-worker --server {server.coordinator}")
         if join.run != run.name:
-            raise refusal(
-                Reason.RUN_MISMATCH,
-                f"the worker belongs to run {join.run}, shard {server.shard} to run {run.name}",
-                fix="every shard needs the coordinator of its own run (--coordinator)",
-            )
+            problem = f"the worker belongs to run {join.run}, {shard} to run {run.name}"
+            fix = "every shard needs the coordinator of its own run (--coordinator)"
+            raise refusal(Reason.RUN_MISMATCH, problem, fix=fix)
         if join.server_incarnation != run.incarnation or run.is_closed:
-            raise refusal(Reason.NOT_READY, f"shard {server.shard} has not gone back yet, or is stopping")
-        lease_s = run.options.lease_s  # after which the coordinator is heard again, or lost
-        try:
+            raise refusal(Reason.NOT_READY, f"{shard} has not gone back yet, or is stopping")
+        try:  # within a lease the coordinator is heard again, or lost
             return await self._engine.seated(rank, join.incarnation, min(lease_s, server.join_timeout_s))
         except TimeoutError:
-            raise refusal(
-                Reason.NOT_READY,
-                f"the coordinator has not told shard {server.shard} of rank {rank}, incarnation {join.incarnation}, "
-                f"within a lease ({lease_s:g} s)",
-            ) from None
-
-    async def _held(self, peer: Peer) -> pb.Held | None:
-        """What is here of the contribution that the process sent when its stream was lost."""
-        if not peer.is_resumed:
-            return None
-        engine, number, halves = self._engine, peer.number + 1, self._engine.folding.halves
-        with suppress(TimeoutError):  # an older stream of it may not have ended yet
-            await engine.until(
-                lambda: all(seat == peer.seat or seat[0] != peer.rank for seat in engine.peers), _ENDED_S
-            )
-        if (half := halves.of(peer.rank, number)) is None:
-            return None
-        ranges, crc = half.ranges, await engine.tensors.run(half.check_sum)
-        if halves.of(peer.rank, number) is not half:
-            return None
-        held = pb.Held(step=number, payload_bytes=half.num_bytes, codec=half.codec.name, crc=crc)
-        held.ranges.extend(border for found in ranges for border in found)
-        return held
+            problem = f"the coordinator has not told {shard} of rank {rank}, incarnation {join.incarnation}"
+            raise refusal(Reason.NOT_READY, f"{problem}, within a lease ({lease_s:g} s)") from None
 
     async def meet(
         self, stream: Stream, peer: Peer, transport: Transport, context: grpc.aio.ServicerContext
     ) -> Transport | None:
-        """Say who it is, and hear what it trains. The transport of its payloads, which is another than `transport`
-        where it has
-        offered one; None when it has gone instead."""
+        """Welcome the worker, and receive what it trains. Returns the transport of its payloads, which is `transport`
+        unless it has offered a better one; None when it has gone instead."""
         engine, run = self._engine, self._engine.run
         ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
         welcome = pb.Welcome(
-            run=run.name,
-            rank=peer.rank,
-            incarnation=peer.incarnation,
-            step=peer.number,
-            settings=settings_of(self._config, run),
-            probe=self._probe.shown,
-            server_incarnation=run.incarnation,
-            resumed=peer.is_resumed,
-            lease_s=self._config.server.lease_s,
-            shards=engine.shard_addresses,
-            takes_left_out=True,
-            held=await self._held(peer),
-        )
+            run=run.name, rank=peer.rank, incarnation=peer.incarnation, step=peer.number,
+            settings=settings_of(self._config, run), probe=self._probe.shown, server_incarnation=run.incarnation,
+            resumed=peer.is_resumed, lease_s=self._config.server.lease_s, shards=engine.shard_addresses,
+            takes_left_out=True, partial_transfer=await self.partials.offer(peer),
+        )  # fmt: skip
         if self._port is not None and ticket is not None:
             welcome.direct.port, welcome.direct.ticket = self._port.number, ticket.secret
         try:
@@ -171,15 +133,7 @@ class Joining:
             engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
             return None
         offered = second.of(pb.Model)
-        kind = _kind_of(engine.run.policy)
-        if kind in _OF_DELTAS and kind != offered.contribution:
-            told = pb.RunSettings.ContributionKind.Name(kind)
-            sends = f"deltas (RunSettings.{told}), which this worker does not say that it sends"
-            fix = "install the same version of paramserver on both"
-            raise refusal(Reason.BAD_REQUEST, f"workers of mode {self._config.run.mode} send {sends}", fix=fix)
-        if engine.run.policy.kind.has_peers and not offered.rendezvous:
-            problem = f"mode {self._config.run.mode} averages among workers, and this worker sent no Model.rendezvous"
-            raise refusal(Reason.BAD_REQUEST, problem, fix="install the same version of paramserver on both")
+        self._check_kind(offered)
         layout, optimizer = await _read_model(offered)
         why_no_better = shown(offered.transport_reason, _MAX_REASON)
         if offered.HasField("segment"):
@@ -188,42 +142,56 @@ class Joining:
             why_no_better = refused or why_no_better
         engine.model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
-        self._agree(peer, offered)
+        self._agree_on_codecs(peer, offered)
         peer.takes_frames = transport.as_frames
         peer.traffic.transport, peer.traffic.transport_reason = transport.name, why_no_better
         peer.state = "computing" if peer.is_resumed else "waiting"
         engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer), offered.rendezvous[:_MAX_REASON]))
         return transport
 
-    def _agree(self, peer: Peer, offered: pb.Model) -> None:
-        """On the codecs of its contributions and replies; refuses such as the run cannot have."""
-        engine, down = self._engine, codec_named(offered.reply_codec)
-        peer.reply_codec = None if down.is_identity else down
-        if peer.reply_codec is not None and engine.run.policy.compensation is not None:
+    def _check_kind(self, offered: pb.Model) -> None:
+        """Refuse a worker that cannot send this mode's contributions."""
+        mode, kind, problem = self._config.run.mode, _kind_of(self._engine.run.policy), ""
+        if kind in _OF_DELTAS and kind != offered.contribution:
+            name = pb.RunSettings.ContributionKind.Name(kind)
+            problem = f"workers of mode {mode} send deltas (RunSettings.{name}), and this worker does not say so"
+        elif self._engine.run.policy.kind.has_peers and not offered.rendezvous:
+            problem = f"mode {mode} averages among workers, and this worker sent no Model.rendezvous"
+        if problem:
+            raise refusal(Reason.BAD_REQUEST, problem, fix="install the same version of paramserver on both")
+
+    def _agree_on_codecs(self, peer: Peer, offered: pb.Model) -> None:
+        """Set the codecs of the worker's contributions and replies; refuses codecs that the run cannot have."""
+        run, reply_codec = self._engine.run, codec_named(offered.reply_codec)
+        peer.reply_codec = None if reply_codec.is_identity else reply_codec
+        if peer.reply_codec is not None and run.policy.compensation is not None:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"worker.reply_codec is {down.name}, and policy.late_compensation needs weights as workers have them",
+                f"worker.reply_codec is {reply_codec.name}, and policy.late_compensation needs weights as workers "
+                "have them",
                 fix="--set worker.reply_codec=raw, or --set policy.late_compensation=none",
             )
         if len(offered.codecs) > _MAX_CODECS:
             raise refusal(Reason.BAD_REQUEST, f"Model.codecs has {len(offered.codecs)} names; at most {_MAX_CODECS}")
         for name in offered.codecs or ("raw",):
-            if (error := barred(engine, peer, up := codec_named(name))) is not None:
+            codec = codec_named(name)
+            if (error := unusable(run, peer, codec)) is not None:
                 raise refusal(Reason.BAD_REQUEST, f"rank {peer.rank}: {error.message}", fix=error.fix)
-            peer.codecs[up.name] = ""
-            self._warn(up)
+            peer.codecs[codec.name] = ""
+            self._warn_of_momentum(codec)
 
-    def _warn(self, up: Codec) -> None:
-        """Once, of what the run can have and is better without."""
+    def _warn_of_momentum(self, codec: Codec) -> None:
+        """Warn once of outer momentum that suits this codec badly."""
         outer = self._engine.run.policy.outer
-        if outer is None or up.suits_outer_momentum or not outer.arguments.get("momentum") or self._has_warned:
+        if outer is None or codec.suits_outer_momentum or not outer.arguments.get("momentum") or self._has_warned:
             return
         self._has_warned = True
         meaning = (
-            f"{up.name} sends few values of a difference, and the others long after, which outer momentum adds up: "
-            f"--set policy.outer_momentum=0, or --set worker.codec={up.name} for ps-server too, whose default is 0 then"
+            f"{codec.name} sends few values of a difference, and the others long after, which outer momentum adds up: "
+            f"--set policy.outer_momentum=0, or --set worker.codec={codec.name} for ps-server too, whose default is 0 "
+            "then"
         )
-        log.warning("outer_momentum", codec=up.name, momentum=outer.arguments["momentum"], meaning=meaning)
+        log.warning("outer_momentum", codec=codec.name, momentum=outer.arguments["momentum"], meaning=meaning)
 
 
 _OF_DELTAS = (pb.RunSettings.DELTA, pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSettings.DELTA_OVERLAPPED)
@@ -239,39 +207,25 @@ def _kind_of(policy: Policy) -> pb.RunSettings.ContributionKind:
 
 
 def settings_of(config: Config, run: Run) -> pb.RunSettings:
-    """What every worker is told of the run."""
-    policy = run.policy
+    """The run's settings for every worker."""
+    policy, settings, task = run.policy, config.run, config.task
+    optimizer = pb.Optimizer(name=config.optimizer.name)
+    optimizer.groups.add(hyperparameters=struct(config.optimizer.arguments()))
     return pb.RunSettings(
-        mode=run.mode,
-        contribution=_kind_of(policy),
-        num_workers=config.run.workers or 0,
-        steps=config.run.steps or 0,
-        epochs=config.run.epochs or 0,
-        eval_every=config.run.eval_every or "",
-        ends_by_metrics=config.run.ends_by_metrics,
-        batch_size=config.run.batch_size,
-        seed=config.run.seed,
-        pull_every=policy.pull_every,
-        fragments=policy.fragments if policy.fragments > 1 else 0,
-        overlap_steps=policy.merge.after_steps,
-        outstanding=policy.outstanding,
+        mode=run.mode, contribution=_kind_of(policy), num_workers=settings.workers or 0, steps=settings.steps or 0,
+        epochs=settings.epochs or 0, eval_every=settings.eval_every or "", ends_by_metrics=settings.ends_by_metrics,
+        batch_size=settings.batch_size, seed=settings.seed, pull_every=policy.pull_every,
+        fragments=policy.fragments if policy.fragments > 1 else 0, overlap_steps=policy.merge.after_steps,
+        outstanding=policy.outstanding, merge=policy.merge.rule, merge_alpha=policy.merge.alpha,
         union_batch=policy.has_rounds and policy.kind.steps_along_mean_gradient,
-        merge=policy.merge.rule,
-        merge_alpha=policy.merge.alpha,
-        task=config.task.name if ".py:" not in config.task.name else "",
-        task_args=struct(config.task.args),
-        optimizer=pb.Optimizer(
-            name=config.optimizer.name,
-            groups=[pb.ParameterGroup(hyperparameters=struct(config.optimizer.arguments()))],
-        ),
-        polyak=config.store.polyak or 0.0,
-        delayed_update=config.policy.delayed_update,
+        task=task.name if ".py:" not in task.name else "", task_args=struct(task.args), optimizer=optimizer,
+        polyak=config.store.polyak or 0.0, delayed_update=config.policy.delayed_update,
         train=struct(config.train.model_dump(exclude_defaults=True)),
-    )
+    )  # fmt: skip
 
 
 async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
-    """What a worker trains; nobody waits while one of very many tensors is read."""
+    """What a worker trains. A large description is read beside the event loop."""
 
     def read() -> tuple[Layout, OptimizerSpec]:
         layout = layout_from_proto(message.tensors)

@@ -1,7 +1,7 @@
-"""What one peer may take of the server's time: joins, bytes of uploads, and how long others wait for it.
+"""Limits on what one peer costs the server: joins, bytes of uploads, and the time that others wait for it.
 
-Messages pass without a timer: a stream notes since when it has been waiting, and `Watch` looks at all
-streams five times a second.
+Messages pass without a timer: a stream notes since when it has been waiting, and `Watch` looks at all streams five
+times a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOG_INTERVAL_S = 1.0
 
 
 class Pace:
-    """A token bucket: `per_s` in a second, `burst_s` seconds' worth at once."""
+    """A token bucket: `per_s` units in a second, the units of `burst_s` at once."""
 
     def __init__(self, per_s: float, now: Callable[[], float] = time.monotonic, burst_s: float = 1.0) -> None:
         self.unit_s = 1 / per_s
@@ -29,7 +29,7 @@ class Pace:
         self._now = now
         self._free_at = float("-inf")
 
-    def came(self, count: int) -> None:
+    def take(self, count: int) -> None:
         self._free_at = max(self._free_at, self._now() - self._burst_s) + count * self.unit_s
 
     def wait_s(self) -> float:
@@ -38,14 +38,14 @@ class Pace:
 
 
 class Seldom:
-    """One line of the log in a second: whoever knocks again and again must not fill the disk with it."""
+    """One line of the log in a second: a peer that calls again and again must not fill the disk."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._next_s, self._num_left_out = float("-inf"), 0
 
     def left_out(self) -> int | None:
-        """Since the last line; None where this is not the time for one."""
+        """The lines left out since the last one; None where this line is left out too."""
         if (now := self._now()) < self._next_s:
             self._num_left_out += 1
             return None
@@ -56,7 +56,7 @@ class Seldom:
 class Joins:
     """`per_s` joins in a second, that many at once. More wait their turn, at most `limit` of them.
 
-    Whoever gives up while it waits has had its turn.
+    A worker that gives up while it waits has used its turn.
     """
 
     def __init__(self, per_s: float, limit: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -64,20 +64,21 @@ class Joins:
         self._limit = limit
 
     def turn(self) -> float:
-        """Take a place in the queue; the seconds until its turn. Raises a NOT_READY refusal when it is full."""
+        """Join the queue; returns the seconds until the turn. Raises a NOT_READY refusal when the queue is full."""
         wait_s, unit_s = self._pace.wait_s(), self._pace.unit_s
         if wait_s / unit_s > self._limit + 1e-3:
-            what = f"{self._limit} workers wait to join, at {1 / unit_s:g} joins in a second (limits.joins_per_s)"
-            raise refusal(Reason.NOT_READY, what, fix="try again in a moment")
-        self._pace.came(1)
+            problem = f"{self._limit} workers wait to join, at {1 / unit_s:g} joins in a second (limits.joins_per_s)"
+            raise refusal(Reason.NOT_READY, problem, fix="try again in a moment")
+        self._pace.take(1)
         return wait_s
 
 
 class Allowance:
-    """How long a sender may keep the server waiting: `limit_s` at first, and as much at most.
+    """How long a sender may keep the server waiting: at most `limit_s`.
 
-    Waiting uses it up, bytes give it back: `bytes_per_limit` of them all of it. So a pause may last `limit_s`, and
-    a sender that is slower than `bytes_per_limit / limit_s` on average comes to its end, however small its pieces.
+    Waiting uses the allowance up, and bytes give it back, `bytes_per_limit` of them all of it. So a pause may last
+    `limit_s`, and a sender that is slower than `bytes_per_limit / limit_s` on average is ended, however small its
+    pieces.
     """
 
     def __init__(self, limit_s: float, bytes_per_limit: int) -> None:
@@ -92,8 +93,8 @@ class Allowance:
 
 
 class FirstMessages:
-    """The first messages of calls, which say whose call it is: each within `limit_s`, and of at most `limit` calls at
-    once. Whoever has something to say says it at once, so the oldest call ends where a newer one is too many."""
+    """The first messages of calls, which name the caller: each within `limit_s`, and of at most `limit` calls at once.
+    Beyond that the oldest silent call ends, since an honest caller sends its first message at once."""
 
     def __init__(self, name: str, limit_s: float, limit: int) -> None:
         self._name = name
@@ -101,7 +102,7 @@ class FirstMessages:
         self._deadlines: list[asyncio.Timeout] = []  # of silent calls, the oldest first
 
     async def of(self, messages: AsyncIterator[Message]) -> Message | None:
-        """None when the call ended without one. Refuses BAD_REQUEST a call that says nothing."""
+        """The first message; None when the call ended without one. Refuses BAD_REQUEST a silent call."""
         deadline = asyncio.timeout(self._limit_s)
         try:
             async with deadline:
@@ -110,9 +111,13 @@ class FirstMessages:
                     oldest.reschedule(asyncio.get_running_loop().time())
                 return await anext(messages, None)
         except TimeoutError:
-            what = f"within {self._limit_s:g} s (server.join_timeout_s)"
-            what = what if deadline in self._deadlines else f"before {self._limit} newer calls"
-            raise refusal(Reason.BAD_REQUEST, f"no {self._name} {what}") from None
+            is_late = deadline in self._deadlines
+            when = (
+                f"within {self._limit_s:g} s (server.join_timeout_s)"
+                if is_late
+                else f"before {self._limit} newer calls"
+            )
+            raise refusal(Reason.BAD_REQUEST, f"no {self._name} {when}") from None
         finally:
             if deadline in self._deadlines:
                 self._deadlines.remove(deadline)
@@ -125,7 +130,7 @@ class Watched(Protocol):
         """End the stream if its peer has kept the server waiting for too long."""
 
     def stood_still(self, seconds: float) -> None:
-        """Whatever the stream has been waiting for, these seconds do not count."""
+        """These seconds do not count as waiting."""
 
 
 class Watch:

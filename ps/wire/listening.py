@@ -27,8 +27,7 @@ _OPTIONS = (
     # What a worker may send before it is read: gRPC's own estimate lets it grow to a large model's size.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # Who says nothing is not waited for, who asks for everything does not get it: a silent TLS connection was open
-    # for 40 s without the first, 300 handlers of one connection ran without the second.
+    # Without the first a silent TLS connection was open for 40 s. Without the second one connection ran 300 handlers.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_concurrent_streams", 128),
     ("grpc.max_metadata_size", 8192),
@@ -39,10 +38,10 @@ _OPTIONS = (
 )
 
 
-# After a lease each. A peer that is frozen or cut off is noticed by its lease; pings nobody replies close what is left
-# of its connections, not before: a closed connection is a worker that has ended. The second is the kernel's limit
-# for unacknowledged bytes, and gRPC's for hearing nothing at all. But a ping stands in line behind the weights that
-# were said before it: 8 MB at 10 Mbit/s are 6.7 s, so for its reply a server waits longer.
+# Each is one lease. The lease notices a peer that is frozen or cut off; only then may pings close what is left of its
+# connections, because a closed connection means that the worker has ended. The second is also the kernel's limit for
+# unacknowledged bytes. A ping waits behind the weights that were sent before it (8 MB at 10 Mbit/s are 6.7 s), so its
+# reply has a longer limit.
 _PINGS_MS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms")
 _LEAST_PING_S = 60.0
 _END_S = 1.0
@@ -50,7 +49,7 @@ _RPC_TASK = "rpc_task"  # as grpc.aio names them
 
 
 class Listening:
-    """`bind`, then `serve`, in the end `stop`."""
+    """The server of one process: `bind`, then `serve`, in the end `stop`."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -75,7 +74,7 @@ class Listening:
         self.direct.bind()
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:
-        """Reply calls from now on; healthy."""
+        """Serve calls from now on, and report healthy."""
         self._grpc.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
@@ -93,8 +92,7 @@ class Listening:
     async def stop(self, grace_s: float) -> None:
         await self._grpc.stop(grace_s)
         await self.direct.close()
-        # A handler that was cancelled has still to come to its end, and gRPC's own task behind each one that has: cut
-        # off there they would leave a traceback.
+        # Cancelled handlers, and gRPC's own tasks behind them, have still to end: cut off they would leave a traceback.
         ending = [task for task in asyncio.all_tasks() if task.cancelling() or task.get_name() == _RPC_TASK]
         if ending:
             await asyncio.wait(ending, timeout=_END_S)

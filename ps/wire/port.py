@@ -1,7 +1,7 @@
-"""The port where direct connections are made, by whoever shows a ticket: see `common/wire/direct.py`.
+"""The port for direct connections of workers that show a ticket: see `common/wire/direct.py`.
 
-Who has not shown one is a stranger. There are as many of them as tickets that nobody has shown, and some; who comes
-when there are more takes the place of the one that has been there longest.
+A connection without a ticket is a stranger's. The port holds as many of them as there are unused tickets, and some
+more. Beyond that a new stranger replaces the oldest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...common.config.schema import Config
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
 from ...common.wire.direct import HELLO, TAKEN, TICKET_BYTES, TICKET_S, prepare
-from .direct import Connection
+from .connection import Connection
 from .limits import Seldom
 from .security import Contexts
 
@@ -27,8 +27,8 @@ _ACCEPT_AGAIN_S = 0.1
 
 
 class Ticket:
-    """Good for one connection, of a peer whose certificate has this `name` where one is asked for. `arrived` is it,
-    when somebody has shown the ticket in time."""
+    """Good for one connection, of a peer whose certificate has this `name` where certificates are required. `arrived`
+    is that connection, once it has shown the ticket in time."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -36,14 +36,14 @@ class Ticket:
         self.arrived: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Close the connection that has arrived, or arrives later."""
         if self.arrived.done() and not self.arrived.cancelled():
             self.arrived.result().close()
         self.arrived.cancel()
 
 
 class Port:
-    """Where direct connections are made. Nothing is there unless `server.direct`."""
+    """Accepts direct connections; does nothing unless `server.direct`."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class Port:
         self.number = 0
 
     def bind(self) -> None:
-        """Take the port; BindError when one was asked for by number and cannot be had."""
+        """Take the port; BindError when `server.direct_port` cannot be had."""
         server = self._config.server
         if not server.direct:
             return
@@ -84,7 +84,7 @@ class Port:
             self._accepting = asyncio.create_task(self._accept(self._socket))
 
     def offer(self, name: str | None) -> Ticket | None:
-        """A new one, for the peer whose certificate has this common name; None where there is no port."""
+        """A new ticket for the peer whose certificate has this common name; None where there is no port."""
         if self._accepting is None:
             return None
         ticket = Ticket(name)
@@ -116,7 +116,7 @@ class Port:
             return
 
     async def _meet(self, stranger: socket.socket) -> None:
-        """Hear a ticket, or close. A stranger is told nothing."""
+        """Receive a ticket, or close. A stranger gets no reply."""
         connection: Connection | None = None
         try:
             async with asyncio.timeout(_HELLO_S):
@@ -144,7 +144,7 @@ class Port:
                 raise
 
     def _ticket_of(self, hello: bytes, connection: Connection) -> Ticket | None:
-        """What was said is a ticket of ours, for the first time, and by whom it was given to."""
+        """The ticket that a stranger shows: one of this port, unused, and shown by the peer that it was made for."""
         secret, name = hello[len(HELLO) :], connection.certificate_name()
         ticket = self._tickets.get(secret) if hello.startswith(HELLO) else None
         why = "no ticket of ours, or one that was used or is too old"

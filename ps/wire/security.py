@@ -1,7 +1,7 @@
 """The server's side of secure connections: TLS with certificates that may be renewed, token, identity.
 
-The token is asked of every call but gRPC's health checks, by an interceptor, before anything of the call's messages is
-read. Identity is a question of the first message, because only that says which rank or shard the caller wants to be.
+An interceptor checks the token of every call but gRPC's health checks, before any message of the call is read. The
+identity is checked with the first message, which says which rank or shard the caller wants to be.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def check_security(config: Config) -> None:
     pem = read_pem(security)
     warn_of_readable_secrets(security)
     if security.cert is None and (security.ca is not None or security.mutual):
-        what = "security.mutual" if security.mutual else "security.ca"
+        setting = "security.mutual" if security.mutual else "security.ca"
         raise AuthError(
-            f"{what} is set, but the server has no certificate of its own and would not speak TLS",
+            f"{setting} is set, but the server has no certificate of its own and would not speak TLS",
             fix="add --cert and --key (ps-certs init makes them), or leave the others out",
         )
     if config.server.shards > 1 and security.cert is not None and security.ca is None:
@@ -70,18 +70,18 @@ def check_security(config: Config) -> None:
 
 
 def _check_own_name(config: Config, name: str) -> None:
-    """The other shards would turn away one that shows them another name, after a start that looks well."""
-    own = f"{SHARD_PREFIX}{config.server.shard}"
-    if name != own:
+    """AuthError for another certificate than this shard's, which the other shards would refuse after the start."""
+    expected = f"{SHARD_PREFIX}{config.server.shard}"
+    if name != expected:
         raise AuthError(
             f"{config.security.cert} is the certificate of '{name}', and this is shard {config.server.shard}: with "
             "security.mutual shards show each other who they are",
-            fix=f"use {own}.crt and {own}.key: ps-certs init DIR --renew --shards {config.server.shards} makes them",
+            fix=f"use {expected}.crt and .key: ps-certs init DIR --renew --shards {config.server.shards} makes them",
         )
 
 
 def _missing(config: Config) -> str | None:
-    """What an address that others can reach should have and has not, as a phrase. AuthError for an unusable token."""
+    """What the address lacks although others can reach it, as a phrase. AuthError for an unusable token."""
     security, token = config.security, read_token(config.security)
     if is_loopback(split_address(config.server.listen)[0]):
         return None
@@ -95,7 +95,7 @@ def _missing(config: Config) -> str | None:
 
 
 def insecurity(config: Config) -> str | None:
-    """What to warn of at start, for an address that others can reach; None when there is nothing."""
+    """The warning at start for an insecure address that others can reach; None when there is nothing to warn of."""
     lacks = _missing(config)
     return f"{lacks}; anyone who reaches this port can read and train" if lacks is not None else None
 
@@ -126,10 +126,10 @@ def bind(server: grpc.aio.Server, config: Config) -> int:
 
 
 class _Rotation:
-    """Called by gRPC at every new connection, on a thread of its own: new files are used from the next one on.
+    """Renews certificates: gRPC calls it at every new connection, on a thread of its own.
 
-    Connections that stand keep what they were made with. Files that do not fit together (one of the
-    two has been replaced so far) or are out of date change nothing.
+    Open connections keep their certificates. Files that do not fit together (only one of the two has been replaced so
+    far) or are out of date change nothing.
     """
 
     def __init__(self, security: SecurityConfig) -> None:
@@ -144,7 +144,7 @@ class _Rotation:
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.ca)
 
     def has_changed(self) -> bool:
-        """Since it was asked last."""
+        """Whether the files have changed since the last call."""
         before, self._seen = self._seen, self._stamps()
         return self._seen != before
 
@@ -158,7 +158,7 @@ class _Rotation:
             return None
 
     def _stamps(self) -> list[tuple[int, int, int]] | None:
-        """Changes when a file does."""
+        """Time, size and inode of each file; None while one is missing."""
         paths = (self._security.ca, self._security.cert, self._security.key)
         try:
             found = [os.stat(path) for path in paths if path is not None]
@@ -168,7 +168,7 @@ class _Rotation:
 
 
 class Contexts:
-    """The same for connections without gRPC."""
+    """TLS contexts with renewed certificates, for connections without gRPC."""
 
     def __init__(self, security: SecurityConfig) -> None:
         self._security = security
@@ -227,7 +227,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def _refusing(self, message: str) -> grpc.RpcMethodHandler:
-        """A handler that reads nothing. Of streams, whatever the call is: for one message gRPC would read it first."""
+        """A handler that reads nothing. It is for streams, whatever the call is: gRPC reads a single message first."""
         status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=_GIVE_TOKEN))
 
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -245,21 +245,21 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
 
 def certificate_name(context: grpc.aio.ServicerContext) -> str | None:
-    """The common name of the caller's certificate; None when it was not asked for one."""
+    """The common name of the caller's certificate; None where certificates are not required."""
     facts = context.auth_context()
     if "x509_pem_cert" not in facts:
         return None
     return b"".join(facts.get("x509_common_name", ())).decode("utf-8", errors="replace")
 
 
-def check_rank(context: grpc.aio.ServicerContext, asked: int | None) -> int | None:
-    """The rank to join as: the one of the certificate where none is asked for.
+def check_rank(context: grpc.aio.ServicerContext, requested: int | None) -> int | None:
+    """The rank to join as: that of the certificate where no rank is requested.
 
-    PERMISSION_DENIED for another rank's certificate, and for one that is neither `rank-N` nor `worker`.
+    PERMISSION_DENIED for another rank's certificate, and for a name that is neither `rank-N` nor `worker`.
     """
     name = certificate_name(context)
     if name is None or name == ANY_RANK:
-        return asked
+        return requested
     found = _RANK_NAME.fullmatch(name)
     if found is None:
         raise refusal(
@@ -268,25 +268,25 @@ def check_rank(context: grpc.aio.ServicerContext, asked: int | None) -> int | No
             fix="ps-certs init --workers N makes one for each rank",
         )
     allowed = int(found[1])
-    if asked is not None and asked != allowed:
+    if requested is not None and requested != allowed:
         raise refusal(
             Reason.PERMISSION_DENIED,
-            f"the certificate is for rank {allowed}, and the worker asks to be rank {asked}",
-            fix=f"use {RANK_PREFIX}{asked}.crt and {RANK_PREFIX}{asked}.key, or --rank {allowed}",
+            f"the certificate is for rank {allowed}, and the worker asks to be rank {requested}",
+            fix=f"use {RANK_PREFIX}{requested}.crt and {RANK_PREFIX}{requested}.key, or --rank {allowed}",
         )
     return allowed
 
 
 def check_shard(context: grpc.aio.ServicerContext, shard: int) -> None:
-    """PERMISSION_DENIED unless the certificate, where one is asked for, is `shard-N` of this shard.
+    """PERMISSION_DENIED unless the certificate, where one is required, is `shard-N` of this shard.
 
-    Before the coordinator says anything: what it tells a shard is the run's configuration, and a registered shard
-    is where workers send their gradients.
+    The coordinator checks it before its first order, which has the run's configuration; and workers send their
+    gradients to a registered shard.
     """
-    name, own = certificate_name(context), f"{SHARD_PREFIX}{shard}"
-    if name is not None and name != own:
+    name, expected = certificate_name(context), f"{SHARD_PREFIX}{shard}"
+    if name is not None and name != expected:
         raise refusal(
             Reason.PERMISSION_DENIED,
             f"the certificate is '{name[:100]}', and the process asks to be shard {shard}",
-            fix=f"start it with {own}.crt and .key: ps-certs init DIR --renew --shards S makes them",
+            fix=f"start it with {expected}.crt and .key: ps-certs init DIR --renew --shards S makes them",
         )

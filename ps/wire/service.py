@@ -1,11 +1,11 @@
-"""The service of the proto on one run: a worker's exchange, and the calls beside it."""
+"""The gRPC service on one run: a worker's exchange, and the calls beside it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 import grpc
@@ -16,10 +16,10 @@ from safetensors.torch import save
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
-from ...common.reporting.status import Measured
 from ...common.tensors.layout import as_bytes
 from ...common.wire.checks import check_header
 from ...common.wire.frames import MAX_DATA_BYTES, payload_frames
+from ...common.wire.json_text import to_json
 from ...common.wire.protocol import SERVICE, layout_to_proto, refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
@@ -27,24 +27,24 @@ from ..engine.engine import Engine
 from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
-from .intake import metrics_received
 from .joining import Joining, settings_of
 from .limits import FirstMessages, Watch
 from .port import Port
+from .receiver import evaluation_event
 from .stream import Stream, StreamBroken, StreamLost
 
 log = get_logger()
 
 _MAX_LOGGED = 2_000
 _MAX_SHOWN = 200
-_MORE_HEARTBEATS = 16  # heartbeats, of evaluators
+_NUM_EVALUATORS = 16  # whose heartbeats are taken
 _KEPT_S = 5.0  # within which a version is here that the coordinator has
-# How another shard gets its reply.
+# Serves another shard's call.
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
 
 
 class ParameterServerService:
-    """Implements it; `attend` replies other shards, on the coordinator of several."""
+    """Implements the service of the proto. `attend` serves other shards, on the coordinator of several."""
 
     def __init__(
         self, engine: Engine, config: Config, attend: Attend | None = None, direct: Port | None = None
@@ -54,56 +54,48 @@ class ParameterServerService:
         self._attend = attend or self._not_the_coordinator
         self._watch = Watch()
         self._joining = Joining(engine, config, direct)
-        num_heartbeats = 2 * (config.run.workers or config.limits.workers)  # of workers, and of those that come back
-        self._first_heartbeats = FirstMessages(
-            "HeartbeatRequest", config.server.join_timeout_s, num_heartbeats + _MORE_HEARTBEATS
-        )
+        # Every worker may have two, while its process is started again.
+        num_heartbeats = 2 * (config.run.workers or config.limits.workers) + _NUM_EVALUATORS
+        self._first_heartbeats = FirstMessages("HeartbeatRequest", config.server.join_timeout_s, num_heartbeats)
         self._pulls = asyncio.Semaphore(config.server.max_replies)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Exchange and Pull in bytes, as `common/wire/frames.py` frames them."""
-        streams, heartbeat, report = (
-            grpc.stream_stream_rpc_method_handler,
-            pb.HeartbeatRequest.FromString,
-            pb.ShardReport.FromString,
-        )
+        """Exchange takes and sends bytes, and Pull sends bytes, as `common/wire/frames.py` frames them."""
+        stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+        rows = [
+            ("Exchange", stream, self.exchange, None, None),
+            ("Heartbeat", stream, self.heartbeat, pb.HeartbeatRequest, pb.HeartbeatReply),
+            ("Attend", stream, self._attend, pb.ShardReport, pb.ShardOrder),
+            ("Pull", grpc.unary_stream_rpc_method_handler, self.pull, pb.PullRequest, None),
+            ("PullRows", unary, self.pull_rows, pb.RowsRequest, pb.RowsReply),
+            ("Status", unary, self.status, pb.StatusRequest, pb.StatusReply),
+        ]
         handlers = {
-            "Exchange": streams(self.exchange),
-            "Heartbeat": streams(self.heartbeat, heartbeat, pb.HeartbeatReply.SerializeToString),
-            "Attend": streams(self._attend, report, pb.ShardOrder.SerializeToString),
-            "Pull": grpc.unary_stream_rpc_method_handler(self.pull, pb.PullRequest.FromString),
-            "PullRows": grpc.unary_unary_rpc_method_handler(
-                self.pull_rows, pb.RowsRequest.FromString, pb.RowsReply.SerializeToString
-            ),
-            "Status": grpc.unary_unary_rpc_method_handler(
-                self.status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
-            ),
+            name: make(method, request and request.FromString, reply and reply.SerializeToString)
+            for name, make, method, request, reply in rows
         }
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _stream(self, context: grpc.aio.ServicerContext) -> Stream:
         model = self._engine.model
         return Stream(
-            context,
-            self._config.limits,
-            self._watch,
-            lambda: model.has_weights and model.staging.num_waiting > 0,
+            context, self._config.limits, self._watch, lambda: model.has_weights and model.staging.num_waiting > 0
         )
 
     async def exchange(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """A worker's whole life in the run."""
         stream = self._stream(context)
-        conversation = Conversation(self._engine, self._config, stream)
+        conversation = Conversation(self._engine, self._config, stream, self._joining.partials)
         try:
-            await self._carry(stream, conversation.hold(self._joining, context))
+            await self._carry(stream, conversation.run(self._joining, context))
         finally:
-            conversation.over(_loggable(stream.refused.message) if stream.refused is not None else "")
+            conversation.close(_loggable(stream.refused.message) if stream.refused is not None else "")
 
     async def heartbeat(
         self, heartbeats: AsyncIterator[pb.HeartbeatRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.HeartbeatReply]:
-        """A worker's signs of life, as long as its process keeps the connection open."""
-        process, engine = "", self._engine
+        """A process is alive as long as it keeps this call open and sends heartbeats."""
+        process, engine, run = "", self._engine, self._engine.run
         try:
             heartbeat = await self._first_heartbeats.of(heartbeats)
             while heartbeat is not None:
@@ -111,23 +103,21 @@ class ParameterServerService:
                 if not process and heartbeat.process:
                     process = heartbeat.process
                     engine.offer(events.HeartbeatBegan(process, heartbeat.evaluates))
-                if heartbeat.HasField("metrics") and process in engine.run.roster.evaluators:
-                    engine.offer(metrics_received(None, heartbeat.metrics))
-                elif heartbeat.HasField("metrics"):
-                    log.warning(
-                        "metrics_ignored", process=process, reason="its first heartbeat did not say that it evaluates"
-                    )
-                is_member = heartbeat.run == engine.run.name and engine.run.roster.is_member(
-                    heartbeat.rank, heartbeat.process
-                )
+                if heartbeat.HasField("metrics"):
+                    if process in run.roster.evaluators:
+                        engine.offer(evaluation_event(None, heartbeat.metrics))
+                    else:
+                        reason = "its first heartbeat did not say that it evaluates"
+                        log.warning("metrics_ignored", process=process, reason=reason)
+                is_member = heartbeat.run == run.name and run.roster.is_member(heartbeat.rank, heartbeat.process)
                 if is_member:
                     engine.offer(events.Heard(heartbeat.rank, heartbeat.process))
                 yield pb.HeartbeatReply(
-                    is_gone=engine.run.is_done or engine.run.is_closed if heartbeat.evaluates else not is_member,
+                    is_gone=run.is_done or run.is_closed if heartbeat.evaluates else not is_member,
                     lease_s=self._config.server.lease_s,
                     durable_version=engine.durable_version,
-                    over_generation=engine.run.policy.over_generation,
-                    server_incarnation=engine.run.incarnation,
+                    over_generation=run.policy.over_generation,
+                    server_incarnation=run.incarnation,
                 )
                 heartbeat = await anext(heartbeats, None)
         except ParamServerError as error:
@@ -137,38 +127,37 @@ class ParameterServerService:
                 engine.offer(events.HeartbeatStopped(process))
 
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:
-        """The weights of one version, or their Polyak average, or what the optimizer remembers, whole. A few at once:
-        each is a copy."""
+        """Send the weights of one version, their Polyak average, or the optimizer's state, whole. Each is a copy, so
+        only a few calls are served at once."""
         stream = self._stream(context)
         await self._carry(stream, self._send_snapshot(stream, request))
 
     async def _send_snapshot(self, stream: Stream, request: pb.PullRequest) -> None:
         run, model = self._engine.run, self._engine.model
         async with self._pulls:
-            if not model.has_weights:
-                raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
-            averaged = request.averaged
-            if averaged and model.store.averaged is None:
-                raise refusal(
-                    Reason.BAD_REQUEST,
-                    "no averaged weights are kept",
-                    fix="start ps-server with --set store.polyak=0.999",
-                )
-            payload: memoryview
+            self._check_weights()
+            if request.averaged and model.store.averaged is None:
+                fix = "start ps-server with --set store.polyak=0.999"
+                raise refusal(Reason.BAD_REQUEST, "no averaged weights are kept", fix=fix)
+            tensors: Sequence[pb.TensorSpec] = []
             if request.optimizer:
                 version, state = await self._engine.tensors.run(partial(optimizer_tensors, model))
-                tensors, payload = [], memoryview(await asyncio.to_thread(save, state))
+                payload = memoryview(await asyncio.to_thread(save, state))
             else:
                 if request.keep or request.HasField("version"):
                     version, weights = await self._kept(request)
                 else:
-                    version, weights = await self._engine.tensors.run(lambda: model.copy(averaged))
+                    version, weights = await self._engine.tensors.run(partial(model.copy, request.averaged))
                 tensors, payload = layout_to_proto(model.store.layout), as_bytes(weights)
             snapshot = pb.Snapshot(run=run.name, version=version, payload_bytes=len(payload), tensors=tensors)
             await stream.say(pb.ServerMessage(snapshot=snapshot))
             for raw in payload_frames([payload]):
                 await stream.write(raw)
             await stream.flush()
+
+    def _check_weights(self) -> None:
+        if not self._engine.model.has_weights:
+            raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
 
     async def _kept(self, request: pb.PullRequest) -> tuple[int, torch.Tensor]:
         """A version of which all shards keep a copy, and the copy here."""
@@ -186,29 +175,26 @@ class ParameterServerService:
         """Rows of a table, after all that was decided before."""
         engine = self._engine
         try:
-            if why := engine.why_not_ready():  # a new coordinator, say, which learns from its shards which run it is
+            if why := engine.why_not_ready():  # a new coordinator learns from its shards which run it is
                 raise refusal(Reason.NOT_READY, f"{why}: there are no rows yet", fix="ask again in a moment")
-            if request.run != engine.run.name:
-                reason = Reason.NOT_READY if self._config.server.shard else Reason.RUN_MISMATCH  # not yet told of it
+            if request.run != engine.run.name:  # another shard may not know the run's name yet
+                reason = Reason.NOT_READY if self._config.server.shard else Reason.RUN_MISMATCH
                 raise refusal(reason, f"this server runs {engine.run.name}, not {request.run[:40]!a}")
             if not request.ids:
                 return pb.RowsReply(shards=engine.shard_addresses)
-            if not engine.model.has_weights:
-                raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
+            self._check_weights()
             if (tables := engine.model.store.tables) is None:
                 raise refusal(Reason.BAD_REQUEST, "this run has no tables of rows")
             rows = await engine.tensors.run(partial(tables.pull, request.table, request.ids, MAX_DATA_BYTES))
         except ParamServerError as error:
             await refuse(context, error, rank=request.rank)
         if (traffic := engine.traffic.get(request.rank)) is not None:
-            traffic.num_sent, traffic.num_received = (
-                traffic.num_sent + len(request.ids),
-                traffic.num_received + len(rows),
-            )
+            traffic.num_sent += len(request.ids)
+            traffic.num_received += len(rows)
         return pb.RowsReply(rows=rows)
 
     async def _carry(self, stream: Stream, work: Awaitable[None]) -> None:
-        """One call from beginning to end. `stream.refused` is then what it was refused with."""
+        """Carry out one call, and end it. `stream.refused` is then the refusal that it ended with."""
         try:
             await work
             await stream.flush()
@@ -219,7 +205,7 @@ class ParameterServerService:
             traceback.clear_frames(error.__traceback__)
             await refuse(stream, error, rank=stream.rank)
         except asyncio.CancelledError as cancelled:
-            # The call's task keeps them, and they hold an upload: memory a worker shared would stay mapped.
+            # The call's task keeps the frames, and these an upload: memory that a worker shares would stay mapped.
             traceback.clear_frames(cancelled.__traceback__)
             if stream.refused is None:  # the connection is gone
                 raise
@@ -231,40 +217,27 @@ class ParameterServerService:
             traceback.clear_frames(broken.__traceback__)
             await refuse(stream, stream.refused or refusal(Reason.INTERNAL, "the server failed"), rank=stream.rank)
         except Exception as error:
-            stream.refused = ParamServerError(f"the server failed on what it was sent: {type(error).__name__}")
+            stream.refused = ParamServerError(f"the server failed on a message: {type(error).__name__}")
             await _fail(stream, error)
         finally:
             stream.close()
 
     async def _not_the_coordinator(self, _: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
         server = self._config.server
-        what = "one process" if server.shards == 1 else f"shard {server.shard}, not the coordinator"
+        role = "one process" if server.shards == 1 else f"shard {server.shard}, not the coordinator"
         fix = "start shard 0 with --shards S, and give its address with --coordinator"
-        await refuse(context, refusal(Reason.SHARD_MISMATCH, f"this server is {what}", fix=fix))
+        await refuse(context, refusal(Reason.SHARD_MISMATCH, f"this server is {role}", fix=fix))
 
     async def status(self, _: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         """Where the run stands."""
-        status = reports.status(self._engine)
+        status, run = reports.status(self._engine), self._engine.run
         return pb.StatusReply(
-            run=self._engine.run.name, mode=status.mode, version=status.version, step=status.step,
-            waiting=status.waiting, left_out=status.left_out, values=_known(status),
-            workers=[
-                pb.WorkerStatus(
-                    rank=worker.rank, state=worker.state, waiting_for=worker.waiting_for, transport=worker.transport,
-                    codec=worker.codec, values=_known(worker),
-                )
-                for worker in status.workers
-            ],
-            settings=settings_of(self._config, self._engine.run),
+            run=run.name, settings=settings_of(self._config, run), version=status.version, step=status.step,
+            status=to_json(status.fields()),
         )  # fmt: skip
 
 
-def _known(values: Measured) -> dict[str, float]:
-    """Its metrics without those that are unknown."""
-    return {name: float(value) for name, value in values.row().items() if value is not None}
-
-
-# ---- how a call ends: well, with a refusal that its caller can act on, or with a mistake of ours -------------------
+# ---- how a call ends: well, with a refusal that its caller can act on, or with a bug -------------------------------
 
 
 async def refuse(call: Stream | grpc.aio.ServicerContext, error: ParamServerError, **whom: int | None) -> None:
@@ -275,17 +248,17 @@ async def refuse(call: Stream | grpc.aio.ServicerContext, error: ParamServerErro
 
 
 async def _fail(stream: Stream, error: Exception) -> None:
-    """What nobody foresaw ends one call, and is logged in one line; never the run."""
+    """End one call, never the run, after an exception that nobody foresaw; log it in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     traceback.clear_frames(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    what = _loggable(f"{type(error).__name__}: {error}")
-    log.error("internal_error", rank=stream.rank, error=what, where=where)
-    message = f"the server failed on what it was sent: {what[:_MAX_SHOWN]}"
+    text = _loggable(f"{type(error).__name__}: {error}")
+    log.error("internal_error", rank=stream.rank, error=text, where=where)
+    message = f"the server failed on a message: {text[:_MAX_SHOWN]}"
     await stream.abort(*refusal_to_status(refusal(Reason.INTERNAL, message)))
 
 
 def _loggable(text: str) -> str:
-    """Text that may come from anyone, for a line of the log."""
+    """Text from an untrusted sender, cut and escaped for a line of the log."""
     text = text[:_MAX_LOGGED]
     return text if text.isprintable() else ascii(text)[1:-1]

@@ -1,8 +1,7 @@
-"""Small contributions and their replies on a direct connection: each is taken, and said, at once where it comes.
+"""Small contributions on a direct connection: each is received, and its reply sent, in the event loop's own callback.
 
-A task that is woken for a message, and a future for each reply, cost more than a small exchange itself. So between two
-messages of a worker's conversation this reads them in the event loop's own callback. What is anything else is left to
-the conversation, as if it had just come.
+To wake a task for a message, and to resolve a future for a reply, cost more than a small exchange itself. All other
+messages are left to the worker's conversation, as if they had just come.
 """
 
 from __future__ import annotations
@@ -11,32 +10,32 @@ import asyncio
 from collections.abc import Callable
 
 from ..engine.peers import Go, Item, Peer
-from .direct import Connection
-from .intake import Intake
+from .connection import Connection
+from .receiver import Receiver
 from .stream import Stream, StreamLost
 
 
 class SmallExchanges:
-    """Of one worker. `message` is all that is said of an item, or None when that is more than one message."""
+    """The small exchanges of one worker. `message` makes the message of an item, or None when it needs several."""
 
     def __init__(
         self,
         connection: Connection,
         stream: Stream,
         peer: Peer,
-        intake: Intake,
+        receiver: Receiver,
         message: Callable[[Item], bytes | None],
     ) -> None:
         self._connection = connection
         self._stream = stream
         self._peer = peer
-        self._intake = intake
+        self._receiver = receiver
         self._message = message
-        self._is_due = False  # a reply
-        self._is_paused = False  # something has come before it
+        self._is_due = False  # a reply is
+        self._is_paused = False  # bytes have come before the reply
 
     async def until_other(self) -> bool:
-        """Returns when something else is to be said, which is in the outbox, or (False) to be read."""
+        """Returns when the conversation has another item to send, which is in the outbox, or (False) to read."""
         loop = asyncio.get_running_loop()
         self._other: asyncio.Future[bool] = loop.create_future()
         self._is_due = self._is_paused = False
@@ -51,7 +50,7 @@ class SmallExchanges:
             self._connection.unwatch()
 
     def _readable(self) -> None:
-        """At most one contribution: others have their turn."""
+        """Take at most one contribution, then let other workers have their turn."""
         if self._other.done():
             return
         if self._is_due:
@@ -63,37 +62,35 @@ class SmallExchanges:
             if raw is None:
                 return
             self._is_due = True
-            if not self._intake.take_small(raw):
+            if not self._stream.take_now(raw, self._receiver.take_now):
                 self._connection.unread(raw)
                 self._end(False)
             elif self._connection.has_more and not self._is_due:
                 asyncio.get_running_loop().call_soon(self._readable)
         except EOFError:
             self._end(False)
-        except Exception as error:  # the conversation's, as everything that goes wrong in one
+        except Exception as error:  # the conversation handles it
             self._fail(error)
 
     def _say(self, item: Item) -> bool:
-        """What the run says, if it can be said here and now."""
+        """Send an item of the run at once if that can be; False leaves it to the conversation."""
         if self._other.done():
             return False
-        raw = self._message(item)
+        raw, is_reply = self._message(item), isinstance(item, Go)
         try:
-            if raw is None or not self._stream.write_now(raw):
+            if raw is None or not self._stream.write_now(raw, is_counted=is_reply):
                 self._end(True)
                 return False
         except StreamLost as lost:
             self._fail(lost)
             return True
-        if isinstance(item, Go):
+        if is_reply:
             self._is_due = False
-            self._peer.traffic.received(*self._stream.take_sent())
+            self._peer.traffic.num_received += self._stream.take_sent()
             if self._is_paused:
                 self._is_paused = False
                 self._connection.watch(self._readable)
                 asyncio.get_running_loop().call_soon(self._readable)
-        else:
-            self._stream.num_in_waiting += len(raw)
         return True
 
     def _end(self, has_to_say: bool) -> None:

@@ -1,8 +1,8 @@
-"""One worker's stream on the server: whole frames in and out, bytes counted, and no peer waited for for ever.
+"""One worker's stream on the server: whole frames in and out, bytes counted, and a limit on every wait for the peer.
 
-What a peer owes: the bytes it announced, room for what is sent to it, and its word that it has read what
-lies in shared memory. For each of them it has `limits.progress_s` without a movement. Waiting for memory, for a
-round or for the next contribution is not counted: nothing is owed then.
+A peer owes the bytes that it announced, room for the bytes that are sent to it, and a Taken for a reply in shared
+memory. For each of them it has `limits.progress_s` without progress. The limit does not run while the server waits for
+memory, for a round or for the next contribution: the peer owes nothing then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ...common.wire.checks import check_header
 from ...common.wire.direct import Placed, on_the_wire
 from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, parse, placed_frame
 from ...proto import parameter_server_pb2 as pb
-from .direct import Connection, is_large
+from .connection import Connection, is_large
 from .limits import Allowance, Pace, Watch
 
 Result = TypeVar("Result")
 
-# A worker begins anew once when it finds that what has left was not its gradient yet.
+# A worker begins again when it finds that the bytes it has sent were not its gradient yet.
 _MAX_BEGINS = 8
 # A peer that does not even take a refusal is dropped.
 _SETTLE_S = 0.5
@@ -40,7 +40,7 @@ class StreamLost(Exception):
 
 
 class StreamBroken(Exception):
-    """Reading or writing failed, and no connection did: a mistake of ours, which another connection would meet too."""
+    """Reading or writing failed, and the connection did not: a bug, which another connection would meet too."""
 
 
 # What gRPC and sockets raise when the peer is gone.
@@ -62,11 +62,10 @@ class Stream:
         is_memory_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context = context
-        self._direct: Connection | None = None  # what is said goes over it
+        self._direct: Connection | None = None  # that messages go over
         self._writing: asyncio.Future[None] | None = None
         self.rank: int | None = None  # once it has one
-        self.num_received = 0
-        self.num_sent = self.num_in_waiting = 0
+        self.num_received = self.num_sent = 0  # bytes, without Waiting messages, since they were taken
         self.refused: ParamServerError | None = None
         self._time = asyncio.get_running_loop().time
         self._task = asyncio.current_task()
@@ -95,13 +94,13 @@ class Stream:
         except ParamServerError:
             raise
         except Exception as error:
-            raise self._meaning_of(error) from error
+            raise self._lost(error) from error
         if raw is grpc.aio.EOF or raw is None:
             self._owed, self._reading_since = 0, None
             return None
         received = parse(pb.WorkerMessage, raw)
         if self._pace is not None:
-            self._pace.came(len(raw))
+            self._pace.take(len(raw))
         self.num_received += len(raw) + received.placed
         if (received.kind or "") not in kinds:
             expected = " or ".join(kind or "a piece of a payload" for kind in kinds)
@@ -109,17 +108,28 @@ class Stream:
         if received.header is not None:
             self._take_header(received.header)
         if self._owed and received.kind != "rows":
-            came = received.placed if self._direct is None else 0
-            self._take_piece(len(received.data) + came + received.left_out)
+            num_placed = received.placed if self._direct is None else 0
+            self._take_piece(len(received.data) + num_placed + received.left_out)
         return received
+
+    def take_now(self, raw: bytes, take: Callable[[Frame], bool]) -> bool:
+        """Give a message that was read elsewhere to `take`; False, and it counts as not received, if that says no."""
+        received = parse(pb.WorkerMessage, raw)
+        if received.header is not None:
+            check_header(received.header)
+        self.num_received += len(raw)
+        if not (is_taken := take(received)):
+            self.num_received -= len(raw)
+        return is_taken
 
     @property
     def direct(self) -> Connection | None:
-        """Where messages may be read and written at once: nothing keeps this worker's pace."""
+        """The direct connection, where its messages may be read and written outside of this stream's task: no limit on
+        the pace of uploads."""
         return self._direct if self._pace is None else None
 
     def go_direct(self, connection: Connection) -> None:
-        """Everything from here on is said over this."""
+        """All further messages go over this connection."""
         self._direct = connection
 
     async def receive_into(self, target: memoryview) -> None:
@@ -135,16 +145,16 @@ class Stream:
             try:
                 num_bytes = await self._direct.receive_some(target[done:end])
             except Exception as error:
-                raise self._meaning_of(error) from error
+                raise self._lost(error) from error
             if not num_bytes:
                 raise StreamLost
             if self._pace is not None:
-                self._pace.came(num_bytes)
+                self._pace.take(num_bytes)
             self._take_piece(num_bytes)
             done += num_bytes
 
-    def _meaning_of(self, error: Exception) -> StreamLost | StreamBroken:
-        """Of what reading or writing raised."""
+    def _lost(self, error: Exception) -> StreamLost | StreamBroken:
+        """The meaning of an exception of reading or writing."""
         is_gone = isinstance(error, _GONE) or (self._direct is not None and self._direct.is_closed)
         return StreamLost() if is_gone else StreamBroken()
 
@@ -155,8 +165,8 @@ class Stream:
                 return await self.read(*kinds)
         except TimeoutError:
             name = kinds[0].replace("_", " ").capitalize()
-            what = f"no {name} within {timeout_s:g} s (server.join_timeout_s)"
-            raise refusal(Reason.BAD_REQUEST, what) from None
+            message = f"no {name} within {timeout_s:g} s (server.join_timeout_s)"
+            raise refusal(Reason.BAD_REQUEST, message) from None
 
     def _take_header(self, header: Message) -> None:
         """Check it, and note what it announces."""
@@ -212,25 +222,22 @@ class Stream:
 
     # ---- out ------------------------------------------------------------------------------
 
-    async def write(self, raw: bytes) -> None:
-        """Send a message. Returns when the one before it has been taken by the connection, so that the
-        next read, or the making of the next message, does not wait for this one."""
-        self.num_sent += len(raw)
+    async def write(self, message: bytes | Placed) -> None:
+        """Send a message, on a direct connection perhaps with bytes that follow it. Returns when the connection has
+        taken the message before, so that the caller goes on while this one leaves."""
+        self.num_sent += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
+        await self._write(message)
+
+    async def _write(self, message: bytes | Placed) -> None:
         await self.flush()
-        if self._direct is None:
+        if self._direct is not None:
+            self._write_direct(self._direct, message)
+        elif isinstance(message, bytes):
             self._writing_since = self._time()
-            self._writing = asyncio.ensure_future(self._context.write(raw))
-        else:
-            self._write_direct(self._direct, on_the_wire(raw))
+            self._writing = asyncio.ensure_future(self._context.write(message))
 
-    async def write_payload(self, message: Placed) -> None:
-        """Over a direct connection: a message, and the bytes that it places. They are read until `flush` returns."""
-        assert self._direct is not None
-        self.num_sent += sum(map(len, message.pieces))
-        await self.flush()
-        self._write_direct(self._direct, on_the_wire(message))
-
-    def _write_direct(self, connection: Connection, pieces: list[bytes | memoryview]) -> None:
+    def _write_direct(self, connection: Connection, message: bytes | Placed) -> None:
+        pieces = on_the_wire(message)
         try:
             left = pieces if is_large(pieces) else connection.send_now(pieces)
         except OSError as error:
@@ -239,13 +246,13 @@ class Stream:
             self._writing_since = self._time()
             self._writing = asyncio.ensure_future(connection.send(left))
 
-    def write_now(self, raw: bytes) -> bool:
-        """The same over a direct connection, at once; False where the message before has not been taken yet."""
+    def write_now(self, raw: bytes, is_counted: bool = True) -> bool:
+        """Send a message over the direct connection at once; False where the message before has not been taken yet."""
         assert self._direct is not None
         if self._writing is not None:
             return False
-        self.num_sent += len(raw)
-        self._write_direct(self._direct, on_the_wire(raw))
+        self.num_sent += len(raw) if is_counted else 0
+        self._write_direct(self._direct, raw)
         return True
 
     async def say(self, message: pb.ServerMessage) -> None:
@@ -253,16 +260,13 @@ class Stream:
         await self.write(message.SerializeToString())
 
     async def say_waiting(self, reason: str) -> None:
-        """What the worker waits for, which is said by the clock."""
-        raw = pb.ServerMessage(waiting=pb.Waiting(reason=reason)).SerializeToString()
-        self.num_in_waiting += len(raw)
-        await self.write(raw)
+        """Tell the worker why it waits. These bytes are not counted: their number depends on the clock."""
+        await self._write(pb.ServerMessage(waiting=pb.Waiting(reason=reason)).SerializeToString())
 
-    def take_sent(self) -> tuple[int, int]:
-        """Bytes sent since this was asked last, and how many of them said what was waited for."""
-        found = self.num_sent, self.num_in_waiting
-        self.num_sent = self.num_in_waiting = 0
-        return found
+    def take_sent(self) -> int:
+        """The bytes sent since the last call."""
+        num_sent, self.num_sent = self.num_sent, 0
+        return num_sent
 
     async def write_placed(self, start: int, end: int) -> None:
         """Say that these bytes of a payload lie in shared memory; they count as sent."""
@@ -270,7 +274,7 @@ class Stream:
         await self.write(placed_frame(start, end - start))
 
     async def wait(self, result: Awaitable[Result], why: Callable[[], str]) -> Result:
-        """The result, of which the worker is told every second why it is not there."""
+        """The result; until it is there the worker is told every second why it waits."""
         waiting = asyncio.ensure_future(result)
         try:
             while not (await asyncio.wait({waiting}, timeout=_SAY_WAITING_S))[0]:
@@ -289,7 +293,7 @@ class Stream:
             try:
                 await self._writing
             except Exception as error:
-                raise self._meaning_of(error) from error
+                raise self._lost(error) from error
             self._writing = None
 
     # ---- the end --------------------------------------------------------------------------
@@ -301,18 +305,18 @@ class Stream:
             self._task.cancel()
 
     async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> None:
-        """End the call with a status: raises what gRPC does. What was written before goes first, if the peer takes
-        it: gRPC loses a status that overtakes the first message."""
+        """End the call with a status; raises what gRPC does. Messages that were written before go first, if the peer
+        takes them: gRPC loses a status that overtakes the first message."""
         if self._writing is not None and not self._writing.done():
-            # Whoever cancels this task now wants what is being done already.
+            # A cancellation wants the call to end, which it does already.
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({self._writing}, timeout=_SETTLE_S)
-        if self._direct is not None:  # the worker looks there, and then for the status
+        if self._direct is not None:  # the worker looks there first, and then for the status
             self._direct.close()
         await self._context.abort(code, details, metadata)
 
     def close(self) -> None:
-        """The call is over: nobody waits for the last message any more."""
+        """The call is over: the last message is not waited for."""
         self._watch.remove(self)
         if self._direct is not None:
             self._direct.close()
@@ -322,24 +326,24 @@ class Stream:
                 self._writing.cancel()
 
     def look(self, now: float) -> None:
-        """End the call of a peer that keeps the server waiting; see `limits.Watch`."""
+        """End the call of a peer that keeps the server waiting, as `limits.Watch` asks."""
         if self._too_slow_at is not None:
             if now - self._too_slow_at > _REFUSING_S:
                 self._too_slow_at = now
                 self.end()
-        elif (what := self._overdue(now)) is not None:
+        elif (overdue := self._overdue(now)) is not None:
             self._too_slow_at = now
             self.end(
                 refusal(
                     Reason.TOO_SLOW,
-                    f"{what} within {self._allowance.limit_s:g} s (limits.progress_s)",
+                    f"{overdue} within {self._allowance.limit_s:g} s (limits.progress_s)",
                     fix="the worker joins again by itself; for a slower connection start ps-server with "
                     "--set limits.progress_s=...",
                 )
             )
 
     def _overdue(self, now: float) -> str | None:
-        """What has not happened in time."""
+        """What the peer has not done in time, as a phrase."""
         limit_s = self._allowance.limit_s
         if self._reading_since is not None:
             waited_s = now - self._reading_since
@@ -353,7 +357,7 @@ class Stream:
         return None
 
     def stood_still(self, seconds: float) -> None:
-        """This process was frozen: see `limits.Watch`."""
+        """This process was frozen for a while, which does not count."""
         if self._reading_since is not None:
             self._reading_since += seconds
         if self._lent_since is not None:

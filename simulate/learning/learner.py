@@ -29,7 +29,7 @@ from ...common.user_code import user_code
 from ...common.wire.records import TrainingInfo
 from ...common.wire.segments import private_segment
 from ...ps.core import effects, events
-from ...ps.engine.folding import Folding
+from ...ps.engine.folding import Folding, Staged
 from ...ps.engine.modes import make_policy
 from ...ps.tensors.model import Model
 from ...ps.tensors.thread import TensorThread
@@ -193,7 +193,7 @@ class Learner:
         """The payload has arrived at the server."""
         sent = self._ranks[event.rank].sent
         assert sent is not None
-        self._folding.stage(event.contribution.id, *sent)
+        self._folding.stage(event.contribution.id, Staged(*sent))
 
     def replied(self, reply: effects.SendReply) -> None:
         """The server has decided on a reply, with the current weights."""

@@ -29,7 +29,7 @@ class Uploads:
         self.policy = make_policy(mode, num_workers=num_workers, max_staged=limit, **options)
         self.pool = StagingPool(limit, 8)
         self.steps: dict[int, int] = {}
-        self.wants: dict[int, asyncio.Task[Any]] = {}  # ask for memory
+        self.wants: dict[int, asyncio.Future[Any]] = {}  # ask for memory
         self.payloads: dict[int, Any] = {}  # upload
         self.staged: dict[int, Any] = {}  # accepted, not folded
         self.mean: Any = None
@@ -41,7 +41,7 @@ class Uploads:
 
     def ask(self, rank: int) -> None:
         self.computing.remove(rank)
-        self.wants[rank] = asyncio.ensure_future(self.pool.borrow(lambda: self.policy.upload_position(rank)))
+        self.wants[rank] = self.pool.request(lambda: self.policy.upload_position(rank))
 
     def collect(self) -> None:
         for rank, task in list(self.wants.items()):
@@ -59,9 +59,7 @@ class Uploads:
 
     async def leave(self, rank: int) -> None:
         if rank in self.wants:
-            task = self.wants.pop(rank)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            self.pool.withdraw(self.wants.pop(rank))
         elif rank in self.payloads:
             self.pool.give_back(self.payloads.pop(rank))
         self.computing.discard(rank)

@@ -78,6 +78,7 @@ InitialWeights    payload_bytes : whole compared
 Begin             num_bytes : whole compared
 Begin             codec : text header
 Begin             in_shared_memory : flag Transport.carries
+Begin             continues : whole header
 Rows              table count : whole Tables.read
 Contribution      seq : whole header
 Contribution      counts base timing payload training completion first position : part header
@@ -92,7 +93,6 @@ PayloadInfo       codec : text header
 PayloadInfo       num_bytes : whole compared
 PayloadInfo       in_shared_memory : flag Transport.carries
 PayloadInfo       without_gradient : whole Model.names_here
-PayloadInfo       continues : flag any
 TrainingInfo      hyperparameters : values check_hyperparameters
 TrainingInfo      clip_norm : real header
 TrainingInfo      loss : real shown
@@ -119,9 +119,9 @@ Stop              reason : text header
 EvaluationMetrics version step : whole header
 EvaluationMetrics metrics : part header
 EvaluationMetrics failure : text header
-EvaluationMetrics exit_code : whole metrics_received
+EvaluationMetrics exit_code : whole evaluation_event
 MetricsEntry      key : text header
-MetricsEntry      value : real metrics_received
+MetricsEntry      value : real evaluation_event
 Leave             final_metrics : part header
 Leave             finished : flag any
 Leave             failure : text header
@@ -139,11 +139,11 @@ Welcome           probe : part open_segment
 Welcome           resumed takes_left_out : flag any
 Welcome           lease_s : real header
 Welcome           shards : address header
-Welcome           direct held : part header
-Held              step payload_bytes : whole header
-Held              codec : text header
-Held              ranges : whole header
-Held              crc : hash compared
+Welcome           direct partial_transfer : part header
+PartialTransfer   seq payload_bytes : whole header
+PartialTransfer   codec : text header
+PartialTransfer   ranges : whole header
+PartialTransfer   crc : hash compared
 Direct            port : whole header
 Direct            ticket : bytes header
 HeartbeatRequest              run process : text header
@@ -208,17 +208,9 @@ RowsRequest       ids : bytes Tables.pull
 RowsReply         rows : bytes Shard.pull_rows
 RowsReply         shards : address header
 StatusReply       run : text header
-StatusReply       mode waiting : text unread
+StatusReply       status : json unread
 StatusReply       version step : whole header
-StatusReply       left_out : whole unread
-StatusReply       workers : part unread
-StatusReply       values : part unread
 StatusReply       settings : part read_settings
-WorkerStatus      rank : whole unread
-WorkerStatus      state waiting_for transport codec : text unread
-WorkerStatus      values : part unread
-ValuesEntry       key : text unread
-ValuesEntry       value : real unread
 """
 
 

@@ -71,7 +71,7 @@ def test_bytes_keep_to_their_rate():
     taken = 0
     for _ in range(100):
         clock.now += pace.wait_s()
-        pace.came(300)
+        pace.take(300)
         taken += 300
     assert taken <= 1000 * (clock.now - 1000.0) + 1301
     assert clock.now - 1000.0 == pytest.approx(29, abs=1)

@@ -149,7 +149,7 @@ def test_with_the_token_calls_are_served_and_health_needs_none(mutual: str, lab:
     shown = secured(lab, "worker", token).metadata
     with open_channel(mutual, secured(lab, "worker", token), ()) as channel:
         status = pb_grpc.ParameterServerStub(channel).Status(pb.StatusRequest(), timeout=10, metadata=shown)
-        assert status.mode == "async"
+        assert status.settings.mode == "async"
         assert status_of(channel, "/no.Such/Method", "unary_unary", shown).code() is grpc.StatusCode.UNIMPLEMENTED
     with open_channel(mutual, secured(lab, "worker", None), ()) as channel:
         reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)

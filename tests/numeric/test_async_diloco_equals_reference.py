@@ -13,6 +13,7 @@ from torch import nn
 from paramserver.common.tensors.delayed import DelayedNesterov
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold, Reply
+from paramserver.ps.tensors.store import Step
 from paramserver.tests.numeric.test_diloco_equals_reference import (
     INNER,
     Worker,
@@ -94,7 +95,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
                 in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
                 store.commit(
-                    3, 0, [policy.outer.arguments | (decision.numbers or {})], lr_scale=decision.lr_scale(in_mean)
+                    Step(3, 0, [policy.outer.arguments | (decision.numbers or {})], lr_scale=decision.lr_scale(in_mean))
                 )
                 in_mean.clear()
             elif isinstance(decision, Reply):

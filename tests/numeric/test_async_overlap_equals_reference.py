@@ -13,6 +13,7 @@ import torch
 
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold, Reply
+from paramserver.ps.tensors.store import Step
 from paramserver.tests.numeric.test_diloco_equals_reference import (
     INNER,
     Overlapping,
@@ -91,7 +92,7 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
                 store.fold(staged, decision.weight, decision.rank)
                 in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
-                store.commit(3, 0, [arguments], lr_scale=decision.lr_scale(in_mean))
+                store.commit(Step(3, 0, [arguments], lr_scale=decision.lr_scale(in_mean)))
                 in_mean.clear()
             elif isinstance(decision, Reply):
                 workers[decision.rank].receive(store.weights)

@@ -22,7 +22,7 @@ from paramserver.ps.engine.modes import make_policy, policy_of
 from paramserver.ps.policies.averaging.diloco import DilocoOptions
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.worker.strategies.shadow import Shadow
 from paramserver.worker.tensors.anchor import Anchor
 from paramserver.worker.tensors.fragments import Fragments, divided
@@ -188,7 +188,7 @@ def ours(sizes: tuple[int, ...], steps: int, policy: Policy, workers: list[Worke
                     without = workers[decision.rank].without
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank, without=without)
                 elif isinstance(decision, Commit):
-                    store.commit(len(sizes), 0, [dict(policy.outer.arguments)])
+                    store.commit(Step(len(sizes), 0, [dict(policy.outer.arguments)]))
         for worker in workers:
             worker.receive(store.weights)
         step += taken

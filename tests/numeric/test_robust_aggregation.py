@@ -20,7 +20,7 @@ from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.core.judgement import Limits
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 from ..records import contribution_of
@@ -104,7 +104,7 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limi
                 if isinstance(decision, Fold):
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank)
                 elif isinstance(decision, Commit):
-                    store.commit(NUM_WORKERS, 0, None)
+                    store.commit(Step(NUM_WORKERS, 0))
         for worker in workers:
             worker.receive(store.weights)
     assert store.version == NUM_STEPS

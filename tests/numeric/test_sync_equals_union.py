@@ -18,7 +18,7 @@ from paramserver.common.tensors.layout import new_payload
 from paramserver.common.tensors.optimizers import describe_optimizer
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Step, Store
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 from ..records import contribution_of
@@ -154,7 +154,7 @@ def train_together(
                 if isinstance(decision, Fold):
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank)
                 elif isinstance(decision, Commit):
-                    store.commit(len(workers), 0, None)
+                    store.commit(Step(len(workers), 0))
         for worker in workers:
             worker.receive(store.weights)
     assert store.version == policy.version == num_steps

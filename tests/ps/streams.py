@@ -126,6 +126,11 @@ class Worker:
     def begin(self, **fields: Any) -> None:
         self.send(begin=pb.Begin(**{"num_bytes": self.layout.exchange_bytes, **fields}))
 
+    def continue_(self, seq: int = 1, **fields: Any) -> None:
+        """Announce a contribution whose payload is a partial transfer."""
+        self.begin(continues=seq, **fields)
+        self.announce(seq, **fields)
+
     def piece(self, offset: int, num_bytes: int, value: float = 1.0) -> None:
         values = torch.full((num_bytes // 4,), value)
         self.stream.send(frame(None, offset, [as_bytes(values)]))
@@ -143,8 +148,8 @@ class Worker:
         reply = self.stream.received[at]
         payload = new_payload(reply.header.weights.num_bytes)
         segment = None
-        if reply.header.HasField("segment"):
-            segment = open_segment(reply.header.segment)
+        if reply.header.weights.HasField("segment"):
+            segment = open_segment(reply.header.weights.segment)
         for received in self.stream.received[at:]:
             start, end = received.offset, received.offset + (received.placed or len(received.data))
             as_bytes(payload)[start:end] = segment.bytes[start:end] if received.placed else received.data

@@ -29,7 +29,6 @@ from ..tensors.overlap import RULES, Merge
 Welcome = pb.Welcome
 Final = pb.Final
 ReplyMessage = pb.Reply
-Held = pb.Held
 HeartbeatReply = pb.HeartbeatReply
 Waiting = pb.Waiting
 State = pb.State

@@ -38,7 +38,6 @@ from .messages import (
     Begun,
     Final,
     Goodbye,
-    Held,
     KindOfRun,
     Outgoing,
     ReplyMessage,
@@ -84,7 +83,7 @@ class Shard:
         self._progress = progress
         self._on_reply, self._on_reached = on_reply, on_reached
         self._holds = False
-        self._held: Held | None = None  # of a contribution, on the server
+        self._welcome: Welcome | None = None
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
         self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
         self.begun: Begun | None = None  # with the newest START
@@ -101,7 +100,7 @@ class Shard:
         welcome = self._expect("welcome").of(Welcome)
         why_not = self.client.go_direct(welcome) if self.transports.wants_direct else "not wanted"
         self.transports.joined(welcome, why_not)
-        self._held = welcome.held if welcome.HasField("held") else None
+        self._welcome = welcome
         self.is_here = welcome.probe.host == this_host() and is_loopback(split_address(self.client.address)[0])
         self._sent_hyperparameters = self._sent_state = None
         return welcome
@@ -138,7 +137,7 @@ class Shard:
         if offered is not None:
             offered.decided(self._expect("shared_memory").of(SharedMemory))
         self.transports.agreed()
-        self.up.joined(self.transports.transport, self._held)
+        self.up.joined(self.transports.transport, self._welcome)
 
     def begin(self) -> Reply:
         """Receive the weights to start from; bring them when asked to."""

@@ -8,9 +8,8 @@ from itertools import chain
 
 from ...common.codecs.base import Codec, payload_bytes
 from ...common.kinds import ContributionKind
-from ...common.reporting.log import get_logger
 from ...common.wire.direct import Placed
-from ...common.wire.frames import INLINE_BYTES, check_sum, divided, frame
+from ...common.wire.frames import INLINE_BYTES, frame
 from ...common.wire.messages import contribution_message
 from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
@@ -18,8 +17,7 @@ from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors
 from .base import Messages, Transport
 from .encoding import Encoding
-
-log = get_logger()
+from .partial_transfer import PartialTransfer
 
 
 class Up:
@@ -41,7 +39,7 @@ class Up:
         self._send = send
         self.encoding = Encoding(codec, model.layout, model.num_exchanged)
         self._kind = ContributionKind.GRADIENT  # of the newest contribution
-        self._held: pb.Held | None = None  # what the server has of a contribution, as long as it may be continued
+        self._partial = PartialTransfer(None)
         self.departed: set[int] = set()  # tensors whose gradients were sent ahead
 
     @property
@@ -49,9 +47,9 @@ class Up:
         """Of a contribution, as it travels."""
         return payload_bytes(self.encoding.codec, self._layout)
 
-    def joined(self, transport: Transport, held: pb.Held | None = None) -> None:
-        """A new stream: what was sent on the old one may be lost, but for what is `held`."""
-        self.transport, self._held = transport, held
+    def joined(self, transport: Transport, welcome: pb.Welcome | None = None) -> None:
+        """A new stream: what was sent on the old one may be lost, but for a partial transfer."""
+        self.transport, self._partial = transport, PartialTransfer(welcome)
         self.departed.clear()
         self.encoding.recall()
 
@@ -87,9 +85,8 @@ class Up:
             self._begin()
 
     def _begin(self) -> None:
-        codec = self.encoding.codec
-        is_placed = codec.is_identity and self._is_placed
-        begin = pb.Begin(num_bytes=self.num_bytes, codec=codec.name, in_shared_memory=is_placed)
+        is_placed = self.encoding.codec.is_identity and self._is_placed
+        begin = pb.Begin(num_bytes=self.num_bytes, codec=self.encoding.codec.name, in_shared_memory=is_placed)
         self._send([frame(pb.WorkerMessage(begin=begin))])
 
     # ---- the contribution -------------------------------------------------------------------------
@@ -108,9 +105,7 @@ class Up:
             self._contribute_encoded(contribution, rest)
             return
         announced = _announced(contribution, self._layout.exchange_bytes, "raw", self._is_placed)
-        may_continue = (
-            rest is None and self._held is not None and self.transport.segment is None and self.transfer.lies_here
-        )
+        may_continue = rest is None and self._partial and self.transport.segment is None and self.transfer.lies_here
         if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
             return
         if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
@@ -142,25 +137,14 @@ class Up:
         pieces: list[memoryview],
         carry: Callable[[list[memoryview], int], Iterator[Messages]],
     ) -> bool:
-        """Send what the server does not have of this payload, if what it has is of this one; False: nothing was
-        sent."""
-        held, self._held = self._held, None
+        """Send the rest of a partial transfer of this payload; False where there is none, and nothing was sent."""
         payload = announced.contribution.payload
-        facts = announced.contribution.seq, payload.num_bytes, payload.codec
-        if held is None or (held.step, held.payload_bytes, held.codec) != facts:
+        begin = pb.Begin(num_bytes=payload.num_bytes, codec=payload.codec, in_shared_memory=payload.in_shared_memory)
+        rest = self._partial.rest(begin, announced.contribution.seq, pieces)
+        if rest is None:
             return False
-        ranges = list(zip(held.ranges[::2], held.ranges[1::2], strict=False))
-        if check_sum(pieces, ranges) != held.crc:
-            log.warning(
-                "not_continued", step=held.step, meaning="the bytes that came before are other ones: all are sent"
-            )
-            return False
-        payload.continues = True
-        missing = [(at, parts) for at, parts, is_held in divided(pieces, ranges) if not is_held]
-        num_bytes = sum(len(piece) for _, parts in missing for piece in parts)
-        log.info("continued", step=held.step, num_bytes=num_bytes, of=payload.num_bytes)
-        self._send([frame(announced)])
-        for at, parts in missing:
+        self._send([frame(pb.WorkerMessage(begin=begin)), frame(announced)])
+        for at, parts in rest:
             for frames in carry(parts, at):
                 self._send(frames)
         return True

@@ -1,8 +1,8 @@
-"""What a tracker is, and the sink that feeds one.
+"""The protocol of experiment trackers, and the sink that feeds one.
 
-The server feeds it, once a status, whatever the number of workers; never a worker, and never the training loop. One
-that raises is switched off with one warning, as every sink is. A new tracker is a file of this folder whose `ENTRY` is
-a `Tracker`, and an extra in pyproject.toml.
+The server feeds a tracker once with each status, whatever the number of workers. Workers and the training loop never
+do. A tracker that raises is switched off with one warning, as every sink is. A new tracker is a file of this folder
+whose `ENTRY` is a `Tracker`, and an extra in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MOST_WORKERS = 16  # with metrics of their own
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told at the beginning."""
+    """The run, for a tracker that starts."""
 
     run: str  # the run's own name, random; the same after a resume
     mode: str
     project: str
-    folder: str  # for what lies in files
-    config: dict[str, Any]  # the configuration as JSON, of sections
-    step: int  # where it goes on; 0: it begins
+    folder: str  # for files
+    config: dict[str, Any]  # the configuration as JSON, in sections
+    step: int  # the training step that it goes on from; 0: it begins
 
     @property
     def name(self) -> str:
@@ -43,19 +43,19 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Used by one thread. What it raises ends it, and nothing else. The extra with what it imports has its name."""
+    """Used by one thread. An exception ends the tracker and nothing else. The extra with its packages has its name."""
 
     def start(self, run: TrackedRun) -> None:
-        """Before everything else."""
+        """Begin, or go on with the same run; called first."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Finite numbers, at a training step; steps do not go back but for a server that does."""
+        """Finite numbers at a training step. Steps go back only with a server that goes back to a snapshot."""
 
     def flush(self) -> None:
         """Nothing more is there for the moment."""
 
     def finish(self, metrics: Metrics, ended_by: str) -> None:
-        """What the run came to; `ended_by` is empty when all steps were taken."""
+        """The results of the run; `ended_by` is empty when all steps were taken."""
 
 
 class TrackerSink(Sink):

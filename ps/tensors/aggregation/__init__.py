@@ -1,1 +1,1 @@
-"""How the contributions of a round become one payload: one file, one way."""
+"""How the contributions of a round become one payload: each file is one aggregation."""

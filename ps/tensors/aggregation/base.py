@@ -1,12 +1,11 @@
-"""What every aggregation shares: the payloads of the round that is open, and how buffers are averaged.
+"""The base of all aggregations: the payloads of the open round, and how buffers are averaged.
 
     fold(payload, weight, rank) ... fold(payload, weight, rank)       as contributions come
     complete(window), for every window; close()                 at the commit
 
-The first payload of a round becomes the result, without a copy. A file in this folder is an aggregation,
-named by its `ENTRY`; it says what to do with a payload after the first (`_add`: keep it until the commit) and how a
-window
-of the result is made (`complete`: as a weighted mean). All of it runs on the tensor thread.
+The first payload of a round becomes the result, without a copy. A file in this folder is an aggregation, found by its
+`ENTRY`. It decides what happens to a payload after the first (`_add`; here: it is kept until the commit), and how a
+window of the result is made (`complete`; here: as a weighted mean). All of it runs on the tensor thread.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ Buffers = Literal["average", "lowest_rank", "keep"]
 
 
 class Kept(NamedTuple):
-    """A payload that waits to be taken into the result, its share of the mean of those up to it, and whether its rank
-    is
-    the lowest so far, whose buffers are taken where no mean is made of them."""
+    """A payload that is not in the result yet. `share` is its share of the mean of those up to it. `is_lowest`: no
+    payload so far is of a lower rank, so buffers that are not averaged are taken from it."""
 
     payload: torch.Tensor
     share: float
@@ -35,7 +33,7 @@ class Kept(NamedTuple):
 class Aggregator:
     """Makes one payload, uint8 [exchange_bytes], of those folded in a round.
 
-    `trim` is policy.trim, for those that read it. `result` is None while nothing is folded; its bytes in a
+    `trim` is policy.trim, for aggregations that read it. `result` is None while nothing is folded; its bytes in a
     window are right once the window is complete. `lowest_rank` is the lowest that was folded.
     """
 
@@ -43,9 +41,7 @@ class Aggregator:
 
     def __init__(self, windows: list[Window], view: View, buffers: Buffers, trim: int) -> None:
         self.trim = trim
-        self._windows = windows
-        self._view = view
-        self._buffers = buffers
+        self._windows, self._view, self._buffers = windows, view, buffers
         self._reset()
 
     def _reset(self) -> None:
@@ -57,7 +53,7 @@ class Aggregator:
 
     @property
     def fewest(self) -> int:
-        """Contributions of a round with fewer of which it withstands less than it says."""
+        """The contributions that a round needs for the promised robustness."""
         return 1
 
     def fold(self, payload: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
@@ -75,19 +71,19 @@ class Aggregator:
         return self._add(Kept(payload, weight / self._weight, is_lowest), may_keep)
 
     def _add(self, kept: Kept, may_keep: bool) -> list[torch.Tensor]:
-        """Take in one more payload after the first; returns payloads that may be reused at once."""
+        """Take one more payload after the first; returns payloads that may be reused at once."""
         self._kept.append(kept)
         return []
 
     def complete(self, window: Window) -> None:
-        """Make the window's bytes of `result` what the round comes to."""
+        """Make the window's bytes of `result` the result of the round."""
         for kept in self._kept:
             for piece in window.pieces:
                 self._blend(piece, kept)
 
     @property
     def payloads(self) -> list[torch.Tensor]:
-        """All that are held, the result first."""
+        """All payloads of the round, the result first."""
         return [] if self.result is None else [self.result, *(kept.payload for kept in self._kept)]
 
     def close(self) -> list[torch.Tensor]:
@@ -97,15 +93,15 @@ class Aggregator:
         return payloads
 
     def _blend(self, piece: FlatRun, kept: Kept) -> None:
-        """One more value into a weighted mean: mean += (x - mean) w / (sum of weights so far).
+        """Add one value to a weighted mean: mean += (x - mean) w / (sum of weights so far).
 
         One pass, and equal values give exactly themselves. Where no mean is made, the value is of the lowest rank.
         """
         assert self.result is not None
-        view = self._view
+        result, value = self._view(piece, self.result), self._view(piece, kept.payload)
         if self.sums and piece.kind is Kind.PARAMETER:
-            view(piece, self.result).add_(view(piece, kept.payload))
+            result.add_(value)
         elif piece.is_averaged and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
-            view(piece, self.result).lerp_(view(piece, kept.payload), kept.share)
+            result.lerp_(value, kept.share)
         elif kept.is_lowest:
-            view(piece, self.result).copy_(view(piece, kept.payload))
+            result.copy_(value)

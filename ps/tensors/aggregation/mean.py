@@ -1,6 +1,6 @@
-"""The weighted mean: the exact gradient of all samples, which one worker that lies moves as far as it likes.
+"""The weighted mean: the exact gradient of all samples. One worker that lies moves it without limit.
 
-At most one payload waits to be taken in, so memory does not grow with the number of workers.
+At most one payload waits to be added, so memory does not grow with the number of workers.
 """
 
 from __future__ import annotations

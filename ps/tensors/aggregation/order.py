@@ -1,10 +1,10 @@
-"""What median and trimmed mean share: every element's values in order, the outermost left out.
+"""The base of median and trimmed mean: every element's values in order, without the outermost.
 
-The workers' numbers of samples play no part for parameters: a weight is what a liar would lie about next.
-Buffers are averaged as ever. All payloads of a round are kept until the commit, so memory is one payload a worker.
+The workers' numbers of samples do not weight parameters: a worker that lies would lie about them next. Buffers are
+averaged as in the mean. All payloads of a round are kept until the commit, so memory is one payload a worker.
 
-Where fewer have contributed than leaving out so many needs, as many are left out as leave one or two,
-which is the median: it withstands what a round of that size can.
+A round with too few contributions leaves out so many that one or two remain, which is the median: no aggregation of so
+few withstands more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OrderAggregator(Aggregator):
 
     @abstractmethod
     def _num_left_out(self, count: int) -> int:
-        """At each end, of so many contributions; less than half of them."""
+        """How many of `count` contributions to leave out at each end; less than half of them."""
 
     def complete(self, window: Window) -> None:
         for piece in window.pieces:
@@ -49,22 +49,22 @@ class OrderAggregator(Aggregator):
         rows = torch.empty(count + 1, size, dtype=piece.dtype)
         for start in range(0, piece.num_elements, size):
             chunks = [value[start : start + size] for value in values]
-            mean_of_peers(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=chunks[0])
+            mean_of_rows(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=chunks[0])
 
 
 def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:
     """The values of each column of n `rows`, [m] each, in order; rows of `scratch`, [n + 1, m]."""
-    *ordered, spare = scratch.unbind()
+    *ordered, free = scratch.unbind()
     for copy, row in zip(ordered, rows, strict=True):
         copy.copy_(row)
     for low, high in exchanges(len(rows)):
-        smaller = torch.minimum(ordered[low], ordered[high], out=spare)
+        smaller = torch.minimum(ordered[low], ordered[high], out=free)
         torch.maximum(ordered[low], ordered[high], out=ordered[high])
-        ordered[low], spare = smaller, ordered[low]
+        ordered[low], free = smaller, ordered[low]
     return ordered
 
 
-def mean_of_peers(rows: list[torch.Tensor], out: torch.Tensor) -> None:
+def mean_of_rows(rows: list[torch.Tensor], out: torch.Tensor) -> None:
     """The unweighted mean of rows [m], the first of which is overwritten. Sums of large values do not overflow."""
     mean = rows[0]
     for count, row in enumerate(rows[1:], start=2):

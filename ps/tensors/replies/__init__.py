@@ -1,1 +1,1 @@
-"""Weights on their way to workers: those of a version, and those of a reference that they move by differences."""
+"""Weights on their way to workers: whole versions, and differences that move a reference."""

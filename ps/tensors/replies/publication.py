@@ -1,11 +1,11 @@
 """The weights of a version, on their way to workers while they are still being made.
 
 A commit is decided on the event loop and carried out window by window on the tensor thread. The publication of its
-version exists from the decision on; who reads it follows `ready`. Workers on this host read the weights' own memory;
-for the others frames are encoded once and shared.
+version exists from the decision on; its readers follow `ready`. Workers on this host read the weights' own memory.
+For the others frames are encoded once and shared.
 
-Nobody ever reads two versions: while somebody reads one, the next commit writes elsewhere (into the memory of an old
-version). At most `limit` versions are on their way at once; who comes when there are as many waits.
+No reader ever sees two versions: while one version is read, the next commit writes elsewhere, into the memory of an old
+version. At most `limit` versions are on their way at once; another reader waits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from ....common.tensors.layout import Kind, Layout
 from ....common.wire.frames import CHUNK_BYTES, left_out_frame, payload_frames
 from ....common.wire.segments import Segment
 
-# Readers are woken once in so many bytes: a wake-up costs as much as copying 1 MiB.
+# Bytes between two wake-ups of the readers: a wake-up costs as much as copying 1 MiB.
 _STRIDE_BYTES = 8 << 20
-# Less is sent rather than spoken of.
-_LEAST_LEFT_OUT = 64 << 10
+_LEAST_LEFT_OUT = 64 << 10  # a shorter stretch is sent
 
 Range = tuple[int, int]  # bytes [start, end) of a payload
 
 
 class Changes:
-    """Which trained tensors have changed since a version: others need not be sent to who has that version. Used on the
-    event loop, at the decisions."""
+    """Which trained tensors have changed since a version: a worker that has the version does not need the others. Used
+    on the event loop, when versions are decided."""
 
     def __init__(self, layout: Layout, version: int) -> None:
         self._entries = [entry for entry in layout.entries if entry.spec.kind is Kind.PARAMETER]
@@ -35,7 +34,7 @@ class Changes:
         self._all_in = version  # the last version in which all have changed
 
     def made(self, version: int, without: Collection[str]) -> None:
-        """A version is decided in which all have changed but these."""
+        """A version is decided in which all tensors have changed but these."""
         if not without:
             self._all_in = version
             return
@@ -44,7 +43,7 @@ class Changes:
                 self._changed_in[index] = version
 
     def kept(self, base: int) -> list[Range]:
-        """Where in a payload of the newest weights lies what has not changed since version `base`, in order."""
+        """The ranges of a payload of the newest weights that have not changed since version `base`, in order."""
         found: list[Range] = []
         if self._all_in > base:
             return found
@@ -57,7 +56,7 @@ class Changes:
 
 
 def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, int, bool]]:
-    """Bytes [start, end) of a payload in order, each stretch with whether it is left out."""
+    """Divide bytes [start, end) of a payload into stretches, in order, each with whether it is left out."""
     for first, last in left_out:
         first, last = max(first, start), min(last, end)
         if first < last:
@@ -73,11 +72,7 @@ class Publication:
     """One version in `segment`, of which the first `ready` of `num_bytes` bytes are made."""
 
     def __init__(
-        self,
-        version: int,
-        segment: Segment,
-        num_bytes: int,
-        notify: Callable[[Callable[[], None]], None],
+        self, version: int, segment: Segment, num_bytes: int, notify: Callable[[Callable[[], None]], None]
     ) -> None:
         self.version = version
         self.segment = segment
@@ -87,19 +82,19 @@ class Publication:
         self.owns_segment = True
         self.num_users = 0  # workers it is on its way to
         self.num_readers = 0  # of the segment: workers of this host, and the encoder
-        self._frames: list[tuple[bytes, int, int]] = []  # and the bytes of the payload that are in each
+        self._frames: list[tuple[bytes, int, int]] = []  # with the range of the payload in each
         self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 
     def made(self, num_bytes: int) -> None:
-        """Called on the tensor thread: so many bytes are made."""
+        """The first `num_bytes` are made. Called on the tensor thread."""
         if num_bytes - self.ready >= _STRIDE_BYTES or num_bytes == self.num_bytes:
             self.ready = num_bytes
             self._notify(self._wake)
 
     async def progress(self) -> AsyncIterator[tuple[int, int]]:
-        """(start, end) of what is made, as it is made."""
+        """The ranges (start, end) of the payload, as they are made."""
         done = 0
         while done < self.num_bytes:
             while self.ready <= done:
@@ -108,7 +103,8 @@ class Publication:
             yield start, done
 
     async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
-        """The encoded payload, shared by all who ask; of frames that hold nothing but what is left out only a word."""
+        """The encoded payload, shared by all readers. A short message stands for a frame that is left out as a
+        whole."""
         num_sent = 0
         while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
             while num_sent == len(self._frames):
@@ -119,13 +115,13 @@ class Publication:
             num_sent += 1
 
     def encode(self, done: Callable[[Publication], None]) -> None:
-        """Begin to make frames, unless that was begun before; `done` is called when the segment has been read."""
+        """Begin to make frames unless that has begun; `done` is called when the segment has been read."""
         if self._encoder is None:
             self.num_readers += 1
             self._encoder = asyncio.create_task(self._encode(done))
 
     async def _encode(self, done: Callable[[Publication], None]) -> None:
-        """As fast as the weights are made, however slow the connections are."""
+        """Make frames as fast as the weights are made, however slow the connections are."""
         try:
             async for start, end in self.progress():
                 for at in range(start, end, CHUNK_BYTES):
@@ -139,21 +135,21 @@ class Publication:
             done(self)
 
     def _wake(self) -> None:
-        if self.num_users or self.num_readers:  # the encoder goes on when those it encodes for have left
+        if self.num_users or self.num_readers:  # the encoder goes on when its readers have left
             self._news.set()
             self._news = asyncio.Event()
 
     def forget_frames(self) -> None:
-        """Nobody wants them any more."""
+        """Drop frames that nobody needs any more."""
         if self._encoder is not None and self._encoder.done():
             self._encoder, self._frames, self._num_encoded = None, [], 0
 
 
 class Publisher:
-    """Gives every commit the memory it writes to, and every worker the version it may read.
+    """Gives every commit the memory that it writes to, and every worker the version that it may read.
 
-    Used on the event loop only. `new_memory` makes memory that holds what commits never write;
-    `notify` calls something on the loop from the thread that commits.
+    Used on the event loop only. `new_memory` makes memory with the bytes that commits never write. `notify` calls a
+    function on the loop from the thread that commits.
     """
 
     def __init__(
@@ -191,7 +187,7 @@ class Publisher:
         return self.latest
 
     async def acquire(self, min_version: int, as_frames: bool) -> Publication:
-        """The latest version, at least `min_version`, to be given back with `release`."""
+        """The latest version, at least `min_version`; give it back with `release`."""
         while self.latest not in self._used and len(self._used) >= self._limit:
             self._released.clear()
             await self._released.wait()
@@ -199,7 +195,7 @@ class Publisher:
         return self.hold(as_frames)
 
     def hold(self, as_frames: bool) -> Publication:
-        """The latest version, whatever is on its way besides; to be given back with `release`."""
+        """The latest version, also beyond the limit; give it back with `release`."""
         publication = self.latest
         self._used.add(publication)
         publication.num_users += 1
@@ -210,7 +206,7 @@ class Publisher:
         return publication
 
     def release(self, publication: Publication, as_frames: bool) -> None:
-        """A worker has all of it, or is gone."""
+        """A worker has received all of a version, or is gone."""
         publication.num_users -= 1
         if not as_frames:
             publication.num_readers -= 1
@@ -220,7 +216,7 @@ class Publisher:
         self._tidy(publication)
 
     def _tidy(self, publication: Publication) -> None:
-        """An old version nobody needs any more leaves its memory to others."""
+        """Free the memory of an old version that nobody needs any more."""
         if publication is self.latest:
             return
         if publication.num_users == 0:

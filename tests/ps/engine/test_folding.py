@@ -11,7 +11,7 @@ import torch
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import effects
-from paramserver.ps.engine.folding import Folding
+from paramserver.ps.engine.folding import Folding, Staged
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -48,7 +48,7 @@ def folded_from(payload: torch.Tensor | None, replies_before_commit: bool) -> tu
         payload = model.staging.try_borrow(lambda: 0)
         payload.fill_(2)
     folding = Folding(model, TensorThread(failed), replies_before_commit)
-    folding.stage(IDENTITY, payload)
+    folding.stage(IDENTITY, Staged(payload))
     folding.keep(effects.Keep(IDENTITY))
     folding.fold(effects.Fold(IDENTITY, 1.0, scale=3.0))
     (folded,) = model.store.folded

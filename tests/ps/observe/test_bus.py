@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,10 +57,16 @@ def committed(version: int) -> Commit:
 LEFT = WorkerLeft(0, 1, "closed", "connection lost")
 
 
+def begun(sinks: list[Any], capacity: int | None = None) -> Bus:
+    bus = Bus(sinks, capacity)
+    bus.begin(None)  # type: ignore[arg-type]  # these sinks do not look at it
+    return bus
+
+
 @pytest.mark.parametrize("kind", [Gathering, Slow])
 def test_a_sink_is_told_everything_in_order(kind: type[Gathering]) -> None:
     sink = kind()
-    bus = Bus([sink])
+    bus = begun([sink])
     facts = [committed(version) for version in range(5000)]
     for fact in facts:
         bus.publish(1.5, fact)
@@ -73,7 +80,7 @@ def test_a_sink_that_raises_is_switched_off_and_the_others_go_on(
     kind: type[Gathering], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sink, other = kind(), Gathering()
-    bus = Bus([sink, other])
+    bus = begun([sink, other])
     bus.publish(0.0, committed(1))
     for _ in range(3):
         bus.publish(0.0, LEFT)
@@ -91,7 +98,7 @@ def test_a_slow_sink_loses_facts_and_the_run_no_time(capsys: pytest.CaptureFixtu
     for kind, expected in ((Slow, [0, 1, 2, 3, 4, 100]), (Strict, [0, 1, 2, 3, 4])):
         sink = kind()
         sink.may_go_on.clear()
-        bus = Bus([sink], capacity=4)
+        bus = begun([sink], capacity=4)
         bus.publish(0.0, committed(0))
         while not sink.events:  # it has the first in its hands
             pass
@@ -115,7 +122,7 @@ def test_closing_waits_for_a_sink_that_hangs_no_longer_than_it_is_told() -> None
 
     sink = Impatient()
     sink.may_go_on.clear()
-    bus = Bus([sink])
+    bus = begun([sink])
     bus.publish(0.0, committed(1))
     bus.close()
     assert "close" not in sink.events
@@ -129,7 +136,7 @@ def test_the_status_is_a_line_for_people_and_an_event_for_programs(capsys: pytes
     worker = WorkerStatus(rank=0, state="computing", step=12, loss=0.25)
     taken = Status(mode="ssp", version=24, elapsed_s=6.0, step=12, steps=50, workers=[worker])
     for is_json in (False, True):
-        bus = Bus([StatusSink(is_json)])
+        bus = begun([StatusSink(is_json)])
         bus.publish(0.0, StatusTaken(taken))
         bus.close()
     said = capsys.readouterr()
@@ -145,7 +152,7 @@ def test_the_status_is_a_line_for_people_and_an_event_for_programs(capsys: pytes
 
 def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
     path = tmp_path / "h.jsonl"
-    bus = Bus([HistorySink(str(path))])
+    bus = begun([HistorySink(str(path))])
     bus.publish(1.25, Seated(5, 0, 1, False, 0))
     bus.publish(1.5, LEFT)
     bus.publish(1.75, SendReply(0, 1, reply_of(7, 9), True))
@@ -159,7 +166,7 @@ def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_the_history_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    bus = Bus([HistorySink("/dev/full")])
+    bus = begun([HistorySink("/dev/full")])
     for version in range(100):
         bus.publish(0.0, committed(version))
     bus.publish(0.0, RunEnded(100, {}))

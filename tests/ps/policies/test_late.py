@@ -20,7 +20,7 @@ from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.policies.dssp import most_useful
 from paramserver.ps.policies.shared.late import momentum_left
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Step, Store
 
 from ...records import contributed, contribution_of
 
@@ -125,7 +125,7 @@ def test_what_workers_that_take_turns_end_with_is_what_the_papers_say(mode: str,
             commit = commit_of(policy, rank, version)
             store.fold((CURVATURE * base).view(torch.uint8), 1.0, rank)
             scale = commit.lr_scale([(rank, 1.0)])
-            store.commit(num_workers, 0, None, lr_scale=scale, momentum_among=commit.momentum_among)
+            store.commit(Step(num_workers, 0, lr_scale=scale, momentum_among=commit.momentum_among))
             had[rank] = policy.version, store.tensors()["w"]
     assert torch.allclose(store.tensors()["w"], plain(num_workers), rtol=1e-9, atol=1e-12)
     assert store.tensors()["w"].norm() < 1.0, "it has learned"

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
 from paramserver.common.tensors.tables import make_spec
-from paramserver.ps.shards import tables as module
-from paramserver.ps.shards.tables import write_tables
+from paramserver.ps.shards import gather as module
+from paramserver.ps.shards.gather import write_tables
 from paramserver.ps.tensors.tables import Tables
 from paramserver.ps.tensors.thread import TensorThread
 

@@ -20,7 +20,7 @@ from paramserver.ps.snapshots.common import choose_common
 from paramserver.ps.snapshots.files import mark_begun
 from paramserver.ps.snapshots.manifest import ShareEntry
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Step, Store
 
 LAYOUT = Layout([
     TensorSpec("w", Kind.PARAMETER, "float32", (12, 3)),
@@ -42,7 +42,7 @@ def keep(place: Path, version: int, shards: int = 1, only: tuple[int, ...] | Non
         spec = share.optimizer(SPEC)
         store = Store(share.layout, torch.zeros(share.layout.total_bytes, dtype=torch.uint8), spec)
         store.fold(torch.zeros(share.layout.exchange_bytes, dtype=torch.uint8), 1.0, 0)
-        store.commit(1, 0, None)
+        store.commit(Step(1, 0))
         store.version = version
         for part, (_, view) in zip(share.parts, share.layout.views(store.weights), strict=True):
             tensor = whole_weights(version)[part.spec.name]
@@ -187,7 +187,7 @@ def test_only_the_snapshot_that_is_loaded_is_mapped_and_only_until_it_is_let_go(
     del loaded
     assert mapped(tmp_path) == [], "the disk space of a pruned snapshot is free again"
     store.fold(torch.zeros(store.layout.exchange_bytes, dtype=torch.uint8), 1.0, 0)
-    store.commit(1, 0, None)
+    store.commit(Step(1, 0))
 
 
 # ---- the first snapshot of all ---------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from paramserver.ps.snapshots.files import candidates, writing_to
 from paramserver.ps.snapshots.resume import after_going_back, new_incarnation, resume_model
 from paramserver.ps.snapshots.snapshots import Snapshots
 from paramserver.ps.tensors.model import Model
+from paramserver.ps.tensors.store import Step
 from paramserver.ps.tensors.thread import TensorThread
 
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
@@ -51,7 +52,7 @@ class Rig:
     def commit(self) -> None:
         store = self.model.store
         self.tensors.submit(lambda: store.fold(torch.ones(8).view(torch.uint8), 1.0, 0))
-        self.tensors.submit(lambda: store.commit(1, 0, None))
+        self.tensors.submit(lambda: store.commit(Step(1, 0)))
 
     async def take(self) -> int:
         """What the caller is told when it is over."""
@@ -146,7 +147,7 @@ async def test_after_a_failed_commit_no_snapshot_is_taken(tmp_path):
     rig.snapshots.prune(1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("snapshot-*/*")}
     rig.tensors.submit(lambda: rig.model.store.fold(torch.ones(3).view(torch.uint8), 1.0, 0))
-    rig.tensors.submit(lambda: rig.model.store.commit(1, 0, None))
+    rig.tensors.submit(lambda: rig.model.store.commit(Step(1, 0)))
     assert len(rig.ends) == 1, "the run ends"
     assert await rig.take() == 1
     rig.snapshots.close()

@@ -20,7 +20,7 @@ from paramserver.ps.snapshots.manifest import WEIGHTS
 from paramserver.ps.snapshots.resharding import merge
 from paramserver.ps.snapshots.store_state import Captured, capture, manifest_of, restore, tensors_of
 from paramserver.ps.tensors.model import outer_spec
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(cls.__name__ for cls in known_optimizers().values() if is_elementwise(cls))
@@ -81,7 +81,7 @@ def train(store: Store, first: int, last: int) -> None:
     for step in range(first, last):
         store.fold(payload_of(step, store.layout, store.layout.exchange_bytes), 1.0, 0)
         rates = [{"lr": 0.01 / (step + 1)}, {"lr": 0.02 / (step + 1)}]
-        store.commit(2, 0, rates[: len(store.optimizer.torch.param_groups)] if store.optimizer else None)
+        store.commit(Step(2, 0, rates[: len(store.optimizer.torch.param_groups)] if store.optimizer else None))
 
 
 def through_files(store: Store, spec: OptimizerSpec | None, folder: Path, into: Captured | None = None) -> Loaded:
@@ -253,7 +253,7 @@ def test_commits_into_other_memory_are_captured_too() -> None:
     reused = capture(store)
     target = store.weights.clone()
     store.fold(payload_of(5, LAYOUT, LAYOUT.exchange_bytes), 1.0, 0)
-    store.commit(1, 0, None, target)
+    store.commit(Step(1, 0), target)
     assert store.weights is target
     assert torch.equal(capture(store, reused).payloads[WEIGHTS], target)
 

@@ -16,7 +16,7 @@ from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.manifest import ShareEntry
 from paramserver.ps.snapshots.resharding import merge
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Step, Store
 from paramserver.ps.tensors.tables import Rows, Tables
 
 WHOLE = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (12, 2))])
@@ -44,7 +44,7 @@ def step(store: Store) -> None:
         ids = torch.arange(spec.first, spec.end, 2)
         rows.append(Rows(number, ids, ids.float()[:, None].repeat(1, 2) + 1))
     store.fold(torch.zeros(store.layout.exchange_bytes, dtype=torch.uint8), 1.0, 0, rows=rows)
-    store.commit(1, 0, None)
+    store.commit(Step(1, 0))
 
 
 def written(folder: Path, shard: int, shards: int, store: Store) -> Path:

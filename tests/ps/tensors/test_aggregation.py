@@ -20,7 +20,7 @@ from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.aggregation import order
 from paramserver.ps.tensors.aggregation.base import Aggregator
 from paramserver.ps.tensors.aggregation.order import sort_rows
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -239,7 +239,7 @@ def test_one_step_along_the_robust_mean(name: str, elsewhere: bool) -> None:
         for rank, payload in enumerate(payloads):
             assert store.fold(payload.clone(), 1.0, rank) == []
         target = torch.full((LAYOUT.total_bytes,), 0xAA, dtype=torch.uint8) if elsewhere else None
-        for payload in store.commit(count, 0, None, target):
+        for payload in store.commit(Step(count, 0), target):
             payload.fill_(0xFF)
         parameter.grad = torch.from_numpy(reference(payloads, (count - 1) // 2 if name == "median" else 1)["b"])
         adam.step()
@@ -255,7 +255,7 @@ def test_all_payloads_are_kept_to_the_commit_and_come_back_once(name: str, may_k
         for rank, payload in enumerate(payloads):
             assert store.fold(payload, 1.0, rank, may_keep) == []
         assert store.num_bytes["mean"] == count * LAYOUT.exchange_bytes
-        returned = store.commit(count, 0, None)
+        returned = store.commit(Step(count, 0))
         assert returned[0] is payloads[0]
         assert sorted(map(id, returned)) == sorted(map(id, payloads))
         assert store.num_bytes["mean"] == 0

@@ -15,7 +15,7 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payl
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.core.judgement import SOUND, Limits, decide, halted, rejected_too_often
 from paramserver.ps.tensors.sanity import Findings
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ACTIONS: list[Any] = ["reject", "skip", "clip", "halt"]
@@ -267,7 +267,7 @@ def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool,
     stores = [store_of(Limits(), sends_gradients=sends_gradients, polyak=0.9) for _ in range(2)]
     for store in stores:
         store.fold(payload_of(1), 1.0, 0)
-        store.commit(2, 0, None)
+        store.commit(Step(2, 0))
     skipping = stores[0]
     before, averaged, told = skipping.weights.clone(), skipping.averaged.clone(), []
     target = None
@@ -275,7 +275,7 @@ def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool,
         target = torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8)
         target[LAYOUT.exchange_bytes :] = skipping.weights[LAYOUT.exchange_bytes :]
         skipping_old = skipping.weights
-    assert skipping.commit(2, 0, [{"lr": 0.1}], target, told.append) == []
+    assert skipping.commit(Step(2, 0, [{"lr": 0.1}]), target, told.append) == []
     assert skipping.version == 2
     assert told[-1] == LAYOUT.exchange_bytes
     assert torch.equal(skipping.weights, before)
@@ -285,7 +285,7 @@ def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool,
         skipping_old.fill_(0xFF)  # another version is made there
     for store in stores:
         store.fold(payload_of(2), 1.0, 0)
-        store.commit(2, 0, None)
+        store.commit(Step(2, 0))
     for name, tensor in stores[1].tensors().items():
         assert torch.equal(skipping.tensors()[name], tensor), name
     assert torch.equal(skipping.averaged, stores[1].averaged)

@@ -28,8 +28,8 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def ask(pool: StagingPool, position: int | Callable[[], int]) -> asyncio.Task[Any]:
-    return asyncio.ensure_future(pool.borrow(position if callable(position) else lambda: position))
+def ask(pool: StagingPool, position: int | Callable[[], int]) -> asyncio.Future[Any]:
+    return pool.request(position if callable(position) else lambda: position)
 
 
 async def finished(awaitable: Awaitable[Any]) -> Any:
@@ -49,7 +49,7 @@ async def test_a_position_that_is_too_high_waits_though_memory_is_free() -> None
     await turn()
     assert not late.done()
     assert pool.num_lent == 0
-    early = await finished(pool.borrow(lambda: 0))
+    early = await finished(pool.request(lambda: 0))
     positions["late"] = 1
     pool.look_again()
     await finished(late)
@@ -59,7 +59,7 @@ async def test_a_position_that_is_too_high_waits_though_memory_is_free() -> None
 @in_loop
 async def test_the_lowest_position_is_served_first() -> None:
     pool = StagingPool(1, 16)
-    first = await finished(pool.borrow(lambda: 0))
+    first = await finished(pool.request(lambda: 0))
     order: list[str] = []
     tasks = []
     for name, position in (("c", 0), ("b", 0), ("a", 0)):
@@ -77,7 +77,7 @@ async def test_the_lowest_position_is_served_first() -> None:
 async def test_a_payload_that_is_not_the_pools_changes_nothing() -> None:
     """A worker's own segment passes through the same hands as the pool's payloads, and is never lent to others."""
     pool = StagingPool(1, 16)
-    payload = await finished(pool.borrow(lambda: 0))
+    payload = await finished(pool.request(lambda: 0))
     foreign = torch.zeros(16, dtype=torch.uint8)
     assert pool.is_own(payload)
     assert not pool.is_own(foreign)
@@ -96,13 +96,12 @@ async def test_a_payload_that_is_not_the_pools_changes_nothing() -> None:
 async def test_who_gives_up_in_the_moment_of_getting_passes_it_on() -> None:
     """Its future is resolved, its coroutine has not run: the payload must not be lost."""
     pool = StagingPool(1, 16)
-    payload = await finished(pool.borrow(lambda: 0))
+    payload = await finished(pool.request(lambda: 0))
     quitter, next_one = ask(pool, 0), ask(pool, 0)
     await turn()
     pool.give_back(payload)
-    quitter.cancel()
+    pool.withdraw(quitter)
     await turn()
-    assert quitter.cancelled()
     assert await finished(next_one) is payload
     assert pool.num_lent == 1
     pool.give_back(payload)
@@ -116,7 +115,7 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
 
     async def play() -> None:
         pool = StagingPool(limit, 8)
-        asking: list[asyncio.Task[Any]] = []
+        asking: list[asyncio.Future[Any]] = []
         held: list[Any] = []
         donated: list[Any] = []
         created: set[int] = set()
@@ -124,7 +123,7 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
             if kind == 0:
                 asking.append(ask(pool, pick % (limit + 1)))
             elif kind == 1 and asking:
-                asking.pop(pick % len(asking)).cancel()
+                pool.withdraw(asking.pop(pick % len(asking)))
             elif kind == 2 and held:
                 pool.give_back(held.pop(pick % len(held)))
             elif kind == 3 and held and not donated:
@@ -149,11 +148,7 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
             pool.give_back(payload)
         await turn()
         for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-        for task in asking:
-            if not task.cancelled():
-                pool.give_back(task.result())
+            pool.withdraw(task)
         assert pool.num_lent == 0
 
     asyncio.run(play())
@@ -164,9 +159,9 @@ def test_memory_does_not_grow_with_rounds(limit: int) -> None:
     async def play() -> None:
         pool, seen = StagingPool(limit, 8), set()
         for _ in range(20):
-            mean = await finished(pool.borrow(lambda: 0))
+            mean = await finished(pool.request(lambda: 0))
             pool.donate(mean)
-            others = [await finished(pool.borrow(lambda: 0)) for _ in range(limit)]
+            others = [await finished(pool.request(lambda: 0)) for _ in range(limit)]
             for payload in others:
                 pool.give_back(payload)
             pool.reclaim([mean])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.tensors.sanity import Findings, Unsound
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
@@ -75,7 +75,7 @@ def apply(store: Store, contributions: list[tuple[Values, float, int]], layout: 
     for values, weight, rank in contributions:
         store.fold(payload_of(values, layout), weight, rank)
     live = commit.pop("live", [rank for _, _, rank in contributions])
-    store.commit(len(live), min(live), commit.pop("hyperparameters", None))
+    store.commit(Step(len(live), min(live), commit.pop("hyperparameters", None)))
 
 
 def assert_same(store: Store, expected: Values, names: list[str], **tolerance: float) -> None:
@@ -267,7 +267,7 @@ def test_a_departed_workers_contribution_still_counts() -> None:
 def test_nobody_is_live_any_more() -> None:
     store = store_of(random_values(0))
     store.fold(payload_of(random_values(1)), 1.0, 0)
-    store.commit(0, 0, None)
+    store.commit(Step(0, 0))
     assert_same(store, random_values(1), ["mean", "count"], rtol=0, atol=0)
 
 
@@ -343,7 +343,7 @@ def test_the_first_payload_becomes_the_mean_the_others_come_back() -> None:
     assert [id(b) for b in store.fold(payloads[1], 1.0, 1)] == [id(payloads[1])]
     assert [id(b) for b in store.fold(payloads[2], 1.0, 2)] == [id(payloads[2])]
     assert store.num_bytes["mean"] == LAYOUT.exchange_bytes
-    assert [id(b) for b in store.commit(3, 0, None)] == [id(payloads[0])]
+    assert [id(b) for b in store.commit(Step(3, 0))] == [id(payloads[0])]
     assert store.num_bytes["mean"] == 0
 
 
@@ -360,7 +360,7 @@ def test_a_payload_that_came_back_may_be_overwritten(optimizer: OptimizerSpec | 
                 if spoil:
                     for payload in returned:
                         payload.fill_(0xFF)
-            returned = store.commit(2, 0, None)
+            returned = store.commit(Step(2, 0))
             if spoil:
                 for payload in returned:
                     payload.fill_(0xFF)
@@ -421,7 +421,7 @@ def test_a_commit_with_a_scale_steps_like_torch_with_that_rate(name, extra, lr_s
         plain.param_groups[0]["lr"] = 0.1 * scale
         plain.step()
         store.fold(gradient.clone().view(torch.uint8), 1.0, 0)
-        store.commit(1, 0, None, lr_scale=scale)
+        store.commit(Step(1, 0, lr_scale=scale))
     torch.testing.assert_close(store.weights.view(torch.float32), parameter.data, rtol=1e-6, atol=1e-7)
     assert store.optimizer.torch.param_groups[0]["lr"] == 0.1
 
@@ -440,7 +440,7 @@ def test_a_commit_among_late_workers_steps_like_torch_with_the_momentum_that_is_
         plain.param_groups[0]["momentum"] = max(0.0, 1 - among * (1 - 0.9))
         plain.step()
         store.fold(gradient.clone().view(torch.uint8), 1.0, 0)
-        store.commit(1, 0, None, momentum_among=among)
+        store.commit(Step(1, 0, momentum_among=among))
     torch.testing.assert_close(store.weights.view(torch.float64), parameter.data, rtol=1e-12, atol=1e-12)
     assert store.optimizer.torch.param_groups[0]["momentum"] == 0.9, "as told: a snapshot keeps that"
 
@@ -455,8 +455,8 @@ def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
         (_, w), _ = layout.views(payload)
         w[0], w[1] = east, north
         store.fold(payload, 1.0, 0)
-        store.commit(1, 0, None)
-        store.commit(1, 0, None)
+        store.commit(Step(1, 0))
+        store.commit(Step(1, 0))
     assert store.direction is not None and store.direction.cosine == pytest.approx(0.0, abs=1e-9)
 
 
@@ -471,7 +471,7 @@ def test_finite_gradients_that_overflow_weights_are_seen_at_the_commit(name: str
     largest = torch.finfo(DTYPES[next(spec.dtype for spec in layout.specs if spec.name == name)]).max
     store.fold(payload_of(zeros | {name: largest}), 1.0, 0)
     with pytest.raises(Unsound, match=f"-inf in '{name}'"):
-        store.commit(1, 0, [{"lr": 3.0}])
+        store.commit(Step(1, 0, [{"lr": 3.0}]))
 
 
 def test_weights_whose_sum_overflows_are_sound() -> None:
@@ -490,4 +490,4 @@ def test_an_optimizer_that_divides_by_zero_is_seen() -> None:
     store = store_of(random_values(0), spec)
     store.fold(payload_of(dict.fromkeys([spec.name for spec in SPECS], 0)), 1.0, 0)
     with pytest.raises(Unsound, match="nan in "):
-        store.commit(1, 0, None)
+        store.commit(Step(1, 0))

@@ -23,7 +23,7 @@ from paramserver.common.tensors.optimizers import (
 )
 from paramserver.common.tensors.sharding import Part, divide
 from paramserver.ps.tensors import windows
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {"lr": 0.01}) for name, cls in sorted(known_optimizers().items()) if is_elementwise(cls)
@@ -94,7 +94,7 @@ class Case:
                     store.fold(payload, weight, rank, without=here)
             norm = math.hypot(*(store.measure() for store, _ in stores)) if "clip_norm" in options else None
             for store, _ in stores:
-                store.commit(len(contributions), 0, None, norm=norm)
+                store.commit(Step(len(contributions), 0), norm=norm)
         found: Values = {spec.name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in self.layout.specs}
         for store, parts in stores:
             for name, tensor in store.tensors().items():

@@ -12,7 +12,7 @@ import torch
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.tensors.sanity import Findings
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
@@ -76,7 +76,7 @@ class Twin:
         if elsewhere:
             target = torch.full((LAYOUT.total_bytes,), 0xAA, dtype=torch.uint8)
             target[LAYOUT.exchange_bytes :] = self.store.weights[LAYOUT.exchange_bytes :]
-        for payload in self.store.commit(3, 3, hyperparameters, target, told.append):
+        for payload in self.store.commit(Step(3, 3, hyperparameters), target, told.append):
             payload.fill_(0xFF)
         assert target is None or self.store.weights is target
         return told
@@ -163,7 +163,7 @@ def test_payloads_come_back_exactly_once(monkeypatch: pytest.MonkeyPatch) -> Non
         for rank, (payload, may_keep) in enumerate(zip(payloads, keeps, strict=True)):
             returned += store.fold(payload, 1.0, rank, may_keep)
             assert all(item is not payload for item in returned) or not may_keep
-        returned += store.commit(4, 0, None)
+        returned += store.commit(Step(4, 0))
         assert sorted(map(id, returned)) == sorted(map(id, payloads))
 
 
@@ -190,7 +190,7 @@ def test_what_progress_says_is_made_stays_as_it_is(monkeypatch: pytest.MonkeyPat
 
     twin.store.fold(payload_of(1), 1.0, 0)
     twin.store.fold(payload_of(2), 1.0, 1, may_keep=True)
-    twin.store.commit(2, 0, None, target, progress)
+    twin.store.commit(Step(2, 0), target, progress)
     assert torch.equal(taken, target[: LAYOUT.exchange_bytes])
 
 

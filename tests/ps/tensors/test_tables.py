@@ -18,7 +18,7 @@ from paramserver.common.tensors.sharding import divide
 from paramserver.common.tensors.tables import make_spec
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.model import Model
-from paramserver.ps.tensors.store import Store, StoreOptions
+from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.tables import Rows, Tables
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -183,7 +183,7 @@ def test_rows_count_in_the_norm_that_a_step_is_clipped_to(
                 store.fold((payload.view(torch.float64) * factor).view(torch.uint8), weight, 0, rows=rows)
         norm = math.hypot(*(store.measure() for store in stores)) if shards > 1 else None
         for store in stores:
-            store.commit(2, 0, None, norm=norm, clip_norm=bounds[1])
+            store.commit(Step(2, 0, clip_norm=bounds[1]), norm=norm)
         now = torch.cat([store.weights.view(torch.float64).view(-1, 2) for store in stores])
         assert torch.allclose(now, w, rtol=1e-12)
         assert torch.allclose(torch.cat([store.tables.state()["weight/items"] for store in stores]), items, rtol=1e-12)

@@ -82,7 +82,7 @@ def test_work_that_holds_is_gone_on_with_before_all_that_came_after_it(num_bytes
             )
 
         for name in ("a", "b"):
-            tensors.submit(lambda name=name: name, measured, holds=True)
+            tensors.submit(lambda name=name: name, measured, pauses=True)
             tensors.then(lambda name=name: found.append(f"at once after {name}"))
             tensors.submit(lambda name=name: found.append(f"after {name}"))
             tensors.then(lambda name=name: found.append(f"then {name}"))
@@ -93,7 +93,7 @@ def test_work_that_holds_is_gone_on_with_before_all_that_came_after_it(num_bytes
         told = ["a is measured", "at once after a", "then a", "b is measured", "at once after b", "then b"]
         assert [item for item in found if item not in work] == told
         assert all(found.index(f"step {name}") < found.index(f"at once after {name}") for name in ("a", "b"))
-        tensors.submit(fail, holds=True)
+        tensors.submit(fail, pauses=True)
         with pytest.raises(TensorsBroken):
             await tensors.run(lambda: 7)
         tensors.close()

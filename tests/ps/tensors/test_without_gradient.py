@@ -16,7 +16,7 @@ from paramserver.common.tensors.optimizers import (
 )
 from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
-from paramserver.ps.tensors.store import Store
+from paramserver.ps.tensors.store import Step, Store
 
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
 ELEMENTWISE += ["adamw+sgd", "sgd+adagrad"]  # of each group another
@@ -71,7 +71,7 @@ def plain(name: str, rows: int) -> dict[str, torch.Tensor]:
 def contribute(store: Store, number: int, present: str, rows: int) -> None:
     gradients = {key: value * (key in present) for key, value in values(number, rows).items()}
     store.fold(payload_of(store.layout, gradients), 1.0, 0, without=frozenset(NAMES) - set(present))
-    store.commit(1, 0, None)
+    store.commit(Step(1, 0))
 
 
 def new_store(name: str, rows: int) -> Store:
@@ -124,7 +124,7 @@ def test_one_gradient_in_a_round_is_enough():
     store.fold(
         payload_of(store.layout, {key: value * 0 for key, value in gradients.items()}), 1.0, 1, without=frozenset("b")
     )
-    store.commit(2, 0, None)
+    store.commit(Step(2, 0))
     other.fold(payload_of(store.layout, {key: value / 2 for key, value in gradients.items()}), 1.0, 0)
-    other.commit(1, 0, None)
+    other.commit(Step(1, 0))
     assert_equal(store, other.tensors())

@@ -34,7 +34,7 @@ def by_formula(
 def told(worker: Worker) -> tuple[int, float]:
     """Version and weight that it has got."""
     reply = next(message.header for message in reversed(worker.stream.received) if message.kind == "reply")
-    return reply.version, worker.weights()[0].item()
+    return reply.result.version, worker.weights()[0].item()
 
 
 @pytest.mark.parametrize("layout", [SMALL, LARGE])

@@ -23,7 +23,7 @@ from paramserver.common.security import PLAINTEXT, Credentials
 from paramserver.common.wire.direct import HELLO
 from paramserver.launch.certs.authority import issue, make_ca
 from paramserver.ps.wire import port as ports
-from paramserver.ps.wire.direct import Connection
+from paramserver.ps.wire.connection import Connection
 from paramserver.ps.wire.port import Port
 from paramserver.worker.conversation.direct import Direct, DirectError
 
@@ -88,7 +88,7 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("read", "write", "pending"):
-            self.uses.append((name, self._connection._alone.locked()))  # type: ignore[attr-defined]
+            self.uses.append((name, self._connection._lock.locked()))  # type: ignore[attr-defined]
         return getattr(self._inner, name)
 
 

@@ -45,8 +45,8 @@ class Trainer:
                     received.header.result.version if received.header.weights.num_bytes else self.base,
                     None,
                 )
-                if received.header.HasField("segment"):
-                    segment = open_segment(received.header.segment)
+                if received.header.weights.HasField("segment"):
+                    segment = open_segment(received.header.weights.segment)
             start = received.offset
             if received.placed:
                 self.held[start : start + received.placed] = segment.payload[start : start + received.placed]
@@ -117,5 +117,6 @@ async def test_zeros_that_came_already_are_refused(server: Server) -> None:
     (item,) = await trainers(server, 1, False)
     item.worker.announce(1)
     item.worker.stream.send(left_out_frame(0, BYTES), left_out_frame(BYTES - 4, 8))
+    await server.settle()
     assert await item.worker.end() == "BAD_REQUEST"
     server.check_no_memory_is_kept()

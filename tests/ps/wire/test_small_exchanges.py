@@ -15,7 +15,7 @@ from paramserver.common.wire.direct import on_the_wire
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core.effects import SendReply
 from paramserver.ps.engine.peers import Go, Item, Peer
-from paramserver.ps.wire.direct import Connection
+from paramserver.ps.wire.connection import Connection
 from paramserver.ps.wire.small import SmallExchanges
 
 from ...records import contribution_proto, reply_of
@@ -35,23 +35,24 @@ class Stage:
         self.worker.setblocking(False)
         ours.setblocking(False)
         self.connection, self.peer = Connection(ours), Peer(0, 1)
-        self.num_taken = self.num_in_waiting = 0
+        self.num_taken = 0
         self._taken = taken
         self.is_stuck = False  # the message before has not left
         self.small = SmallExchanges(self.connection, self, self.peer, self, message)  # type: ignore[arg-type]
         self.other = asyncio.ensure_future(self.small.until_other())
 
-    def take_small(self, raw: bytes) -> bool:
+    def take_now(self, raw: bytes, take: object) -> bool:
+        """As the stream's; `take` is this stage's own."""
         if not pb.WorkerMessage.FromString(raw).HasField("contribution"):
             return False
         self.num_taken += 1
         return self._taken(self)
 
-    def write_now(self, raw: bytes) -> bool:
+    def write_now(self, raw: bytes, is_counted: bool) -> bool:
         return not self.is_stuck and not self.connection.send_now(on_the_wire(raw))
 
-    def take_sent(self) -> tuple[int, int]:
-        return 0, self.num_in_waiting
+    def take_sent(self) -> int:
+        return 0
 
     def contribute(self, count: int = 1) -> None:
         message = pb.WorkerMessage(contribution=contribution_proto(1)).SerializeToString()
@@ -157,7 +158,7 @@ def test_it_is_woken_by_a_small_message_after_a_large_one() -> None:
         receiving = asyncio.ensure_future(connection.receive_into(memoryview(large)))
         await asyncio.to_thread(worker.sendall, large)
         assert await asyncio.wait_for(receiving, 5)
-        connection._waking.wait_for(1 << 20)  # as it may be left
+        connection._wake_at(1 << 20)  # as it may be left
         woken: list[bool] = []
         connection.watch(lambda: woken.append(True))
         worker.sendall(b"x")

@@ -29,7 +29,7 @@ def begun(worker: Worker) -> tuple[int, bytes] | None:
     """What came with the START."""
     start = next(message.header for message in worker.stream.received if message.kind == "reply")
     payload = b"".join(message.header.piece for message in worker.stream.received if message.kind == "state")
-    return (start.began.step, payload) if start.HasField("began") else None
+    return (start.start.position.step, payload) if start.start.HasField("position") else None
 
 
 async def replaced(server: Server, rank: int) -> Worker:

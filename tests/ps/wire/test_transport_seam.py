@@ -17,7 +17,7 @@ from paramserver.common.tensors.layout import as_bytes
 from paramserver.common.wire.frames import frame
 from paramserver.common.wire.segments import new_segment
 from paramserver.ps.tensors.replies.publication import Publication
-from paramserver.ps.wire.transports.grpc import Header, Transport
+from paramserver.ps.wire.transports import Header, Transport
 
 from ..streams import LARGE, Server, Worker, served
 

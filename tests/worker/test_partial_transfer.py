@@ -10,11 +10,12 @@ import torch
 
 from paramserver.common.codecs.raw import ENTRY as Raw
 from paramserver.common.tensors.layout import as_bytes
-from paramserver.common.wire.frames import divided, parse
+from paramserver.common.wire.frames import parse
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.transports.base import Transport
+from paramserver.worker.transports.partial_transfer import divided
 from paramserver.worker.transports.up import Up
 
 from ..records import contribution_of
@@ -28,11 +29,11 @@ def test_pieces_are_cut_at_the_borders(ranges: list[tuple[int, int]]) -> None:
     cut = list(divided([payload[:4], payload[4:5], payload[5:]], ranges))
     assert b"".join(bytes(part) for _, parts, _ in cut for part in parts) == bytes(payload)
     is_in = [any(start <= at < end for start, end in ranges) for at in range(10)]
-    assert [held for _, parts, held in cut for part in parts for _ in range(len(part))] == is_in
+    assert [is_in_range for _, parts, is_in_range in cut for part in parts for _ in range(len(part))] == is_in
     assert [at for at, _, _ in cut] == sorted({at for at, _, _ in cut})
 
 
-def sent(held: pb.Held) -> list[Any]:
+def sent(offered: pb.PartialTransfer) -> list[Any]:
     """The frames of a contribution of ones, where the server says that it has this."""
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(NUM))
@@ -42,37 +43,37 @@ def sent(held: pb.Held) -> list[Any]:
     up = Up(
         Raw(), tensors, make_transfer(tensors), lambda raws: frames.extend(parse(pb.WorkerMessage, r) for r in raws)
     )
-    up.joined(Transport(), held)
+    up.joined(Transport(), pb.Welcome(partial_transfer=offered))
 
     up.contribute(contribution_of(4))
     again = len(frames)
     up.contribute(contribution_of(4))
-    assert not frames[again].header.payload.continues, "what is held is held for one attempt"
+    assert frames[again].kind == "contribution", "a partial transfer is good for one attempt"
     return frames[:again]
 
 
-def held_ones(**otherwise: Any) -> pb.Held:
+def offered_ones(**otherwise: Any) -> pb.PartialTransfer:
     crc = zlib.crc32(bytes(as_bytes(torch.ones(100_000))))
     fields = {
-        "step": 4,
+        "seq": 4,
         "payload_bytes": 4 * NUM,
         "codec": "raw",
         "ranges": [0, 200_000, 800_000, 1_000_000],
         "crc": crc,
     }
-    return pb.Held(**fields | otherwise)
+    return pb.PartialTransfer(**fields | otherwise)
 
 
 def test_what_the_server_has_is_not_sent() -> None:
-    facts, *pieces = sent(held_ones())
-    assert facts.header.payload.continues
+    begin, facts, *pieces = sent(offered_ones())
+    assert begin.header.continues == facts.header.seq == 4
     came = sorted((piece.offset, piece.offset + len(piece.data)) for piece in pieces)
     assert (came[0], came[1][0], came[-1][1]) == ((200_000, 800_000), 1_000_000, 4 * NUM)
     assert sum(end - start for start, end in came) == 4 * NUM - 400_000
 
 
-@pytest.mark.parametrize("otherwise", [{"crc": 1}, {"step": 3}, {"payload_bytes": 8}, {"codec": "bf16"}])
+@pytest.mark.parametrize("otherwise", [{"crc": 1}, {"seq": 3}, {"payload_bytes": 8}, {"codec": "bf16"}])
 def test_all_is_sent_where_it_has_something_else(otherwise: dict[str, Any]) -> None:
-    facts, *pieces = sent(held_ones(**otherwise))
-    assert not facts.header.payload.continues
+    facts, *pieces = sent(offered_ones(**otherwise))
+    assert facts.kind == "contribution"
     assert sum(len(piece.data) for piece in pieces) == 4 * NUM

@@ -14,7 +14,7 @@ from paramserver.common.wire.frames import frame, message_frames
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
-from paramserver.ps.wire import intake
+from paramserver.ps.wire import partial_transfers
 
 from ..streams import Server, Worker, served
 
@@ -26,7 +26,7 @@ PIECE = 1 << 20
 @pytest.fixture(autouse=True)
 def least_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial uploads of more than 1 MiB are kept here, so that these tests need no large model."""
-    monkeypatch.setattr(intake, "_LEAST_KEPT", PIECE)
+    monkeypatch.setattr(partial_transfers, "_LEAST_BYTES", PIECE)
 
 
 SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
@@ -61,22 +61,27 @@ async def broken(server: Server, rank: int = 0, value: float = 1.0, **facts: obj
     return worker
 
 
-async def back(server: Server, rank: int = 0) -> tuple[Worker, pb.Held | None]:
+async def back(server: Server, rank: int = 0) -> tuple[Worker, pb.PartialTransfer | None]:
     incarnation = server.engine.run.roster.workers[rank].incarnation
     worker = await seated(server, rank, incarnation=incarnation)
     welcome = worker.stream.received[0].header
     assert welcome.resumed
-    return worker, welcome.held if welcome.HasField("held") else None
+    return worker, welcome.partial_transfer if welcome.HasField("partial_transfer") else None
 
 
 @served(layout=BIG, workers=1, mode="async")
 async def test_the_rest_comes_on_the_next_stream(server: Server) -> None:
     await broken(server)
-    worker, held = await back(server)
+    worker, offered = await back(server)
     items_ = torch.ones(PIECE // 4).numpy().tobytes()
-    assert (held.step, held.payload_bytes, held.codec, list(held.ranges)) == (1, NUM_BYTES, "raw", [0, PIECE])
-    assert held.crc == zlib.crc32(items_)
-    worker.announce(continues=True)
+    assert (offered.seq, offered.payload_bytes, offered.codec, list(offered.ranges)) == (
+        1,
+        NUM_BYTES,
+        "raw",
+        [0, PIECE],
+    )
+    assert offered.crc == zlib.crc32(items_)
+    worker.continue_()
     worker.piece(PIECE, NUM_BYTES - PIECE)
     await server.settle()
     assert worker.outcomes == ["APPLIED"]
@@ -92,14 +97,14 @@ async def test_it_may_break_off_more_than_once_and_from_within(server: Server) -
     await server.settle()
     first.task.cancel()
     await server.settle()
-    second, held = await back(server)
-    assert list(held.ranges) == [PIECE, PIECE + 4000]
-    second.announce(continues=True)
+    second, offered = await back(server)
+    assert list(offered.ranges) == [PIECE, PIECE + 4000]
+    second.continue_()
     second.piece(0, PIECE)
     await server.settle()
-    third, held = await back(server)  # the server has not seen the end of the second
-    assert list(held.ranges) == [0, PIECE + 4000]
-    third.announce(continues=True)
+    third, offered = await back(server)  # the server has not seen the end of the second
+    assert list(offered.ranges) == [0, PIECE + 4000]
+    third.continue_()
     third.piece(PIECE + 4000, NUM_BYTES - PIECE - 4000)
     await server.settle()
     assert third.outcomes == ["APPLIED"]
@@ -111,7 +116,7 @@ async def test_it_may_break_off_more_than_once_and_from_within(server: Server) -
 async def test_nan_in_what_came_before_is_still_seen(server: Server) -> None:
     await broken(server, value=math.nan)
     worker, _ = await back(server)
-    worker.announce(continues=True)
+    worker.continue_()
     worker.piece(PIECE, NUM_BYTES - PIECE)
     await server.settle()
     assert worker.outcomes == ["REJECTED"]
@@ -132,17 +137,17 @@ async def test_all_of_it_may_come_again(server: Server) -> None:
 async def test_whoever_needs_the_memory_has_it(server: Server) -> None:
     other = await seated(server, 1)
     await broken(server)
-    worker, held = await back(server)
-    assert held is not None
+    worker, offered = await back(server)
+    assert offered is not None
     other.contribute()
     await server.settle()
     assert other.outcomes == ["START", "APPLIED"]
-    worker.announce(continues=True)
+    worker.continue_()
     worker.piece(PIECE, NUM_BYTES - PIECE)
     await server.settle()
     assert await worker.end() == "ok"
-    worker, held = await back(server)
-    assert held is None
+    worker, offered = await back(server)
+    assert offered is None
     server.check_no_memory_is_kept()
 
 
@@ -199,19 +204,19 @@ def test_a_worker_that_lies_about_it_is_refused(how: str, reason: str) -> None:
         worker, _ = await back(server)
         match how:
             case "what is here once more":
-                worker.announce(continues=True)
+                worker.continue_()
                 worker.piece(PIECE - 4, 400)
             case "another number":
-                worker.announce(step=2, continues=True)
+                worker.continue_(2)
             case "another codec":
-                worker.announce(continues=True, codec="bf16", num_bytes=NUM_BYTES // 2)
+                worker.continue_(codec="bf16", num_bytes=NUM_BYTES // 2)
             case "after a Begin":
                 worker.begin()
-                worker.announce(continues=True)
+                worker.continue_()
             case "placed in no segment":
-                worker.announce(continues=True, in_shared_memory=True)
+                worker.continue_(in_shared_memory=True)
             case "another size":
-                worker.announce(continues=True, num_bytes=NUM_BYTES - 4)
+                worker.continue_(num_bytes=NUM_BYTES - 4)
         await server.settle()
         assert await worker.end() == reason
         server.engine.offer(events.HeartbeatStopped("process 0"))
@@ -222,7 +227,7 @@ def test_a_worker_that_lies_about_it_is_refused(how: str, reason: str) -> None:
 
 
 @served(layout=BIG, workers=None, mode="async", max_staged=2)
-async def test_many_halves_take_no_more_than_uploads_may(server: Server) -> None:
+async def test_many_partial_transfers_take_no_more_than_uploads_may(server: Server) -> None:
     for rank in range(5):
         await broken(server, rank)
         assert server.engine.model.staging.num_lent <= 2

@@ -1,0 +1,338 @@
+"""One direct connection of a worker: see `common/wire/direct.py`, and `port.py` for where connections are accepted.
+
+Sockets are read and written on the event loop, without a task or a copy of their own, and a payload is received in the
+memory that it belongs to. Threads receive and send large payloads, so that those of several workers pass side by side.
+A thread waits for at most a moment, so a few threads do for any number of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from ...common.errors import Reason, refusal
+from ...common.wire.direct import LENGTH_BYTES, length_of, shut_down
+from ...common.wire.frames import MAX_MESSAGE_BYTES
+
+Result = TypeVar("Result")
+Pieces = list[bytes | memoryview]
+
+_BUFFER_BYTES = 64 << 10
+_NUM_THREADS = 4
+_LEAST_HANDED_OVER = 256 << 10  # less is sent and received on the loop: a hop costs as much
+_MOMENT_MS = 1
+# A thread is woken for so many bytes of a payload: each wake-up costs the sender as much as copying 64 KiB.
+_WAKE_BYTES = 512 << 10
+_RECORDS_BYTES = 32 << 10  # that TLS may have taken already, in a record that is not whole
+_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+_threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="direct")
+# A TLS handshake takes 0.2 ms, or 1 ms where the worker has a certificate: too long for the loop.
+_handshakes = ThreadPoolExecutor(1, thread_name_prefix="handshake")
+
+
+class Connection:
+    """One socket, used by the task of its stream. Everything raises OSError when the peer is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._descriptor = connection.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0  # the bytes of the buffer that have come and were not taken
+        self._waiting: set[asyncio.Future[None]] = set()
+        self.is_closed = False  # by this process, or because the call is over
+        self._num_running = 0  # calls on threads
+        self._low_water = 1  # bytes that a poll is woken for
+        is_tls = isinstance(connection, ssl.SSLSocket)  # whose state is for one thread at a time
+        self._lock: contextlib.AbstractContextManager[object] = threading.Lock() if is_tls else contextlib.nullcontext()
+
+    # ---- in ---------------------------------------------------------------------------------
+
+    async def read(self) -> bytes | None:
+        """The next message; None at the end."""
+        while (message := self._take_message()) is None:
+            if (num_bytes := self._next_bytes()) > _BUFFER_BYTES - LENGTH_BYTES:
+                if num_bytes > MAX_MESSAGE_BYTES:
+                    problem = f"a message of {num_bytes} bytes; at most {MAX_MESSAGE_BYTES} are possible"
+                    raise refusal(Reason.LIMIT_EXCEEDED, problem)
+                self._start += LENGTH_BYTES
+                large = bytearray(num_bytes)
+                return bytes(large) if await self.receive_into(memoryview(large)) else None
+            self._wake_at(1)
+            if not await self._retry(self._fill):
+                return None
+        return message
+
+    def read_now(self) -> bytes | None:
+        """The next message if it is here, None while it is not whole. EOFError for a large message, the end and an
+        error, which `read` then reports."""
+        try:
+            while (message := self._take_message()) is None:
+                if self._next_bytes() > _BUFFER_BYTES - LENGTH_BYTES or not self._fill():
+                    raise EOFError
+        except _WAITS:
+            return None
+        except OSError:
+            raise EOFError from None
+        return message
+
+    def _next_bytes(self) -> int:
+        """Size of the next message; 0 while it is not known."""
+        return length_of(self._view, self._start) if self._end - self._start >= LENGTH_BYTES else 0
+
+    def _take_message(self) -> bytes | None:
+        """The next message if all of it is in the buffer."""
+        start = self._start + LENGTH_BYTES
+        if start > self._end or (end := start + self._next_bytes()) > self._end:
+            return None
+        self._start = end
+        return bytes(self._view[start:end])
+
+    def unread(self, message: bytes) -> None:
+        """Return the message that was read last to the buffer."""
+        self._start -= LENGTH_BYTES + len(message)
+
+    @property
+    def has_more(self) -> bool:
+        """Bytes have come that the kernel does not report any more."""
+        if self._end > self._start or not isinstance(self._socket, ssl.SSLSocket):
+            return self._end > self._start
+        with self._lock:
+            return self._socket.pending() > 0
+
+    def watch(self, readable: Callable[[], object]) -> None:
+        """Call this whenever bytes have come."""
+        if not self.is_closed:
+            self._wake_at(1)  # a large message may have come before
+            self._loop.add_reader(self._descriptor, readable)
+
+    def unwatch(self) -> None:
+        if not self.is_closed:
+            self._loop.remove_reader(self._descriptor)
+
+    async def receive_into(self, target: memoryview) -> bool:
+        """Fill `target` with the bytes that follow a message; False when they end before."""
+        done = self._take_buffered(target)
+        while done < len(target):
+            self._wake_at(1)
+            num_bytes = await self._retry(partial(self._receive, target[done:]))
+            if not num_bytes:
+                return False
+            done += num_bytes
+        return True
+
+    async def receive_some(self, target: memoryview) -> int:
+        """Receive some of the bytes that follow a message; 0 at the end. Also when it is cancelled, it returns only
+        when nothing more is written to `target`."""
+        if num_bytes := self._take_buffered(target):
+            return num_bytes
+        if len(target) < _LEAST_HANDED_OVER:
+            self._wake_at(1)
+            return await self._retry(partial(self._receive, target))
+        while True:
+            try:
+                return await self._on_a_thread(_threads, partial(self._receive_for_a_moment, target))
+            except _WAITS as error:
+                await self._until_it_may(error)
+
+    def _take_buffered(self, target: memoryview) -> int:
+        num_bytes = min(len(target), self._end - self._start)
+        target[:num_bytes] = self._view[self._start : self._start + num_bytes]
+        self._start += num_bytes
+        return num_bytes
+
+    def _fill(self) -> bool:
+        """Receive into the buffer; False at the end."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start and self._end == _BUFFER_BYTES:
+            left = bytes(self._view[self._start : self._end])
+            self._view[: len(left)] = left
+            self._start, self._end = 0, len(left)
+        num_bytes = self._receive(self._view[self._end :])
+        self._end += num_bytes
+        return num_bytes > 0
+
+    def _receive(self, target: memoryview) -> int:
+        with self._lock:
+            return self._socket.recv_into(target)
+
+    def _receive_for_a_moment(self, target: memoryview) -> int:
+        """On a thread: receive what is here, and what comes within a moment. Raises as recv_into where that is
+        nothing."""
+        done = 0
+        while done < len(target):
+            missing = len(target) - done
+            self._wake_at(min(_WAKE_BYTES, missing - _RECORDS_BYTES) if missing > 2 * _RECORDS_BYTES else 1)
+            try:
+                num_bytes = self._receive(target[done:])
+            except _WAITS:
+                if self._may_soon(select.POLLIN):
+                    continue
+                if not done:
+                    raise
+                break
+            if not num_bytes:
+                break
+            done += num_bytes
+        return done
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Wake a poll once so many bytes have come, or at the end.
+
+        No thread may sleep in `recv` on this socket: with a part taken the kernel wakes it for so many new bytes, which
+        may be more than are left.
+        """
+        if num_bytes != self._low_water:
+            self._low_water = num_bytes
+            with contextlib.suppress(OSError):  # a system that has no such option
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+    # ---- out --------------------------------------------------------------------------------
+
+    def send_now(self, pieces: Pieces) -> Pieces:
+        """Send what the system takes at once; returns the rest."""
+        while pieces:
+            try:
+                if isinstance(self._socket, ssl.SSLSocket):
+                    with self._lock:
+                        num_sent = self._socket.send(pieces[0])
+                else:
+                    num_sent = self._socket.sendmsg(pieces[:64])
+            except _WAITS:
+                break
+            pieces = _after(pieces, num_sent)
+        return pieces
+
+    async def send(self, pieces: Pieces) -> None:
+        """Returns when the system has all of it. Also when it is cancelled, nothing more is read from `pieces` then."""
+        while pieces:
+            if is_large(pieces):
+                pieces = await self._on_a_thread(_threads, partial(self._send_for_a_moment, pieces))
+            else:
+                pieces = self.send_now(pieces)
+            if pieces:
+                await self._wait(self._loop.add_writer, self._loop.remove_writer)
+
+    def _send_for_a_moment(self, pieces: Pieces) -> Pieces:
+        """On a thread: send as long as the system takes more within a moment; returns the rest."""
+        while (pieces := self.send_now(pieces)) and self._may_soon(select.POLLOUT):
+            pass
+        return pieces
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    async def _retry(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, tried again whenever the socket may go on."""
+        while True:
+            try:
+                return work()
+            except _WAITS as error:
+                await self._until_it_may(error)
+
+    async def _on_a_thread(self, threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which is over when this returns, also when this is cancelled."""
+        running = self._loop.run_in_executor(threads, work)
+        self._num_running += 1
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            while not running.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({running})
+            running.exception()  # or asyncio warns that it was never retrieved
+            raise
+        finally:
+            self._num_running -= 1
+            self._close_unused()
+
+    def _may_soon(self, event: int) -> bool:
+        ready = select.poll()
+        ready.register(self._descriptor, event)
+        return bool(ready.poll(_MOMENT_MS))
+
+    async def _until_it_may(self, error: Exception) -> None:
+        """Wait until the work that raised this can go on."""
+        if isinstance(error, ssl.SSLWantWriteError):
+            await self._wait(self._loop.add_writer, self._loop.remove_writer)
+        else:
+            await self._wait(self._loop.add_reader, self._loop.remove_reader)
+
+    async def _wait(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
+        if self.is_closed:
+            raise ConnectionResetError("the connection was closed")
+        ready: asyncio.Future[None] = self._loop.create_future()
+        add(self._descriptor, _resolve, ready)
+        self._waiting.add(ready)
+        try:
+            await ready
+        finally:
+            self._waiting.discard(ready)
+            if not self.is_closed:  # the descriptor may be another connection's by now
+                remove(self._descriptor)
+
+    def close(self) -> None:
+        """Close at once: the peer reads what was sent, and the end. A call that waits raises ConnectionError."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for ready in self._waiting:
+            if not ready.done():
+                ready.set_exception(ConnectionResetError("the connection was closed"))
+        self._loop.remove_reader(self._descriptor)
+        self._loop.remove_writer(self._descriptor)
+        with contextlib.suppress(OSError):
+            shut_down(self._socket, socket.SHUT_RDWR)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Close the socket unless a thread still uses its descriptor, which would be another socket's then."""
+        if self.is_closed and not self._num_running:
+            self._socket.close()
+
+    async def handshake(self) -> None:
+        """Speak TLS where the socket does. Raises ssl.SSLError, OSError."""
+        secure = self._socket
+        while isinstance(secure, ssl.SSLSocket):
+            try:
+                await self._on_a_thread(_handshakes, secure.do_handshake)
+                return
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+                await self._until_it_may(error)
+
+    def certificate_name(self) -> str | None:
+        """The common name of the peer's certificate, after the handshake; None where none was requested."""
+        certificate = self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
+        if not certificate:
+            return None
+        pairs: Iterable[tuple[str, str]] = itertools.chain.from_iterable(certificate["subject"])  # type: ignore[arg-type]
+        return "".join(value for key, value in pairs if key == "commonName")
+
+
+def is_large(pieces: Pieces) -> bool:
+    """Whether a thread sends them."""
+    return sum(map(len, pieces)) >= _LEAST_HANDED_OVER
+
+
+def _resolve(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def _after(pieces: Pieces, num_bytes: int) -> Pieces:
+    """Without the first `num_bytes`."""
+    for index, piece in enumerate(pieces):
+        if num_bytes < len(piece):
+            return [memoryview(piece)[num_bytes:], *pieces[index + 1 :]]
+        num_bytes -= len(piece)
+    return []

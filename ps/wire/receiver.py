@@ -1,0 +1,338 @@
+"""Receives one worker's contributions: from messages of its stream to events of the run.
+
+A small contribution comes whole in the message that announces it. A large payload comes in pieces, which may begin to
+come before the contribution that they belong to (`upload.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+from ...common.codecs.base import Codec, payload_bytes
+from ...common.codecs.shared.by_tensor import ByTensor, only_rest
+from ...common.errors import Reason, refusal
+from ...common.wire.frames import Frame
+from ...common.wire.messages import read_contribution
+from ...common.wire.records import Contribution, PayloadInfo
+from ...proto import parameter_server_pb2 as pb
+from ..core import events
+from ..core.judgement import SOUND, Judgement
+from ..engine.engine import Engine
+from ..engine.folding import Staged
+from ..engine.peers import Peer
+from ..tensors.model import Model
+from ..tensors.staging import Payload
+from ..tensors.store import Store
+from ..tensors.upload import Upload
+from .attachments import Attachments, StateAssembler
+from .codecs import codec_named, unusable
+from .partial_transfers import PartialTransfers
+from .stream import Stream, StreamLost
+from .transports import Transport
+
+_MAX_NAME, _MAX_FAILURE = 100, 500  # characters
+_MAX_METRICS = 64  # of an evaluation
+# Messages before a contribution, and between it and the end of its payload. "" is a bare piece.
+_BEFORE = ("begin", "rows", "optimizer", "state", "metrics", "stop", "taken", "")
+_INSTEAD = ("ask_again", "finish", "leave")
+_PIECE = ("taken", "")
+
+
+class UploadMemory:
+    """Memory of the staging pool for the uploads of one worker, at most one at a time.
+
+    The worker's attachments reserve it before its payload is announced, so that all that is staged for a contribution
+    counts as one upload of `server.max_staged`.
+    """
+
+    def __init__(
+        self, model: Model, stream: Stream, partials: PartialTransfers, rank: int, position: Callable[[], int]
+    ) -> None:
+        self._model, self._stream, self._partials, self._rank = model, stream, partials, rank
+        self._position = position  # contributions that are folded before this one
+        self._reserved: Payload | None = None
+
+    async def reserve(self) -> None:
+        """Have memory before any attachment is stored. A partial transfer of the rank has its memory already."""
+        if self._reserved is None and not self._partials.has(self._rank):
+            self._reserved = await self.borrow()
+
+    def take_reserved(self) -> Payload | None:
+        payload, self._reserved = self._reserved, None
+        return payload
+
+    def try_borrow(self) -> Payload | None:
+        """Memory that can be had at once."""
+        reserved = self.take_reserved()
+        return self._model.staging.try_borrow(self._position) if reserved is None else reserved
+
+    async def borrow(self) -> Payload:
+        """Memory; while there is none the upload waits at the sender, which is told why."""
+        staging = self._model.staging
+        self._partials.drop(self._rank)
+        if (payload := self.try_borrow()) is not None:
+            return payload
+        self._partials.drop_all()
+        request = staging.request(self._position)
+        try:
+            return await self._stream.wait(
+                request, lambda: f"memory for the upload; {self._position()} contributions are folded before it"
+            )
+        except BaseException:
+            staging.withdraw(request)
+            raise
+
+    def close(self) -> None:
+        if (payload := self.take_reserved()) is not None:
+            self._model.staging.give_back(payload)
+
+
+class Receiver:
+    """Takes one worker's contributions into the run, one after another."""
+
+    def __init__(
+        self, engine: Engine, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
+    ) -> None:
+        self._engine, self._stream, self._peer, self._transport = engine, stream, peer, transport
+        self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
+        self._codec_memories = engine.folding.codec_memories
+        self._partials = partials
+        position = partial(engine.run.policy.upload_position, peer.rank)
+        self._memory = UploadMemory(engine.model, stream, partials, peer.rank, position)
+        self._script_state = StateAssembler()
+        self._attachments = Attachments(peer.rank, engine.model, engine.tensors)
+        self._contribution: Contribution | None = None  # that has been announced, while its payload comes
+        self._upload: Upload | None = None
+        self._without: frozenset[str] = frozenset()  # parameters without a gradient in it
+        self._rejected = ""  # why a contribution may not come in its codec
+
+    async def next(self) -> Frame | None:
+        """Receive until a contribution is whole, and hand it to the run. Returns its last message, or the AskAgain,
+        Finish or Leave that came instead; None when the stream ended before."""
+        self._contribution = self._upload = None
+        is_lost = True
+        try:
+            while True:
+                kinds = _PIECE if self._contribution is not None else ("contribution", *_BEFORE, *_INSTEAD)
+                received = await self._stream.read(*kinds)
+                if received is None or await self._take(received):
+                    return received
+        except Exception as error:
+            is_lost = isinstance(error, StreamLost)
+            raise
+        finally:
+            upload, announced = self._upload, self._contribution
+            is_kept = (
+                is_lost
+                and upload is not None
+                and announced is not None
+                and self._partials.keep(self._peer, announced.id.seq, upload)
+            )
+            if upload is not None and not is_kept:
+                upload.close()
+            self._memory.close()
+
+    def take_now(self, received: Frame) -> bool:
+        """Take a contribution at once that came whole in one message, between two calls of `next`. False for all else,
+        and where it has to wait."""
+        if not isinstance(received.header, pb.Contribution):
+            return False
+        return self._take_whole(self._announced(received.header), received)
+
+    # ---- messages ---------------------------------------------------------------------------------
+
+    async def _take(self, received: Frame) -> bool:
+        """Take one message; True where a contribution is whole, or something came instead of it."""
+        peer = self._peer
+        match received.header:
+            case None:
+                return await self._take_piece(received)
+            case pb.Contribution() as header:
+                return await self._take_contribution(header, received)
+            case pb.Begin() as begin:
+                return await self._take_begin(begin, received)
+            case pb.Rows():
+                await self._take_attachment(received)
+            case pb.State() if received.kind == "optimizer":
+                await self._take_attachment(received)
+            case pb.State() as state:
+                self._take_state(state)
+            case pb.EvaluationMetrics() as metrics:
+                self._engine.offer(evaluation_event(peer.rank, metrics))
+            case pb.Stop() as stop:
+                self._engine.offer(events.StopAsked(*peer.seat, stop.reason))
+            case pb.Taken():
+                self._transport.taken()
+            case pb.AskAgain() as question:
+                peer.state, peer.base, peer.reference = "waiting", None, question.reference
+                self._engine.offer(events.AskedAgain(*peer.seat, question.seq))
+        return received.kind in _INSTEAD
+
+    async def _take_contribution(self, header: pb.Contribution, received: Frame) -> bool:
+        contribution = self._announced(header)
+        if self._upload is None and self._take_whole(contribution, received):
+            return True
+        self._contribution = contribution
+        self._upload = await self._expected(contribution.payload)
+        return await self._take_piece(received)
+
+    def _take_whole(self, contribution: Contribution, received: Frame) -> bool:
+        """Take one that is raw and came whole, or has no payload; False where it is not, or has to wait for memory."""
+        if not contribution.kind.has_payload:
+            self._hand_over(contribution, None, SOUND)
+            return True
+        store, codec = self._check(contribution.payload)
+        is_whole = codec.is_identity and len(received.data) == contribution.payload.num_bytes
+        payload = self._memory.try_borrow() if is_whole else None
+        if payload is None:
+            return False
+        self._model.staging.bytes_of(payload)[:] = received.data
+        self._hand_over(contribution, payload, store.sanity.examine(payload, store.weights))
+        return True
+
+    async def _take_begin(self, begin: pb.Begin, received: Frame) -> bool:
+        if begin.continues:
+            self._continue(begin)
+        else:
+            self._upload = await self._expected(begin)
+            self._upload.restart()
+        return await self._take_piece(received)
+
+    async def _take_piece(self, received: Frame) -> bool:
+        upload, contribution = self._upload, self._contribution
+        if upload is None:
+            raise refusal(Reason.BAD_REQUEST, "a piece of a payload that no Begin or Contribution announced")
+        if received.placed and upload.in_segment:
+            await self._transport.fetch(upload.target[received.offset :][: received.placed])
+        upload.feed(received)
+        if contribution is None or not upload.is_complete:
+            return False
+        whole_at = self._engine.now()
+        judgement = await upload.judge()
+        self._hand_over(contribution, upload.take(), judgement, self._engine.now() - whole_at)
+        return True
+
+    async def _take_attachment(self, received: Frame) -> None:
+        self._attachments.check(received)
+        if self._upload is None:
+            await self._memory.reserve()
+        await self._attachments.add(received)
+
+    def _take_state(self, state: pb.State) -> None:
+        limit = self._engine.config.limits.state_bytes
+        if state.num_bytes > limit:
+            raise refusal(
+                Reason.LIMIT_EXCEEDED,
+                f"the script of rank {self._peer.rank} has a state (session.state) of {state.num_bytes:,} bytes; "
+                f"this server takes {limit:,} (limits.state_bytes)",
+                fix="give session.state() less, or start ps-server with --set limits.state_bytes=...",
+            )
+        self._script_state.add(state)
+
+    # ---- a contribution ---------------------------------------------------------------------------
+
+    def _announced(self, header: pb.Contribution) -> Contribution:
+        """The contribution that this message announces; refuses one that cannot be."""
+        model, policy, rank = self._model, self._run.policy, self._peer.rank
+        if self._transport.reading is not None:
+            raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last reply's segment is still lent")
+        if not model.has_weights:
+            raise refusal(Reason.NOT_JOINED, f"rank {rank} has no weights to compute on yet")
+        kind = policy.kind
+        if not (kind.has_payload or header.completion.generation):
+            raise refusal(Reason.BAD_REQUEST, f"rank {rank} sends a completion without its generation")
+        contribution = read_contribution(header, self._peer.seat, kind.received(header.payload.num_bytes > 0))
+        if contribution.base.version > policy.version:
+            problem = f"a contribution of rank {rank} on version {contribution.base.version}, which does not exist"
+            raise refusal(Reason.BAD_REQUEST, f"{problem}: the newest is {policy.version}")
+        model.check_hyperparameters(contribution.training.hyperparameters)
+        self._script_state.check_complete()
+        self._without = model.names_here(contribution.payload.without_gradient)
+        self._peer.state = "uploading"
+        return contribution
+
+    async def _expected(self, header: pb.Begin | PayloadInfo) -> Upload:
+        """The upload that a Begin or a Contribution announces, or that a Contribution belongs to."""
+        store, codec = self._check(header)
+        if (upload := self._upload) is not None:
+            if (upload.codec, upload.in_segment) != (codec, header.in_shared_memory):
+                raise refusal(Reason.BAD_REQUEST, "Begin and its Contribution differ in codec or in_shared_memory")
+            return upload
+        payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
+        if payload is None:
+            payload = await self._memory.borrow()
+        give_back, codec_memory = self._model.staging.give_back, self._codec_memories.of(self._peer.rank)
+        return Upload(store, self._tensors, codec, payload, give_back, codec_memory, header.in_shared_memory)
+
+    def _continue(self, begin: pb.Begin) -> None:
+        """Take up the upload of a lost stream; the rest of it comes on this one."""
+        _, codec = self._check(begin)
+        if self._upload is not None:
+            raise refusal(Reason.BAD_REQUEST, "a Begin that continues another stream's upload, after a Begin")
+        upload = self._upload = self._partials.take(self._peer.rank, begin.continues)
+        if upload.codec != codec or (begin.in_shared_memory and self._transport.memory(0) is not None):
+            raise refusal(Reason.BAD_REQUEST, "a Begin continues an upload in another codec, or in another memory")
+        upload.in_segment = begin.in_shared_memory
+        upload.restart(upload.ranges)
+        self._stream.owe(upload.num_missing)
+
+    def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
+        """The store and the codec of a payload that is announced; refuses one that cannot be."""
+        if not self._model.has_weights:
+            raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
+        store, codec, peer = self._model.store, codec_named(header.codec), self._peer
+        if codec.name not in peer.codecs:
+            error = unusable(self._run, peer, codec)
+            peer.codecs[codec.name] = "" if error is None else error.message
+        self._rejected = peer.codecs[codec.name]
+        if self._run.policy.fragments > 1 and isinstance(codec, ByTensor):
+            codec = only_rest(codec, self._without)
+        num_bytes = payload_bytes(codec, store.layout)
+        if header.num_bytes != num_bytes:
+            raise refusal(
+                Reason.BAD_REQUEST,
+                f"a contribution of {header.num_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
+            )
+        if header.in_shared_memory and not self._transport.carries(codec):
+            raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
+        peer.traffic.codec = codec.name
+        return store, codec
+
+    def _hand_over(
+        self, contribution: Contribution, payload: Payload | None, judgement: Judgement, looked_s: float = 0.0
+    ) -> None:
+        """A whole contribution: let the run have it."""
+        peer, stream, traffic = self._peer, self._stream, self._peer.traffic
+        traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
+        traffic.num_peers += contribution.completion.peer_bytes
+        rows, optimizer = self._attachments.take()
+        if self._rejected and payload is not None:
+            problem = f"a payload in a codec that was not agreed on ({self._rejected})"
+            judgement = Judgement("reject", problem, "in every mode")
+        elif rows:
+            judgement = self._model.store.sanity.with_rows(judgement, [row.values for row in rows])
+        if (position := contribution.position) is not None:
+            fields = {name: value for name, value in asdict(position).items() if value is not None}
+            self._engine.states.stage(contribution.id, fields, self._script_state.take())
+        staged = None
+        if payload is not None:
+            # Memory is still reserved where the payload lies in the worker's own.
+            slot = self._memory.take_reserved()
+            staged = Staged(payload, self._without, rows, contribution.base.version, optimizer, slot)
+        base = contribution.base
+        peer.base, peer.reference = base.version if base.has_all else None, base.reference
+        peer.state = "waiting"  # before the run has it: it may reply at once
+        bytes_so_far = traffic.num_sent, traffic.num_received
+        self._engine.contributed(events.Contributed(contribution, judgement, looked_s, bytes_so_far), staged)
+
+
+def evaluation_event(rank: int | None, message: pb.EvaluationMetrics) -> events.MetricsReceived:
+    """The event of an evaluation's metrics; `rank` None: of an evaluator."""
+    finite = sorted((name[:_MAX_NAME], value) for name, value in message.metrics.items() if math.isfinite(value))
+    exit_code = min(max(1, message.exit_code), 255)
+    return events.MetricsReceived(
+        rank, message.version, message.step, dict(finite[:_MAX_METRICS]), message.failure[:_MAX_FAILURE], exit_code
+    )

@@ -1,1 +1,0 @@
-"""How payloads travel between the server and a worker: one file for each place bytes may go."""
