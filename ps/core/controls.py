@@ -1,5 +1,5 @@
-"""What somebody asks of a run that goes on, from the page or a program: an event like any other, so that every shard
-does it at the same moment, the history has it and a replay repeats it.
+"""Controls of a running run, from the dashboard or a program. A control is an event: every shard applies it at the same
+point, the history has it, and a replay repeats it.
 
     snapshot            one is taken with the next commit
     drain               everyone's next reply is the last; final weights are saved
@@ -30,7 +30,7 @@ _MOST_WHOLE = 2**53  # beyond it a reader of JSON may see another number
 
 
 def offered(run: Ending) -> list[str]:
-    """What may be asked of this run."""
+    """Names of the controls that this run accepts."""
     settings = [
         *([LR_SCALE] if _has_rate(run) else []),
         *([MODE] if compatible_modes(run) else []),
@@ -41,7 +41,7 @@ def offered(run: Ending) -> list[str]:
 
 
 def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
-    """The effects of what was asked, and the fact of what became of it."""
+    """The fact that a control was taken or refused, then its effects."""
     what = {"drain": _drain, "evict": _evict, "pause": _pause, "resume": _resume, "snapshot": _snapshot, "set": _set}
     found: list[Effect] = []
     try:

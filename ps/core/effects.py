@@ -1,8 +1,7 @@
-"""What a run wants done, and what it tells: the outside carries effects out, in order, and says nothing but events.
+"""Effects: the actions that follow from an event. The engine carries them out in order.
 
-Effects name workers by rank and incarnation and contributions by `ContributionId`; whose stream or memory that is, the
-outside knows. Those that are a `Fact` are told to observers too. Nobody changes one (see `events.py` on why they are
-not frozen).
+Effects name workers by rank and incarnation, and contributions by `ContributionId`. The engine knows their streams and
+memory. An effect that is a `Fact` also goes to observers. `events.py` says why effects are not frozen.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class Effect:
 
 @dataclass(slots=True)
 class Fact(Effect):
-    """What has happened: goes out on the bus (`ps/observe/bus.py`) once it is carried out, and changes nothing there.
-    The history, Prometheus, the log, the live view and the summary are sinks of it."""
+    """An effect that goes out on the bus (`ps/observe/bus.py`) once carried out. History, Prometheus, the log,
+    the live view and the summary are sinks of the bus."""
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class ToAWorker(Effect):
 
 @dataclass(slots=True)
 class Seated(Fact):
-    """To the stream that asked to join: who the process is now."""
+    """Tells the stream that asked to join its rank and incarnation."""
 
     stream: int
     rank: int
@@ -48,7 +47,7 @@ class Seated(Fact):
 
 @dataclass(slots=True)
 class NotSeated(Effect):
-    """To the stream that asked to join: why not."""
+    """Refuses the stream that asked to join."""
 
     stream: int
     error: ParamServerError
@@ -56,22 +55,22 @@ class NotSeated(Effect):
 
 @dataclass(slots=True)
 class Adopt(ToAWorker):
-    """What this worker offered is the run's model and optimizer; of a run that goes on, its optimizer."""
+    """The run takes this worker's model and optimizer; a resumed run takes its optimizer."""
 
 
 @dataclass(slots=True)
 class ForgetModel(Effect):
-    """Who offered the model is gone before it brought weights: another one may come."""
+    """The worker that offered the model left before it uploaded weights: another model may come."""
 
 
 @dataclass(slots=True)
 class AskForWeights(ToAWorker):
-    """This worker is to bring the initial weights."""
+    """Asks this worker for the initial weights."""
 
 
 @dataclass(slots=True)
 class Begin(ToAWorker):
-    """The weights that this worker brought are version 0."""
+    """The weights that this worker uploaded are version 0."""
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class Refuse(ToAWorker):
 
 @dataclass(slots=True)
 class Fence(ToAWorker):
-    """What came from this incarnation of a rank, or an older one, and has not happened yet, never will."""
+    """Drops what this incarnation of a rank, or an older one, has sent and no event has taken yet."""
 
     ends_streams: bool = True
 
@@ -101,7 +100,7 @@ class WorkerLeft(Fact):
 
 @dataclass(slots=True)
 class ContributionTaken(Fact):
-    """A contribution came whole to all shards; `outcome` is what became of it."""
+    """A contribution arrived whole on all shards."""
 
     contribution: Contribution
     version: int  # when it came
@@ -112,7 +111,7 @@ class ContributionTaken(Fact):
 
 @dataclass(slots=True)
 class Keep(Effect):
-    """This contribution counts: its payload stays until it is folded, whatever becomes of its worker."""
+    """This contribution counts: its payload stays until it is folded, also when its worker leaves."""
 
     id: ContributionId
 
@@ -128,7 +127,7 @@ class Fold(Effect):
 
 @dataclass(slots=True)
 class Discard(Effect):
-    """Nothing of this contribution is folded. `is_counted`: it counts all the same, as an empty one."""
+    """Drops the payload of a contribution. `is_counted`: the contribution counts as an empty one."""
 
     id: ContributionId
     is_counted: bool = False
@@ -136,7 +135,7 @@ class Discard(Effect):
 
 @dataclass(slots=True)
 class Commit(Fact):
-    """Make the mean of what was folded the next version."""
+    """Makes the mean of the folded contributions the next version."""
 
     version: int
     contributions: tuple[ContributionId, ...]  # that were folded
@@ -150,7 +149,7 @@ class Commit(Fact):
 
 @dataclass(slots=True)
 class Clip(Effect):
-    """The mean that is to become this version has, over all shards, this 2-norm: its step may be taken."""
+    """Lets a clipped step go on: the mean for this version has this 2-norm over all shards."""
 
     version: int
     norm: float
@@ -173,7 +172,7 @@ class SendReply(Fact):
 
 @dataclass(slots=True)
 class KeepWeights(Effect):
-    """This version, the newest, is about to be evaluated: what is here of it is kept."""
+    """Keeps this shard's part of the newest version, which is about to be evaluated."""
 
     version: int
 
@@ -209,7 +208,7 @@ class ControlTaken(Fact):
 
 @dataclass(slots=True)
 class TakeSnapshot(Effect):
-    """Of what has been decided up to here; its end is the event `Stored` with this `attempt`."""
+    """Starts a snapshot of the current state. The event `Stored` with this `attempt` ends it."""
 
     attempt: int
     version: int
@@ -218,14 +217,14 @@ class TakeSnapshot(Effect):
 
 @dataclass(slots=True)
 class Prune(Effect):
-    """Snapshots older than this version may go: it is on all shards."""
+    """Deletes snapshots older than this version, which is on all shards."""
 
     version: int
 
 
 @dataclass(slots=True)
 class TellDone(Effect):
-    """The run is over for these workers: they are told, with the final weights; `evaluator` is to measure them."""
+    """Sends the final weights to these workers; `evaluator` evaluates them."""
 
     workers: tuple[tuple[int, int], ...]  # rank, incarnation
     evaluator: int | None
@@ -234,7 +233,7 @@ class TellDone(Effect):
 
 @dataclass(slots=True)
 class End(Effect):
-    """The run is over; with an error unless it is None."""
+    """Ends the run, with an error unless it is None."""
 
     error: ParamServerError | None = None
 
@@ -248,7 +247,7 @@ class Log(Effect):
     fields: dict[str, Any]
 
 
-# ---- told by what is around the run -----------------------------------------------------------------
+# ---- made by the engine and the server -----------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ class Ending(Saving):
         return self._after(self.contributions.perform(decisions, at), at)
 
     def _after(self, found: list[Effect], at: float) -> list[Effect]:
-        """What was decided, and a snapshot where a commit made one due, or the end where it is one."""
+        """The effects of decisions, with a snapshot where a commit made one due, or with the end of the run."""
         for effect in found:
             if type(effect) not in _LOOKED_AT:
                 continue
@@ -69,7 +69,7 @@ class Ending(Saving):
         yield from self._leave(worker, "closed", error.message, at)
 
     def _leave(self, worker: Worker, how: str, reason: str, at: float, exit_code: int = 1) -> Iterator[Effect]:
-        """A worker is gone, and nobody waits for it."""
+        """Lets a worker go; nobody waits for it any more."""
         rank, incarnation = worker.rank, worker.incarnation
         self.roster.remove(worker)
         is_goodbye = how in ("goodbye", "failed")
@@ -90,7 +90,7 @@ class Ending(Saving):
         yield from self._end_if_over(at)
 
     def _pass_on(self, gone: Worker) -> Iterator[Effect]:
-        """Who was to bring the weights may be gone: another one brings them, or the model is nobody's."""
+        """Asks another worker for the initial weights where their initializer left. Else the model is dropped."""
         heirs = [worker for worker in self.roster.workers.values() if worker.has_offered]
         if self.initializer is gone:
             self.initializer = None
@@ -107,8 +107,9 @@ class Ending(Saving):
     # ---- the end --------------------------------------------------------------------------
 
     def _finished(self, worker: Worker, event: events.Finished) -> Iterator[Effect]:
-        """It takes no more training steps, and is told the final weights when nobody does. One that has not taken all,
-        or not heard that the run is stopped, is out: it keeps its seat, and nobody waits for what it contributes."""
+        """The worker takes no more training steps, and gets the final weights when all have finished. A worker that has
+        not taken all its steps, or does not know that the run is stopped, is out: it keeps its rank, and nobody waits
+        for its contributions."""
         rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
         self.has_finished = True
         stats.transfer_s += event.transfer_s
@@ -124,7 +125,7 @@ class Ending(Saving):
         yield from self._end_if_over(event.at)
 
     def _stop_asked(self, worker: Worker, event: events.StopAsked) -> Iterator[Effect]:
-        """Everyone's next reply is the last; the first word counts."""
+        """The next reply of every worker is the last. Only the first request counts."""
         if self.policy.is_stopping or self.is_done:
             return
         yield Log("info", "run_stopped", {"rank": worker.rank, "reason": event.reason, "version": self.policy.version})
@@ -135,7 +136,7 @@ class Ending(Saving):
         yield from self.performed(self.policy.stopped(at), at)
 
     def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
-        """The run has its weights and not what was to come of them."""
+        """The run has its weights, and not their evaluation."""
         what = f"failed after the last training step: {reason}"
         if how != "failed":
             what = f"was lost while it evaluated the final weights: {reason}"
@@ -145,7 +146,7 @@ class Ending(Saving):
         yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
 
     def _end_if_over(self, at: float) -> Iterator[Effect]:
-        """The run ends when everyone has finished, those included who were lost a moment ago and may come back."""
+        """Ends the run when everyone has finished, also the workers that were lost a moment ago and may come back."""
         roster = self.roster
         if self.is_closed or (roster.workers and (self.is_done or roster.num_finished < len(roster.workers))):
             return  # said at every tick and whenever somebody goes: asks no more than it must
@@ -179,7 +180,7 @@ class Ending(Saving):
         )
 
     def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
-        """Nothing is decided any more: a round that everyone leaves is not to be closed with those who leave last."""
+        """Closes the run: nothing is decided any more. Else the last workers to leave would close a round alone."""
         self.is_closed = True
         for worker in self.roster.workers.values():
             yield effects.Refuse(worker.rank, worker.incarnation, error)
@@ -188,7 +189,7 @@ class Ending(Saving):
             yield from self._take_snapshot(at)
 
     def _failed(self, event: events.Failed) -> Iterator[Effect]:
-        """Something outside went wrong: what it has left is no state to take a snapshot of."""
+        """Something outside of the run failed: its state is not fit for a snapshot."""
         if event.exit_code == DivergedError.exit_code:
             error: ParamServerError = DivergedError(event.message, fix=event.fix, reason=Reason.DIVERGED)
         else:

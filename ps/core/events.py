@@ -1,10 +1,10 @@
-"""Everything that changes a run: typed events, each with its time. Of the same events every run makes the same.
+"""Everything that changes a run: typed events, each with its time. The same events give the same run.
 
-An event that is `gathered` is about something that every shard must have: a worker's model, its initial weights, a
-contribution, a snapshot. It happens when it has come to all of them. The others are the coordinator's to say.
+An event that is `gathered` needs something from every shard: a worker's model, its initial weights, a contribution, a
+snapshot. It happens once it has arrived on all shards. The coordinator alone decides on the other events.
 
-Events are never changed once they have happened; they are not frozen, because making frozen ones takes three times as
-long, and one is made for every contribution.
+Nobody changes an event after it has happened. Events are not frozen, because a frozen one takes three times as long to
+make, and every contribution makes one.
 
 Times are seconds of the monotonic clock of the process that orders the events (of several shards the coordinator).
 """
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(slots=True)
 class Joined(Event):
-    """A process asks for a rank on a new stream; zeros and empty: it says nothing (Join in the proto)."""
+    """A process asks for a rank on a new stream (Join in the proto). A zero or an empty text is an absent field."""
 
     stream: int  # names the stream that is to be replied, on the coordinator
     rank: int | None = None
@@ -64,8 +64,8 @@ class Disconnected(OfAWorker):
 
 @dataclass(slots=True)
 class Left(OfAWorker):
-    """It is gone: it said goodbye, with the metrics of the final evaluation, or what failed in it after the last
-    training step, or its call was refused."""
+    """The worker is gone: it said goodbye, it failed after the last training step, or its call was refused. `metrics`
+    are those of the final evaluation."""
 
     how: str = "closed"
     reason: str = ""
@@ -75,7 +75,7 @@ class Left(OfAWorker):
 
 @dataclass(slots=True)
 class Expelled(OfAWorker):
-    """It said what cannot be: its call is refused, and it is gone."""
+    """The worker broke the protocol: the server refuses its call and lets it go."""
 
     reason: str
     message: str
@@ -83,7 +83,7 @@ class Expelled(OfAWorker):
 
 @dataclass(slots=True)
 class Finished(OfAWorker):
-    """It takes no more training steps."""
+    """The worker takes no more training steps."""
 
     transfer_s: float = 0.0
     can_evaluate: bool = False
@@ -92,7 +92,7 @@ class Finished(OfAWorker):
 
 @dataclass(slots=True)
 class StopAsked(OfAWorker):
-    """It wants the run to end for all."""
+    """The worker asks for the end of the run."""
 
     reason: str
 
@@ -142,7 +142,7 @@ class Heard(Event):
 
 @dataclass(slots=True)
 class Offered(OfAWorker):
-    """It has said what it trains; `model` and `optimizer` name that, the same for the same."""
+    """The worker has sent its model and optimizer. `model` and `optimizer` are names; equal ones have equal names."""
 
     is_gathered: ClassVar[bool] = True
     model: str = ""
@@ -152,14 +152,14 @@ class Offered(OfAWorker):
 
 @dataclass(slots=True)
 class Brought(OfAWorker):
-    """The initial weights it was asked for are here, and finite."""
+    """The requested initial weights of this worker are here, and finite."""
 
     is_gathered: ClassVar[bool] = True
 
 
 @dataclass(slots=True)
 class Contributed(Event):
-    """A contribution is here, whole and looked through."""
+    """A contribution is here, whole and checked."""
 
     is_gathered: ClassVar[bool] = True
     contribution: Contribution
@@ -179,7 +179,7 @@ class Contributed(Event):
 
 @dataclass(slots=True)
 class AskedAgain(OfAWorker):
-    """It asks again for the reply to a contribution that counts."""
+    """The worker asks again for the reply to a contribution that counts."""
 
     is_gathered: ClassVar[bool] = True
     seq: int
@@ -205,7 +205,7 @@ class Stored(Event):
 
 @dataclass(slots=True)
 class Controlled(Event):
-    """Somebody asks the run for something (`controls.py`); `number` is theirs, to know the reply by."""
+    """A user controls the run (`controls.py`). The answer carries `number`."""
 
     do: str
     rank: int | None = None
@@ -224,12 +224,12 @@ class Ticked(Event):
 
 @dataclass(slots=True)
 class Stopped(Event):
-    """The server stops: everyone is told, and nothing is decided any more."""
+    """The server stops: it refuses all workers, and decides nothing more."""
 
 
 @dataclass(slots=True)
 class Failed(Event):
-    """The run ends with an error of somewhere else."""
+    """The run ends with an error from outside of it."""
 
     message: str
     exit_code: int

@@ -33,12 +33,12 @@ class Run(Ending):
     # ---- one event ------------------------------------------------------------------------
 
     def apply(self, event: events.Event) -> list[Effect]:
-        """What happens changes the state; what is to be done about it is returned, in order."""
+        """Changes the state by one event, and returns the effects in order."""
         found = self._happens[type(event)](event)
         return found if isinstance(found, list) else list(found)
 
     def _handlers(self) -> dict[type[events.Event], Callable[[Any], Iterable[Effect]]]:
-        """By kind of event, what it leads to."""
+        """The method that handles each kind of event."""
         of_a_worker: dict[type[events.Event], Callable[..., Iterable[Effect]]] = {
             events.AskedAgain: self._asked_again,
             events.Disconnected: self._disconnected,
@@ -69,7 +69,7 @@ class Run(Ending):
     def _of_a_worker(self, follows: Callable[..., Iterable[Effect]], event: events.OfAWorker) -> Iterable[Effect]:
         worker = self.roster.find(event.rank, event.incarnation)
         if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
-            return ()  # it was let go, or a newer process has its rank, or the run has ended: it has been told
+            return ()  # it was let go or replaced, or the run has ended, and it knows
         if not isinstance(event, events.Disconnected | events.Left):
             self.roster.spoke(worker, event.at)
         return follows(worker, event)
@@ -135,8 +135,8 @@ class Run(Ending):
             raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
 
     def _may_resume(self, joined: events.Joined) -> bool:
-        """The process lost a connection and nothing else, perhaps before it heard of its newest incarnation: it goes on
-        where it was."""
+        """Whether the process lost only its connection, perhaps before it received its newest incarnation. It then goes
+        on where it was."""
         known = self.roster.workers.get(joined.rank) if joined.rank is not None else None
         if known is None or joined.server_incarnation != self.incarnation or not self._has_place(known):
             return False
@@ -144,11 +144,11 @@ class Run(Ending):
         return is_same or joined.incarnation == known.incarnation
 
     def _has_place(self, worker: Worker) -> bool:
-        """It may come back to it after a lost connection."""
+        """Whether the worker may come back after a lost connection."""
         return worker.rank in self.policy.members or worker.is_finished
 
     def _displace(self, old: Worker, new: Worker, at: float) -> Iterator[Effect]:
-        """An older stream or process of a rank is told that it was replaced."""
+        """Refuses the older stream or process of a rank: it was replaced."""
         yield effects.Refuse(old.rank, old.incarnation, replaced(old.rank, old.incarnation))
         yield effects.Fence(old.rank, old.incarnation)
         if new.is_resumed:
@@ -161,7 +161,7 @@ class Run(Ending):
         yield from self.performed(self.policy.left(old.rank, at), at)
 
     def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
-        """Every shard knows what it trains. The first one's model and optimizer are the run's."""
+        """Every shard knows the model. The first worker's model and optimizer become the run's."""
         worker.model, worker.rendezvous = (event.model, event.optimizer), event.rendezvous
         if self.model != worker.model:
             if self.model is not None and (self.model[0] != event.model or not self.may_change_optimizer):
@@ -202,7 +202,7 @@ class Run(Ending):
                 yield from self._enter(worker, at)
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
-        """Let a worker in; its reply comes when the mode allows it to start."""
+        """Lets a worker in; its reply comes when the mode allows it to start."""
         if self.policy.is_stopping:
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
@@ -239,7 +239,7 @@ class Run(Ending):
     # ---- snapshots ------------------------------------------------------------------------
 
     def _stored(self, event: events.Stored) -> Iterator[Effect]:
-        """All shards are through with an attempt."""
+        """An attempt at a snapshot is over on all shards."""
         if not self.rhythm.ended(event.attempt, event.durable):
             return
         yield effects.Prune(self.rhythm.durable_version)
@@ -251,10 +251,10 @@ class Run(Ending):
             yield from self._enter_all(event.at)
         yield from self._end_if_over(event.at)
 
-    # ---- who goes -------------------------------------------------------------------------
+    # ---- workers that are lost -------------------------------------------------------------------------
 
     def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
-        """Its stream broke off. While its heartbeat heartbeats it may come back to where it was."""
+        """The stream broke off. While its process sends heartbeats the worker may come back to where it was."""
         if not (worker.process in self.roster.heartbeats and self._has_place(worker)):
             yield from self._leave(worker, "closed", event.reason, event.at)
             return
@@ -278,5 +278,5 @@ class Run(Ending):
         yield from self._end_if_over(at)
 
 
-# What a worker is told is over when it has been closed.
+# Events that come too late for a run that is closed.
 _BEFORE_THE_END = events.Offered | events.Brought | events.AskedAgain | events.StopAsked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ...common.config.schema import Config, own_modes
+from ...common.config.schema import Config
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
 from ..snapshots.available import Available
@@ -13,7 +13,6 @@ from ..snapshots.common import SnapshotName
 from ..snapshots.resume import new_incarnation, resume_model
 from ..tensors.model import names_of
 from .engine import Engine
-from .modes import make_policy, with_mode
 from .peers import Traffic
 
 log = get_logger()
@@ -27,8 +26,6 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
         has_changed = mode_anywhere(config.run.mode) != mode_anywhere(saved["mode"])
-        if has_changed:
-            _count_steps(config, saved)
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
         engine.states.restore(saved["steps"], saved["training"].get("places"), saved["states"])
         _restore_traffic(engine, saved["training"])
@@ -41,17 +38,6 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
     engine.skipped_snapshots = [str(path) for path in available.skipped]
     if config.checkpoint.dir is not None and config.server.shard == 0:
         run.incarnation = new_incarnation(config, run.incarnation)
-
-
-def _count_steps(config: Config, saved: dict[str, Any]) -> None:
-    """What was saved in another mode says how many training steps it comes to; an older snapshot did not."""
-    if "steps_done" in saved["training"]:
-        return
-    # A snapshot may come from anywhere, so it names no file.
-    mode = own_modes(config.run.modes, {"mode": saved["mode"]})["mode"]
-    then = make_policy(with_mode(config, mode))
-    then.restore(saved["version"], saved["steps"], {})
-    saved["training"] |= {"steps_done": {str(rank): steps for rank, steps in then.committed_steps().items()}}
 
 
 def _restore_traffic(engine: Engine, training: dict[str, Any]) -> None:

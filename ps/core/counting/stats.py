@@ -120,7 +120,6 @@ class WorkerStats:
         """From what a snapshot kept; what is not there, or not what it should be, is counted from zero."""
         known = {name: value for name, value in values.items() if type(value) in (int, float)}
         names = {field.name for field in fields(cls)} - _NOT_SAVED
-        known.setdefault("training_steps", known.get("steps", 0))  # older snapshots say no more
         return cls(rank, known.get("steps", 0), **{name: known[name] for name in names & known.keys()})
 
     @property

@@ -147,9 +147,8 @@ class AsyncDilocoPolicy(Policy):
         self._opened_at = self._closes_at = 0.0
         self._missing: dict[int, None] = {}  # live ranks that take more steps and are not in the round
         self._replied: dict[int, tuple[float, int]] = {}  # since when it computes, how many steps it was told to take
-        self._handed_over: dict[
-            int, float
-        ] = {}  # delayed_update: when its newest contribution came, with which it went on
+        # delayed_update: when the newest contribution of a rank came, after which it went on
+        self._handed_over: dict[int, float] = {}
         self._speeds, self._weights = Speeds(), Weights()
         self._by_steps, self._placed = Standing(), dict[int, int]()  # live ranks by training steps done
 
