@@ -1,6 +1,6 @@
 """Random, mutated and lying messages: refused with a reason, quickly, in bounded memory, and the next worker is served.
 
-Each input comes from a seed that is printed when it fails. `make test-slow` runs 100,000 of them.
+Each input comes from a seed that is printed when it fails.
 """
 
 from __future__ import annotations
@@ -148,22 +148,6 @@ def conversation(wire: Any) -> list[bytes]:
 def rss_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.parametrize(
-    "num_inputs", [3_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
-def test_hostile_messages_are_refused_quickly(num_inputs, wire):
-    seed = 20_000 + num_inputs
-    campaign(500, seed + 1, wire)
-    before = rss_bytes()
-    num_refused, slowest_s = campaign(num_inputs, seed, wire)
-    grown = rss_bytes() - before
-    print(f"{num_inputs} inputs, {num_refused} refused, slowest {slowest_s * 1e3:.1f} ms, {grown / 1e6:+.1f} MB")
-    assert 0.2 * num_inputs < num_refused < num_inputs
-    assert slowest_s < MAX_S
-    # Of this process, with whatever ran in it before: -20 to +25 MB were seen. One believed lie is a terabyte.
-    assert grown < 64 << 20
 
 
 def varint(value: int) -> bytes:
