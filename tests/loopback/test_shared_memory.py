@@ -127,7 +127,7 @@ def test_every_contribution_is_applied_once_on_all_transports_at_a_time(cluster,
         "--mode", mode, "--workers", "4", "--steps", str(STEPS), "--save", "w.safetensors", "--summary", "s.json",
         "--set", "policy.weighting=equal",
     )  # fmt: skip
-    flags = ({}, {}, {"PS_WORKER__TRANSPORTS": "direct"}, {"PS_WORKER__TRANSPORTS": "grpc"})
+    flags = ({}, {}, {"PS_WORKER__TRANSPORTS": "direct,grpc"}, {"PS_WORKER__TRANSPORTS": "grpc"})
     workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING=PADDING, **env) for rank, env in enumerate(flags)]
     assert [worker.wait() for worker in workers] == [0] * 4, workers[0].output
     assert server.wait() == 0
