@@ -16,7 +16,7 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.wire.frames import message_frames
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.shards import collect
+from paramserver.ps.shards import gather
 from paramserver.worker.conversation import client
 from paramserver.worker.conversation.client import Client, Lost
 
@@ -54,8 +54,8 @@ def served() -> Iterator[Callable[[int], str]]:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull takes longer than the limit; no two pieces are as far apart."""
     assert NUM_PIECES * BETWEEN_S > LIMIT_S
-    for module, name in ((client, "_PULL_S"), (client, "_PULL_PROGRESS_S"), (collect, "_FIRST_S"),
-                         (collect, "_PROGRESS_S"), (collect, "_TIMEOUT_S")):  # fmt: skip
+    for module, name in ((client, "_PULL_S"), (client, "_PULL_PROGRESS_S"), (gather, "_FIRST_S"),
+                         (gather, "_PROGRESS_S"), (gather, "_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, LIMIT_S, raising=False)
 
 
@@ -69,10 +69,10 @@ def test_a_worker_leaves_a_server_that_has_stopped_sending(served: Callable[[int
 
 
 def test_a_coordinator_waits_for_a_shards_part_that_keeps_coming(served: Callable[[int], str]) -> None:
-    found = asyncio.run(collect._pull(served(99), PLAINTEXT, LAYOUT, pb.PullRequest()))
+    found = asyncio.run(gather._pull(served(99), PLAINTEXT, LAYOUT, pb.PullRequest()))
     assert found["w"].shape == (NUM_PIECES * PIECE // 4,)
 
 
 def test_a_coordinator_leaves_a_shard_that_has_stopped_sending(served: Callable[[int], str]) -> None:
     with pytest.raises(TimeoutError):
-        asyncio.run(collect._pull(served(2), PLAINTEXT, LAYOUT, pb.PullRequest()))
+        asyncio.run(gather._pull(served(2), PLAINTEXT, LAYOUT, pb.PullRequest()))
