@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,21 +17,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "ps-launch check"
 _MAX_SHOWN = 20
-
-# Rows of the table, by the field of the tally.
-_TITLES = {
-    "applied": "applied",
-    "repeated": "repeated (replied, not applied)",
-    "skipped": "skipped (counted, nothing folded)",
-    "dropped": "dropped (came after their round)",
-    "rejected": "rejected (not finite)",
-    "refused": "refused",
-    "restarts": "restarts of the server",
-    "rolled_back": "rolled back by them",
-    "lost": "of these not made again",
-    "rejoins": "rejoins of workers",
-    "durable": "durable (in the newest snapshot)",
-}
 
 app = make_app()
 
@@ -113,7 +98,8 @@ def tally_table(tally: Tally) -> object:
     from rich.table import Column, Table
 
     table = Table(Column(justify="right"), "", box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, count in asdict(tally).items():
-        if count or name in ("applied", "repeated", "restarts"):
-            table.add_row(f"{count:,}", _TITLES[name])
+    for item in fields(tally):
+        count = getattr(tally, item.name)
+        if count or item.name in ("applied", "repeated", "restarts"):
+            table.add_row(f"{count:,}", item.metadata["title"])
     return table

@@ -28,21 +28,25 @@ class _Rank:
         return self.numbers[count - 1] if count else self.first
 
 
+def _count(title: str) -> int:
+    return field(default=0, metadata={"title": title})
+
+
 @dataclass
 class Tally:
-    """Counts of a history, over all runs in it."""
+    """Counts of a history, over all runs in it, each with its title in tables."""
 
-    applied: int = 0  # contributions in the final weights
-    repeated: int = 0
-    skipped: int = 0
-    dropped: int = 0
-    rejected: int = 0
-    refused: int = 0
-    restarts: int = 0  # of the server
-    rolled_back: int = 0  # contributions that a restart of the server removed
-    lost: int = 0  # of these, not redone
-    rejoins: int = 0
-    durable: int = 0  # contributions in the newest snapshot
+    applied: int = _count("applied")
+    repeated: int = _count("repeated (replied, not applied)")
+    skipped: int = _count("skipped (counted, nothing folded)")
+    dropped: int = _count("dropped (came after their round)")
+    rejected: int = _count("rejected (not finite)")
+    refused: int = _count("refused")
+    restarts: int = _count("restarts of the server")
+    rolled_back: int = _count("rolled back by them")
+    lost: int = _count("of these not made again")
+    rejoins: int = _count("rejoins of workers")
+    durable: int = _count("durable (in the newest snapshot)")
 
 
 class Lineage:

@@ -39,7 +39,7 @@ class RayBackend(Backend):
         self._job: Process | None = None
         self._folder = tempfile.mkdtemp(prefix="ps-ray-")  # of the job's socket
         self._bundles: dict[Child, int] = {}
-        self._nodes: list[tuple[str, str]] = []  # of each bundle: id and address
+        self._addresses: list[str] = []  # of each bundle
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -66,10 +66,10 @@ class RayBackend(Backend):
             reply = read_json(await job.stdout.readline() or "{}")
         except ValueError:
             reply = {}
-        if "nodes" not in reply:
+        if "addresses" not in reply:
             crash = f"the Ray job crashed: {(await errors).decode('utf-8', 'replace')[-300:].strip()}"
             raise UsageError(reply.get("error") or crash, fix=reply.get("fix", ""))
-        self._nodes = [(node, address) for node, address in reply["nodes"]]
+        self._addresses = reply["addresses"]
 
     def _resources(self, child: Child) -> dict[str, float]:
         launch = self._site.config.launch
@@ -78,7 +78,7 @@ class RayBackend(Backend):
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         bundle = self._bundles[running.spec.child]
         connection = self._connection(
-            name=self._nodes[bundle][1],
+            name=self._addresses[bundle],
             command=(sys.executable, "-I", "-S", "-c", PASS, f"{self._folder}/job", str(bundle)),
             on_command_line=lambda line: self._lines(running, [line]),
         )
@@ -88,7 +88,7 @@ class RayBackend(Backend):
         return connection, {**env, **running.spec.env}, os.path.abspath(self._site.folder)
 
     def _host_of(self, child: Child) -> str:
-        return self._nodes[self._bundles[child]][1]
+        return self._addresses[self._bundles[child]]
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         return HOST_LOST, f"its actor on {connection.name} was lost"

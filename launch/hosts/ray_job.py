@@ -1,7 +1,7 @@
 """A Ray job that reserves bundles for a run and starts agents there: python -m paramserver.launch.hosts.ray_job OPTIONS
 
 It is the only driver of a run, a child of the launcher. It reserves a placement group with a bundle for each process,
-and prints one JSON line with the nodes of these, or an error. Then each connection to its socket (PASS, a command of
+and prints one JSON line with their addresses, or an error. Then each connection to its socket (PASS, a command of
 the launcher) names a bundle, and becomes the standard input and output of an agent (`agent.py`) that an actor in that
 bundle starts. So Ray counts the resources, and shows the agent only its own GPUs.
 
@@ -87,7 +87,7 @@ def main() -> None:
     listener.listen()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     where = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    _reply(nodes=[[where[index], nodes[where[index]]] for index in range(len(options["bundles"]))])
+    _reply(addresses=[nodes[where[index]] for index in range(len(options["bundles"]))])
     threading.Thread(target=_serve, args=(ray, listener, group, options), daemon=True).start()
     while os.read(0, 1 << 16):
         pass

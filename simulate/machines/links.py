@@ -32,7 +32,8 @@ class Link(Generic[Key]):
     def __init__(self, capacity: float = math.inf) -> None:
         self.capacity = capacity
         self.next_end = math.inf  # when the next transfer ends, at the current rates
-        self._classes: dict[float, _Class[Key]] = {}
+        self._classes: dict[float, _Class[Key]] = {}  # by limit
+        self._next: _Class[Key]  # that of the transfer that ends next
         self._at = 0.0
         self._num_begun = self._num = 0  # ever, and now
 
@@ -56,9 +57,8 @@ class Link(Generic[Key]):
 
     def end(self) -> Key:
         """End the transfer that is due at `next_end`, and return its key."""
-        first = min((class_ for class_ in self._classes.values() if class_.heap), key=self._end_of)
         self._advance(self.next_end)
-        first.given, _, key = heapq.heappop(first.heap)
+        self._next.given, _, key = heapq.heappop(self._next.heap)
         self._num -= 1
         self._share()
         return key
@@ -70,16 +70,18 @@ class Link(Generic[Key]):
                 if class_.heap:
                     class_.given += class_.rate * elapsed_s
 
-    def _end_of(self, class_: _Class[Key]) -> float:
-        left = class_.heap[0][0] - class_.given
-        return self._at + left / class_.rate if left > 0 else self._at
-
     def _share(self) -> None:
         """Divide the capacity: a transfer that cannot use an equal part leaves the rest to the others."""
         left, num = self.capacity, self._num
         self.next_end = math.inf
-        for class_ in sorted((item for item in self._classes.values() if item.heap), key=lambda item: item.limit):
+        busy = [class_ for class_ in self._classes.values() if class_.heap]
+        if len(busy) > 1:
+            busy.sort(key=lambda class_: class_.limit)
+        for class_ in busy:
             part, size = left / num, len(class_.heap)
-            class_.rate = rate = min(class_.limit, part)
+            class_.rate = rate = class_.limit if class_.limit < part else part
             left, num = left - rate * size, num - size
-            self.next_end = min(self.next_end, self._end_of(class_))
+            remaining = class_.heap[0][0] - class_.given
+            end = self._at + remaining / rate if remaining > 0 else self._at
+            if end < self.next_end:
+                self.next_end, self._next = end, class_
