@@ -32,7 +32,7 @@ _MOST_WHOLE = 2**53  # beyond it a reader of JSON may see another number
 def offered(run: Ending) -> list[str]:
     """Names of the controls that this run accepts."""
     settings = [
-        *([LR_SCALE] if _has_rate(run) else []),
+        *([LR_SCALE] if run.policy.kind.server_steps else []),
         *([MODE] if compatible_modes(run) else []),
         *run.policy.changeable,
     ]
@@ -54,7 +54,11 @@ def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
         yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, str(why), False)
         return
     yield Log("info", "control", {"asked": told})
-    now = _as_started(run) if event.do == "set" and event.name == MODE else {}
+    now: dict[str, Any] = {}
+    if event.do == "set" and event.name == MODE:
+        policy = run.policy
+        options = policy.options.model_dump(mode="json")
+        now = {"mode": run.mode, "staleness": policy.staleness_bound, "options": options}
     yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, told, True, now)
     yield from found
 
@@ -99,7 +103,7 @@ def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
     policy, name, value = run.policy, event.name, event.value
     if isinstance(value, int) and abs(value) > _MOST_WHOLE:
         raise CannotError(f"'{name[:40]}' must be at most 2^53, got a whole number of {value.bit_length()} bits")
-    if name == LR_SCALE and _has_rate(run):
+    if name == LR_SCALE and run.policy.kind.server_steps:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MOST_LR_SCALE:
             raise CannotError(f"lr_scale must be a number from 0 to {MOST_LR_SCALE:,.0f}, got {value!r:.40}")
         before: Any = run.contributions.lr_scale
@@ -116,11 +120,6 @@ def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
         names = ", ".join(text.removeprefix("set ") for text in offered(run) if text.startswith("set ")) or "nothing"
         raise CannotError(f"'{name[:40]}' cannot be changed while {run.mode} runs; what can: {names}")
     return f"{name} is {value}, was {before}"
-
-
-def _as_started(run: Ending) -> dict[str, Any]:
-    policy = run.policy
-    return {"mode": run.mode, "staleness": policy.staleness_bound, "options": policy.options.model_dump(mode="json")}
 
 
 def _options(run: Ending, name: str, value: Any) -> Any:
@@ -144,11 +143,6 @@ def _ranks(ranks: Any) -> str:
     known = sorted(ranks)
     more = f" and {len(known) - 20} more" if len(known) > 20 else ""
     return (", ".join(map(str, known[:20])) or "none") + more
-
-
-def _has_rate(run: Ending) -> bool:
-    """The server steps with a learning rate."""
-    return run.policy.kind.server_steps
 
 
 def keep_out(run: RunState, ranks: Iterable[int]) -> None:

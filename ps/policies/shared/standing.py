@@ -44,16 +44,8 @@ class Standing:
 
     def move(self, rank: int, before: int, number: int) -> None:
         """The rank goes from `before` to `number`."""
-        if number == before:
-            return
-        ranks = self._ranks
-        if (there := ranks.get(number)) is not None:
-            there[rank] = None
-        else:
+        if number != before:
             self.add(rank, number)
-        if len(there := ranks[before]) > 1:
-            del there[rank]
-        else:
             self.remove(rank, before)
 
     @property
