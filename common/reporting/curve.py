@@ -6,12 +6,15 @@ import csv
 import io
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from ..config.conditions import condition
 from ..wire.json_text import to_json
+
+if TYPE_CHECKING:
+    from .status import Measured
 
 TRAINED = "train_loss"  # the metric of training itself, where nothing was evaluated
 _MOST_TRAINED = 1_000  # points of it; from twice as many on every second one goes
@@ -104,30 +107,15 @@ class Curve:
             self.points, self.best, self._num_worse = [], None, 0
 
 
-class _Told(Protocol):
-    """A status, or what is on record of one."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def elapsed_s(self) -> float: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def loss(self) -> float | None: ...
-
-
-def add_trained(points: list[Point], told: _Told) -> None:
-    """The training loss of one more status. A run that went back loses what it had beyond."""
-    while points and points[-1].step > told.step:
+def add_trained(points: list[Point], status: Measured) -> None:
+    """Add the training loss of one more status. A run that went back loses the points beyond."""
+    while points and points[-1].step > status.step:
         points.pop()
-    if told.loss is None or (points and points[-1].step == told.step):
+    if status.loss is None or (points and points[-1].step == status.step):
         return
-    metrics = {TRAINED: told.loss}
-    points.append(Point(step=told.step, version=told.version, elapsed_s=told.elapsed_s, metrics=metrics,
-                        num_bytes=told.num_bytes or None))  # fmt: skip
+    metrics, num_bytes = {TRAINED: status.loss}, status.num_bytes or None
+    at = {name: getattr(status, name) for name in ("step", "version", "elapsed_s")}
+    points.append(Point(**at, metrics=metrics, num_bytes=num_bytes))
     if len(points) >= 2 * _MOST_TRAINED:
         points[:] = points[::2]
 

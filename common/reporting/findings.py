@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from ..config.conditions import Condition
 from .curve import TRAINED, is_up
-from .metrics import rate
-from .report import Spread, amount, count, share, short_number, two
+from .metrics import OF_RUN
+from .pictures.words import short_number
+from .report import Spread
 from .summary import Summary, price
 
 Runs = Sequence[tuple[str, Summary]]
+
+# Metrics whose least and most are named, and how a sentence calls them.
+_RANGES = {
+    "wait_share": "Waiting, of the workers' time", "staleness_mean": "Staleness, mean",
+    "samples_per_s": "Samples a second", "union_steps_per_s": "Steps of the union batch a second",
+    "num_bytes": "Traffic",
+}  # fmt: skip
+# Metrics that explain why a run is faster: name, words, whether more is better.
+_REASONS = (
+    ("wait_share", "waiting", False),
+    ("num_bytes", "sent and received", False),
+    ("union_steps_per_s", "steps of the union batch a second", True),
+)
 
 
 def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spread]:
@@ -65,12 +80,10 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
         took = reached if len(reached) > 1 else took
     told.append(_best("seconds in all", spreads(runs, lambda run: run.wall_s), False, _seconds))
     told.append(_why(runs, took, wanted))
-    told.append(_range("Waiting, of the workers' time", spreads(runs, lambda run: run.wait_share), share))
-    told.append(_range("Staleness, mean", spreads(runs, lambda run: run.staleness_mean), two))
-    if len(rates := spreads(runs, lambda run: run.samples_per_s)) == len(names):
-        told.append(_range("Samples a second", rates, count))
-    told.append(_range("Steps of the union batch a second", spreads(runs, lambda run: run.union_steps_per_s), rate))
-    told.append(_range("Traffic", spreads(runs, lambda run: run.num_bytes), amount))
+    for name, what in _RANGES.items():
+        found = spreads(runs, attrgetter(name))
+        if len(found) == len(names):
+            told.append(_range(what, found, OF_RUN[name].text))
     if costs := _costs(runs):
         told.append(_range(f"Cost, {costs[0]}", costs[1], price))
     return [item for item in told if item]
@@ -81,7 +94,7 @@ def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[st
     missed = list(dict.fromkeys(name for name, run in runs if run.reached(target) is None))
     there = [(name, run) for name, run in runs if name not in missed]
     told = []
-    reached = spreads(there, lambda run: point.elapsed_s if (point := run.reached(target)) else math.inf)
+    reached = spreads(there, lambda run: run.seconds_to(target))
     what = str(target) if is_told else f"{target.metric} {short_number(target.bound)}, which every run reached"
     if len(reached) > 1:
         told.append(_best(f"seconds to {what}", reached, False, _seconds))
@@ -98,15 +111,11 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
     first, last = (choose(took, key=lambda name: took[name].mean) for choose in (min, max))
     if took[first].overlaps(took[last]):
         return ""
-    metrics: list[tuple[str, dict[str, Spread], Callable[[float], str], bool]] = [
-        ("waiting", spreads(runs, lambda run: run.wait_share), share, False),
-        ("sent and received", spreads(runs, lambda run: run.num_bytes), amount, False),
-        ("steps of the union batch a second", spreads(runs, lambda run: run.union_steps_per_s), rate, True),
-    ]
+    metrics = [(what, spreads(runs, attrgetter(name)), OF_RUN[name].text, is_up) for name, what, is_up in _REASONS]
     if target is not None:
         steps = spreads([(n, r) for n, r in runs if n in took], lambda run: p.step if (p := run.reached(target)) else 0)
         if min(spread.low for spread in steps.values()) > 0:
-            metrics.append(("steps until then", steps, count, False))
+            metrics.append(("steps until then", steps, OF_RUN["step"].text, False))
     why = [
         f"{write(of[first].mean)} {what} instead of {write(of[last].mean)}"
         for what, of, write, is_more_better in metrics

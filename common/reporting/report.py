@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import IO, NamedTuple
 
@@ -17,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..config.conditions import Condition
-from .metrics import OF_WORKER, Display, Metric, Value, shown_of_run, shown_of_workers
+from .metrics import OF_RUN, OF_WORKER, Display, Metric, shown_of_run, shown_of_workers
 from .pictures.words import duration, share, short_number, size
 from .status import Status, WorkerStatus
 from .summary import Summary, price
@@ -54,22 +55,6 @@ class Spread(NamedTuple):
         return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def seconds(value: float) -> str:
-    return f"{value:,.1f}"
-
-
-def amount(num_bytes: float) -> str:
-    return size(int(num_bytes))
-
-
-def count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def two(value: float) -> str:
-    return f"{value:.2f}"
-
-
 _WIDTH = 100  # of a comparison,
 _FIRST_TO_GO = ("traffic", "version", "stale max", "waiting", "stale mean")  # where it would be wider
 
@@ -95,7 +80,7 @@ def summary_table(summary: Summary) -> RenderableType:
         table.add_row(str(worker.rank), *(metric.text(getattr(worker, metric.name)) for metric in metrics))
     samples_per_s = OF_WORKER["samples_per_s"].text(summary.samples_per_s if summary.wall_s else None)
     headline = Text.assemble(
-        (describe_mode(summary), "bold"),
+        (summary.label, "bold"),
         f"   {summary.version:,} updates in {duration(summary.wall_s)}",
         f"   {samples_per_s} samples/s   waiting {share(summary.wait_share)}",
         f"   {_transports(summary)}" if summary.workers else "",
@@ -156,7 +141,7 @@ def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> l
     finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
     columns = [Measure(name, partial(_final, name), short_number) for name in finals]
     if target is not None:
-        columns.append(Measure(f"s to {target}", partial(_seconds_to, target), seconds))
+        columns.append(Measure(f"s to {target}", lambda run: run.seconds_to(target), OF_RUN["wall_s"].text))
     columns += run_measures(runs)
     if paid := [run.cost for _, run in runs if run.cost]:
         columns.append(Measure("cost", lambda run: run.cost.total if run.cost else None,
@@ -168,24 +153,14 @@ def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> l
 def run_measures(runs: Sequence[tuple[str, Summary]]) -> list[Measure]:
     """The metrics that a comparison displays, without rare ones that no run has."""
     return [
-        Measure(metric.label, partial(_metric, metric.name), metric.text)
+        Measure(metric.label, attrgetter(metric.name), metric.text)
         for metric in shown_of_run(Display.REPORT)
         if not metric.is_rare or any(getattr(run, metric.name) for _, run in runs)
     ]
 
 
-def _metric(name: str, run: Summary) -> Value:
-    value: Value = getattr(run, name)
-    return value
-
-
 def _final(name: str, run: Summary) -> float | None:
     return run.final.get(name)
-
-
-def _seconds_to(target: Condition, run: Summary) -> float | None:
-    point = run.reached(target)
-    return None if point is None else point.elapsed_s
 
 
 def _cell(column: Measure, runs: Sequence[Summary]) -> str:
@@ -226,11 +201,6 @@ def status_metrics(status: Status, width: int, job: str = "") -> list[str]:
         if sum(len(part) + 2 for part in parts.values() if part) - 2 > width:
             parts.pop(name, None)
     return [part for part in parts.values() if part]
-
-
-def describe_mode(summary: Summary) -> str:
-    """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`."""
-    return summary.label
 
 
 def _direction(cosine: float | None, gain: float | None) -> Text:

@@ -110,8 +110,13 @@ class Summary(Measured):
         return [point for point in (*self.curve, *self.trained) if metric in point.metrics]
 
     def reached(self, target: Condition) -> Point | None:
-        """The first point at which it holds."""
+        """Returns the first point at which the target holds."""
         return next((point for point in self.points_of(target.metric) if target.holds(point.metrics)), None)
+
+    def seconds_to(self, target: Condition) -> float | None:
+        """Returns the seconds of training until the target held; None if it never did."""
+        point = self.reached(target)
+        return None if point is None else point.elapsed_s
 
     @property
     def samples_per_s(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import subprocess
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 
 _LOST_AFTER_HEARTBEATS = 5
 _LOST_AFTER_S = 30.0
+_GIT_S = 2.0
 
 
 @cache
@@ -60,28 +62,9 @@ def machine(versions: Mapping[str, str]) -> dict[str, Any]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that a folder's Git checkout is at; empty where it is in none. Read, no git is started."""
-    for parent in (folder, *folder.parents):
-        place = parent / ".git"
-        if place.is_file():  # a worktree: `gitdir: PATH`
-            place = parent / place.read_text(errors="replace").partition(":")[2].strip()
-        if place.is_dir():
-            return _head_of(place)
-    return ""
-
-
-def _head_of(place: Path) -> str:
-    head = (place / "HEAD").read_text(errors="replace").strip()
-    if not head.startswith("ref:"):
-        return head
-    name = head.partition(":")[2].strip()
-    common = place / "commondir"
-    roots = [place, place / common.read_text().strip()] if common.is_file() else [place]
-    for root in roots:
-        if (root / name).is_file():
-            return (root / name).read_text(errors="replace").strip()
-        packed = root / "packed-refs"
-        for line in packed.read_text(errors="replace").splitlines() if packed.is_file() else ():
-            if line.endswith(f" {name}"):
-                return line.split()[0]
-    return ""
+    """Returns the commit of a folder's Git checkout; empty without Git or a checkout."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

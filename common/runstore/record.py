@@ -79,16 +79,9 @@ def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginnin
         version=at_version,
         heartbeat_s=config.server.status_interval_s,
         config=settings,
-        code={"paramserver": PROGRAM_VERSION, "commit": _commit()},
+        code={"paramserver": PROGRAM_VERSION, "commit": commit_of(Path.cwd())},
         machine=machine({name: _version(name) for name in _PACKAGES}),
     )
-
-
-def _commit() -> str:
-    try:
-        return commit_of(Path.cwd())
-    except OSError:
-        return ""
 
 
 def _version(package: str) -> str:

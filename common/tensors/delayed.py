@@ -15,7 +15,6 @@ that a tensor in pieces, on several shards, is the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,16 +38,11 @@ class DelayedNesterov(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "share": share, "part": part, "moves": moves})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a server has no closure
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, parameter.grad, group)
-        return loss
 
     def _step(self, parameter: torch.Tensor, delta: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

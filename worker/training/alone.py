@@ -31,14 +31,14 @@ from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
 from ..conversation.interrupts import uninterrupted
 from ..conversation.messages import Settings
-from ..session import Length, Progress
-from ..tensors.transfer import ModelTensors, named_tensors, together
+from ..session import Length
+from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
 from .evaluation import Evaluation
 from .place.steps import Turns, after_the_end
 from .place.taken import Taken
 from .rows import Pull
-from .session import Part, Session, check_parts, check_reduction, second_optimizer, too_early
+from .session import Session
 
 log = get_logger()
 
@@ -64,17 +64,16 @@ class AloneSession(Session):
             eval_every=config.run.eval_every,
             ends_by_metrics=config.run.ends_by_metrics,
         )
-        self._here: list[Table] = []  # what a server would have
+        self._made: list[Table] = []  # what a server would have
         self.num_steps = 0
         self.num_samples = 0
         self._fresh_samples = 0  # recorded since the last step
         self._is_unsaid = False  # nobody said how many samples a step had
-        self._progress = Progress(total_steps=config.run.steps)
+        self._here.total_steps = config.run.steps
         self.length = Length(config.run.epochs)
         self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_metrics)
         self.curve = Curve(config.run.best, config.run.stop_when, config.run.patience)
         self._output = config.output
-        self._taken: Taken | None = None
         self._model: nn.Module | None = None
         self._averaged_buffers: Collection[str] = ()
         self.loss = float("nan")
@@ -105,23 +104,6 @@ class AloneSession(Session):
     def stop(self, reason: str) -> None:
         self.ended_by = f"stopped: {one_line(reason)}"
 
-    def optimizer(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        averaged_buffers: Collection[str] = (),
-        reduction: Reduction = "mean",
-    ) -> torch.optim.Optimizer:
-        return self._begin(model, [optimizer], averaged_buffers, reduction)[0]
-
-    def optimizers(
-        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
-    ) -> tuple[torch.optim.Optimizer, ...]:
-        inner = check_parts(parts, self.settings, bool(self._tables))
-        whole = together({name: model for name, (model, _) in parts.items()})
-        return self._begin(whole, inner, averaged_buffers, reduction)
-
     def _begin(
         self,
         model: nn.Module,
@@ -129,9 +111,7 @@ class AloneSession(Session):
         averaged_buffers: Collection[str],
         reduction: Reduction,
     ) -> tuple[torch.optim.Optimizer, ...]:
-        if self._taken is not None:
-            raise second_optimizer()
-        check_reduction(reduction)  # of one there is nothing to do
+        self._check_first(reduction)
         statistics_of(model, named_tensors(model), averaged_buffers)  # wrong names are wrong here too
         self._averaged_buffers = averaged_buffers
         load_compiler(optimizers)
@@ -151,13 +131,8 @@ class AloneSession(Session):
         return tuple(optimizers)
 
     def _make_rows(self, spec: TableSpec) -> Pull:
-        self._here.append(table := Table(spec, self.settings.seed))
+        self._made.append(table := Table(spec, self.settings.seed))
         return table.rows
-
-    def _place(self) -> tuple[Callable[[], Progress], Taken]:
-        if self._taken is None:
-            raise too_early()
-        return lambda: self._progress, self._taken
 
     def _check_step(self) -> None:
         assert self._taken is not None
@@ -166,7 +141,7 @@ class AloneSession(Session):
             raise after_the_end(self._progress)
 
     def _stepped(self) -> None:
-        for table, rows in zip(self._here, self._tables, strict=True):
+        for table, rows in zip(self._made, self._tables, strict=True):
             if (taken := rows.take()) is not None:
                 table.set_lr(rows.lr)
                 table.step(*taken)
@@ -246,20 +221,7 @@ class AloneSession(Session):
 def reporting(session: AloneSession, config: Config) -> Iterator[None]:
     """Emits `status` events while the session trains, where the log is for programs, and keeps the run on record."""
     stop = threading.Event()
-
-    def report() -> None:
-        # Reads counters only: a number read a step late is as good.
-        kept = _Kept(session, config) if config.output.store else None
-        while not (is_last := stop.wait(config.server.status_interval_s)) or kept is not None:
-            status = _status(session)
-            if config.log.format == "json" and not is_last:
-                log.info("status", **status.fields())
-            if kept is not None:
-                kept.tell(status, is_last)
-            if is_last:
-                return
-
-    thread = threading.Thread(target=report, daemon=True)
+    thread = threading.Thread(target=_report_until, args=(stop, session, config), daemon=True)
     thread.start()
     try:
         yield
@@ -268,27 +230,30 @@ def reporting(session: AloneSession, config: Config) -> Iterator[None]:
         thread.join()
 
 
-class _Kept:
-    """The run on record, by one thread: `common/runstore` is no place to wait for while training."""
+def _report_until(stop: threading.Event, session: AloneSession, config: Config) -> None:
+    """Runs in a thread, since writing a record may wait for a disk. A counter that it reads may be one step old.
 
-    def __init__(self, session: AloneSession, config: Config) -> None:
-        self._session = session
-        self._record = Record(config, run=secrets.token_hex(6), mode="single")
-        self._num_points = 0
-
-    def tell(self, status: Status, is_last: bool) -> None:
-        """Where it stands; with the last one, what it came to: without a summary it ended without a word."""
-        session, writer = self._session, self._record.writer
-        points, best = session.curve.points[self._num_points :], session.curve.best
-        self._num_points += len(points)
-        writer.model = session.fingerprint
+    A record without a summary is that of a run that crashed.
+    """
+    record = Record(config, run=secrets.token_hex(6), mode="single") if config.output.store else None
+    num_points, is_last = 0, False
+    while not is_last:
+        is_last = stop.wait(config.server.status_interval_s)
+        status = _status(session)
+        if config.log.format == "json" and not is_last:
+            log.info("status", **status.fields())
+        if record is None:
+            continue
+        points, best = session.curve.points[num_points:], session.curve.best
+        num_points += len(points)
+        record.writer.model = session.fingerprint
         evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
         tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
         if is_last and session.summary is not None:
-            self._record.end(tick, session.summary, session.ended_by)
+            record.end(tick, session.summary, session.ended_by)
         else:
-            writer.add(tick)
-            self._record.flush()
+            record.writer.add(tick)
+            record.flush()
 
 
 def _status(session: AloneSession) -> Status:

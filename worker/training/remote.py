@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -36,7 +36,7 @@ from .place.restarted import Restarted
 from .place.steps import Steps
 from .place.taken import Taken
 from .rows import Pull
-from .session import Part, Session, check_parts, check_reduction, second_optimizer, too_early
+from .session import Session
 from .slowdown import Slowdown
 
 log = get_logger()
@@ -58,7 +58,6 @@ class RemoteSession(Session):
         self._exchange: Exchange | None = None  # of several processes of one worker the first has it
         self._steps: Steps | None = None
         self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
-        self._names: tuple[str, ...] = ()  # of the parts, where there are several
         if config.worker.group:
             self._strategy = self._join_group()
         else:
@@ -125,65 +124,44 @@ class RemoteSession(Session):
     def divided(self, model: nn.Module) -> nn.Module:
         return self._strategy.divided(model)
 
-    def optimizer(
+    def _begin(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        averaged_buffers: Collection[str] = (),
-        reduction: Reduction = "mean",
-    ) -> ExchangeOptimizer:
-        return self._join(model, [optimizer], averaged_buffers, reduction)[0]
-
-    def optimizers(
-        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
-    ) -> tuple[ExchangeOptimizer, ...]:
-        inner = check_parts(parts, self.settings, bool(self._tables))
-        whole = together({name: model for name, (model, _) in parts.items()})
-        found = self._join(whole, inner, averaged_buffers, reduction)
-        self._names = tuple(parts)
-        return found
-
-    def _join(
-        self,
-        model: nn.Module,
-        inner: list[torch.optim.Optimizer],
+        optimizers: list[torch.optim.Optimizer],
         averaged_buffers: Collection[str],
         reduction: Reduction,
     ) -> tuple[ExchangeOptimizer, ...]:
-        if self._steps is not None:
-            raise second_optimizer()
-        check_reduction(reduction)
+        self._check_first(reduction)
         if self._strategy.kind.has_peers:
-            check_alone(self.settings.mode, len(inner), self._config)
+            check_alone(self.settings.mode, len(optimizers), self._config)
         self._strategy.wraps(model)
         if self._strategy.kind.steps_along_mean_gradient:
             _check_forward(model)
-        stepped = [param for part in inner for group in part.param_groups for param in group["params"]]
+        stepped = [param for part in optimizers for group in part.param_groups for param in group["params"]]
         tensors = self._strategy.tensors(model, stepped, averaged_buffers)
         described = replace(
-            describe_optimizers(inner, tensors.names),
+            describe_optimizers(optimizers, tensors.names),
             tables=tuple(table.spec for table in self._tables),
             reduction=reduction,
         )
         self._check_codecs(described)
-        self._strategy.start(tensors, described, is_parted=len(inner) > 1)
+        self._strategy.start(tensors, described, is_parted=len(optimizers) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
-        taken = Taken(lambda: self._progress, inner, self.length)
+        self._taken = taken = Taken(lambda: self._progress, optimizers, self.length)
         self._strategy.weight_now = taken.weight_now
-        self._memory = Memory(self._strategy, taken, inner)
-        self._restarted.optimizers = inner
+        self._memory = Memory(self._strategy, taken, optimizers)
+        self._restarted.optimizers = optimizers
         told = (self._tables, self.evaluation, self._restarted)
         self._steps = Steps(self._strategy, slowdown, taken, self._memory, *told)
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         for table in self._tables:
-            table.follow(inner[0])
+            table.follow(optimizers[0])
         if not (self._inner[0] or self._was_before):  # once in a run, not in each process
             self._steps.notice = self._notice_batch_norm
-        found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in inner)
-        self._strategy.ready(inner[0], found[0].step_inner)
+        found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in optimizers)
+        self._strategy.ready(optimizers[0], found[0].step_inner)
         return found
 
     def _notice_batch_norm(self) -> bool:
@@ -260,11 +238,6 @@ class RemoteSession(Session):
     def epochs(self, num: int) -> Iterator[int]:
         self._restarted.has_epochs = True
         return super().epochs(num)
-
-    def _place(self) -> tuple[Callable[[], Progress], Taken]:
-        if self._steps is None:
-            raise too_early()
-        return lambda: self._progress, self._steps.taken
 
     def is_over(self) -> bool:
         while self.is_done:

@@ -17,6 +17,7 @@ from ...common.tensors.optimizers import Reduction, TableSpec
 from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
 from ..session import Length, Progress
+from ..tensors.transfer import together
 from .batches import Batches, read_options
 from .data import Shares
 from .evaluation import Evaluation, Measure
@@ -45,7 +46,10 @@ class Session:
         self._tables: list[Rows] = []
         self._is_told = False  # that it has no more batches
         self.evaluation = Evaluation()
-        self._memory: Memory | None = None  # once there is an optimizer
+        self._here = Progress()  # without a server
+        self._taken: Taken | None = None  # once there is an optimizer
+        self._memory: Memory | None = None  # likewise
+        self._names: tuple[str, ...] = ()  # of the parts, where there are several
         self.losses = Losses()
         self._shown = Shown(self._card)
 
@@ -73,6 +77,11 @@ class Session:
     @property
     def _position(self) -> int:
         raise NotImplementedError
+
+    @property
+    def _progress(self) -> Progress:
+        """Where this rank is in the run."""
+        return self._here
 
     @property
     def epoch(self) -> int:
@@ -124,7 +133,7 @@ class Session:
         The returned optimizer has `clip_grad_norm(max_norm)`, which clips that one gradient: to be called in the place
         of `torch.nn.utils.clip_grad_norm_`, which would clip the gradient of this worker alone.
         """
-        raise NotImplementedError
+        return self._begin(model, [optimizer], averaged_buffers, reduction)[0]
 
     def optimizers(
         self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
@@ -140,7 +149,34 @@ class Session:
 
         UsageError for what a run cannot step so.
         """
+        optimizers = check_parts(parts, self.settings, bool(self._tables))
+        self._names = tuple(parts)
+        whole = together({name: model for name, (model, _) in parts.items()})
+        return self._begin(whole, optimizers, averaged_buffers, reduction)
+
+    def _begin(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        averaged_buffers: Collection[str],
+        reduction: Reduction,
+    ) -> tuple[Any, ...]:
+        """Join the run with a model and its optimizers; returns the optimizers to step."""
         raise NotImplementedError
+
+    def _check_first(self, reduction: Reduction) -> None:
+        """UsageError for a second `optimizer()`, and for another `reduction` than a mean or a sum."""
+        if self._taken is not None:
+            raise UsageError(
+                "a second session.optimizer(): what a run trains is said once",
+                fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))",
+            )
+        if reduction not in get_args(Reduction):
+            words = " or ".join(map(repr, get_args(Reduction)))
+            raise UsageError(
+                f"session.optimizer(..., reduction={reduction!r}): it is {words}",
+                fix="'sum' where the loss is a sum over its batch, else 'mean'",
+            )
 
     def rows(
         self,
@@ -269,7 +305,12 @@ class Session:
 
     def _place(self) -> tuple[Callable[[], Progress], Taken]:
         """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
-        raise NotImplementedError
+        if self._taken is None:
+            raise UsageError(
+                "session.shard() before session.optimizer(), or epochs(), or state()",
+                fix="call session.optimizer(model, ...) first: it says where this rank goes on",
+            )
+        return lambda: self._progress, self._taken
 
     def _say_length(self, progress: Progress) -> None:
         """Once, where a loop gets fewer batches than its author may expect."""
@@ -339,26 +380,6 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def too_early() -> UsageError:
-    fix = "call session.optimizer(model, ...) first: it says where this rank goes on"
-    return UsageError("session.shard() before session.optimizer(), or epochs(), or state()", fix=fix)
-
-
-def second_optimizer() -> UsageError:
-    return UsageError(
-        "a second session.optimizer(): what a run trains is said once",
-        fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))",
-    )
-
-
-def check_reduction(reduction: str) -> None:
-    if reduction not in get_args(Reduction):
-        message = (
-            f"session.optimizer(..., reduction={reduction!r}): it is {' or '.join(map(repr, get_args(Reduction)))}"
-        )
-        raise UsageError(message, fix="'sum' where the loss is a sum over its batch, else 'mean'")
 
 
 def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) -> list[torch.optim.Optimizer]:

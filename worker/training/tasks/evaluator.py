@@ -18,15 +18,14 @@ from ....common.tensors.optimizers import Reduction, TableSpec
 from ....common.user_code import user_code
 from ...conversation.evaluator import Evaluator
 from ...conversation.interrupts import sleep
-from ...session import Progress
 from ...tasks.base import Task
-from ...tensors.transfer import ModelTensors, together
+from ...tensors.transfer import ModelTensors
 from ..batches import Batches
 from ..ending import ending_of
 from ..evaluation import Evaluation, untouched
 from ..place.taken import Taken
 from ..rows import Pull
-from ..session import Part, Session, check_parts, check_reduction, too_early
+from ..session import Session
 
 log = get_logger()
 
@@ -99,7 +98,6 @@ class EvaluatorSession(Session):
         self.settings = self._evaluator.settings
         self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
         self._epoch_steps = 0  # of the data it was shown
-        self._taken: Taken | None = None
         self._tensors: ModelTensors | None = None
 
     @property
@@ -114,28 +112,15 @@ class EvaluatorSession(Session):
     def is_done(self) -> bool:
         self._evaluate()
 
-    def optimizer(
+    def _begin(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        averaged_buffers: Collection[str] = (),
-        reduction: Reduction = "mean",
-    ) -> torch.optim.Optimizer:
-        check_reduction(reduction)
-        return self._begin(model, [optimizer], averaged_buffers)[0]
-
-    def optimizers(
-        self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
+        optimizers: list[torch.optim.Optimizer],
+        averaged_buffers: Collection[str],
+        reduction: Reduction,
     ) -> tuple[torch.optim.Optimizer, ...]:
-        check_reduction(reduction)
-        inner = check_parts(parts, self.settings, bool(self._tables))
-        return self._begin(together({name: model for name, (model, _) in parts.items()}), inner, averaged_buffers)
-
-    def _begin(
-        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], averaged_buffers: Collection[str]
-    ) -> tuple[torch.optim.Optimizer, ...]:
-        self._model, self._taken = model, Taken(Progress, optimizers, self.length)
+        self._check_first(reduction)
+        self._model, self._taken = model, Taken(lambda: self._progress, optimizers, self.length)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         stepped = (parameter for group in groups for parameter in group["params"])
         self._tensors = ModelTensors.of(model, stepped, averaged_buffers)
@@ -151,8 +136,8 @@ class EvaluatorSession(Session):
         return super().shard(dataset, batch_size, **options)
 
     def _evaluate(self) -> NoReturn:
-        if self._tensors is None:
-            raise too_early()
+        self._place()
+        assert self._tensors is not None
         interval = self.evaluation.every
         if interval is None or (interval.unit == "epochs" and not self._epoch_steps):
             raise UsageError(
@@ -170,11 +155,6 @@ class EvaluatorSession(Session):
             f"table '{spec.name}' in an evaluator (worker.evaluate): it pulls one version, and rows go on",
             fix="let a worker evaluate",
         )
-
-    def _place(self) -> tuple[Callable[[], Progress], Taken]:
-        if self._taken is None:
-            raise too_early()
-        return Progress, self._taken
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
         pass
