@@ -144,111 +144,87 @@ def check_mode(mode: str, config: Any) -> None:
     options = policy.options(mode)
     check_fragments(mode, options, policy.delayed_update)
     if policy.delayed_update:
-        check_delayed_update(mode, options)
+        _check_delayed_update(mode, options)
     check_contributions(mode, policy.aggregation, store.max_norm, store.clip_norm)
 
 
 def check_contributions(mode: str, aggregation: str, max_norm: float | None, clip_norm: float | None = None) -> None:
-    """Whether what this mode's workers send can be aggregated and capped so; UsageError, the server's and the
-    launcher's."""
+    """Refuse an aggregation or a cap that is impossible for what workers of this mode send. Raises UsageError."""
     AGGREGATIONS.check(aggregation)
-    kind = MODES.load(mode)
-    if aggregation != "mean" and not kind.may_aggregate:
-        able = _modes_that(lambda kind: kind.may_aggregate)
+    policy = MODES.load(mode)
+    if not policy.may_aggregate and (aggregation != "mean" or clip_norm is not None):
+        fix = f"take a mode that does: {_modes_that(lambda policy: policy.may_aggregate)}"
+        setting = f"policy.aggregation is {aggregation}"
+        if clip_norm is not None:
+            setting, fix = f"store.clip_norm is {clip_norm:g}", f"{fix}; or clip in the worker's own loop"
+        raise UsageError(f"{setting}, and mode {mode} does not take one step along the mean of all", fix=fix)
+    if max_norm is not None and not policy.kind.server_steps:
+        able = _modes_that(lambda policy: policy.kind.server_steps)
+        message = f"store.max_norm is {max_norm:g}, and workers of mode {mode} send weights, whose norm says nothing"
         raise UsageError(
-            f"policy.aggregation is {aggregation}, and mode {mode} does not take one step along the gradients of all",
-            fix=f"leave it out, or take a mode that does: {able}",
-        )
-    if clip_norm is not None and not kind.may_aggregate:
-        able = _modes_that(lambda kind: kind.may_aggregate)
-        raise UsageError(
-            f"store.clip_norm is {clip_norm:g}, and mode {mode} does not take one step along the mean gradient of all",
-            fix=f"take a mode that does ({able}), or clip in the worker's own loop"
-            + (", or each worker's gradient by store.max_norm" if kind.kind.server_steps else ""),
-        )
-    if max_norm is not None and not kind.kind.server_steps:
-        able = _modes_that(lambda kind: kind.kind.server_steps)
-        raise UsageError(
-            f"store.max_norm is {max_norm:g}, and workers of mode {mode} send weights, whose norm says nothing",
-            fix=f"clip gradients in the worker's own loop, or take a mode that sends them: {able}",
+            message, fix=f"clip gradients in the worker's own loop, or take a mode that sends them: {able}"
         )
 
 
 WITHIN_WORKER = 3  # the stage of worker.zero that divides the model among the processes of a worker
 
 
-def check_zero(zero: int, mode: str, reports: bool, outstanding: int) -> None:
-    """Whether workers can divide their optimizer's state (`worker.zero`): they do where they average among themselves
-    (`reports`), with no means on the way; UsageError, the server's, the launcher's and the worker's, whose it is."""
-    if not zero or (zero == WITHIN_WORKER and not reports):
+def check_zero(zero: int, mode: str, has_peers: bool, outstanding: int) -> None:
+    """Refuse a stage of `worker.zero` that workers of this mode cannot have.
+
+    Workers divide optimizer state where they average among themselves (`has_peers`) and wait for each mean
+    (`outstanding` is 0). The server, the launcher and the worker call it. Raises UsageError.
+    """
+    if not zero or (zero == WITHIN_WORKER and not has_peers):
         return
+    setting = f"worker.zero is {zero}"
     if zero == WITHIN_WORKER:
-        message = f"worker.zero is {zero} in mode {mode}: fully_shard's collectives are of processes that stay the same"
-        fix = "--set worker.zero=1 divides what the optimizer remembers; in --mode sync the processes of a worker"
+        message = f"{setting} in mode {mode}: fully_shard's collectives are of processes that stay the same"
+        fix = "--set worker.zero=1 divides optimizer state; in --mode sync the processes of a worker"
         raise UsageError(f"{message}, and workers come and go", fix=f"{fix} (--group) divide the model")
-    if not reports:
-        message = f"worker.zero is {zero}, and workers of mode {mode} do not average among themselves"
+    if not has_peers:
+        message = f"{setting}, and workers of mode {mode} do not average among themselves"
         raise UsageError(message, fix="leave it out, or --mode allreduce; --shards S --colocate divides the server's")
     if outstanding:
-        message = f"worker.zero is {zero}, and policy.staleness {outstanding}: means that are outstanding"
-        raise UsageError(f"{message} are stepped along by each worker for itself", fix="leave one of them out")
+        message = f"{setting}, and policy.staleness {outstanding}: each worker steps by itself along outstanding means"
+        raise UsageError(message, fix="leave one of them out")
 
 
 def check_fragments(mode: str, options: Any, delayed_update: bool) -> None:
-    """Whether the mode's local steps can be divided among its fragments, if it has any, and so many go on during an
-    exchange; UsageError, the server's and the launcher's."""
+    """Refuse fragments that do not divide the mode's local steps, and impossible overlaps. Raises UsageError."""
     num = getattr(options, "fragments", 1)
     if num > 1 and options.local_steps % num:
+        message = f"policy.fragments is {num}, and policy.local_steps is {options.local_steps}, no multiple of it"
+        raise UsageError(message, fix=f"--local-steps {-(-options.local_steps // num) * num}, or other --fragments")
+    if not hasattr(options, "overlap_steps"):
+        return
+    given = sorted({"overlap_steps", "merge", "merge_alpha"} & options.model_fields_set)
+    if given and not delayed_update:
+        setting = f"policy.{given[0]} is {getattr(options, given[0])}"
         raise UsageError(
-            f"policy.fragments is {num}, and policy.local_steps is {options.local_steps}, which it does not divide: "
-            "one is exchanged every local_steps / fragments steps",
-            fix=f"--local-steps {-(-options.local_steps // num) * num}, or other --fragments",
+            f"{setting}, and workers of mode {mode} wait for every exchange", fix="--delayed-update, or leave it out"
         )
-    if hasattr(options, "overlap_steps"):
-        _check_overlap(mode, options, delayed_update)
-
-
-def _check_overlap(mode: str, options: Any, delayed_update: bool) -> None:
-    """Options of what goes on during an exchange."""
-    told = sorted({"overlap_steps", "merge", "merge_alpha"} & options.model_fields_set)
-    if told and not delayed_update:
-        raise UsageError(
-            f"policy.{told[0]} is {getattr(options, told[0])}, and workers of mode {mode} wait for every exchange: it "
-            "would change nothing",
-            fix="--delayed-update, with which they go on meanwhile; or leave it out",
-        )
-    if "merge_alpha" in told and options.merge != "blend":
-        raise UsageError(
-            f"policy.merge_alpha is {options.merge_alpha:g}, and policy.merge is {options.merge}, which has none",
-            fix="--merge blend, or leave it out",
-        )
-    fragments = getattr(options, "fragments", 1)
-    most = options.local_steps // fragments
+    if "merge_alpha" in given and options.merge != "blend":
+        message = f"policy.merge_alpha is {options.merge_alpha:g}, and policy.merge is {options.merge}, which has none"
+        raise UsageError(message, fix="--merge blend, or leave it out")
+    most = options.local_steps // num
     if (options.overlap_steps or 0) > most:
-        raise UsageError(
-            f"policy.overlap_steps is {options.overlap_steps}, and the next exchange begins {most} local steps after "
-            f"this one (policy.local_steps is {options.local_steps}, policy.fragments {fragments})",
-            fix=f"--overlap-steps {most} or fewer, or more --local-steps",
+        message = (
+            f"policy.overlap_steps is {options.overlap_steps}, and the next exchange begins {most} local steps later"
         )
+        settings = f"policy.local_steps is {options.local_steps}, policy.fragments {num}"
+        raise UsageError(f"{message} ({settings})", fix=f"--overlap-steps {most} or fewer, or more --local-steps")
 
 
-def check_delayed_update(mode: str, options: Any) -> None:
-    """Whether workers of this mode, with these options of it, may compute during an exchange; UsageError, the
-    server's and the launcher's."""
-    kind = MODES.load(mode)
-    if not kind.may_delay_update:
-        able = _modes_that(lambda kind: kind.may_delay_update)
-        raise UsageError(
-            f"--delayed-update (policy.delayed_update) with mode {mode}: its workers compute on nothing but the "
-            f"newest weights",
-            fix=f"leave it out, or take a mode that can: {able}",
-        )
-    least = kind.least_delayed_staleness
+def _check_delayed_update(mode: str, options: Any) -> None:
+    """Refuse computing during an exchange in a mode that cannot, or with too small a staleness. Raises UsageError."""
+    policy, setting = MODES.load(mode), f"--delayed-update (policy.delayed_update) with mode {mode}"
+    if not policy.may_delay_update:
+        able = _modes_that(lambda policy: policy.may_delay_update)
+        message = f"{setting}: its workers compute on nothing but the newest weights"
+        raise UsageError(message, fix=f"leave it out, or take a mode that can: {able}")
+    least = policy.least_delayed_staleness
     staleness = getattr(options, "staleness", least)
     if staleness < least:
-        raise UsageError(
-            f"--delayed-update (policy.delayed_update) with mode {mode} and staleness {staleness}: the step computed "
-            f"during an "
-            "exchange is one ahead",
-            fix=f"--staleness {least} or more",
-        )
+        message = f"{setting} and staleness {staleness}: the step computed during an exchange is one ahead"
+        raise UsageError(message, fix=f"--staleness {least} or more")

@@ -77,13 +77,6 @@ class TableSpec:
         """All but its hyperparameters."""
         return {key: value for key, value in vars(self).items() if key != "hyperparameters"}
 
-    def differences(self, other: TableSpec) -> list[str]:
-        """How `other` differs, as sentences."""
-        mine, theirs = self.sizes | self.hyperparameters, other.sizes | other.hyperparameters
-        keys = sorted((mine.keys() | theirs.keys()) - {"first", "end"})
-        told = [f"table '{self.name}': expected {key}={mine.get(key)}, got {theirs.get(key)}" for key in keys]
-        return [line for key, line in zip(keys, told, strict=True) if mine.get(key) != theirs.get(key)]
-
 
 @dataclass(frozen=True)
 class OptimizerSpec:
@@ -101,49 +94,53 @@ class OptimizerSpec:
         names = self.name.split("+")
         return tuple(names) if len(names) == len(self.groups) else (self.name,) * len(self.groups)
 
+    def _structure(self) -> dict[str, Any]:
+        """What no run changes: classes, tensors of each group, tables; under the words that name it."""
+        sizes = {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
+        return {
+            "optimizer": self.name,
+            "reduction": self.reduction,
+            "number of groups": len(self.groups),
+            **sizes,
+            "number of tables": len(self.tables),
+            **{f"{key} of table '{table.name}'": value for table in self.tables for key, value in table.sizes.items()},
+        }
+
+    def _numbers(self) -> dict[tuple[str, str], Any]:
+        """Every hyperparameter by the group or table that it is of, and its name."""
+        of = [(f"group {index}", group.hyperparameters) for index, group in enumerate(self.groups)]
+        of += [(f"table '{table.name}'", table.hyperparameters) for table in self.tables]
+        return {(name, key): value for name, values in of for key, value in sorted(values.items())}
+
     def differences(self, other: OptimizerSpec) -> list[str]:
-        """How `other` differs, as sentences; empty when both mean the same."""
-        if self.name != other.name:
-            return [f"expected optimizer {self.name}, got {other.name}"]
-        if self.reduction != other.reduction:
-            return [f"expected reduction={self.reduction}, got {other.reduction}"]
-        if len(self.groups) != len(other.groups):
-            return [f"expected {len(self.groups)} parameter groups, got {len(other.groups)}"]
-        found = []
-        for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
-            if mine.tensors != theirs.tensors:
-                found.append(f"parameter group {index} holds other tensors")
-            keys = mine.hyperparameters.keys() | theirs.hyperparameters.keys()
-            for key in sorted(keys):
-                expected, got = mine.hyperparameters.get(key), theirs.hyperparameters.get(key)
-                if expected != got:
-                    found.append(f"group {index}: expected {key}={expected}, got {got}")
-        if len(self.tables) != len(other.tables):
-            found.append(f"expected {len(self.tables)} tables of rows, got {len(other.tables)}")
-        for table, another in zip(self.tables, other.tables, strict=False):
-            found += table.differences(another)
-        return found
+        """Returns how `other` differs, as sentences; empty when both mean the same."""
+        theirs = other._structure()
+        for name, expected in self._structure().items():
+            if theirs.get(name) != expected:
+                values = "" if isinstance(expected, tuple) else f": expected {expected}, got {theirs.get(name)}"
+                return [f"different {name}{values}"]
+        mine, others = self._numbers(), other._numbers()
+        return [
+            f"{name}: expected {key}={mine.get((name, key))}, got {others.get((name, key))}"
+            for name, key in sorted(mine.keys() | others.keys())
+            if mine.get((name, key)) != others.get((name, key))
+        ]
 
     def new_numbers(self, other: OptimizerSpec) -> list[tuple[str, Any, Any]] | None:
-        """(key, mine, its) of every number that is another one in `other`, of groups in order and once where it is the
-        same in several; None when more than numbers differs."""
+        """Returns (key, value here, value there) of every number that differs, once where several groups agree.
+
+        None when more than numbers differs.
+        """
+        if self._structure() != other._structure():
+            return None
+        mine, theirs = self._numbers(), other._numbers()
         found = []
-        if (self.name, self.reduction) != (other.name, other.reduction):
-            return None
-        if [group.tensors for group in self.groups] != [group.tensors for group in other.groups]:
-            return None
-        if [table.sizes for table in self.tables] != [table.sizes for table in other.tables]:
-            return None
-        groups = zip(self.groups, other.groups, strict=True)
-        numbers = [(mine.hyperparameters, theirs.hyperparameters) for mine, theirs in groups]
-        tables = zip(self.tables, other.tables, strict=True)
-        for my, their in (*numbers, *((mine.hyperparameters, theirs.hyperparameters) for mine, theirs in tables)):
-            for key in sorted(my.keys() | their.keys()):
-                then, now = my.get(key), their.get(key)
-                if then != now:
-                    if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
-                        return None
-                    found.append((key, then, now))
+        for name, key in sorted(mine.keys() | theirs.keys()):
+            then, now = mine.get((name, key)), theirs.get((name, key))
+            if then != now:
+                if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
+                    return None
+                found.append((key, then, now))
         return [item for index, item in enumerate(found) if item not in found[:index]]
 
 

@@ -308,13 +308,13 @@ def spec_of(name: str = "SGD", tensors: tuple[str, ...] = ("w",), **hyperparamet
     ("other", "differences"),
     [
         (spec_of(lr=0.1, momentum=0.9), []),
-        (spec_of("Adam", lr=0.1, momentum=0.9), ["expected optimizer SGD, got Adam"]),
+        (spec_of("Adam", lr=0.1, momentum=0.9), ["different optimizer: expected SGD, got Adam"]),
         (spec_of(lr=0.2, momentum=0.9), ["group 0: expected lr=0.1, got 0.2"]),
         (spec_of(lr=0.1), ["group 0: expected momentum=0.9, got None"]),
         (spec_of(lr=0.1, momentum=0.9, dampening=0.5), ["group 0: expected dampening=None, got 0.5"]),
-        (spec_of(tensors=("v",), lr=0.1, momentum=0.9), ["parameter group 0 holds other tensors"]),
-        (OptimizerSpec("SGD", ()), ["expected 1 parameter groups, got 0"]),
-        (replace(spec_of(lr=0.1, momentum=0.9), reduction="sum"), ["expected reduction=mean, got sum"]),
+        (spec_of(tensors=("v",), lr=0.1, momentum=0.9), ["different tensors of group 0"]),
+        (OptimizerSpec("SGD", ()), ["different number of groups: expected 1, got 0"]),
+        (replace(spec_of(lr=0.1, momentum=0.9), reduction="sum"), ["different reduction: expected mean, got sum"]),
     ],
 )
 def test_differences_are_sentences(other: OptimizerSpec, differences: list[str]) -> None:

@@ -178,7 +178,7 @@ def test_clipping_counts_the_rows_of_tables_too() -> None:
     optimizer = session.optimizer(dense, torch.optim.SGD(dense.parameters(), lr=1.0))
     here, rows = (
         torch.nn.Parameter(dense.weight.detach().clone()),
-        torch.nn.Parameter(session._here[0].rows(torch.arange(6))),
+        torch.nn.Parameter(session._made[0].rows(torch.arange(6))),
     )
     ids = torch.tensor([1, 4, 4])
     for max_norm in (0.01, float("inf"), 0.5):
@@ -193,7 +193,7 @@ def test_clipping_counts_the_rows_of_tables_too() -> None:
             here -= here.grad
             rows -= rows.grad
         assert torch.allclose(dense.weight, here, rtol=1e-12)
-        assert torch.allclose(session._here[0].rows(torch.arange(6)), rows, rtol=1e-12)
+        assert torch.allclose(session._made[0].rows(torch.arange(6)), rows, rtol=1e-12)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])

@@ -227,7 +227,7 @@ class Grouped(Direct):
         more."""
         if not torch.is_grad_enabled():
             return
-        said = [item[0] for item in self._group.say([float(self.weight_now())])]
+        said = [item[0] for item in self._group.say([float(self.num_samples_now())])]
         share = said[self._group.rank] / sum(said) * len(said) if sum(said) else 1.0
         share = len(said) if self._sums else share
         if share != 1.0:

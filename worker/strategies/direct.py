@@ -32,7 +32,8 @@ class Direct:
 
     takes_whole = True  # whether this process has the whole model,
     evaluates = True  # and takes part in evaluations
-    weight_now: Callable[[], int] = staticmethod(lambda: 0)  # of the batch that is being computed, where it is known
+    # Samples of the batch that is being computed, where they are known.
+    num_samples_now: Callable[[], int] = staticmethod(lambda: 0)
     may_skip = True  # whether a step may be left out (infinities in fp16) without asking others
 
     def __init__(self, exchange: Exchange, may_send_early: bool) -> None:

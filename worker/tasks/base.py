@@ -53,10 +53,7 @@ def check_number(key: str, value: object, *, least: float, most: float | None = 
     """`value` if it is a finite number in [least, most]; UsageError on `task.args.<key>` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         # YAML reads 1e-3 as text, for lack of a dot; hence the hint.
-        raise UsageError(
-            f"task.args.{key} is {value!r}, not a number",
-            fix=f"write {key} as a plain number, e.g. 0.001 or 1.0e-3",
-        )
+        raise UsageError(f"task.args.{key} is {value!r}, not a number", fix=f"e.g. {key}: 0.001, or 1.0e-3")
     if value < least or (most is not None and value > most):
         limit = f"at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"task.args.{key} is {value}: it must be {limit}", fix=f"set {key} {limit}")

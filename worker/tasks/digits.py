@@ -40,10 +40,8 @@ def _load() -> tuple[torch.Tensor, torch.Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UsageError(
-            f"the digits task reads its images from scikit-learn, which cannot be imported: {error}",
-            fix="pip install 'paramserver[examples]'",
-        ) from error
+        message = f"the digits task reads its images from scikit-learn, which cannot be imported: {error}"
+        raise UsageError(message, fix="pip install 'paramserver[examples]'") from error
     digits = load_digits()  # grey levels 0..16
     images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
     return images, torch.from_numpy(digits.target).long()

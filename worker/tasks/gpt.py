@@ -53,20 +53,15 @@ class Gpt:
             check_whole(key, size, least=1)
         if width % (2 * num_heads):  # rotary embeddings turn pairs of a head's channels
             near = max(1, width // (2 * num_heads)) * 2 * num_heads
-            raise UsageError(
-                f"task.args.width is {width}: not a multiple of 2 * num_heads, {2 * num_heads}",
-                fix=f"e.g. width: {near}",
-            )
+            message = f"task.args.width is {width}: not a multiple of 2 * num_heads, {2 * num_heads}"
+            raise UsageError(message, fix=f"e.g. width: {near}")
         data = _read(text, check_whole("max_bytes", max_bytes, least=1))  # (N,) uint8
         num_train = len(data) - int(len(data) * _HELD_OUT_FRACTION)
         self._train = _windows(data[:num_train], context)
         held_out = _windows(data[num_train:], context)
         if min(len(self._train), len(held_out)) == 0:
-            raise UsageError(
-                f"task.args.text is {len(data)} bytes: too short for training and held-out windows"
-                f" of {context + 1} bytes, the last {_HELD_OUT_FRACTION:.0%} being held out",
-                fix="give more text, or a smaller task.args.context",
-            )
+            message = f"task.args.text is {len(data)} bytes: too short for training and held-out windows of {context + 1} bytes"
+            raise UsageError(message, fix="give more text, or a smaller task.args.context")
         # Evenly spread, so that the metric stands for all of the held-out text.
         num_eval = min(len(held_out), -(-check_whole("eval_bytes", eval_bytes, least=1) // context))
         self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval).long()]  # (num_eval, T + 1)
@@ -177,18 +172,14 @@ def _read(text: str | None, max_bytes: int) -> torch.Tensor:
             with path.open("rb") as file:
                 content += file.read(max_bytes - len(content))
         except OSError as error:
-            raise UsageError(
-                f"task.args.text: {path} cannot be read: {error.strerror}", fix="give files that can be read"
-            ) from error
+            message = f"task.args.text: {path} cannot be read: {error.strerror}"
+            raise UsageError(message, fix="give files that can be read") from error
         num_files += 1
         if len(content) == max_bytes:
             break
     if num_files == 0:
         what = "this Python comes without its sources" if text is None else f"no file matches {text!r}"
-        raise UsageError(
-            f"task.args.text: {what}",
-            fix="text takes a file or a glob, absolute or relative to the working directory",
-        )
+        raise UsageError(f"task.args.text: {what}", fix="give a file or a glob, absolute or relative to this folder")
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 

@@ -14,6 +14,7 @@ from ...common.errors import UsageError
 from .base import check_whole, held_out_means
 
 NUM_CLASSES = 10
+_EXAMPLE = "e.g. channels: [32, 64]"
 
 
 class ImageTask:
@@ -82,14 +83,9 @@ def _scaled(images: torch.Tensor) -> torch.Tensor:
 def _check_channels(channels: Any, side: int) -> tuple[int, ...]:
     """`channels` as a tuple of positive ints, few enough that halving `side` for each leaves a pixel."""
     if not isinstance(channels, list | tuple) or not channels:
-        raise UsageError(
-            f"task.args.channels is {channels!r}, not a list of whole numbers", fix="e.g. channels: [32, 64]"
-        )
+        raise UsageError(f"task.args.channels is {channels!r}, not a list of whole numbers", fix=_EXAMPLE)
     most = side.bit_length() - 1
     if len(channels) > most:
-        raise UsageError(
-            f"task.args.channels has {len(channels)} entries: each halves the {side}-pixel image,"
-            f" so {most} is the limit",
-            fix=f"give at most {most} channels, e.g. channels: [32, 64]",
-        )
+        message = f"task.args.channels has {len(channels)} entries: each halves the {side}-pixel image"
+        raise UsageError(f"{message}, so {most} is the limit", fix=_EXAMPLE)
     return tuple(check_whole(f"channels[{i}]", value, least=1) for i, value in enumerate(channels))

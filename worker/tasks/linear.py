@@ -37,7 +37,10 @@ class Linear:
         check_whole("num_outputs", num_outputs, least=1)
         check_whole("num_samples", num_samples, least=1)
         check_number("noise", noise, least=0)
-        device = _checked_device(device)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise UsageError(f"task.args.device is {device!r}, which torch does not know", fix="e.g. cuda:0") from None
         # Drawn by the CPU's generator and then moved: torch's generators differ between devices,
         # and workers on a CPU and on a GPU must see the same samples, or their shards overlap.
         generator = torch.Generator().manual_seed(check_whole("seed", seed, least=0))
@@ -73,16 +76,6 @@ class Linear:
                 "loss": F.mse_loss(model(x.to(device)), y.to(device)).item(),
                 "weight_error": (torch.linalg.norm(w - self.w_star.to(device)) / self.w_star.norm()).item(),
             }
-
-
-def _checked_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"task.args.device is {device!r}, which torch does not know",
-            fix="leave it out, or e.g. cpu or cuda:0",
-        ) from error
 
 
 ENTRY = Linear

@@ -45,18 +45,11 @@ def _find(data_dir: Any) -> dict[str, Path]:
     if not isinstance(data_dir, str | Path):
         raise UsageError(f"task.args.data_dir is {data_dir!r}, not a folder", fix="e.g. data_dir: data/mnist")
     folder = Path(data_dir).expanduser()
-    found, missing = {}, []
-    for name in (name for pair in _FILES.values() for name in pair):
-        candidates = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
-        if candidates:
-            found[name] = candidates[0]
-        else:
-            missing.append(name)
-    if missing:
-        raise UsageError(
-            f"task.args.data_dir {folder.absolute()} lacks {len(missing)} of 4 files: {', '.join(missing)}",
-            fix=_FIX,
-        )
+    names = [name for pair in _FILES.values() for name in pair]
+    found = {name: path for name in names for path in (folder / f"{name}.gz", folder / name) if path.is_file()}
+    if missing := [name for name in names if name not in found]:
+        what = f"task.args.data_dir {folder.absolute()} lacks {len(missing)} of 4 files"
+        raise UsageError(f"{what}: {', '.join(missing)}", fix=_FIX)
     return found
 
 
@@ -68,11 +61,8 @@ def _read_images_and_labels(paths: dict[str, Path], part: str) -> tuple[torch.Te
         height, width = images.shape[1:]
         raise UsageError(f"{images_path}: images are {height}x{width} pixels, expected 28x28", fix=_FIX)
     if len(images) == 0 or len(images) != len(labels):
-        raise UsageError(
-            f"{images_path} holds {len(images)} images and {labels_path} {len(labels)} labels:"
-            " expected equal numbers, at least 1",
-            fix=_FIX,
-        )
+        numbers = f"{images_path} holds {len(images)} images and {labels_path} {len(labels)} labels"
+        raise UsageError(f"{numbers}: expected equal numbers, at least 1", fix=_FIX)
     if int(labels.max()) >= NUM_CLASSES:
         raise UsageError(f"{labels_path}: label {int(labels.max())}, expected 0 to {NUM_CLASSES - 1}", fix=_FIX)
     return images.unsqueeze(1), labels
@@ -84,26 +74,15 @@ def _read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
     A UsageError names the file, what was expected and what is there.
     """
     content = _content(path)
-    magic = bytes([0, 0, _UNSIGNED_BYTE, num_dims])
-    num_header_bytes = 4 + 4 * num_dims
+    magic, num_header_bytes = bytes([0, 0, _UNSIGNED_BYTE, num_dims]), 4 + 4 * num_dims
     if content[:4] != magic:
-        raise UsageError(
-            f"{path}: starts with {content[:4].hex() or 'nothing'}, expected the magic number {magic.hex()}"
-            f" (unsigned bytes, {num_dims} dimensions)",
-            fix=_FIX,
-        )
-    if len(content) < num_header_bytes:
-        raise UsageError(f"{path}: is {len(content)} bytes, expected a header of {num_header_bytes}", fix=_FIX)
-    shape = struct.unpack_from(f">{num_dims}I", content, 4)
-    expected = num_header_bytes + math.prod(shape)
+        start = content[:4].hex() or "nothing"
+        raise UsageError(f"{path}: starts with {start}, expected the magic number {magic.hex()}", fix=_FIX)
+    shape = struct.unpack_from(f">{num_dims}I", content.ljust(num_header_bytes, b"\0"), 4)
+    expected, size = num_header_bytes + math.prod(shape), "x".join(map(str, shape))
     if len(content) != expected:
-        raise UsageError(
-            f"{path}: is {len(content)} bytes uncompressed, expected {expected} for its dimensions"
-            f" {'x'.join(map(str, shape))}",
-            fix=_FIX,
-        )
-    elements = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return elements[num_header_bytes:].view(shape)
+        raise UsageError(f"{path}: is {len(content)} bytes uncompressed, expected {expected} for {size}", fix=_FIX)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)[num_header_bytes:].view(shape)
 
 
 def _content(path: Path) -> bytes:

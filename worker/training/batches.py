@@ -143,8 +143,8 @@ class Batches:
         place = taken.place + len(self.hand)
         rank = (self._progress().rank or 0) * self._group_size + self._group_rank
         seed_everything(step_seed(self._shares.seed, rank, place))
-        batch, weight = next(self._batches)
-        self.hand.weights.append(weight)
+        batch, num_samples = next(self._batches)
+        self.hand.batch_samples.append(num_samples)
         return batch
 
     def _begin(self) -> None:
@@ -166,13 +166,13 @@ class Batches:
         self.hand = Hand(self.hand.is_ahead)
 
     @property
-    def weight(self) -> int:
+    def num_samples(self) -> int:
         """Of the batch given last: its samples, as they count in a mean."""
-        return self.hand.weights[-1]
+        return self.hand.batch_samples[-1]
 
     def void(self) -> None:
         """What was asked for since the last step weighs nothing: its gradient was thrown away."""
-        self.hand.weights = deque([0] * len(self.hand))
+        self.hand.batch_samples = deque([0] * len(self.hand))
 
     @property
     def _division(self) -> tuple[int, int]:

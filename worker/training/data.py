@@ -119,7 +119,7 @@ class Shares:
         return num_samples // union if self.drop_last else -(-num_samples // union)
 
     def batches_of(self, epoch: int, num_workers: int, index: int) -> list[tuple[torch.Tensor, int]]:
-        """One rank's batches of an epoch: the samples' numbers, and what the batch weighs."""
+        """One rank's batches of an epoch: the samples' indices, and the number of samples that the batch counts as."""
         num_batches, union = self.num_batches(num_workers), num_workers * self.batch_size
         order = self._order(epoch)
         if self.pads:
@@ -127,9 +127,9 @@ class Shares:
         found = [(rows, len(rows)) for rows in order[index::num_workers].split(self.batch_size)][:num_batches]
         num_left = len(order) % union  # for the last step
         if num_left < num_workers and num_left and not self.drop_last:
-            which, weight = share_of_few(index, num_workers, num_left)
+            which, num_samples = share_of_few(index, num_workers, num_left)
             place = len(order) - num_left + which
-            found[num_batches - 1 :] = [(order[place : place + 1], weight)]
+            found[num_batches - 1 :] = [(order[place : place + 1], num_samples)]
         return found
 
     def _order(self, epoch: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ def draw(sampler: Any, seed: int, epoch: int) -> list[int]:
 def sharded_batches(
     shares: Shares, division: Callable[[], tuple[int, int]], first: int, **loader_options: Any
 ) -> Iterator[tuple[Any, int]]:
-    """Endless batches, each with its weight, of the share that `division()` (num_workers, index) gives.
+    """Yields endless batches of the share that `division()` (num_workers, index) gives, with the samples each counts as.
 
     The division is asked for again at each epoch. `first` batches are skipped without being loaded, so that a worker
     that comes back goes on where its rank was.
@@ -183,7 +183,7 @@ def epoch_batches(
     """Those of one epoch, without the `first` ones."""
     plan = shares.batches_of(epoch, *division)[first:]
     loaded = loader.load([rows for rows, _ in plan], shares.seed + epoch)
-    return zip(loaded, (weight for _, weight in plan), strict=True)
+    return zip(loaded, (num_samples for _, num_samples in plan), strict=True)
 
 
 class Loader:

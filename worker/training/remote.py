@@ -149,7 +149,7 @@ class RemoteSession(Session):
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
         self._taken = taken = Taken(lambda: self._progress, optimizers, self.length)
-        self._strategy.weight_now = taken.weight_now
+        self._strategy.num_samples_now = taken.num_samples_now
         self._memory = Memory(self._strategy, taken, optimizers)
         self._restarted.optimizers = optimizers
         told = (self._tables, self.evaluation, self._restarted)

@@ -141,10 +141,10 @@ class Steps:
             self.memory.is_tried = False
             self.memory.note()
             self._evaluation.begin(progress, self.taken)
-        weight = self.taken.weight_at_hand if self._begins else 0
+        num_samples = self.taken.num_samples_at_hand if self._begins else 0
         losses, self._fresh_losses = self._fresh_losses, []
         mean_loss = sum(losses) / len(losses) if losses else float("nan")
-        self.strategy.before_step(weight + self._fresh_samples, mean_loss, part.parameters)
+        self.strategy.before_step(num_samples + self._fresh_samples, mean_loss, part.parameters)
         self._fresh_samples = 0
         return True
 
@@ -154,8 +154,8 @@ class Steps:
             self._newest = part
             self._note_gradients(part)
             self.num_steps += 1
-            num_batches, weight = self.taken.step()
-            self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + weight
+            num_batches, num_samples = self.taken.step()
+            self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + num_samples
         if self.notice is not None and self.notice():
             self.notice = None
         self._slow_down()

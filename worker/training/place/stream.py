@@ -49,11 +49,11 @@ class _Pass(IterableDataset[Any]):
             if len(rows) < union and self.drop_last:
                 break
             if count >= self.first:
-                weight, mine = 0, rows[self.index :: self.num_workers]
+                num_samples, mine = 0, rows[self.index :: self.num_workers]
                 if len(rows) < self.num_workers:
-                    place, weight = share_of_few(self.index, self.num_workers, len(rows))
+                    place, num_samples = share_of_few(self.index, self.num_workers, len(rows))
                     mine = [rows[place]]
-                yield self.collate(mine), weight or len(mine)
+                yield self.collate(mine), num_samples or len(mine)
             count += 1
         yield None, -count
 
@@ -93,13 +93,13 @@ def streamed_batches(
         once = _Pass(stream, seed + epoch, batch_size, *division(), first, drop_last, collate)
         num_batches = 0
         generator = torch.Generator().manual_seed(seed + epoch)
-        for batch, weight in DataLoader(
+        for batch, num_samples in DataLoader(
             once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is}
         ):
-            if weight > 0:
-                yield batch, weight
+            if num_samples > 0:
+                yield batch, num_samples
             else:
-                num_batches = -weight
+                num_batches = -num_samples
         if not num_batches:
             what = "less than a batch for all workers" if drop_last else "no sample"
             raise UsageError(

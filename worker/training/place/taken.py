@@ -43,45 +43,45 @@ class Hand:
     """Batches that a loop has asked for and no step has taken, by what they weigh."""
 
     def __init__(self, is_ahead: bool | None = None) -> None:
-        self.weights: deque[int] = deque()
+        self.batch_samples: deque[int] = deque()
         self.num_computed = 0  # backward passes since the last step
         self.is_ahead = is_ahead  # whether batches are asked for before the one at hand is used
 
     def __len__(self) -> int:
-        return len(self.weights)
+        return len(self.batch_samples)
 
     def computed(self, is_parted: bool = False) -> None:
         """A backward pass is done; of several optimizers each has some for one batch."""
-        if self.is_ahead is None and self.weights:
-            self.is_ahead = len(self.weights) > 1
+        if self.is_ahead is None and self.batch_samples:
+            self.is_ahead = len(self.batch_samples) > 1
         self.num_computed = 1 if is_parted else self.num_computed + 1
 
     def drop(self) -> bool:
-        had_any = bool(self.weights)
-        self.weights.clear()
+        had_any = bool(self.batch_samples)
+        self.batch_samples.clear()
         return had_any
 
     @property
     def num_used(self) -> int:
         """Since the last step."""
-        return min(len(self.weights), self.num_computed) if self.is_ahead else len(self.weights)
+        return min(len(self.batch_samples), self.num_computed) if self.is_ahead else len(self.batch_samples)
 
     @property
-    def weight(self) -> int:
+    def num_samples(self) -> int:
         """Of those."""
-        return sum(islice(self.weights, self.num_used))
+        return sum(islice(self.batch_samples, self.num_used))
 
     @property
-    def weight_now(self) -> int:
+    def num_samples_now(self) -> int:
         """Of the batch that is being computed."""
-        at = self.num_computed if self.is_ahead else len(self.weights) - 1
-        return self.weights[at] if 0 <= at < len(self.weights) else 0
+        at = self.num_computed if self.is_ahead else len(self.batch_samples) - 1
+        return self.batch_samples[at] if 0 <= at < len(self.batch_samples) else 0
 
     def take(self) -> tuple[int, int]:
         """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there
         were backward passes."""
         num, self.num_computed = self.num_used, 0
-        return num, sum(self.weights.popleft() for _ in range(num))
+        return num, sum(self.batch_samples.popleft() for _ in range(num))
 
 
 class Taken:
@@ -249,13 +249,13 @@ class Taken:
         return sum(map(len, self._left)) + max((loop.hand.num_used for loop in self._loops), default=0)
 
     @property
-    def weight_at_hand(self) -> int:
+    def num_samples_at_hand(self) -> int:
         """Of what the next `step` is made of."""
-        return sum(hand.weight for hand in self._hands)
+        return sum(hand.num_samples for hand in self._hands)
 
-    def weight_now(self) -> int:
+    def num_samples_now(self) -> int:
         """Of the batch that is being computed; 0 where it comes from elsewhere."""
-        return next((hand.weight_now for hand in self._hands if len(hand)), 0)
+        return next((hand.num_samples_now for hand in self._hands if len(hand)), 0)
 
     def _computed(self, _: torch.Tensor) -> None:
         for hand in self._hands:
@@ -272,7 +272,7 @@ class Taken:
         self._num_taken += num_batches if self.is_used else 1
         self.per_step = max(1, num_batches)
         self._measure(self._progress())
-        return num_batches, sum(weight for _, weight in (*ended, *found))
+        return num_batches, sum(num_samples for _, num_samples in (*ended, *found))
 
     def steps_of_run(self, per_step: int) -> int | None:
         """Training steps of the run, of so many batches each; None where it has no number of them."""

@@ -37,29 +37,29 @@ class Stepper:
         dtype = _DTYPES.get(self._train.precision)
         self._autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-        self._weights: list[int] = []  # of the batches of the step
+        self._num_samples: list[int] = []  # of the batches of the step
 
     def add(self, batches: Batches, batch: Any) -> float:
         """One more batch, and a step where it is the last of one. Returns the batch's mean loss."""
-        self._weights.append(batches.weight)
+        self._num_samples.append(batches.num_samples)
         with user_code():
             with self._autocast:
                 loss = self._task.loss(self._model, to_device(batch, self._device))
-            if len(self._weights) == 1:
+            if len(self._num_samples) == 1:
                 self._optimizer.zero_grad()
             # As if every batch were as large as the first; `_even_out` mends it where they are not.
-            share = self._weights[-1] / self._weights[0] / self._train.accumulate
+            share = self._num_samples[-1] / self._num_samples[0] / self._train.accumulate
             self._scaler.scale(loss if share == 1 else loss * share).backward()
         value = float(loss.detach())
         self._session.record(loss=value)
-        if len(self._weights) == self._train.accumulate:
+        if len(self._num_samples) == self._train.accumulate:
             self._even_out()
             self._step(batches)
-            self._weights.clear()
+            self._num_samples.clear()
         return value
 
     def _even_out(self) -> None:
-        factor = self._weights[0] * len(self._weights) / sum(self._weights)
+        factor = self._num_samples[0] * len(self._num_samples) / sum(self._num_samples)
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
