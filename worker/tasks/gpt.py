@@ -60,7 +60,8 @@ class Gpt:
         self._train = _windows(data[:num_train], context)
         held_out = _windows(data[num_train:], context)
         if min(len(self._train), len(held_out)) == 0:
-            message = f"task.args.text is {len(data)} bytes: too short for training and held-out windows of {context + 1} bytes"
+            windows = f"training and held-out windows of {context + 1} bytes"
+            message = f"task.args.text is {len(data)} bytes: too short for {windows}"
             raise UsageError(message, fix="give more text, or a smaller task.args.context")
         # Evenly spread, so that the metric stands for all of the held-out text.
         num_eval = min(len(held_out), -(-check_whole("eval_bytes", eval_bytes, least=1) // context))

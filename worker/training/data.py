@@ -160,7 +160,7 @@ def draw(sampler: Any, seed: int, epoch: int) -> list[int]:
 def sharded_batches(
     shares: Shares, division: Callable[[], tuple[int, int]], first: int, **loader_options: Any
 ) -> Iterator[tuple[Any, int]]:
-    """Yields endless batches of the share that `division()` (num_workers, index) gives, with the samples each counts as.
+    """Yields endless batches of a share that `division()` (num_workers, index) gives, with the samples each counts as.
 
     The division is asked for again at each epoch. `first` batches are skipped without being loaded, so that a worker
     that comes back goes on where its rank was.
