@@ -33,10 +33,10 @@ class Family:
     """
 
     def __init__(
-        self, package: str, what: str, support: frozenset[str] = frozenset(), base: str = "", more: tuple[str, ...] = ()
+        self, package: str, noun: str, support: frozenset[str] = frozenset(), base: str = "", more: tuple[str, ...] = ()
     ) -> None:
         self.package = package
-        self.what = what
+        self.noun = noun
         self.packages = (package, *more)
         self._support = support
         self._base = base
@@ -59,7 +59,7 @@ class Family:
     def check(self, name: str, *others: str) -> str:
         """`name` itself, or a UsageError that names the nearest known one, of `others` too."""
         if name not in self._modules:
-            raise UnknownNameError(f"unknown {self.what} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
+            raise UnknownNameError(f"unknown {self.noun} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
         return name
 
     def file(self, name: str) -> Path:
@@ -78,17 +78,17 @@ class Family:
         """The class in a user's file. Raises UsageError, also for what the file raises: it ran at our request."""
         wanted = getattr(importlib.import_module(f"{self.package}.base"), self._base)
         try:
-            found = load_from_file(self.what, name)
+            found = load_from_file(self.noun, name)
         except UserCodeError as error:
-            raise UsageError(f"{self.what} {name}: {line_of(error)}: {error}") from error.original
+            raise UsageError(f"{self.noun} {name}: {line_of(error)}: {error}") from error.original
         if not (isinstance(found, type) and issubclass(found, wanted)):
             raise UsageError(
-                f"{self.what} {name} is no {self.what}",
+                f"{self.noun} {name} is no {self.noun}",
                 fix=f"write a class that extends {wanted.__name__} of {self.package}.base, and name that",
             )
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         if missing:
-            raise UsageError(f"{self.what} {name} lacks {', '.join(missing)}", fix=f"see {self.package}.base")
+            raise UsageError(f"{self.noun} {name} lacks {', '.join(missing)}", fix=f"see {self.package}.base")
         return found
 
 
@@ -115,7 +115,7 @@ def canonical_mode(name: str) -> str:
     """The mode's own name for it or one of its aliases, for `FILE.py:NAME` with the whole path; UsageError with the
     nearest name otherwise."""
     if is_in_file(name):
-        path, attribute = split_name(MODES.what, name)
+        path, attribute = split_name(MODES.noun, name)
         MODES.load(name)
         return f"{path}:{attribute}"
     return MODES.check(MODE_ALIASES.get(name.strip().lower(), name.strip().lower()))

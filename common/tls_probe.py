@@ -76,12 +76,12 @@ def _in_the_clear(server: str, host: str, port: int, caller: str) -> ParamServer
     with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
         try:
             connection.sendall(_PREFACE)
-            said = connection.recv(1024)
+            reply = connection.recv(1024)
         except (ConnectionError, TimeoutError):
-            said = b""
-    if said[3:4] == bytes([_SETTINGS]):
+            reply = b""
+    if reply[3:4] == bytes([_SETTINGS]):
         return None
-    line = said.partition(b"\n")[0].decode("ascii", errors="replace").strip()
+    line = reply.partition(b"\n")[0].decode("ascii", errors="replace").strip()
     if line.isprintable() and len(line) > 3:
         return UnreachableError(
             f"{server} is no ps-server: it says '{line[:_SHOWN]}'",
@@ -138,10 +138,10 @@ def _failed(server: str, credentials: Credentials, caller: str, reason: str) -> 
 
 def _refused(server: str, credentials: Credentials, caller: str) -> AuthError:
     if credentials.cert is None:
-        own = f"{SHARD_PREFIX if caller == 'shard' else RANK_PREFIX}N"
+        name = f"{SHARD_PREFIX if caller == 'shard' else RANK_PREFIX}N"
         return AuthError(
             f"{server} asks for a {caller}'s certificate (security.mutual), and there is none",
-            fix=f"add --cert and --key: {own}.crt and {own}.key of ps-certs init, from the server's machine",
+            fix=f"add --cert and --key: {name}.crt and {name}.key of ps-certs init, from the server's machine",
         )
     facts = facts_of(credentials.cert)
     return AuthError(

@@ -88,26 +88,26 @@ def line_of(error: UserCodeError) -> str:
     return lines[-1] if lines else "?"
 
 
-def split_name(what: str, name: str) -> tuple[Path, str]:
-    """The file, as an absolute path, and what it is to define. UsageError about a `what` ("mode") where there is no
+def split_name(label: str, name: str) -> tuple[Path, str]:
+    """The file, as an absolute path, and what it is to define. UsageError about a `label` ("mode") where there is no
     such file."""
     file, _, attribute = name.strip().rpartition(":")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise UsageError(
-            f"{what} {name}: no file {path}",
+            f"{label} {name}: no file {path}",
             fix="the path is relative to the working directory; the form is FILE.py:NAME",
         )
     return path, attribute
 
 
-def load_from_file(what: str, name: str) -> Any:
-    """What `FILE.py:NAME`, the name of a `what`, stands for. Raises UsageError and UserCodeError."""
-    path, attribute = split_name(what, name)
+def load_from_file(label: str, name: str) -> Any:
+    """What `FILE.py:NAME`, the name of a `label`, stands for. Raises UsageError and UserCodeError."""
+    path, attribute = split_name(label, name)
     module = _import(path)
     if attribute not in vars(module):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        fix = did_you_mean(attribute, own) if own else "it defines no class: write one"
+        defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        fix = did_you_mean(attribute, defined) if defined else "it defines no class: write one"
         raise UsageError(f"{path} defines no {attribute!r}", fix=fix)
     return getattr(module, attribute)
 

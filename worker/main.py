@@ -89,17 +89,17 @@ def _check_here(resolved: Resolved) -> None:
 
 def _say_place(resolved: Resolved) -> None:
     """Whose word the rank is, when an engine's was taken: in a job within a job this is what people look for."""
-    place = engine_settings(os.environ, resolved.config.worker.group)
-    rank = place.settings.get("worker.rank")
+    engine = engine_settings(os.environ, resolved.config.worker.group)
+    rank = engine.settings.get("worker.rank")
     if rank is None or resolved.origins.get("worker.rank") != f"environment {rank.name}":
         return
     worker = resolved.config.worker
-    details: dict[str, Any] = {"server": worker.server, "engine": place.engine}
-    if place.overruled:
-        details["overruled"] = ", ".join(place.overruled)
-    if place.restarts not in ("", "0"):
-        details["restarts"] = place.restarts
-    say = get_logger().info if place.overruled else get_logger().routine
+    details: dict[str, Any] = {"server": worker.server, "engine": engine.engine}
+    if engine.overruled:
+        details["overruled"] = ", ".join(engine.overruled)
+    if engine.restarts not in ("", "0"):
+        details["restarts"] = engine.restarts
+    say = get_logger().info if engine.overruled else get_logger().routine
     say("place", rank=worker.rank, workers=resolved.config.run.workers, **details)
 
 
@@ -139,14 +139,14 @@ def _work(resolved: Resolved) -> None:
         with session:
             task = _load_task(resolved, session.settings, device)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
-            own: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
+            options: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             if isinstance(session, AloneSession):
                 with reporting(session, config):
                     with kept_if_it_fails(session, config):
-                        train(session, task, batch_size, device, say, **own)
+                        train(session, task, batch_size, device, say, **options)
                     write_alone(session, config)
             else:
-                train(session, task, batch_size, device, say, **own)
+                train(session, task, batch_size, device, say, **options)
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         raise SystemExit(1) from None
@@ -164,15 +164,15 @@ def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> 
     """The worker's own task if it was given one, otherwise the built-in one the server names."""
     from .training.tasks.loading import load_named_by_server, load_task
 
-    own = resolved.config.task
+    task = resolved.config.task
     if resolved.was_set("task.name"):
-        return load_task(own.name, own.args, seed=settings.seed, device=device)
+        return load_task(task.name, task.args, seed=settings.seed, device=device)
     if not settings.task:
         raise UsageError(
             "the run's task is a file, and a file is never taken from a server",
             fix="give --task FILE.py:NAME to this worker",
         )
-    return load_named_by_server(settings.task, settings.task_args or {}, own.args, seed=settings.seed, device=device)
+    return load_named_by_server(settings.task, settings.task_args or {}, task.args, seed=settings.seed, device=device)
 
 
 def main() -> None:

@@ -134,14 +134,14 @@ class Progress:
         """Take over everything another one says; whoever holds this one sees it."""
         vars(self).update(vars(other))
 
-    def assume_counted(self, told: int | None = None) -> bool:
+    def assume_counted(self, next_local_steps: int | None = None) -> bool:
         """A contribution is handed over and not replied: go on as if it counted. True when it is the last one.
 
-        The next one covers as many local steps as were `told` last, else as this one, except a last, shorter one.
+        The next one covers `next_local_steps`, else as many local steps as this one; the last one may be shorter.
         """
         self.num_counted += 1
         self.training_steps += self.local_steps
-        self.local_steps, self.is_cut_short = self.local_steps if told is None else told, False
+        self.local_steps, self.is_cut_short = self.local_steps if next_local_steps is None else next_local_steps, False
         if self.total_steps is not None:
             self.local_steps = max(0, min(self.local_steps, self.total_steps - self.training_steps))
         self.steps_left = self.local_steps

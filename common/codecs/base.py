@@ -256,6 +256,6 @@ def take_payload(codec: Codec, decoder: Coder, layout: Layout, encoded: torch.Te
         decoder.begin(encoded[:encoded_bytes], payload)
     except Exception as error:
         decoder.rollback()
-        what = f"{type(error).__name__}: {error}"
-        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {what}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {cause}") from error
     payload[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[encoded_bytes:])

@@ -28,15 +28,15 @@ class Bf16Codec(ByTensor):
         if self.without:
             super().encode(layout, payload, out)
             return
-        for run, place in self._places(layout, out):
-            place.copy_(run.view(payload))
+        for run, target in self._places(layout, out):
+            target.copy_(run.view(payload))
 
     def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
         if self.without:
             super().decode(layout, encoded, payload)
             return
-        for run, place in self._places(layout, encoded):
-            run.view(payload).copy_(place)
+        for run, source in self._places(layout, encoded):
+            run.view(payload).copy_(source)
 
     def _places(self, layout: Layout, encoded: torch.Tensor) -> Iterator[tuple[FlatRun, torch.Tensor]]:
         """Every parameter run, and what of `encoded` it is, [n]."""

@@ -26,15 +26,15 @@ class Int8Codec(ByTensor):
         return -(-num_elements // _BLOCK) * _SCALE_BYTES + num_elements
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        for block, scale, place in self._parts(values, out):
+        for block, scale, codes in self._parts(values, out):
             sizes_of(block, scale).div_(127)
             steps = scale.clamp(min=_TINY).reciprocal_()[:, None]
             torch.addcmul(_ROUND[:, : block.shape[1]], block, steps, out=ROOM.of("work", block.shape))
-            place.copy_(ROOM.of("work", block.shape, torch.int32))
+            codes.copy_(ROOM.of("work", block.shape, torch.int32))
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        for block, scale, place in self._parts(out, encoded):
-            block.copy_(place).mul_(scale[:, None])
+        for block, scale, codes in self._parts(out, encoded):
+            block.copy_(codes).mul_(scale[:, None])
 
     def _parts(
         self, values: torch.Tensor, encoded: torch.Tensor
@@ -42,8 +42,8 @@ class Int8Codec(ByTensor):
         """Of the whole blocks and of a shorter one: values and levels, int8, [blocks, n], scales, float32 [blocks]."""
         num_bytes = len(encoded) - len(values)
         scales, levels = encoded[:num_bytes].view(torch.float32), encoded[num_bytes:].view(torch.int8)
-        for (first, block), (_, place) in zip(blocks_of(values, _BLOCK), blocks_of(levels, _BLOCK), strict=True):
-            yield block, scales[first : first + len(block)], place
+        for (first, block), (_, codes) in zip(blocks_of(values, _BLOCK), blocks_of(levels, _BLOCK), strict=True):
+            yield block, scales[first : first + len(block)], codes
 
 
 ENTRY = Int8Codec

@@ -38,18 +38,18 @@ class Q2Codec(ByTensor):
             codes = ROOM.of("code", block.shape, torch.int8).copy_(levels).bitwise_and_(3).view(torch.uint8).view(-1)
             if missing := -len(codes) % _PER_BYTE:
                 codes = torch.nn.functional.pad(codes, (0, missing))
-            place = packed[first * _BLOCK // _PER_BYTE :][: len(codes) // _PER_BYTE]
-            place.copy_(codes[::_PER_BYTE])
+            target = packed[first * _BLOCK // _PER_BYTE :][: len(codes) // _PER_BYTE]
+            target.copy_(codes[::_PER_BYTE])
             for at in range(1, _PER_BYTE):
-                place.bitwise_or_(codes[at::_PER_BYTE] << 2 * at)
+                target.bitwise_or_(codes[at::_PER_BYTE] << 2 * at)
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
         scales, packed = self._parts(encoded, len(out))
         for first, block in blocks_of(out, _BLOCK):
-            place = packed[first * _BLOCK // _PER_BYTE :][: -(-block.numel() // _PER_BYTE)].view(torch.int8)
-            codes = ROOM.of("levels", (len(place), _PER_BYTE), torch.int8)
+            target = packed[first * _BLOCK // _PER_BYTE :][: -(-block.numel() // _PER_BYTE)].view(torch.int8)
+            codes = ROOM.of("levels", (len(target), _PER_BYTE), torch.int8)
             for at in range(_PER_BYTE):  # shifted up and down again, so that the upper of the two bits is the sign
-                codes[:, at] = (place << 6 - 2 * at) >> 6
+                codes[:, at] = (target << 6 - 2 * at) >> 6
             block.view(-1).copy_(codes.view(-1)[: block.numel()])
             block.add_(_ABOVE).mul_(scales[first : first + len(block), None])
 

@@ -147,13 +147,13 @@ def _with_flags(program: str, command: Callable[..., int | None], modes: list[st
         )
         for name, key in names.items()
     ]
-    _, config, *own = inspect.signature(command, eval_str=True).parameters.values()
+    _, config, *others = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_flags(**given: Any) -> int | None:
         gc.enable()
         return command({key: given.pop(name) for name, key in names.items()}, **given)
 
-    parameters = [config, *made, *own]
+    parameters = [config, *made, *others]
     with_flags.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     )

@@ -60,12 +60,12 @@ def scalar(text: str) -> Any:
         return text
 
 
-def read_document(path: str, what: str, fix: str) -> yaml.Node | None:
-    """What the file of `what` ("the hosts") holds. Raises UsageError."""
+def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
+    """Reads the file of `label` ("the hosts"). Raises UsageError."""
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise UsageError(f"cannot read {what} {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read {label} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text", fix=fix) from None
     except yaml.YAMLError as error:

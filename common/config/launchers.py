@@ -99,8 +99,8 @@ def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> Engin
 def _settings_of_group(environ: Mapping[str, str]) -> EngineSettings:
     """RANK and WORLD_SIZE count the group's members. Its own rank comes from an outer engine or the server."""
     torchrun = ENGINES[0]
-    own = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
-    outer = engine_settings({name: value for name, value in environ.items() if name not in own})
+    names = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
+    outer = engine_settings({name: value for name, value in environ.items() if name not in names})
     settings = {"worker.server": Variable(DEFAULT_ADDRESS, torchrun.workers[0])} if environ.get(torchrun.rank) else {}
     settings |= outer.settings
     if (local_rank := _first(environ, torchrun.local_rank)) is not None:

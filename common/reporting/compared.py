@@ -52,24 +52,27 @@ def write_report(
         head = ["setting", *(label for label, _ in runs)]
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
     # Metrics of different tasks, which a note is about, are not ranked.
-    said = findings(runs, target) if not any("different tasks" in note for note in notes) else []
-    parts = [f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in said)}</ul>" if said else "", *map(_table, tables)]
-    lines = [f"# {title}", "", *(f"- {text}" for text in said)]
+    sentences = findings(runs, target) if not any("different tasks" in note for note in notes) else []
+    parts = [
+        f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>" if sentences else "",
+        *map(_table, tables),
+    ]
+    lines = [f"# {title}", "", *(f"- {text}" for text in sentences)]
     for head, rows in tables:
         lines += ["", _row(head), _row(["---"] * len(head)), *map(_row, rows)]
     pictures = _pictures(runs, target or target_of(runs))
     prepare_report(directory)
-    told = [*notes, *([_TRAINED] if TRAINED in _shown(runs) else [])]
+    remarks = [*notes, *([_TRAINED] if TRAINED in _shown(runs) else [])]
     for file, name, unit, curves, line in [*pictures, *((*picture, None) for picture in more[1])]:
         parts += [f"<h2>{escape(name)} over {unit}</h2>", svg(curves, unit, line)]
         if not png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
-            told += [_NO_PNG] if _NO_PNG not in told else []
+            remarks += [_NO_PNG] if _NO_PNG not in remarks else []
         else:
             lines += ["", f"![{name} over {unit}]({file})"]
     for measure in run_measures(runs):
         of = spreads(runs, measure.get)
         if any(spread.high for spread in of.values()):
-            bars = [(label, *spread, spread.told(measure.write)) for label, spread in of.items()]
+            bars = [(label, *spread, spread.text(measure.write)) for label, spread in of.items()]
             parts += [f"<h2>{escape(measure.name)}</h2>", bar_svg(bars)]
     for label, run, name in _drawn(runs):
         lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | bytes |", "| --- | --- | --- | --- |"]
@@ -78,12 +81,12 @@ def write_report(
             f"| {point.elapsed_s:,.1f} | {point.step:,} | {point.metrics[name]:.4f} | {_bytes(point)} |"
             for point in points[:: -(-len(points) // _MOST_ROWS)]
         ]  # fmt: skip
-    parts += [f"<p>{escape(note)}</p>" for note in told]
+    parts += [f"<p>{escape(note)}</p>" for note in remarks]
     html = (
         f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
         f"<h1>{escape(title)}</h1>{''.join(parts)}\n"
     )
-    lines += ["", *told]
+    lines += ["", *remarks]
     _write(directory, html, "\n".join(lines) + "\n")
 
 

@@ -64,46 +64,46 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
     names = list(dict.fromkeys(name for name, _ in runs))
     if len(names) < 2:
         return []
-    told = []
+    sentences = []
     if decides := deciding_metric(runs):
         ended = spreads(runs, lambda run: run.final[decides])
         lost = [name for name, spread in ended.items() if not math.isfinite(spread.mean)]
         sound = {name: spread for name, spread in ended.items() if name not in lost}
         if len(sound) > 1:
-            told.append(_best(f"{decides} at the end", sound, is_up(decides), short_number))
+            sentences.append(_best(f"{decides} at the end", sound, is_up(decides), short_number))
         if lost:
-            told.append(f"{', '.join(lost)} diverged: {decides} at the end is not finite.")
+            sentences.append(f"{', '.join(lost)} diverged: {decides} at the end is not finite.")
     took = spreads(runs, lambda run: run.wall_s)
     if (wanted := target or target_of(runs)) is not None:
-        sentences, reached = _to_target(runs, wanted, is_told=target is not None)
-        told += sentences
+        about_target, reached = _to_target(runs, wanted, is_told=target is not None)
+        sentences += about_target
         took = reached if len(reached) > 1 else took
-    told.append(_best("seconds in all", spreads(runs, lambda run: run.wall_s), False, _seconds))
-    told.append(_why(runs, took, wanted))
-    for name, what in _RANGES.items():
+    sentences.append(_best("seconds in all", spreads(runs, lambda run: run.wall_s), False, _seconds))
+    sentences.append(_why(runs, took, wanted))
+    for name, words in _RANGES.items():
         found = spreads(runs, attrgetter(name))
         if len(found) == len(names):
-            told.append(_range(what, found, OF_RUN[name].text))
+            sentences.append(_range(words, found, OF_RUN[name].text))
     if costs := _costs(runs):
-        told.append(_range(f"Cost, {costs[0]}", costs[1], price))
-    return [item for item in told if item]
+        sentences.append(_range(f"Cost, {costs[0]}", costs[1], price))
+    return [item for item in sentences if item]
 
 
 def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[str], dict[str, Spread]]:
     """Who came to it, and when; those of which one run did not are named."""
     missed = list(dict.fromkeys(name for name, run in runs if run.reached(target) is None))
     there = [(name, run) for name, run in runs if name not in missed]
-    told = []
+    sentences = []
     reached = spreads(there, lambda run: run.seconds_to(target))
-    what = str(target) if is_told else f"{target.metric} {short_number(target.bound)}, which every run reached"
+    goal = str(target) if is_told else f"{target.metric} {short_number(target.bound)}, which every run reached"
     if len(reached) > 1:
-        told.append(_best(f"seconds to {what}", reached, False, _seconds))
+        sentences.append(_best(f"seconds to {goal}", reached, False, _seconds))
     elif reached:
         ((name, spread),) = reached.items()
-        told.append(f"Only {name} reached {target}, after {spread.told(_seconds)}.")
+        sentences.append(f"Only {name} reached {target}, after {spread.text(_seconds)}.")
     if missed:
-        told.append(f"{', '.join(missed)} did not reach {target}.")
-    return told, reached
+        sentences.append(f"{', '.join(missed)} did not reach {target}.")
+    return sentences, reached
 
 
 def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
@@ -111,14 +111,14 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
     first, last = (choose(took, key=lambda name: took[name].mean) for choose in (min, max))
     if took[first].overlaps(took[last]):
         return ""
-    metrics = [(what, spreads(runs, attrgetter(name)), OF_RUN[name].text, is_up) for name, what, is_up in _REASONS]
+    metrics = [(words, spreads(runs, attrgetter(name)), OF_RUN[name].text, is_up) for name, words, is_up in _REASONS]
     if target is not None:
         steps = spreads([(n, r) for n, r in runs if n in took], lambda run: p.step if (p := run.reached(target)) else 0)
         if min(spread.low for spread in steps.values()) > 0:
             metrics.append(("steps until then", steps, OF_RUN["step"].text, False))
     why = [
-        f"{write(of[first].mean)} {what} instead of {write(of[last].mean)}"
-        for what, of, write, is_more_better in metrics
+        f"{write(of[first].mean)} {words} instead of {write(of[last].mean)}"
+        for words, of, write, is_more_better in metrics
         if not of[first].overlaps(of[last]) and (of[first].mean > of[last].mean) == is_more_better
         and write(of[first].mean) != write(of[last].mean)
     ]  # fmt: skip
@@ -133,24 +133,24 @@ def _costs(runs: Runs) -> tuple[str, dict[str, Spread]] | None:
     return paid[0].currency, spreads(runs, lambda run: run.cost.total if run.cost else 0.0)
 
 
-def _best(what: str, of: dict[str, Spread], is_more_better: bool, write: Callable[[float], str]) -> str:
+def _best(words: str, of: dict[str, Spread], is_more_better: bool, write: Callable[[float], str]) -> str:
     ranked = sorted(of, key=lambda name: of[name].mean, reverse=is_more_better)
     first, others = ranked[0], ranked[1:]
     equal = [name for name in others if of[name].overlaps(of[first])]
-    rest = ", ".join(f"{name} {of[name].told(write)}" for name in others)
+    rest = ", ".join(f"{name} {of[name].text(write)}" for name in others)
     if len(equal) == len(others):
-        return f"{what.capitalize()}: no difference beyond the spread; {first} {of[first].told(write)}, {rest}."
+        return f"{words.capitalize()}: no difference beyond the spread; {first} {of[first].text(write)}, {rest}."
     but = f" (not beyond the spread of {', '.join(equal)})" if equal else ""
-    return f"{what.capitalize()}: {first} is best{but} with {of[first].told(write)}; {rest}."
+    return f"{words.capitalize()}: {first} is best{but} with {of[first].text(write)}; {rest}."
 
 
-def _range(what: str, of: dict[str, Spread], write: Callable[[float], str]) -> str:
+def _range(words: str, of: dict[str, Spread], write: Callable[[float], str]) -> str:
     """The ends; empty where all are equal."""
     most, least = max(of, key=lambda name: of[name].mean), min(of, key=lambda name: of[name].mean)
     if of[most].mean == of[least].mean:
         return ""
     times = f", {of[most].mean / of[least].mean:.1f} times as much" if of[least].mean > 0 else ""
-    return f"{what}: least in {least}, {write(of[least].mean)}; most in {most}, {write(of[most].mean)}{times}."
+    return f"{words}: least in {least}, {write(of[least].mean)}; most in {most}, {write(of[most].mean)}{times}."
 
 
 def _seconds(value: float) -> str:

@@ -50,7 +50,7 @@ class Spread(NamedTuple):
     def overlaps(self, other: Spread) -> bool:
         return self.low <= other.high and other.low <= self.high
 
-    def told(self, write: Callable[[float], str]) -> str:
+    def text(self, write: Callable[[float], str]) -> str:
         mean, low, high = write(self.mean), write(self.low), write(self.high)
         return mean if low == high else f"{mean} ({low} to {high})"
 
@@ -90,8 +90,8 @@ def summary_table(summary: Summary) -> RenderableType:
     )
     parts: list[RenderableType] = [headline]
     if summary.shards:
-        held = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
-        parts.append(Text(f"{len(summary.shards)} shards, which hold {held}", style="dim"))
+        sizes = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
+        parts.append(Text(f"{len(summary.shards)} shards, which hold {sizes}", style="dim"))
     parts += [Text(f"cost {summary.cost}", style="dim")] if summary.cost is not None else []
     parts += [Text(summary.ended_by, style="yellow")] if summary.ended_by else []
     parts += [_direction(summary.cosine, summary.gain)] if None not in (summary.cosine, summary.gain) else []
@@ -166,7 +166,7 @@ def _final(name: str, run: Summary) -> float | None:
 def _cell(column: Measure, runs: Sequence[Summary]) -> str:
     """`-` where one of them has none."""
     values = [value for run in runs if (value := column.get(run)) is not None]
-    return Spread.of(values).told(column.write) if len(values) == len(runs) else "-"
+    return Spread.of(values).text(column.write) if len(values) == len(runs) else "-"
 
 
 _LINE = 80  # columns of a status

@@ -46,10 +46,10 @@ def still_writes(host: str, process: str, heard_at: float, heartbeat_s: float) -
 def _started(number: int) -> str:
     """In ticks since the boot; empty for a process that is not there, or a zombie."""
     try:
-        told = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if told[0] in "ZX" else told[19]
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def machine(versions: Mapping[str, str]) -> dict[str, Any]:

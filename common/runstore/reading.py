@@ -122,24 +122,27 @@ class RunStore:
         limit = -1 if most is None else most
         return [_run(row) for row in self._rows("SELECT * FROM runs ORDER BY started_at DESC, key DESC LIMIT ?", limit)]
 
-    def find(self, told: str) -> StoredRun:
+    def find(self, wanted: str) -> StoredRun:
         """By its name, its id or the beginning of one, or the label in a list; `last` is the newest. UsageError
         names the nearest, or those that it may be."""
         runs = self.runs()
-        if told == "last" and runs:
+        if wanted == "last" and runs:
             return runs[0]
-        for exact in ([run for run in runs if told in (run.name, run.id)], [run for run in runs if told == run.label]):
+        for exact in (
+            [run for run in runs if wanted in (run.name, run.id)],
+            [run for run in runs if wanted == run.label],
+        ):
             if len(exact) == 1:
                 return exact[0]
-        fits = [run for run in runs if len(told) >= _LEAST_OF_AN_ID and run.id.startswith(told)]
+        fits = [run for run in runs if len(wanted) >= _LEAST_OF_AN_ID and run.id.startswith(wanted)]
         if len(fits) == 1:
             return fits[0]
         if fits:
-            raise UsageError(f"run {told} may be {', '.join(run.id for run in fits[:5])}", fix="give more of its id")
+            raise UsageError(f"run {wanted} may be {', '.join(run.id for run in fits[:5])}", fix="give more of its id")
         known = [known for run in runs for known in (run.name, run.label, run.id) if known]
-        near = difflib.get_close_matches(told, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
         fix = f"did you mean '{near[0]}'?" if near else "`ps-runs list` names those that are there"
-        raise UsageError(f"there is no run {told} in {self.path}", fix=fix)
+        raise UsageError(f"there is no run {wanted} in {self.path}", fix=fix)
 
     def card(self, run: StoredRun) -> Card:
         """What a notebook shows of a run: its metrics, its loss, its evaluations."""
@@ -158,9 +161,9 @@ class RunStore:
         rows = self._rows("SELECT * FROM runs WHERE key = ?", key)
         return _run(rows[0]) if rows else None
 
-    def named(self, told: str) -> StoredRun | None:
+    def named(self, wanted: str) -> StoredRun | None:
         """By its whole id or its name, without a look at the others; the newest of several."""
-        rows = self._rows("SELECT * FROM runs WHERE id = ? OR name = ? ORDER BY key DESC LIMIT 1", told, told)
+        rows = self._rows("SELECT * FROM runs WHERE id = ? OR name = ? ORDER BY key DESC LIMIT 1", wanted, wanted)
         return _run(rows[0]) if rows else None
 
     # ---- of a run -----------------------------------------------------------------------------
@@ -250,8 +253,8 @@ def _run(row: sqlite3.Row) -> StoredRun:
 
 
 def _event(row: sqlite3.Row) -> StoredEvent:
-    told = event(row["at"], row["kind"], row["rank"], _json(row["fields"]))
-    return StoredEvent(number=row["number"], fields=told.fields, **told.model_dump())
+    found = event(row["at"], row["kind"], row["rank"], _json(row["fields"]))
+    return StoredEvent(number=row["number"], fields=found.fields, **found.model_dump())
 
 
 def _state(row: sqlite3.Row) -> str:

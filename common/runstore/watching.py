@@ -72,9 +72,9 @@ class FileWatch:
         """Somebody else has written into it: another run, or what does not know what it writes."""
         try:
             with closing(connected(self._path, "mode=ro")) as fresh:
-                (told,) = fresh.execute("PRAGMA quick_check(1)").fetchone()
+                (verdict,) = fresh.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.OperationalError:
             return ""  # locked, say
         except sqlite3.DatabaseError as error:
             return f"was damaged ({error})"
-        return "" if told == "ok" else f"was damaged ({str(told).splitlines()[-1]})"
+        return "" if verdict == "ok" else f"was damaged ({str(verdict).splitlines()[-1]})"

@@ -134,8 +134,8 @@ class RunWriter:
     def _make_room(self) -> None:
         """Drop the oldest statuses where the file stays locked. The rest stays, it is little."""
         if len(self._pending) > _MOST_PENDING:
-            half, rest = self._pending[: _MOST_PENDING // 2], self._pending[_MOST_PENDING // 2 :]
-            kept = [tick for tick in half if tick.events or tick.evaluations or tick.snapshots]
+            oldest, rest = self._pending[: _MOST_PENDING // 2], self._pending[_MOST_PENDING // 2 :]
+            kept = [tick for tick in oldest if tick.events or tick.evaluations or tick.snapshots]
             self._pending, self._num_skipped = [*kept, *rest], len(kept)
 
     # ---- rows, within a transaction --------------------------------------------------------------

@@ -60,10 +60,10 @@ def _adam(group: Mapping[str, Any], states: Sequence[State]) -> Step | None:
     return step
 
 
-def _agrees(name: str, kernel: Kernel, told: Mapping[str, Any]) -> bool:
+def _agrees(name: str, kernel: Kernel, options: Mapping[str, Any]) -> bool:
     def stepped(is_direct: bool) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 37), requires_grad=False)
-        optimizer = build_optimizer(name, [{"params": [weight], "lr": 0.1, **told}])
+        optimizer = build_optimizer(name, [{"params": [weight], "lr": 0.1, **options}])
         (group,) = optimizer.param_groups
         for number, scale in enumerate((1.0, -0.5, 2.0)):
             weight.grad = torch.linspace(2, -1, 37) * scale

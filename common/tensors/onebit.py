@@ -46,12 +46,12 @@ class OneBitAdam(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         everything = [group["params"] for group in self.param_groups]
-        for group, held in zip(self.param_groups, everything, strict=True):
-            group["params"] = [number for number in held if not self._step_frozen(number, group)]
+        for group, parameters in zip(self.param_groups, everything, strict=True):
+            group["params"] = [number for number in parameters if not self._step_frozen(number, group)]
         if any(group["params"] for group in self.param_groups):
             super().step()
-        for group, held in zip(self.param_groups, everything, strict=True):
-            group["params"] = held
+        for group, parameters in zip(self.param_groups, everything, strict=True):
+            group["params"] = parameters
         return loss
 
     def _step_frozen(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:

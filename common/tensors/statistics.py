@@ -33,8 +33,8 @@ def statistics_of(
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     known = {id(norm._buffers.get(key)) for norm in norms for key in _STATISTICS}
     buffers = {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}
-    own = (averaged_buffers,) if isinstance(averaged_buffers, str) else averaged_buffers
-    for name in own:
+    named_by_script = (averaged_buffers,) if isinstance(averaged_buffers, str) else averaged_buffers
+    for name in named_by_script:
         if (item := buffers.get(name)) is None:
             fix = did_you_mean(name, list(buffers)) if buffers else "leave averaged_buffers out: it has no buffers"
             raise UsageError(f"averaged_buffers: the model has no buffer '{name}'", fix=fix)
@@ -43,4 +43,4 @@ def statistics_of(
                 f"averaged_buffers: '{name}' is {str(item.dtype).removeprefix('torch.')}, and integers have no mean"
             )
             raise UsageError(message, fix="leave it out: it follows the lowest live rank")
-    return frozenset(own) | {name for name, buffer in buffers.items() if id(buffer) in known}
+    return frozenset(named_by_script) | {name for name, buffer in buffers.items() if id(buffer) in known}

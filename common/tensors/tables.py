@@ -56,8 +56,8 @@ def make_spec(
 ) -> TableSpec:
     """A whole table's. UsageError for what cannot be: sizes, dtype, an optimizer that moves rows without a gradient."""
     if not 1 <= num_rows <= _MAX_ROWS or dim < 1 or dtype not in _DTYPES:
-        what = f"{num_rows} rows of {dim} numbers of {dtype}"
-        raise UsageError(f"table '{name}' of {what}: 1 to {_MAX_ROWS} rows of {' or '.join(_DTYPES)} are possible")
+        sizes = f"{num_rows} rows of {dim} numbers of {dtype}"
+        raise UsageError(f"table '{name}' of {sizes}: 1 to {_MAX_ROWS} rows of {' or '.join(_DTYPES)} are possible")
     if dim * DTYPES[dtype].itemsize > MAX_ROW_BYTES:
         raise UsageError(f"table '{name}': a row of {dim} numbers has more than {MAX_ROW_BYTES} bytes")
     for key, value in hyperparameters.items():
@@ -178,13 +178,13 @@ class Table:
             is_number = key != WEIGHT and not value.dim()
             if not is_number and not (is_one and value.dtype == self.weight.dtype):
                 raise ValueError(f"{key} of table '{self.spec.name}' is {value.dtype} {list(value.shape)}")
-        own = self.torch.state[self.weight]
+        optimizer_state = self.torch.state[self.weight]
         for key, value in state.items():
-            there = self.weight.detach() if key == WEIGHT else own.get(key)
+            there = self.weight.detach() if key == WEIGHT else optimizer_state.get(key)
             if isinstance(there, torch.Tensor):
                 there.copy_(value)
             else:
-                own[key] = value.clone() if value.dim() else value.item()
+                optimizer_state[key] = value.clone() if value.dim() else value.item()
 
 
 def _fill(weight: torch.Tensor, spec: TableSpec, seed: int) -> None:

@@ -38,19 +38,19 @@ _TICKET_BYTES = 32
 # ---- one value --------------------------------------------------------------------------------------
 
 
-def check_text(what: str, text: str) -> None:
+def check_text(label: str, text: str) -> None:
     """Names are shown to people and written to logs: no control characters, no novels."""
     if len(text) > MAX_NAME or not text.isprintable():
         raise refusal(
             Reason.BAD_REQUEST,
-            f"{what} of {len(text)} characters, {text[:40]!a}: at most {MAX_NAME}, all of them printable",
+            f"{label} of {len(text)} characters, {text[:40]!a}: at most {MAX_NAME}, all of them printable",
         )
 
 
 def _range(least: float, most: float) -> Callable[[str, float], None]:
-    def check(what: str, value: float) -> None:
+    def check(label: str, value: float) -> None:
         if not least <= value <= most:  # NaN is not
-            raise refusal(Reason.BAD_REQUEST, f"{what} is {value}; the range is {least:g} to {most:g}")
+            raise refusal(Reason.BAD_REQUEST, f"{label} is {value}; the range is {least:g} to {most:g}")
 
     return check
 
@@ -59,41 +59,41 @@ _seconds, _count = _range(0, _MAX_SECONDS), _range(0, MAX_COUNT)
 _norm = _range(0, _MAX_NORM)
 
 
-def check_address(what: str, text: str) -> None:
+def check_address(label: str, text: str) -> None:
     """HOST:PORT, of a host that may be anywhere: shards and members of a group are on machines of their own."""
     try:
         is_reached = not text or (len(text) <= MAX_NAME and text.isprintable() and split_address(text)[1] > 0)
     except UsageError:
         is_reached = False
     if not is_reached:
-        raise refusal(Reason.BAD_REQUEST, f"{what} is '{shown(text)}', which is not HOST:PORT")
+        raise refusal(Reason.BAD_REQUEST, f"{label} is '{shown(text)}', which is not HOST:PORT")
 
 
-def _addresses(what: str, texts: Iterable[str]) -> None:
+def _addresses(label: str, texts: Iterable[str]) -> None:
     found = list(texts)
-    _range(0, _MAX_SHARDS)(f"number of {what}", len(found))
+    _range(0, _MAX_SHARDS)(f"number of {label}", len(found))
     for text in found:
-        check_address(what, text)
+        check_address(label, text)
 
 
-def _check_secret(what: str, value: bytes) -> None:
+def _check_secret(label: str, value: bytes) -> None:
     if len(value) != _SECRET_BYTES:
-        raise refusal(Reason.BAD_REQUEST, f"{what} has {len(value)} bytes; {_SECRET_BYTES} are right")
+        raise refusal(Reason.BAD_REQUEST, f"{label} has {len(value)} bytes; {_SECRET_BYTES} are right")
 
 
-def _rates(what: str, rates: Sequence[float]) -> None:
+def _rates(label: str, rates: Sequence[float]) -> None:
     """One for each group of an optimizer."""
     if len(rates) > _MAX_GROUPS or not all(map(math.isfinite, rates)):
-        message = f"{what} are {len(rates)} learning rates, or one that is not finite"
+        message = f"{label} are {len(rates)} learning rates, or one that is not finite"
         raise refusal(Reason.BAD_REQUEST, f"{message}; at most {_MAX_GROUPS} are possible")
 
 
 def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
     values = frozenset(known)
 
-    def check(what: str, value: int) -> None:
+    def check(label: str, value: int) -> None:
         if value not in values:
-            raise refusal(Reason.BAD_REQUEST, f"{what} is {value}, which this program does not know")
+            raise refusal(Reason.BAD_REQUEST, f"{label} is {value}, which this program does not know")
 
     return check
 
@@ -106,19 +106,19 @@ def _check_join(join: pb.Join) -> None:
         raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {join.rank}: -1 to {MAX_RANK - 1} are possible")
 
 
-def _check_names(what: str, names: Iterable[str]) -> None:
+def _check_names(label: str, names: Iterable[str]) -> None:
     found = list(names)
     if len(found) > _MAX_METRICS:
         raise refusal(Reason.BAD_REQUEST, f"{len(found)} metrics; at most {_MAX_METRICS} are possible")
     for name in found:
-        check_text(what, name)
+        check_text(label, name)
 
 
 def _check_welcome(welcome: pb.Welcome) -> None:
     direct = welcome.direct
     if welcome.HasField("direct") and not (0 < direct.port < 65536 and len(direct.ticket) == _TICKET_BYTES):
-        what = f"Welcome.direct has port {direct.port} and a ticket of {len(direct.ticket)} bytes"
-        raise refusal(Reason.BAD_REQUEST, f"{what}; a port is 1 to 65535, a ticket has {_TICKET_BYTES}")
+        fields = f"Welcome.direct has port {direct.port} and a ticket of {len(direct.ticket)} bytes"
+        raise refusal(Reason.BAD_REQUEST, f"{fields}; a port is 1 to 65535, a ticket has {_TICKET_BYTES}")
     if welcome.shards and (len(welcome.shards) < 2 or welcome.shards[0] or not all(welcome.shards[1:])):
         message = f"Welcome.shards are {len(welcome.shards)} addresses"
         raise refusal(Reason.BAD_REQUEST, f"{message}; of two or more only the coordinator's, the first, is empty")
@@ -153,8 +153,8 @@ def _check_group(group: pb.GroupInfo) -> None:
 
 def _check_state(state: pb.State) -> None:
     if state.offset + len(state.piece) > state.num_bytes:
-        what = f"a piece of a State of {len(state.piece)} bytes at {state.offset}"
-        raise refusal(Reason.BAD_REQUEST, f"{what}; all of it are {state.num_bytes}")
+        piece = f"a piece of a State of {len(state.piece)} bytes at {state.offset}"
+        raise refusal(Reason.BAD_REQUEST, f"{piece}; all of it are {state.num_bytes}")
 
 
 # ---- all of them ------------------------------------------------------------------------------------
@@ -321,9 +321,9 @@ def check_header(header: Message) -> None:
     if (counts := _COUNTS.get(kind)) is not None and max(counts(header)) > MAX_COUNT:
         for field in COUNTS[kind]:
             _count(f"{kind.__name__}.{field}", getattr(header, field))
-    for field, what, check, is_needed in _CHECKS.get(kind, ()):
+    for field, label, check, is_needed in _CHECKS.get(kind, ()):
         if (value := getattr(header, field)) or is_needed:
-            check(what, value)
+            check(label, value)
     if (whole := _WHOLE.get(kind)) is not None:
         whole(header)
     for part in _PARTS.get(kind, ()):

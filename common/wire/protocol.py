@@ -58,8 +58,10 @@ def layout_from_proto(tensors: Any) -> Layout:
             raise refusal(Reason.BAD_REQUEST, f"tensor '{tensor.name}' has no kind")
         check_text("a dtype", tensor.dtype)
         if len(tensor.shape) > _MAX_DIMENSIONS:
-            what = f"tensor '{tensor.name}' has {len(tensor.shape)} dimensions; at most {_MAX_DIMENSIONS} are possible"
-            raise refusal(Reason.BAD_REQUEST, what)
+            message = (
+                f"tensor '{tensor.name}' has {len(tensor.shape)} dimensions; at most {_MAX_DIMENSIONS} are possible"
+            )
+            raise refusal(Reason.BAD_REQUEST, message)
         num_names += 1 + len(tensor.aliases)
         if num_names > _MAX_NAMES:
             raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_NAMES} names of tensors")

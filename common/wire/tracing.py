@@ -32,16 +32,16 @@ _TIMEOUT_S = 2.0  # of one request; at the end of a process as long for what is 
 
 
 class Ids(RandomIdGenerator):
-    """Random ones, but for the span of an exchange, whose ids are told."""
+    """Random ones, but for the span of an exchange, whose ids are given."""
 
     def __init__(self) -> None:
-        self.told: tuple[int, int] | None = None
+        self.given: tuple[int, int] | None = None
 
     def generate_trace_id(self) -> int:
-        return self.told[0] if self.told else int(super().generate_trace_id())
+        return self.given[0] if self.given else int(super().generate_trace_id())
 
     def generate_span_id(self) -> int:
-        return self.told[1] if self.told else int(super().generate_span_id())
+        return self.given[1] if self.given else int(super().generate_span_id())
 
 
 class _Exporter(SpanExporter):
@@ -77,13 +77,13 @@ class Traces:
 
     def exchange(self, ids: tuple[int, int], begun: int, ended: int, attributes: dict[str, Any]) -> Context:
         """The span of a whole exchange; what it consists of goes below."""
-        self._ids.told = ids
+        self._ids.given = ids
         try:
             span = self._tracer.start_span(
                 "exchange", Context(), trace.SpanKind.CLIENT, attributes=attributes, start_time=begun
             )
         finally:
-            self._ids.told = None
+            self._ids.given = None
         span.end(ended)
         return trace.set_span_in_context(span, Context())
 

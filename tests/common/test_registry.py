@@ -35,13 +35,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.what)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.noun)
 def test_every_name_loads(family: Family) -> None:
     names = family.names()
     assert names == sorted(set(names)) != []
     for name in names:
         entry = family.load(name)
-        assert isinstance(entry, type), f"{family.what} '{name}': ENTRY is no class"
+        assert isinstance(entry, type), f"{family.noun} '{name}': ENTRY is no class"
         assert entry.__module__.startswith(family.packages)
 
 

@@ -179,8 +179,8 @@ def _read(text: str | None, max_bytes: int) -> torch.Tensor:
         if len(content) == max_bytes:
             break
     if num_files == 0:
-        what = "this Python comes without its sources" if text is None else f"no file matches {text!r}"
-        raise UsageError(f"task.args.text: {what}", fix="give a file or a glob, absolute or relative to this folder")
+        problem = "this Python comes without its sources" if text is None else f"no file matches {text!r}"
+        raise UsageError(f"task.args.text: {problem}", fix="give a file or a glob, absolute or relative to this folder")
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 

@@ -48,8 +48,8 @@ def _find(data_dir: Any) -> dict[str, Path]:
     names = [name for pair in _FILES.values() for name in pair]
     found = {name: path for name in names for path in (folder / f"{name}.gz", folder / name) if path.is_file()}
     if missing := [name for name in names if name not in found]:
-        what = f"task.args.data_dir {folder.absolute()} lacks {len(missing)} of 4 files"
-        raise UsageError(f"{what}: {', '.join(missing)}", fix=_FIX)
+        problem = f"task.args.data_dir {folder.absolute()} lacks {len(missing)} of 4 files"
+        raise UsageError(f"{problem}: {', '.join(missing)}", fix=_FIX)
     return found
 
 

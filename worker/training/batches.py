@@ -93,7 +93,7 @@ class Batches:
     @property
     def _at(self) -> int:
         """Batches of this rank that are behind it, or asked for."""
-        return self._taken.place + len(self.hand)
+        return self._taken.position + len(self.hand)
 
     @property
     def _has_ended(self) -> bool:
@@ -140,9 +140,9 @@ class Batches:
             raise StopIteration
         if memory is not None:
             memory.note()
-        place = taken.place + len(self.hand)
+        position = taken.position + len(self.hand)
         rank = (self._progress().rank or 0) * self._group_size + self._group_rank
-        seed_everything(step_seed(self._shares.seed, rank, place))
+        seed_everything(step_seed(self._shares.seed, rank, position))
         batch, num_samples = next(self._batches)
         self.hand.batch_samples.append(num_samples)
         return batch
@@ -155,7 +155,7 @@ class Batches:
             self.hand.drop()
         self._is_of = taken.moves, taken.epoch
         if taken.epoch is None:
-            self._batches = sharded_batches(self._shares, lambda: self._division, taken.place, **self._options)
+            self._batches = sharded_batches(self._shares, lambda: self._division, taken.position, **self._options)
             return
         taken.epoch_length = max(taken.epoch_length, self._epoch_length)
         self._batches = epoch_batches(self._shares, taken.epoch, self._division, taken.asked, self._loader)

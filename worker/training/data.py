@@ -96,12 +96,12 @@ class Shares:
         """In an epoch; 0: nobody knows. UsageError for a sampler that does not say."""
         if self.is_stream:
             return 0
-        what: Any = self.dataset if self.sampler is None else self.sampler
+        source: Any = self.dataset if self.sampler is None else self.sampler
         try:
-            return len(what)
+            return len(source)
         except TypeError:
             raise UsageError(
-                f"{type(what).__name__} has no length, so it cannot be divided among workers",
+                f"{type(source).__name__} has no length, so it cannot be divided among workers",
                 fix="give session.shard() one with __len__",
             ) from None
 
@@ -114,8 +114,8 @@ class Shares:
         least = union if self.drop_last else 1 if self.pads else num_workers
         if num_samples < least:
             needs = f"{num_workers} workers need {least} or more" + (" (drop_last)" if self.drop_last else "")
-            held = f"holds {num_samples} sample{'s' * (num_samples != 1)}" if num_samples else "is empty"
-            raise UsageError(f"the data set {held}; {needs}", fix="use fewer workers, or a larger data set")
+            size = f"holds {num_samples} sample{'s' * (num_samples != 1)}" if num_samples else "is empty"
+            raise UsageError(f"the data set {size}; {needs}", fix="use fewer workers, or a larger data set")
         return num_samples // union if self.drop_last else -(-num_samples // union)
 
     def batches_of(self, epoch: int, num_workers: int, index: int) -> list[tuple[torch.Tensor, int]]:
@@ -128,8 +128,8 @@ class Shares:
         num_left = len(order) % union  # for the last step
         if num_left < num_workers and num_left and not self.drop_last:
             which, num_samples = share_of_few(index, num_workers, num_left)
-            place = len(order) - num_left + which
-            found[num_batches - 1 :] = [(order[place : place + 1], num_samples)]
+            at = len(order) - num_left + which
+            found[num_batches - 1 :] = [(order[at : at + 1], num_samples)]
         return found
 
     def _order(self, epoch: int) -> torch.Tensor:
@@ -166,8 +166,8 @@ def sharded_batches(
     that comes back goes on where its rank was.
     """
     if shares.is_stream:
-        told = (shares.dataset, shares.batch_size, shares.seed, shares.drop_last)
-        yield from streamed_batches(*told, division, first, loader_options)
+        sizes = (shares.dataset, shares.batch_size, shares.seed, shares.drop_last)
+        yield from streamed_batches(*sizes, division, first, loader_options)
     loader = Loader(shares.dataset, loader_options)
     for epoch in itertools.count():
         num_workers, index = division()

@@ -78,7 +78,7 @@ class Evaluation:
             case "seconds":
                 return int((time.monotonic() - self._began_at) // self.every.amount)
         if taken.epoch_batches:
-            return int(taken.place // (self.every.amount * taken.epoch_batches))
+            return int(taken.position // (self.every.amount * taken.epoch_batches))
         if progress.position == 0:
             return 0
         raise UsageError(
@@ -92,8 +92,8 @@ class Evaluation:
         with untouched(model), torch.no_grad():
             found: Any = self._measure(model)
         if not isinstance(found, Mapping):
-            what = f"the function of session.evaluate() returned {type(found).__name__}, not a dict of metrics"
-            raise UsageError(what, fix="return {'loss': ..., 'accuracy': ...}")
+            message = f"the function of session.evaluate() returned {type(found).__name__}, not a dict of metrics"
+            raise UsageError(message, fix="return {'loss': ..., 'accuracy': ...}")
         return {str(name): float(value) for name, value in found.items()}
 
 

@@ -73,8 +73,8 @@ class RemoteSession(Session):
         config, size = self._config, self._inner[1]
         worker = config.worker
         if worker.group:  # stage 3 is among its processes, and no matter of the server's
-            own = {"device": f"{worker.device} x {size}"} if size > 1 else {}
-            worker = worker.model_copy(update={**own, "zero": worker.zero % WITHIN_WORKER})
+            changes = {"device": f"{worker.device} x {size}"} if size > 1 else {}
+            worker = worker.model_copy(update={**changes, "zero": worker.zero % WITHIN_WORKER})
         self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
         self._exchange.trace(config.output.traces)
         may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
@@ -152,8 +152,8 @@ class RemoteSession(Session):
         self._strategy.num_samples_now = taken.num_samples_now
         self._memory = Memory(self._strategy, taken, optimizers)
         self._restarted.optimizers = optimizers
-        told = (self._tables, self.evaluation, self._restarted)
-        self._steps = Steps(self._strategy, slowdown, taken, self._memory, *told)
+        others = (self._tables, self.evaluation, self._restarted)
+        self._steps = Steps(self._strategy, slowdown, taken, self._memory, *others)
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         for table in self._tables:

@@ -86,7 +86,7 @@ class Session:
     @property
     def epoch(self) -> int:
         """Of this rank's data, from 0: the one that the loop over `epochs()` is in, else that of the next batch."""
-        return self._place()[1].epoch_now
+        return self._joined()[1].epoch_now
 
     @property
     def resumed(self) -> bool:
@@ -96,7 +96,7 @@ class Session:
     @property
     def run_name(self) -> str:
         """Of the run, given by its server; empty without one. UsageError before `optimizer()`."""
-        return self._place()[0]().run
+        return self._joined()[0]().run
 
     @property
     def is_done(self) -> bool:
@@ -241,7 +241,7 @@ class Session:
         Torch's generator is seeded before each batch, from the run's seed, the rank and the batch's place: what is
         drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
         """
-        progress, taken = self._place()
+        progress, taken = self._joined()
         self._say_length(progress())
         if epochs is not None:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
@@ -267,7 +267,7 @@ class Session:
         A process that takes a rank begins where its last step began and computes that step once more without sending
         it, so that all the script does between two steps, at the end of an epoch too, is done.
         """
-        _, taken = self._place()
+        _, taken = self._joined()
         memory = self._memory
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
         if taken.epoch is None:
@@ -293,7 +293,7 @@ class Session:
         but tensors and JSON, or does not take what is remembered.
         """
         found = stateful(objects, rng)
-        self._place()
+        self._joined()
         if self._memory is not None:
             self._memory.add(found)
 
@@ -303,7 +303,7 @@ class Session:
         if self._memory is not None:
             self._memory.mark()
 
-    def _place(self) -> tuple[Callable[[], Progress], Taken]:
+    def _joined(self) -> tuple[Callable[[], Progress], Taken]:
         """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
         if self._taken is None:
             raise UsageError(

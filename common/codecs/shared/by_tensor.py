@@ -107,22 +107,22 @@ class ByTensor(SelfContained):
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
         """`values` [n] of the piece's dtype, to its place in `out`, uint8 [encoded_bytes]."""
-        place = out[piece.start : piece.end]
+        target = out[piece.start : piece.end]
         if piece.is_encoded:
-            self.encode_piece(values.float(), place)
+            self.encode_piece(values.float(), target)
         else:
-            place.view(self.short(piece.dtype)).copy_(values)
+            target.view(self.short(piece.dtype)).copy_(values)
 
     def read(self, piece: Piece, encoded: torch.Tensor, values: torch.Tensor) -> None:
         """Back."""
-        place = encoded[piece.start : piece.end]
+        source = encoded[piece.start : piece.end]
         if not piece.is_encoded:
-            values.copy_(place.view(self.short(piece.dtype)))
+            values.copy_(source.view(self.short(piece.dtype)))
         elif piece.dtype is torch.float32:
-            self.decode_piece(place, values)
+            self.decode_piece(source, values)
         else:
             decoded = ROOM.of("decoded", values.shape)
-            self.decode_piece(place, decoded)
+            self.decode_piece(source, decoded)
             values.copy_(decoded)
 
 
@@ -223,19 +223,19 @@ class Room(threading.local):
         self._kept: dict[str, torch.Tensor] = {}
         self._views: dict[tuple[str, Sequence[int], torch.dtype], torch.Tensor] = {}
 
-    def of(self, what: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """`shape` of `dtype`, with old contents; the same memory each time that `what` is asked for."""
-        found = self._views.get((what, shape, dtype))
-        return found if found is not None else self._make(what, shape, dtype)
+    def of(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`shape` of `dtype`, with old contents; the same memory each time that `name` is asked for."""
+        found = self._views.get((name, shape, dtype))
+        return found if found is not None else self._make(name, shape, dtype)
 
-    def _make(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        if what not in self._kept or len(self._kept[what]) < num_bytes:
-            self._kept[what] = torch.empty(num_bytes, dtype=torch.uint8)
+        if name not in self._kept or len(self._kept[name]) < num_bytes:
+            self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8)
             self._views.clear()  # of what is smaller
         elif len(self._views) >= _MAX_VIEWS:
             self._views.clear()
-        view = self._views[what, shape, dtype] = self._kept[what][:num_bytes].view(dtype).view(shape)
+        view = self._views[name, shape, dtype] = self._kept[name][:num_bytes].view(dtype).view(shape)
         return view
 
 

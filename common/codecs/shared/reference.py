@@ -53,8 +53,8 @@ def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, payload: torc
         for piece in _pieces(codec, layout):
             _move(codec, piece, encoded, piece.of_payload(payload))
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {what}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {cause}") from error
     payload[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[codec.encoded_bytes(layout) :])
 
 

@@ -50,14 +50,14 @@ def check_script(path: str) -> None:
         _parsed(Path(path), f"script {path}")
 
 
-def _parsed(path: Path, what: str) -> ast.Module:
+def _parsed(path: Path, label: str) -> ast.Module:
     try:
         return ast.parse(path.read_bytes())
     except SyntaxError as error:
         at = f"{path}:{error.lineno}" if error.lineno else str(path)
-        raise UsageError(f"{what}: {at}: SyntaxError: {error.msg}", fix="correct the file") from None
+        raise UsageError(f"{label}: {at}: SyntaxError: {error.msg}", fix="correct the file") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{what}: {path} cannot be read: {error}", fix="name a file of Python source") from None
+        raise UsageError(f"{label}: {path} cannot be read: {error}", fix="name a file of Python source") from None
 
 
 class _Source:

@@ -33,8 +33,8 @@ def check_weights(path: str) -> None:
 def _wrong_in(header: bytes, num_bytes: int) -> str:
     """What is wrong with a header that `num_bytes` of tensors follow; empty: nothing that is seen here."""
     try:
-        told = read_json(header)
-        ends = [int(tensor["data_offsets"][1]) for name, tensor in told.items() if name != "__metadata__"]
+        tensors = read_json(header)
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in tensors.items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return "it does not begin with a header"
     if (end := max(ends, default=0)) != num_bytes:

@@ -47,8 +47,8 @@ def _built_without_cuda() -> bool:
         text = ((torch_folder() or Path()) / "version.py").read_text()
     except OSError:
         return False
-    told = re.findall(r"^(?:cuda|hip|rocm)\b[^=\n]*=\s*(.*)$", text, re.MULTILINE)
-    return bool(told) and all(value.strip() == "None" for value in told)
+    versions = re.findall(r"^(?:cuda|hip|rocm)\b[^=\n]*=\s*(.*)$", text, re.MULTILINE)
+    return bool(versions) and all(value.strip() == "None" for value in versions)
 
 
 def check_listening(address: str, key: str) -> None:

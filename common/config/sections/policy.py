@@ -78,9 +78,9 @@ def checked_options(given: Mapping[str, Any], modes: Iterable[str]) -> dict[str,
     other that does. Raises ValidationError, and ValueError for one that no mode has."""
     checked: dict[str, Any] = {}
     for kind in mode_options(modes).values():
-        own = {name: given[name] for name in kind.model_fields if name in given and name not in checked}
-        options = kind.model_validate(own)
-        checked |= {name: getattr(options, name) for name in own}
+        chosen = {name: given[name] for name in kind.model_fields if name in given and name not in checked}
+        options = kind.model_validate(chosen)
+        checked |= {name: getattr(options, name) for name in chosen}
     unknown = ", ".join(sorted(given.keys() - checked.keys()))
     if unknown:
         raise ValueError(f"no mode has the option {unknown}")

@@ -26,22 +26,24 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
     span = high - low or 1.0
     names = list(dict.fromkeys(name for name, _ in curves))
 
-    def place(x: float, y: float) -> str:
+    def point_text(x: float, y: float) -> str:
         return f"{_LEFT + x / last * (_WIDTH - _LEFT):.1f},{10 + (high - y) / span * (_HEIGHT - 20):.1f}"
 
     box = f'viewBox="0 0 {_WIDTH + 160} {_HEIGHT + _BELOW}"'
     found = [f'<svg {box} width="{_WIDTH + 160}" height="{_HEIGHT + _BELOW}" font-size="12">']
     for index, name in enumerate(names):
         if spanned := band([points for label, points in curves if label == name]):
-            edge = [place(x, low) for x, low, _ in spanned] + [place(x, high) for x, _, high in reversed(spanned)]
+            edge = [point_text(x, low) for x, low, _ in spanned] + [
+                point_text(x, high) for x, _, high in reversed(spanned)
+            ]
             color = _COLORS[index % len(_COLORS)]
             found.append(f'<polygon fill="{color}" fill-opacity="0.15" points="{" ".join(edge)}"/>')
     for name, points in curves:
         color = _COLORS[names.index(name) % len(_COLORS)]
-        places = " ".join(place(x, y) for x, y in points)
+        places = " ".join(point_text(x, y) for x, y in points)
         found.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{places}"/>')
     if line is not None:
-        ends = f"{place(0, line)} {place(last, line)}"
+        ends = f"{point_text(0, line)} {point_text(last, line)}"
         found.append(f'<polyline fill="none" stroke="#999" stroke-dasharray="4" points="{ends}"/>')
     for index, name in enumerate(names):
         color = _COLORS[index % len(_COLORS)]
@@ -78,14 +80,14 @@ def bar_svg(bars: Bars) -> str:
     most, row, left = max(high for _, _, _, high, _ in bars) or 1.0, 24, 170
     width, height = _WIDTH + 160, row * len(bars)
     found = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" font-size="12">']
-    for index, (name, mean, low, high, told) in enumerate(bars):
+    for index, (name, mean, low, high, label) in enumerate(bars):
         color, y = _COLORS[index % len(_COLORS)], row * index
         ends = [left + value / most * (_WIDTH - left) for value in (mean, low, high)]
         found.append(f'<text x="5" y="{y + 16}">{escape(name)}</text>')
         found.append(f'<rect x="{left}" y="{y + 4}" width="{ends[0] - left:.1f}" height="16" fill="{color}"/>')
         if low < high:
             found.append(f'<path stroke="#333" d="M{ends[1]:.1f} {y + 12}H{ends[2]:.1f}"/>')
-        found.append(f'<text x="{ends[2] + 8:.1f}" y="{y + 16}">{escape(told)}</text>')
+        found.append(f'<text x="{ends[2] + 8:.1f}" y="{y + 16}">{escape(label)}</text>')
     return "".join(found) + "</svg>"
 
 

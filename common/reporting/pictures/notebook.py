@@ -51,9 +51,9 @@ class Card:
         return {"text/plain": self.text(), "text/html": self.html()}
 
 
-def _picture(what: str, curves: Curves, over: str) -> str:
+def _picture(caption: str, curves: Curves, over: str) -> str:
     style = "<div style='max-width:720px;background:#fff;color:#000'>"
-    return f"<figure>{style}{svg(curves, escape(over))}</div><figcaption>{escape(what)}</figcaption></figure>"
+    return f"<figure>{style}{svg(curves, escape(over))}</div><figcaption>{escape(caption)}</figcaption></figure>"
 
 
 class Shown:

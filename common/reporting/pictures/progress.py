@@ -25,7 +25,7 @@ class Steps:
     def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream or sys.stderr, clock
         self._began = clock()
-        self._what = ""
+        self._activity = ""
         self._bar: Progress | None = None
         if self._stream.isatty():
             console = Console(file=self._stream)
@@ -44,14 +44,14 @@ class Steps:
         if self._bar is not None:
             self._bar.stop()
 
-    def at(self, part: float, what: str) -> None:
-        """`part` (0..1) of all is done, and now comes `what`. Without a terminal one line when `what` changes."""
+    def at(self, part: float, activity: str) -> None:
+        """Show that `part` (0..1) is done and `activity` follows; without a terminal, print each new activity."""
         left = self.left(part)
         if self._bar is not None:
-            self._bar.update(self._task, completed=part, description=what, left=left)
-        elif what != self._what:
-            print(what + (f", {left}" if left else ""), file=self._stream, flush=True)
-        self._what = what
+            self._bar.update(self._task, completed=part, description=activity, left=left)
+        elif activity != self._activity:
+            print(activity + (f", {left}" if left else ""), file=self._stream, flush=True)
+        self._activity = activity
 
     def left(self, part: float) -> str:
         """About how much longer, in words; empty where that cannot be said yet."""

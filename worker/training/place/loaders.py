@@ -43,8 +43,8 @@ def source_of(given: Source) -> Source:
     if options["collate_fn"] is default_collate:
         options["collate_fn"] = None
     shuffle = isinstance(loader.sampler, RandomSampler)
-    said = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "shuffle": shuffle, **options}
-    _check_given(given, {**said, "sampler": loader.sampler})
+    of_loader = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "shuffle": shuffle, **options}
+    _check_given(given, {**of_loader, "sampler": loader.sampler})
     changed = {name: value for name, value in options.items() if value != _SIGNATURE[name].default}
     return Source(loader.dataset, loader.batch_size, shuffle, loader.drop_last, _order_of(loader), changed)
 
@@ -71,21 +71,23 @@ def _check_kind(loader: DataLoader[Any]) -> None:
         raise _refusal("a DataLoader with batch_size=None, whose data set makes the batches")
 
 
-def _check_given(given: Source, said: dict[str, Any]) -> None:
+def _check_given(given: Source, of_loader: dict[str, Any]) -> None:
     """UsageError for an argument of `session.shard()` that is not its default and not what the DataLoader says."""
     default = Source(None)
-    told = {name: getattr(given, name) for name in ("batch_size", "shuffle", "drop_last", "sampler")}
-    told = {name: value for name, value in told.items() if value is not getattr(default, name)} | given.options
-    for name, value in told.items():
-        if name in said and value is not said[name] and value != said[name]:
+    arguments = {name: getattr(given, name) for name in ("batch_size", "shuffle", "drop_last", "sampler")}
+    arguments = {
+        name: value for name, value in arguments.items() if value is not getattr(default, name)
+    } | given.options
+    for name, value in arguments.items():
+        if name in of_loader and value is not of_loader[name] and value != of_loader[name]:
             raise UsageError(
-                f"session.shard({name}={value!r}) of a DataLoader whose {name} is {said[name]!r}",
+                f"session.shard({name}={value!r}) of a DataLoader whose {name} is {of_loader[name]!r}",
                 fix=f"say {name} once: to the DataLoader, or give session.shard() the loader's data set",
             )
 
 
-def _refusal(what: str) -> UsageError:
+def _refusal(source: str) -> UsageError:
     return UsageError(
-        f"session.shard() divides the data itself and cannot take over {what}",
+        f"session.shard() divides the data itself and cannot take over {source}",
         fix="give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=...)",
     )

@@ -55,8 +55,8 @@ class Memory:
         if self.is_used or self.has_begun:
             return
         self.is_used = True
-        if (place := self._beginning()) is not None:
-            self._go_back(place)
+        if (position := self._beginning()) is not None:
+            self._go_back(position)
 
     def _beginning(self) -> Position | None:
         """Where to go back to. A rank that is new may come into the middle of a training step of several parts."""
@@ -88,8 +88,8 @@ class Memory:
     def _pack(self) -> bytes:
         if not self._objects:
             return pack({})
-        told = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-        return pack({name: item.state_dict() for name, item in self._objects.items()} | {_GROUPS: told})
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
+        return pack({name: item.state_dict() for name, item in self._objects.items()} | {_GROUPS: groups})
 
     def _load(self, payload: bytes, names: list[str]) -> None:
         found = unpack(payload)
@@ -125,8 +125,8 @@ class Memory:
         self.is_tried = False
         if self.is_used and (self._noted is None or is_anew) and not progress.is_replaying:
             num_passed = self._taken.num_used if is_anew else 0
-            place = self._taken.where(progress.position, progress.local_steps, num_passed)
-            self._noted = Begun(place, self._pack())
+            position = self._taken.where(progress.position, progress.local_steps, num_passed)
+            self._noted = Begun(position, self._pack())
 
     def mark(self) -> None:
         """As `note`, of a loop with batches of its own."""
@@ -159,9 +159,9 @@ class Memory:
             self._load(begun.payload, names)
         elif self._first:
             self._load(self._first, names)
-        place = self._beginning()
-        if place is not None and may_replay:
-            self._go_back(place)
+        position = self._beginning()
+        if position is not None and may_replay:
+            self._go_back(position)
         elif begun is None:
             self._taken.begin_anew()
 
@@ -238,8 +238,8 @@ def stateful(objects: Mapping[str, Any], rng: bool) -> dict[str, Any]:
 def _fill(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Hyperparameters as they were; a learning rate that is a tensor stays the same one."""
     for key, value in saved.items():
-        held = group.get(key)
-        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
-            held.copy_(value)
+        current = group.get(key)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+            current.copy_(value)
         else:
             group[key] = value

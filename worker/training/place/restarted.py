@@ -64,14 +64,14 @@ class Restarted:
             return
         names = sorted(set(schedulers_of(self.optimizers)))
         rate, last = anew
-        told = f"its learning rate restarts at {rate:g} instead of {last:g}"
+        change = f"its learning rate restarts at {rate:g} instead of {last:g}"
         if names:
-            told += f" ({', '.join(names)})"
+            change += f" ({', '.join(names)})"
         if self.knows_step or not (names or progress.num_rate_changes > 1):
-            self._warn(progress, told)
+            self._warn(progress, change)
             return
         raise UsageError(
-            f"rank {progress.rank} resumes at training step {progress.position}, but {told}",
+            f"rank {progress.rank} resumes at training step {progress.position}, but {change}",
             fix=f"{_FIX}; to restart the schedule on purpose, set {_SETTING}=true ({_variable(_SETTING)}=1)",
         )
 
@@ -80,7 +80,7 @@ class Restarted:
         if (moved := progress.position - before) and not (self.knows_step or self.has_epochs):
             self._warn(progress, f"the run has moved this process by {moved:+d} training steps")
 
-    def _warn(self, progress: Progress, told: str) -> None:
+    def _warn(self, progress: Progress, change: str) -> None:
         if self._is_said:
             return
         self._is_said = True
@@ -89,7 +89,7 @@ class Restarted:
             "nothing_registered",
             rank=progress.rank,
             step=progress.position,
-            meaning=f"{meaning}; {told}" if told else meaning,
+            meaning=f"{meaning}; {change}" if change else meaning,
             fix=_FIX,
         )
 

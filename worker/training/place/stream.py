@@ -51,24 +51,24 @@ class _Pass(IterableDataset[Any]):
             if count >= self.first:
                 num_samples, mine = 0, rows[self.index :: self.num_workers]
                 if len(rows) < self.num_workers:
-                    place, num_samples = share_of_few(self.index, self.num_workers, len(rows))
-                    mine = [rows[place]]
+                    which, num_samples = share_of_few(self.index, self.num_workers, len(rows))
+                    mine = [rows[which]]
                 yield self.collate(mine), num_samples or len(mine)
             count += 1
         yield None, -count
 
     def _unions(self, size: int) -> Iterator[list[Any]]:
         """The samples of all workers at a step, drawn with a generator of the stream's own."""
-        own = torch.Generator().manual_seed(self.seed).get_state()
+        state = torch.Generator().manual_seed(self.seed).get_state()
         samples: Iterator[Any] | None = None
         while True:
             others = torch.get_rng_state()
-            torch.set_rng_state(own)
+            torch.set_rng_state(state)
             try:
                 samples = iter(self.stream) if samples is None else samples
                 rows = list(islice(samples, size))
             finally:
-                own = torch.get_rng_state()
+                state = torch.get_rng_state()
                 torch.set_rng_state(others)
             if rows:
                 yield rows
@@ -101,9 +101,9 @@ def streamed_batches(
             else:
                 num_batches = -num_samples
         if not num_batches:
-            what = "less than a batch for all workers" if drop_last else "no sample"
+            amount = "less than a batch for all workers" if drop_last else "no sample"
             raise UsageError(
-                f"{type(stream).__name__} gave {what} in epoch {epoch} of it (from 0)",
+                f"{type(stream).__name__} gave {amount} in epoch {epoch} of it (from 0)",
                 fix="let each iter() of it begin anew, with enough for all workers",
             )
         first = max(0, first - num_batches)

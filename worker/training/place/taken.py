@@ -111,7 +111,7 @@ class Taken:
         self._came = (0, 0)  # the epoch where this process began, and the place where that began
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """Batches of this rank that are behind it."""
         self._follow()
         return self._begins_at + self._num_taken
@@ -123,8 +123,8 @@ class Taken:
             self._num_starts = progress.num_starts
             self._go(progress.batches)
 
-    def _go(self, place: int) -> None:
-        self._begins_at, self._num_taken = place, 0
+    def _go(self, position: int) -> None:
+        self._begins_at, self._num_taken = position, 0
         self._num_moves += 1
         self._left.clear()
 
@@ -137,14 +137,14 @@ class Taken:
     @property
     def asked(self) -> int:
         """Batches of the epoch that are behind this rank, and those of loops that have ended."""
-        return self.place - self._epoch_at + sum(map(len, self._left))
+        return self.position - self._epoch_at + sum(map(len, self._left))
 
     def where(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
         """This rank's place in the data, at the beginning of a contribution or `num_passed` batches behind it."""
-        place = self.place + num_passed
+        position = self.position + num_passed
         if self.epoch is None:
-            return Position(step, local_steps, place)
-        return Position(step, local_steps, place, self.epoch, max(0, place - self._epoch_at))
+            return Position(step, local_steps, position)
+        return Position(step, local_steps, position, self.epoch, max(0, position - self._epoch_at))
 
     # ---- the script's own loop over epochs ----------------------------------------------------
 
@@ -165,7 +165,7 @@ class Taken:
 
     def go_back(self, position: Position) -> None:
         """A contribution that began there is to be computed once more."""
-        self._ends_at = self.place
+        self._ends_at = self.position
         self._go(position.batches)
         self._stand_in(
             position.epoch or 0, position.batches - position.epoch_batches if position.epoch is not None else 0
@@ -189,11 +189,11 @@ class Taken:
         """Of the script's loop, or of the next batch."""
         if self.epoch is not None:
             return self.epoch
-        return self.place // self.epoch_batches if self.epoch_batches else self._came[0]
+        return self.position // self.epoch_batches if self.epoch_batches else self._came[0]
 
     def go_on(self) -> None:
         """It has been computed; what comes next is where the run said."""
-        if self.place != self._ends_at:
+        if self.position != self._ends_at:
             self._go(self._ends_at)
 
     def is_through(self, hand: Hand) -> bool:
@@ -208,7 +208,7 @@ class Taken:
         """All batches of what is computed once more were asked for."""
         if not hand or not self._progress().is_replaying:
             return False
-        return self.place + sum(map(len, (*self._left, hand))) >= self._ends_at
+        return self.position + sum(map(len, (*self._left, hand))) >= self._ends_at
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -294,11 +294,11 @@ class Taken:
             self.run_steps = found
             if progress.total_steps is None:
                 progress.limit(found)
-        own, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
-        if own is not None and total is not None and own > total:
+        of_loop, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
+        if of_loop is not None and total is not None and of_loop > total:
             given = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
-            message = f"the run ends after {total} training steps ({given}), this script's loop would take {own}"
-            log.warning("cut_short", reason=message, fix=f"--steps {own}; or leave it out, and the loop decides")
+            message = f"the run ends after {total} training steps ({given}), this script's loop would take {of_loop}"
+            log.warning("cut_short", reason=message, fix=f"--steps {of_loop}; or leave it out, and the loop decides")
 
     def drop(self) -> bool:
         """Forget what was asked for before the run was known to end; False when that is nothing."""

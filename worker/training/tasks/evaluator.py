@@ -136,7 +136,7 @@ class EvaluatorSession(Session):
         return super().shard(dataset, batch_size, **options)
 
     def _evaluate(self) -> NoReturn:
-        self._place()
+        self._joined()
         assert self._tensors is not None
         interval = self.evaluation.every
         if interval is None or (interval.unit == "epochs" and not self._epoch_steps):

@@ -15,25 +15,25 @@ _FIX = "give the file that belongs to this model (--init), or leave it out"
 def load_weights(model: nn.Module, path: str) -> None:
     """Copy the tensors of a safetensors file into the model; dtypes may differ, names and shapes may not. What
     torch.compile and DistributedDataParallel put before names is left out. UsageError in one sentence."""
-    found, own = _read(path), named_tensors(model)
-    if not any(name.startswith("module.") for name in own):
+    found, tensors = _read(path), named_tensors(model)
+    if not any(name.startswith("module.") for name in tensors):
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    loaded = {id(own[name]) for name in found if name in own}  # of tied weights a file may have one name
+    loaded = {id(tensors[name]) for name in found if name in tensors}  # of tied weights a file may have one name
     shapes = [
         f"'{name}' is {list(found[name].shape)} there and {list(tensor.shape)} here"
-        for name, tensor in own.items()
+        for name, tensor in tensors.items()
         if name in found and found[name].shape != tensor.shape
     ]
     wrong = [
-        *_told("it lacks", [repr(name) for name, tensor in own.items() if id(tensor) not in loaded]),
-        *_told("the model has no", [repr(name) for name in found if name not in own]),
+        *_told("it lacks", [repr(name) for name, tensor in tensors.items() if id(tensor) not in loaded]),
+        *_told("the model has no", [repr(name) for name in found if name not in tensors]),
         *_told("", shapes),
     ]
     if wrong:
         raise UsageError(f"--init {path} does not fit the model: {'; '.join(wrong)}", fix=_FIX)
     with torch.no_grad():
         for name, tensor in found.items():
-            own[name].copy_(tensor)
+            tensors[name].copy_(tensor)
 
 
 def _read(path: str) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def _read(path: str) -> dict[str, torch.Tensor]:
         ) from None
 
 
-def _told(what: str, names: list[str]) -> list[str]:
+def _told(problem: str, names: list[str]) -> list[str]:
     """As one phrase; none of no names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what} {', '.join(names[:_SHOWN])}{more}".strip()] if names else []
+    return [f"{problem} {', '.join(names[:_SHOWN])}{more}".strip()] if names else []
