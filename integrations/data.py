@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import UsageError
 from ..common.reporting.log import get_logger
-from ..worker.training.data import draw
 from ..worker.training.session import Session
 
 log = get_logger()
@@ -83,10 +83,16 @@ class RankSampler(Sampler[int]):
 
     def _draw(self, epoch: int) -> list[int]:
         """The same on all ranks, whatever each has seeded and drawn before."""
-        seed = self._session.settings.seed
+        seed = self._session.settings.seed + epoch
+        if hasattr(self._base, "set_epoch"):
+            self._base.set_epoch(epoch)
+        if isinstance(generator := getattr(self._base, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
         if hasattr(self._base, "initial_seed"):  # Accelerate's: seeds itself with this + epoch
-            self._base.initial_seed = seed
-        return draw(self._base, seed, epoch)
+            self._base.initial_seed = self._session.settings.seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return list(self._base)
 
 
 def say_clipping(session: Session, setting: str) -> None:

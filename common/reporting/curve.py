@@ -6,15 +6,12 @@ import csv
 import io
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from ..config.conditions import condition
 from ..wire.json_text import to_json
-
-if TYPE_CHECKING:
-    from .status import Measured
 
 TRAINED = "train_loss"  # the metric of training itself, where nothing was evaluated
 _MOST_TRAINED = 1_000  # points of it; from twice as many on every second one goes
@@ -107,8 +104,11 @@ class Curve:
             self.points, self.best, self._num_worse = [], None, 0
 
 
-def add_trained(points: list[Point], status: Measured) -> None:
-    """Add the training loss of one more status. A run that went back loses the points beyond."""
+def add_trained(points: list[Point], status: Any) -> None:
+    """Add the training loss of one more `Status`, or row of the run store.
+
+    A run that went back to a snapshot loses its points beyond.
+    """
     while points and points[-1].step > status.step:
         points.pop()
     if status.loss is None or (points and points[-1].step == status.step):

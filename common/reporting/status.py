@@ -32,8 +32,8 @@ class Measured(BaseModel):
 
     @classmethod
     def declared_metrics(cls) -> list[Metric]:
-        """The metrics that such a record has."""
-        raise NotImplementedError
+        """The metrics that such a record has: those of a run at one moment."""
+        return [metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.STATUS]
 
     def parts(self) -> list[WorkerStatus]:
         """The workers whose metrics add up to those of this record."""
@@ -92,10 +92,6 @@ class Status(Measured):
     left_out: int = 0  # ranks that are not among them
     versions: list[int] = Field(default_factory=list)  # of each shard, where there are several
     shard_bytes: list[int] = Field(default_factory=list)  # memory of each shard
-
-    @classmethod
-    def declared_metrics(cls) -> list[Metric]:
-        return [metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.STATUS]
 
     def parts(self) -> list[WorkerStatus]:
         return self.workers

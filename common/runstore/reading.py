@@ -25,8 +25,7 @@ from pydantic import Field, ValidationError
 from ..errors import UsageError
 from ..reporting.curve import MetricValue
 from ..reporting.happenings import event
-from ..reporting.metrics import Metric
-from ..reporting.status import Measured, Status, WorkerStatus
+from ..reporting.status import Measured, WorkerStatus
 from ..reporting.summary import Summary
 from ..reporting.view import EvaluatedPoint, Event, Snapshot
 from ..wire.json_text import read_json
@@ -59,10 +58,6 @@ class StoredRun(Measured):
     waiting: str = ""
     metrics: dict[str, MetricValue] = Field(default_factory=dict)  # final, or of the newest evaluation
 
-    @classmethod
-    def declared_metrics(cls) -> list[Metric]:
-        return Status.declared_metrics()
-
     @property
     def label(self) -> str:
         """For people."""
@@ -81,10 +76,6 @@ class SeriesPoint(Measured):
     tick: int
     at: float
     waiting: str
-
-    @classmethod
-    def declared_metrics(cls) -> list[Metric]:
-        return Status.declared_metrics()
 
 
 class WorkerPoint(WorkerStatus):

@@ -103,7 +103,7 @@ class OneSession(Session):
         slowdown = Slowdown(SlowdownConfig(), 0, 0)
         self.opt = ExchangeOptimizer(inner, Steps(strategy, slowdown, self.taken, self._memory))  # type: ignore[arg-type]
 
-    def _place(self) -> Any:
+    def _joined(self) -> Any:
         return lambda: self.strategy.progress, self.taken
 
     @property

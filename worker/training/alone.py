@@ -296,29 +296,25 @@ def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
 def write_alone(session: AloneSession, config: Config) -> None:
     """Save weights and summary where the configuration says; show or log the summary. A signal waits meanwhile."""
     with uninterrupted:
-        _write_alone(session, config)
-
-
-def _write_alone(session: AloneSession, config: Config) -> None:
-    model_tensors = session.tensors()
-    if session.metrics and session.curve.points:
-        session.measured(session.metrics, model_tensors)
-    steps, samples = session.num_steps, session.known_samples
-    first, last = session.stepped_at
-    wall_s = max(0.0, last - session.started_at)  # as a server's: from the first weights to the last training step
-    worker = WorkerStatus(
-        rank=0, training_steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3)
-    )
-    summary = Summary(
-        mode="single", version=session.num_steps, wall_s=round(wall_s, 3),
-        ended_by=session.ended_by, final=session.metrics, workers=[worker], curve=session.curve.points,
-        best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
-        steady_samples=session.num_samples - session.first_samples, steady_steps=max(0, steps - 1),
-    )  # fmt: skip
-    if (rate := config.cost.rate) is not None:
-        summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
-    session.summary = summary
-    tensors = {}
-    if config.output.save is not None:
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
-    write_results(config, summary, tensors, {"mode": "single", "version": str(session.num_steps)})
+        model_tensors = session.tensors()
+        if session.metrics and session.curve.points:
+            session.measured(session.metrics, model_tensors)
+        steps, samples = session.num_steps, session.known_samples
+        first, last = session.stepped_at
+        wall_s = max(0.0, last - session.started_at)  # as a server's: from the first weights to the last training step
+        worker = WorkerStatus(
+            rank=0, training_steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3)
+        )
+        summary = Summary(
+            mode="single", version=session.num_steps, wall_s=round(wall_s, 3),
+            ended_by=session.ended_by, final=session.metrics, workers=[worker], curve=session.curve.points,
+            best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
+            steady_samples=session.num_samples - session.first_samples, steady_steps=max(0, steps - 1),
+        )  # fmt: skip
+        if (rate := config.cost.rate) is not None:
+            summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
+        session.summary = summary
+        tensors = {}
+        if config.output.save is not None:
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
+        write_results(config, summary, tensors, {"mode": "single", "version": str(session.num_steps)})

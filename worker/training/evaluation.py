@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from ...common.config.conditions import Every, every
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ..session import Progress
+from .place.memory import Generators
 from .place.taken import Taken
 
 log = get_logger()
@@ -102,16 +101,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; modes, buffers and generators are as they were afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    numpy, drawn = sys.modules.get("numpy"), random.getstate()
-    drawn_by_numpy = numpy.random.get_state() if numpy is not None else None
+    generators = Generators()
+    drawn = generators.state_dict()
     model.eval()
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
+        yield
     finally:
-        random.setstate(drawn)
-        if numpy is not None:
-            numpy.random.set_state(drawn_by_numpy)
+        generators.load_state_dict(drawn)
         for module, training in modes:
             module.training = training
         with torch.no_grad():

@@ -73,13 +73,14 @@ class Rows:
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(ids, gradients) since the last time, on the CPU, each row once; None where there are none."""
-        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
+        found = self._summed()
         self.drop()
-        if not parts:
-            return None
-        ids, gradients = summed(parts)
-        self.num_sent += ids.nbytes + gradients.nbytes
-        return ids, gradients
+        self.num_sent += sum(tensor.nbytes for tensor in found or ())
+        return found
+
+    def _summed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
+        return summed(parts) if parts else None
 
     @property
     def is_used(self) -> bool:
@@ -88,10 +89,9 @@ class Rows:
 
     def gathered(self) -> list[torch.Tensor]:
         """Gradients since the last step, each row's once, to be changed in place."""
-        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
-        if not parts:
+        if (found := self._summed()) is None:
             return []
-        ids, gradients = summed(parts)
+        ids, gradients = found
         leaf = torch.empty_like(gradients)
         leaf.grad = gradients
         self._used = {id(leaf): (ids, leaf)}

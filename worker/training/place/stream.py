@@ -62,14 +62,11 @@ class _Pass(IterableDataset[Any]):
         state = torch.Generator().manual_seed(self.seed).get_state()
         samples: Iterator[Any] | None = None
         while True:
-            others = torch.get_rng_state()
-            torch.set_rng_state(state)
-            try:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state)
                 samples = iter(self.stream) if samples is None else samples
                 rows = list(islice(samples, size))
-            finally:
                 state = torch.get_rng_state()
-                torch.set_rng_state(others)
             if rows:
                 yield rows
             if len(rows) < size:
