@@ -99,7 +99,7 @@ def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken
     flags = ("--mode", *mode.split(), "--workers", "2", "--steps", "20", *SNAPSHOTS)
     server = cluster.server(*flags)
     gate = (str(cluster.folder / "go"), "12")
-    nan = "" if "delayed_update" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
+    nan = "" if "delayed-update" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
     scripts = [cluster.script(rank, COUNTED, "20", *gate, NAN=nan) for rank in range(2)]
     at_gates(scripts)
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
