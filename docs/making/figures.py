@@ -2,8 +2,8 @@
 
     make docs-figures          all of docs/figures/*.svg again
 
-One picture for each mode: a row for each worker, with its computing, its transfers, and where the mode holds it. The
-number in a box is how many versions late that gradient was when it was applied; a line down the rows is a new version.
+One picture for each mode. A row is a worker: its computing, transfers and waits. The number in a box is how many
+versions late that gradient was when it was applied. A line down the rows is a new version.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.pictures import svg
+from paramserver.common.wire.records import Outcome
 from paramserver.ps.core import effects
 from paramserver.simulate.plan import Flags, alone, resolve, worlds
 from paramserver.simulate.run.simulation import Simulation
@@ -57,18 +58,20 @@ class Watched(Simulation):
         self.spans.append(("c", worker.rank, self.now - worker.computed_s, self.now, ""))
         super()._computed(worker, told)
 
-    def _account(self, worker: Worker, reply: effects.Reply) -> None:
-        half_s = (self.now - worker.sent_at - reply.gate_wait_s) / 2
-        held = worker.sent_at + half_s
+    def _account(self, worker: Worker, reply: effects.SendReply) -> None:
+        result = reply.reply.result
+        transfer_s = (self.now - worker.sent_at - result.gate_wait_s) / 2  # one way
+        arrived_at = worker.sent_at + transfer_s
+        replied_at = arrived_at + result.gate_wait_s
         self.spans += [
-            ("t", worker.rank, worker.sent_at, held, ""),
-            ("w", worker.rank, held, held + reply.gate_wait_s, ""),
-            ("t", worker.rank, held + reply.gate_wait_s, self.now, ""),
+            ("t", worker.rank, worker.sent_at, arrived_at, ""),
+            ("w", worker.rank, arrived_at, replied_at, ""),
+            ("t", worker.rank, replied_at, self.now, ""),
         ]
-        if reply.outcome == "APPLIED":
-            own = max(i for i, (kind, rank, *_) in enumerate(self.spans) if (kind, rank) == ("c", worker.rank))
-            kind, rank, begun, ended, _ = self.spans[own]
-            self.spans[own] = (kind, rank, begun, ended, str(reply.staleness))
+        if result.outcome is Outcome.APPLIED:
+            computed = max(i for i, (kind, rank, *_) in enumerate(self.spans) if (kind, rank) == ("c", worker.rank))
+            kind, rank, begun, ended, _ = self.spans[computed]
+            self.spans[computed] = (kind, rank, begun, ended, str(result.staleness))
         super()._account(worker, reply)
 
     def _commit(self, commit: effects.Commit) -> None:
@@ -107,7 +110,7 @@ def timeline(title: str, runs: list[Watched], names: list[str]) -> str:
 
 def _legend(top: int) -> str:
     shown, x = "", _LEFT
-    for kind, name in (("c", "computing"), ("t", "transfer"), ("w", "held by the mode")):
+    for kind, name in (("c", "computing"), ("t", "transfer"), ("w", "waiting")):
         shown += f'<rect class="{kind}" x="{x}" y="{top}" width="14" height="14"/><text x="{x + 20}" y="{top + 12}">'
         shown, x = f"{shown}{name}</text>", x + 130
     return f'{shown}<text x="{x}" y="{top + 12}">dashed: a new version; 0 to {SHOWN_S:g} s</text>'
