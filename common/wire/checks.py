@@ -268,11 +268,8 @@ _OF_CONTRIBUTION = operator.attrgetter(
     "payload.codec", "timing.compute_s", "timing.transfer_s", "training.clip_norm", "counts.num_samples",
     "seq", "base.version", "counts.num_batches", "completion.generation", "completion.peer_bytes",
 )  # fmt: skip
-_OF_REPLY = operator.attrgetter(
-    "result.outcome", "result.gate_wait_s", "next_work.num_workers", "next_work.worker_index",
-    "next_work.same_batches_as", "weights.codec", "result.seq", "result.version", "next_work.training_steps",
-    "next_work.run_steps", "weights.num_bytes", "weights.reference.number",
-)  # fmt: skip
+_OF_RESULT = operator.attrgetter("outcome", "gate_wait_s", "seq", "version")
+_OF_NEXT_WORK = operator.attrgetter("num_workers", "worker_index", "same_batches_as", "training_steps", "run_steps")
 
 _START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # looked up once: it costs as much as all the rest
 
@@ -293,17 +290,21 @@ def _is_sound_contribution(contribution: pb.Contribution) -> bool:
 
 
 def _is_sound_reply(reply: pb.Reply) -> bool:
-    outcome, gate_wait_s, num_workers, worker_index, other, codec, *counts = _OF_REPLY(reply)
+    has = reply.HasField
+    if has("group") or has("start"):
+        return False
+    outcome, gate_wait_s, seq, version = _OF_RESULT(reply.result)
+    num_workers, worker_index, other, training_steps, run_steps = _OF_NEXT_WORK(reply.next_work)
+    if has("weights"):
+        weights = reply.weights
+        if weights.codec or weights.num_bytes > MAX_COUNT or weights.HasField("reference"):
+            return False
     return (
         _START < outcome <= _REJECTED
         and 0 <= gate_wait_s <= _MAX_SECONDS
         and worker_index < num_workers <= MAX_RANK
         and other < MAX_RANK
-        and max(counts) <= MAX_COUNT
-        and len(codec) <= MAX_NAME
-        and codec.isprintable()
-        and not reply.HasField("group")
-        and not reply.HasField("start")
+        and max(seq, version, training_steps, run_steps) <= MAX_COUNT
     )
 
 
