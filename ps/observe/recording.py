@@ -1,4 +1,4 @@
-"""Keeps the run in the run store (`common/runstore`), for `ps-runs` and the page: a tick at a time."""
+"""Records the run in the run store (`common/runstore`), for `ps-runs` and the dashboard: a tick at a time."""
 
 from __future__ import annotations
 
