@@ -29,7 +29,7 @@ STEP = f"() => Number({_TEXT}?.split('/')[0].replace(/,/g, ''))"
 
 def opened(tab: Callable[..., Tab], server: Process, **options: Any) -> Tab:
     shown = tab(**options)
-    shown.page.goto(f"{server.event('page')['url']}?token={TOKEN}")
+    shown.page.goto(f"{server.event('dashboard')['url']}?token={TOKEN}")
     shown.page.locator("#connection[data-state=live]").wait_for()
     return shown
 
