@@ -87,7 +87,6 @@ TENSOR_WORK = [
     "worker/training/tasks/loading.py",
     "worker/trainer.py",
     "worker/tensors/transfer.py",
-    "worker/tensors/side_stream.py",
     "worker/tensors/staged.py",
     "worker/training/data.py",
     "worker/training/optimizer.py",
@@ -111,14 +110,15 @@ WIRE_USERS = {
     "ps/shards/attend.py",
     "ps/shards/link.py",
     "ps/shards/gather.py",
-    "worker/conversation/client.py",
+    "worker/conversation/channel.py",
     "worker/conversation/heartbeat.py",
-    "worker/conversation/security.py",
+    "worker/conversation/membership.py",
+    "worker/conversation/rpc_client.py",
+    "worker/conversation/shard.py",
+    "worker/conversation/stream_client.py",
     "worker/conversation/messages.py",
-    "worker/transports/base.py",
-    "worker/transports/choice.py",
+    "worker/transports/transport.py",
     "worker/transports/partial_transfer.py",
-    "worker/transports/shared.py",
     "worker/transports/up.py",
     "common/wire/checks.py",
     "common/wire/frames.py",
@@ -137,9 +137,7 @@ GRPC_USERS = WIRE_USERS - {
     "ps/wire/attachments.py",
     "ps/wire/partial_transfers.py",
     "worker/transports/partial_transfer.py",
-    "worker/transports/base.py",
-    "worker/transports/choice.py",
-    "worker/transports/shared.py",
+    "worker/transports/transport.py",
     "worker/transports/up.py",
     "common/wire/checks.py",
     "common/wire/frames.py",
@@ -359,7 +357,9 @@ def test_common_code_belongs_to_nobody() -> None:
     assert breaches(in_folder("common"), {"paramserver.ps", "paramserver.worker", *OUTSIDE}) == {}
 
 
-@pytest.mark.parametrize("name", ["ps/wire/conversation.py", "ps/wire/receiver.py", "worker/conversation/client.py"])
+@pytest.mark.parametrize(
+    "name", ["ps/wire/conversation.py", "ps/wire/receiver.py", "worker/conversation/stream_client.py"]
+)
 def test_translators_know_no_policy(name: str) -> None:
     """They may name the facts of a contribution, not look into a mode."""
     allowed = {"paramserver.ps.policies.base", "paramserver.ps.policies.base.Contribution"}

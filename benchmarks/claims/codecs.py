@@ -148,7 +148,7 @@ def run(
         for (_, view), tensor in zip(layout.views(mean.view(torch.uint8)), tensors.tensors, strict=True):
             tensor.grad = view
         back.give_back(weights)
-        for group, said in zip(server.param_groups, ways[0].encoding.told(tuple(begun)), strict=True):
+        for group, said in zip(server.param_groups, ways[0].encoding.prepared(tuple(begun)), strict=True):
             apply_hyperparameters(group, said)
         server.step()
         if lose_every and step % lose_every == lose_every - 1:

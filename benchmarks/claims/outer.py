@@ -36,9 +36,7 @@ from ...ps.tensors.store import Step, Store
 from ...worker.tasks.base import Task
 from ...worker.tasks.digits import Digits
 from ...worker.tasks.gpt import Gpt
-from ...worker.tensors.anchor import Anchor
-from ...worker.tensors.fragments import Fragments
-from ...worker.tensors.overlap import Merge, Overlap
+from ...worker.tensors.local_steps import Anchor, Merge, Overlap
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from .codecs import Way, codec_of, num_framed
 
@@ -105,13 +103,13 @@ class Worker:
         self._task, self._num_steps = task, num_steps
         self.tensors = ModelTensors(self.net)
         self._num_fragments = num = asked.options.get("fragments", 1)
-        self._fragments, self._overlap = None, None
-        if asked.options.get("delayed_update"):
+        self._overlap, self._merge = None, Merge()
+        self._is_delayed = bool(asked.options.get("delayed_update"))
+        if self._is_delayed:
             self._merge = Merge(asked.options["merge"], 0.5, asked.options["overlap_steps"])
+        if self._is_delayed or num > 1:
             self._overlap = Overlap(self.tensors, num, self._merge)
-        elif num > 1:
-            self._fragments = Fragments(self.tensors, num)
-        self._anchor = self._overlap or self._fragments or Anchor(self.tensors)
+        self._anchor = self._overlap or Anchor(self.tensors)
         self.transfer = DirectTransfer(self.tensors)
         self._received: list[torch.Tensor] = []  # and not merged
         self._since = 0  # local steps since then
@@ -146,10 +144,10 @@ class Worker:
 
     def measure(self) -> None:
         self._merge_received()
-        if (parts := self._overlap or self._fragments) is not None:
+        if self._overlap is not None:
             chosen = None if self.taken == self._num_steps else self.version % self._num_fragments
             specs = self.tensors.layout.specs
-            self.without = frozenset(specs[place].name for place in parts.choose(chosen))
+            self.without = frozenset(specs[place].name for place in self._overlap.choose(chosen))
         self._anchor.measure()
         self.payload = self.way.encode(self.transfer, self.without)
         if self._overlap is not None:
@@ -160,9 +158,9 @@ class Worker:
         received = [view for _, view in self.tensors.layout.views(weights)]
         if self._overlap is not None and version:
             self._received, self._since, self.version = [view.clone() for view in received], 0, version
+            if not self._is_delayed:
+                self._merge_received()
             return
-        if self._fragments is not None:
-            self._fragments.replied(version > 0)
         self.show(received)
         self._anchor.note()
         self.version = version

@@ -21,7 +21,7 @@ class Watch:
 
     def __init__(self, session: Any) -> None:
         self.last: Moments | None = None
-        exchange, shard = session._exchange, session._exchange._shards[0]
+        exchange, shard = session._exchange, session._exchange.shards.first
         contribute, send, receive = exchange.contribute, shard.contribute, shard.receive
         sent = replied = 0.0
 

@@ -40,7 +40,7 @@ class JoinedWorker:
     @property
     def transport(self) -> str:
         """The transport in use, by its name in `worker.transports`."""
-        return str(self.session._exchange.transport).removesuffix(" memory")
+        return str(self.session._exchange.shards.transport).removesuffix(" memory")
 
     def renew_gradients(self) -> None:
         """As a backward leaves them that made new ones: in memory of their own, not where they were sent from."""

@@ -66,7 +66,7 @@ class Turns:
     def __init__(self, session: Any, optimizer: Any, seconds: float) -> None:
         self.session, self._optimizer, self._seconds = session, optimizer, seconds
         self.exchange = session._exchange
-        self.ask = self.exchange._shards[0].client.status
+        self.ask = self.exchange.shards.first.rpc.status
         self.phase = 0  # the current one
 
     def wait(self, in_turn: bool) -> None:
@@ -115,12 +115,12 @@ def one_round(turns: Turns, number: int, transports: list[str]) -> None:
     for transport in transports:
         turns.wait(in_turn=True)
         turns.exchange.use_transports(tuple(dict.fromkeys((transport, "grpc"))))
-        given = _NAMES.get(turns.exchange.transport, turns.exchange.transport)
+        given = _NAMES.get(turns.exchange.shards.transport, turns.exchange.shards.transport)
         trips = turns.trips()
         up_s, both_s = turns.measured()
         if given == transport:
             best = min(best, (both_s, transport))
-        reason = turns.exchange._shards[0].transports.reason
+        reason = turns.exchange.shards.first.transports.reason
         say(session, "transport", round=number, transport=transport, given=given, reason=reason, up_s=up_s,
             both_s=both_s, trip_s=statistics.median(trips), trip_p99_s=trips[int(0.99 * len(trips))])  # fmt: skip
     turns.wait(in_turn=False)

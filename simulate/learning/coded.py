@@ -52,7 +52,7 @@ class Up:
 
     def hyperparameters(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
         """Returns the hyperparameters as they are sent with a contribution."""
-        return self._encoding.told(tuple(groups))
+        return self._encoding.prepared(tuple(groups))
 
     def replied(self, reply: effects.SendReply, is_work: bool) -> None:
         """Handle the outcome of the newest contribution. `is_work`: the next one includes it if it was dropped."""

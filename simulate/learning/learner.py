@@ -34,7 +34,7 @@ from ...ps.engine.modes import make_policy
 from ...ps.tensors.model import Model
 from ...ps.tensors.thread import TensorThread
 from ...worker.tasks.base import Task
-from ...worker.tensors.anchor import Anchor
+from ...worker.tensors.local_steps import Anchor
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from ...worker.training.data import Shares, seed_everything, sharded_batches, step_seed
 from ...worker.training.tasks.loading import load_task

@@ -58,9 +58,9 @@ def test_a_name_of_ones_own():
 
 
 def test_the_rule_travels_is_part_of_the_fingerprint_and_divides_runs():
-    specs = [spec for spec in ModelTensors.of(Own(), (), ["mean"]).layout.specs if spec.kind is Kind.BUFFER]
+    specs = [spec for spec in ModelTensors(Own(), (), ["mean"]).layout.specs if spec.kind is Kind.BUFFER]
     assert [spec.averaged for spec in specs] == [True, False]
-    named, plain = ModelTensors.of(Own(), (), ["mean"]).layout, ModelTensors(Own()).layout
+    named, plain = ModelTensors(Own(), (), ["mean"]).layout, ModelTensors(Own()).layout
     assert layout_from_proto(layout_to_proto(named)).fingerprint == named.fingerprint != plain.fingerprint
     (line,) = named.differences(plain)
     assert line.startswith(

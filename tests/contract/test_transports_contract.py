@@ -30,10 +30,8 @@ from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.codec_memory import CodecMemory
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.base import Transport
-from paramserver.worker.transports.direct import DirectTransport
 from paramserver.worker.transports.down import Down
-from paramserver.worker.transports.shared import SharedTransport
+from paramserver.worker.transports.transport import DirectTransport, SharedTransport, Transport
 from paramserver.worker.transports.up import Up
 
 from ..records import contribution_of

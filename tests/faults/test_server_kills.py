@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.worker.conversation.client import Client
+from paramserver.worker.conversation.channel import Channel
+from paramserver.worker.conversation.rpc_client import RpcClient
 
 PADDING = 1_000_000  # floats: a snapshot of 4 MB, which takes longer to write than a step to make
 STEPS = 100
@@ -136,15 +137,15 @@ def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
     server = job.serve("async", 1, STEPS, *flags, "--listen", job.address)
     job.until(lambda: len(job.history.lines("start")) > num_starts, "start")
     start = job.history.lines("start")[-1]
-    client = Client(job.address)
+    channel = Channel(job.address)
     pulled = bytearray()
 
     def write(offset: int, data: memoryview) -> None:
         assert offset <= len(pulled)
         pulled[offset : offset + len(data)] = data
 
-    assert client.pull(False, write) == start["version"]
-    client.close()
+    assert RpcClient(channel).pull(False, write) == start["version"]
+    channel.close()
     saved = load_file(job.folder / start["source"] / "weights.safetensors")
     payload = b"".join(saved[name].numpy().tobytes() for name in ("seen", "padding"))
     assert bytes(pulled[: len(payload)]) == payload

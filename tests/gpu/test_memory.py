@@ -8,8 +8,7 @@ from torch import nn
 
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import new_payload
-from paramserver.worker.tensors.pinned import PinnedMemory
-from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
+from paramserver.worker.tensors.staged import PinnedMemory, StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
 pytestmark = pytest.mark.gpu

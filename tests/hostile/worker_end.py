@@ -16,8 +16,8 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, Tabl
 from paramserver.common.wire.frames import message_frames
 from paramserver.common.wire.protocol import layout_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation import client, exchange
-from paramserver.worker.conversation.client import Lost
+from paramserver.worker.conversation import channel, membership
+from paramserver.worker.conversation.channel import Lost
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.messages import Outgoing, read_settings
 from paramserver.worker.tensors.transfer import ModelTensors
@@ -91,9 +91,9 @@ class WorkerEnd:
         self._optimizer = OptimizerSpec("SGD", (GroupSpec(tuple(self._model.names.values()), {"lr": 0.1}),))
         self._script: list[bytes] = []
         self._patches = [
-            mock.patch.object(client, "open_channel", self._channel),
-            mock.patch.object(client, "wait_until_ready", return_value=True),
-            mock.patch.object(exchange.Heartbeat, "start"),
+            mock.patch.object(channel, "open_channel", self._channel),
+            mock.patch.object(channel, "wait_until_ready", return_value=True),
+            mock.patch.object(membership.Heartbeat, "start"),
         ]
 
     def _channel(self, *_: object) -> Channel:
@@ -221,14 +221,14 @@ class WorkerEnd:
         self._say(hostile, self._snapshot(num_bytes), num_bytes)
         try:
             if hostile.random.random() < 0.5:
-                found.pull_averaged(self._model)
+                found.shards.pull_averaged(self._model)
             else:
                 target = bytearray(num_bytes)
 
                 def write(offset: int, data: memoryview) -> None:
                     target[offset : offset + len(data)] = data
 
-                found._shards[0].client.pull_to_evaluate(None, num_bytes, write)
+                found.shards.first.rpc.pull_to_evaluate(None, num_bytes, write)
         finally:
             found.drop()
 
@@ -242,7 +242,7 @@ class WorkerEnd:
 
     def _rows(self, hostile: Hostile) -> None:
         found = self._begun()
-        shard = found._shards[0]
+        shard = found.shards.first
         shard.tables = (ROWS,)
         reply = pb.RowsReply(rows=bytes(2 * ROWS.row_bytes))
         if hostile.random.random() < 0.7:
@@ -251,7 +251,7 @@ class WorkerEnd:
         try:
             shard.pull_rows(0, torch.tensor([3, 5]))()
             self._script.append(reply.SerializeToString())
-            shard.client.shard_addresses("run")
+            shard.rpc.shard_addresses("run")
         finally:
             found.drop()
 
@@ -261,7 +261,7 @@ class WorkerEnd:
         hostile.spoil(reply)
         self._script.append(reply.SerializeToString())
         try:
-            read_settings(found._shards[0].client.status().settings)
+            read_settings(found.shards.first.rpc.status().settings)
         finally:
             found.drop()
 

@@ -14,7 +14,7 @@ from paramserver.common.registry import CODECS
 from paramserver.common.tensors.sharding import divide
 from paramserver.tests.cluster import Cluster, at_gates
 from paramserver.tests.loopback.scripts import outer
-from paramserver.worker.tensors.fragments import divided
+from paramserver.worker.tensors.local_steps import fragments_of
 from paramserver.worker.tensors.transfer import ModelTensors
 
 STEPS, LR, MOMENTUM, ALPHA = 28, 0.7, 0.5, 0.5
@@ -58,7 +58,7 @@ def reference(
     made = {rank: outer.make(inner) for ranks in begins.values() for rank in ranks}
     local = {rank: {name: item.data for name, item in model.named_parameters()} for rank, (model, _) in made.items()}
     first = ModelTensors(made[0][0]).layout.entries
-    of = dict(zip([entry.spec.name for entry in first], divided(first, num), strict=True))
+    of = dict(zip([entry.spec.name for entry in first], fragments_of(first, num), strict=True))
     theta = {name: item.clone() for name, item in local[0].items()}
     buffer = {name: torch.zeros_like(item) for name, item in theta.items()}
     given: dict[str, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from paramserver.common.wire.protocol import SERVICE
 from paramserver.launch.certs.authority import issue
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
-from paramserver.worker.conversation.security import open_channel
+from paramserver.worker.conversation.channel import open_channel
 
 from ..certificates import certs, flags, load, secured, write
 

@@ -12,7 +12,7 @@ from paramserver.common.security import Credentials
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.ps.shards.messages import LINES, Register
-from paramserver.worker.conversation.security import open_channel
+from paramserver.worker.conversation.channel import open_channel
 
 from ..certificates import certs, flags, secured
 

@@ -24,12 +24,12 @@ def start(cluster, num_workers, steps, *arguments, zero=1, copies=2):
 
 DYING = """
     if session.rank == 2:
-        strategy = optimizer._steps.strategy
-        def dying(spread=strategy._spread):
+        transfer = optimizer._steps.strategy._transfer
+        def dying(spread=transfer.spread):
             if optimizer.progress.num_counted == 8:  # the eighth counts, and others wait for what has been stepped here
                 os.kill(os.getpid(), 9)
             spread()
-        strategy._spread = dying
+        transfer.spread = dying
     while not session.is_done:
 """
 

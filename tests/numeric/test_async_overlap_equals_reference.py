@@ -24,7 +24,7 @@ from paramserver.tests.numeric.test_diloco_equals_reference import (
 )
 from paramserver.tests.numeric.test_diloco_equals_reference import THREE as SIZES
 from paramserver.worker.session import Progress
-from paramserver.worker.tensors.overlap import Merge
+from paramserver.worker.tensors.local_steps import Merge
 
 from ..records import contribution_of, reply_of
 

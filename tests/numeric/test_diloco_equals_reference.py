@@ -24,9 +24,7 @@ from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.worker.strategies.shadow import Shadow
-from paramserver.worker.tensors.anchor import Anchor
-from paramserver.worker.tensors.fragments import Fragments, divided
-from paramserver.worker.tensors.overlap import Merge, Overlap
+from paramserver.worker.tensors.local_steps import Anchor, Merge, Overlap, fragments_of
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 from ..records import contribution_of
@@ -53,9 +51,9 @@ def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, si
     optimizer.step()
 
 
-def fragments_of(num: int) -> dict[str, int]:
+def names_of_fragments(num: int) -> dict[str, int]:
     entries = ModelTensors(make_model()).layout.entries
-    return dict(zip([entry.spec.name for entry in entries], divided(entries, num), strict=True))
+    return dict(zip([entry.spec.name for entry in entries], fragments_of(entries, num), strict=True))
 
 
 def reference(
@@ -70,7 +68,7 @@ def reference(
     buffer = {name: torch.zeros_like(item) for name, item in theta.items()}
     anchors = [{name: item.clone() for name, item in theta.items()} for _ in sizes]
     sent: list[Tensors] = [{} for _ in sizes]
-    of, since = fragments_of(num), 0
+    of, since = names_of_fragments(num), 0
     for step in range(steps):
         for rank, size in enumerate(sizes):
             local_step(models[rank], optimizers[rank], rank, size, step)
@@ -104,13 +102,15 @@ def reference(
 
 
 class Worker:
-    """Waits for its exchanges, of the whole model or of one of `num` fragments."""
+    """Waits for its exchanges of the whole model."""
 
-    def __init__(self, inner: str = "adamw", num: int = 0) -> None:
+    anchor: Anchor
+
+    def __init__(self, inner: str = "adamw") -> None:
         self.model = make_model()
         self.optimizer = INNER[inner](self.model)
         self.tensors = ModelTensors(self.model)
-        self.anchor = Fragments(self.tensors, num) if num else Anchor(self.tensors)
+        self.anchor = Anchor(self.tensors)
         self.transfer = DirectTransfer(self.tensors)
         self.without = frozenset[str]()
 
@@ -118,7 +118,7 @@ class Worker:
         self.anchor.measure()
 
     def delta(self, fragment: int | None = None) -> torch.Tensor:
-        if isinstance(self.anchor, Fragments | Overlap):
+        if isinstance(self.anchor, Overlap):
             specs = self.tensors.layout.specs
             self.without = frozenset(specs[position].name for position in self.anchor.choose(fragment))
         self.depart()
@@ -130,8 +130,6 @@ class Worker:
         self.transfer.finish_write(len(weights))
 
     def receive(self, weights: torch.Tensor) -> None:
-        if isinstance(self.anchor, Fragments):
-            self.anchor.replied(True)
         self.write(weights)
         self.anchor.note()
 
@@ -157,6 +155,17 @@ class Overlapping(Worker):
 
     def merge(self) -> None:
         self.anchor.merge(self.shadow.tensors)
+
+
+class Streaming(Overlapping):
+    """What `Overlapped` does where it waits for each fragment's exchange."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num, Merge())
+
+    def receive(self, weights: torch.Tensor) -> None:
+        super().receive(weights)
+        self.merge()
 
 
 def store_of(worker: Worker, policy: Policy, **options: Any) -> Store:
@@ -293,7 +302,7 @@ def test_sparse_goes_without_momentum_unless_it_is_asked_for(codec, told, moment
 @pytest.mark.parametrize(("num", "momentum"), [(1, 0.5), (2, 0.0), (2, 0.5), (3, 0.9)])
 def test_each_fragment_is_stepped_when_its_turn_comes(sizes, num, momentum):
     policy = policy_for(len(sizes), 6, 27, outer_momentum=momentum, outer_lr=0.7, fragments=num)
-    store = ours(sizes, 27, policy, [Worker(num=num) for _ in sizes], num)
+    store = ours(sizes, 27, policy, [Streaming(num) for _ in sizes], num)
     assert_same(store.tensors(), reference(sizes, 27, 6, 0.7, momentum, num=num))
     if num > 1:
         assert store.direction is not None and store.direction.cosine is not None
@@ -309,36 +318,35 @@ def test_layers_are_dealt_out_and_what_is_large_lies_apart():
         }
     )
     entries = ModelTensors(model).layout.entries
-    found = dict(zip([entry.spec.name for entry in entries], divided(entries, 4), strict=True))
+    found = dict(zip([entry.spec.name for entry in entries], fragments_of(entries, 4), strict=True))
     assert {found[name] for name in found if name.startswith("blocks.0")} == {2}, "a layer is in one piece"
     assert found["embedding.weight"] != found["head.weight"]
     layers = [found[f"blocks.{number}.0.weight"] for number in range(6)]
     assert layers == [2, 3, 2, 3, 2, 3]
     with pytest.raises(UsageError, match="fragments is 30, and the model has 27 parameter tensors"):
-        divided(entries, 30)
+        fragments_of(entries, 30)
 
 
 def test_a_round_that_went_by_keeps_the_steps_of_the_other_fragments():
     model = make_model()
-    fragments = Fragments(ModelTensors(model), 2)
+    tensors = ModelTensors(model)
+    overlap = Overlap(tensors, 2, Merge())
     was = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-        without = fragments.choose(0)
-        fragments.measure()
-        assert all(torch.equal(item, was[name]) for name, item in model.named_parameters()), "what the server has"
-        for parameter in model.parameters():  # replied by a version in which all fragments have changed
-            parameter.sub_(3.0)
-        fragments.replied(True)
-        fragments.note()
-    names = [spec.name for spec in ModelTensors(model).layout.specs]
+        without = overlap.choose(0)
+        overlap.measure()
+        overlap.depart()
+        server = [was[entry.spec.name] - 3.0 for entry in tensors.layout.entries]  # all fragments have changed
+        overlap.merge(server)
+    names = [spec.name for spec in tensors.layout.specs]
     for name, parameter in model.named_parameters():
-        stays = name in {names[place] for place in without}
+        stays = name in {names[position] for position in without}
         assert torch.allclose(parameter, was[name] - 3.0 + stays), name
-    fragments.show()
+    overlap.show(server)
     assert all(torch.allclose(item, was[name] - 3.0) for name, item in model.named_parameters()), "the server's"
-    fragments.show(False)
+    overlap.hide()
     assert sum(torch.allclose(item, was[name] - 2.0) for name, item in model.named_parameters()) == len(without)
 
 
@@ -350,12 +358,12 @@ def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-    fragments, transfer = Fragments(tensors, 5), DirectTransfer(tensors)
+    overlap, transfer = Overlap(tensors, 5, Merge()), DirectTransfer(tensors)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    fragments.choose(0)
-    fragments.measure()
+    overlap.choose(0)
+    overlap.measure()
     pieces = transfer.gather(ContributionKind.DELTA)[0].pieces
     num_sent = sum(len(part) for _, parts, _ in without_zeros(pieces) for part in parts)
     assert 0.2 <= num_sent / tensors.layout.exchange_bytes <= 1.1 / 5

@@ -24,11 +24,10 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import copy_of
 from paramserver.common.tensors.sharding import divide
 from paramserver.worker.replica_group import redistribution as relays
-from paramserver.worker.replica_group.channel import Channel
+from paramserver.worker.replica_group.group import Channel
 from paramserver.worker.replica_group.redistribution import RedistributedTransfer, Redistribution
 from paramserver.worker.strategies.collectives import backends
-from paramserver.worker.tensors.parts import part_of
-from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors, part_of
 
 SIZE = 3
 
@@ -85,7 +84,7 @@ class Lain:
             for tensor, held in zip(model.tensors, self.tensors, strict=True)
         ]
 
-    def lying(self, kind: ContributionKind, index: int) -> torch.Tensor | None:
+    def find(self, kind: ContributionKind, index: int) -> torch.Tensor | None:
         return (self.gradients if kind == ContributionKind.GRADIENT else self.tensors)[index]
 
 
@@ -100,7 +99,7 @@ def redistributed(channels: list[Channel], model: ModelTensors) -> Iterator[tupl
     found = [Redistribution(channel, [borders(tensor) for tensor in model.tensors]) for channel in channels]
     lain = [Lain(model, rank) for rank in range(SIZE)]
     for redistribution, own in zip(found, lain, strict=True):
-        redistribution.lying = own.lying
+        redistribution.find = own.find
     with ThreadPoolExecutor(SIZE) as pool:
         found[0].begin()
         following = [pool.submit(redistribution.follow) for redistribution in found[1:]]

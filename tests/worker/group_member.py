@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from paramserver.worker.strategies import buckets
-from paramserver.worker.strategies.collectives import backends, small
+from paramserver.worker.strategies.collectives import backends
 from paramserver.worker.strategies.collectives.rendezvous import Broken, Generation, Rendezvous
 from paramserver.worker.strategies.group import Group
 
@@ -167,7 +167,7 @@ if __name__ == "__main__":
     if sys.argv[6] == "apart":
         tell_of_gpus()
     if sys.argv[6] == "collectives":
-        small.MAX_BYTES = -1
+        backends.MAX_SMALL_BYTES = -1
     for turn in range(rounds):
         here = Path(sys.argv[1]) / str(turn)
         here.mkdir(parents=True)

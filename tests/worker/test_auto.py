@@ -10,7 +10,7 @@ from paramserver.common.config.schema import WorkerConfig
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.worker.transports.auto.measuring import EVERY, Auto, Passed, cost_of
 from paramserver.worker.transports.auto.rule import Cost, Measured, choose
-from paramserver.worker.transports.choice import Transports
+from paramserver.worker.transports.transport import Transports
 
 COSTS = {
     "q4": Cost(7.76, 1.97e9, 3.7e9),

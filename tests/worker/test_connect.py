@@ -19,11 +19,9 @@ import pytest
 from paramserver.common.config.schema import Config, WorkerConfig
 from paramserver.common.errors import UnreachableError
 from paramserver.common.security import PLAINTEXT
-from paramserver.worker.conversation import heartbeat
-from paramserver.worker.conversation.client import OPTIONS, Client
+from paramserver.worker.conversation.channel import HEARTBEAT_OPTIONS, OPTIONS, Channel, open_channel, wait_until_ready
 from paramserver.worker.conversation.evaluator import Evaluator
 from paramserver.worker.conversation.exchange import Exchange
-from paramserver.worker.conversation.security import open_channel, wait_until_ready
 
 AT_ONCE_S = 5.0
 
@@ -44,7 +42,7 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("options", [OPTIONS, heartbeat.OPTIONS], ids=["exchange", "heartbeat"])
+@pytest.mark.parametrize("options", [OPTIONS, HEARTBEAT_OPTIONS], ids=["exchange", "heartbeat"])
 def test_an_attempt_to_connect_is_given_up_and_made_again(silent: str, options: Sequence[tuple[str, int]]) -> None:
     """gRPC's own limit is 20 s: a heartbeat that is silent for so long has lost its lease."""
 
@@ -68,13 +66,13 @@ def test_a_signal_ends_an_attempt_at_once(silent: str) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    client = Client(silent)
+    client = Channel(silent)
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            client.open(20.0)
+            client.connect(20.0)
     finally:
         signal.signal(signal.SIGALRM, before)
     client.close()

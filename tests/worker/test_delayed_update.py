@@ -21,12 +21,12 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import Outcome
 from paramserver.worker.conversation import interrupts
 from paramserver.worker.conversation.messages import Final, Outgoing
-from paramserver.worker.conversation.pool import Helper, Stopped
+from paramserver.worker.conversation.threads import Helper, Stopped
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import delayed_update as pipeline
-from paramserver.worker.strategies.choice import make_strategy
+from paramserver.worker.strategies.choice import make_server_strategy
 from paramserver.worker.strategies.shadow import Shadow
-from paramserver.worker.tensors.overlap import Merge
+from paramserver.worker.tensors.local_steps import Merge
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
@@ -114,7 +114,7 @@ class Bench:
     def __init__(self, kind: ContributionKind = ContributionKind.GRADIENT, **options: Any) -> None:
         self.net = Net()
         self.exchange = FakeExchange(kind, **options)
-        self.delayed_update: Any = make_strategy(self.exchange, may_send_early=False)
+        self.delayed_update: Any = make_server_strategy(self.exchange)
         self.delayed_update.start(ModelTensors(self.net), None)
 
     def step(self, gradient: float = 0.0) -> None:

@@ -19,8 +19,7 @@ from paramserver.worker.strategies import early
 from paramserver.worker.strategies.early import EarlySender
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.base import Transport
-from paramserver.worker.transports.shared import SharedTransport
+from paramserver.worker.transports.transport import SharedTransport, Transport
 from paramserver.worker.transports.up import Up
 
 from ..records import contribution_of

@@ -50,7 +50,7 @@ class Server:
 
     @property
     def left(self) -> torch.Tensor:
-        kept: Any = self.encoding._left
+        kept: Any = self.encoding._residual
         return torch.zeros_like(self.received) if kept is None else of_type(self.layout, kept).double()
 
 

@@ -18,8 +18,8 @@ from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.wire.records import ReferenceInfo
 from paramserver.worker.tensors.transfer import Stretch
+from paramserver.worker.transports.down import Reference
 from paramserver.worker.transports.encoding import Encoding
-from paramserver.worker.transports.reference import Reference
 
 SPECS = [
     TensorSpec("a", Kind.PARAMETER, "float32", (70, 67)),
@@ -65,7 +65,7 @@ class Side:
 
     @property
     def left(self) -> dict[str, torch.Tensor]:
-        return of_names(self.layout, self.encoding._left)
+        return of_names(self.layout, self.encoding._residual)
 
 
 FATES = st.lists(

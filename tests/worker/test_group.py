@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.worker.strategies.all_reduce import AllReduceStrategy
-from paramserver.worker.strategies.collectives import backends, small
+from paramserver.worker.strategies.collectives import backends
 from paramserver.worker.strategies.collectives.cut import listening
 from paramserver.worker.strategies.collectives.rendezvous import (
     ELSEWHERE,
@@ -31,9 +30,10 @@ from paramserver.worker.strategies.collectives.rendezvous import (
     OutOfReach,
     Rendezvous,
     store_of,
-    who_goes,
+    who_leaves,
 )
 from paramserver.worker.strategies.group import Group
+from paramserver.worker.strategies.undoable_step import UndoableStep
 
 from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
 
@@ -155,14 +155,14 @@ def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
         "state": {"0": {"step": 3, "is_on": torch.tensor([True, False]), "none": None}, "lr": 0.1},
     }
     with ThreadPoolExecutor() as threads:
-        mine = threads.submit(first.give, values, 0)
-        theirs = threads.submit(second.give, None, 0).result()
+        mine = threads.submit(first.broadcast_values, values, 0)
+        theirs = threads.submit(second.broadcast_values, None, 0).result()
     assert mine.result()["weights"][0].data_ptr() == large.data_ptr()
     for weight, other in zip(values["weights"], theirs["weights"], strict=True):
         assert torch.equal(weight, other) and weight.dtype == other.dtype and weight.shape == other.shape
     assert theirs["state"]["0"].pop("is_on").tolist() == [True, False]
     assert theirs["state"] == {"0": {"step": 3, "none": None}, "lr": 0.1}
-    assert first.given_bytes == second.given_bytes > large.nbytes
+    assert first.num_broadcast == second.num_broadcast > large.nbytes
     for weight in (first, second):
         weight.close()
 
@@ -221,7 +221,7 @@ def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_wi
     ],
 )
 def test_the_one_goes_without_which_most_others_can_meet(lost, goes):
-    assert who_goes(lost) == goes
+    assert who_leaves(lost) == goes
 
 
 def test_a_torch_without_the_backend_is_refused(monkeypatch):
@@ -237,8 +237,8 @@ def test_a_step_leaves_a_member_the_gradient_that_it_had(own):
     weights, stepped = torch.nn.Parameter(torch.zeros(3)), []
     weights.grad = own
     model = SimpleNamespace(tensors=[weights], layout=layout)
-    here = SimpleNamespace(_model=model, own=(None, lambda: stepped.append(weights.grad.clone())))
-    AllReduceStrategy._apply(here, [torch.ones(3)])
+    step: UndoableStep = UndoableStep(model, None, lambda: stepped.append(weights.grad.clone()))
+    step.apply([torch.ones(3)])
     assert torch.equal(stepped[0], torch.ones(3))
     assert weights.grad is own
 
@@ -277,7 +277,7 @@ def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
     def is_small(*_):
         raise bug
 
-    monkeypatch.setattr(small, "is_small", is_small)
+    monkeypatch.setattr(backends, "is_small", is_small)
     with pytest.raises(type(bug)):
         groups[0].average([torch.zeros(3)], 1)
     monkeypatch.undo()
@@ -293,7 +293,7 @@ def test_a_group_that_another_thread_closed_is_broken(way):
     for group in groups:
         group.close()
         with pytest.raises(Broken, match="generation 1: it was closed meanwhile"):
-            group.average([torch.zeros(3)], 1) if way == "average" else group.told(1)
+            group.average([torch.zeros(3)], 1) if way == "average" else group.gather_numbers(1)
     rendezvous.close()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import pytest
@@ -14,9 +12,8 @@ import pytest
 from paramserver.common.security import PLAINTEXT
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.heartbeat import Heartbeat
-from paramserver.worker.session import Progress
+from paramserver.worker.conversation.membership import GroupView
 
 INCARNATION = 7
 
@@ -54,54 +51,51 @@ def server() -> Iterator[LateServer]:
     server.stop()
 
 
-def member(server: LateServer) -> tuple[Any, queue.SimpleQueue[pb.HeartbeatReply]]:
-    """An exchange that joins whenever it is told to, and the heartbeat replies that it has taken."""
-    told: queue.SimpleQueue[pb.HeartbeatReply] = queue.SimpleQueue()
-    exchange: Any = Exchange.__new__(Exchange)
-    welcome = SimpleNamespace(
-        run="r", rank=0, incarnation=1, lease_s=0.04, shards=[], server_incarnation=INCARNATION,
-        settings=SimpleNamespace(steps=1, pull_every=1),
-    )  # fmt: skip
-    exchange._welcome, exchange._shards = welcome, [SimpleNamespace(join=lambda *_: welcome)]
-    exchange.progress, exchange._retry = Progress(rank=0, process="p"), SimpleNamespace(rank=0)
-    exchange._addresses, exchange._join_message = [], lambda *_: None
-    exchange._over = 0, 0, 0.0
+class Member:
+    """A heartbeat whose replies a group view takes; `received` has them."""
 
-    def taken(*reply: Any) -> None:
-        exchange._heartbeat_replied(*reply)
-        told.put(reply[-1])
+    def __init__(self, server: LateServer) -> None:
+        self.received: queue.SimpleQueue[pb.HeartbeatReply] = queue.SimpleQueue()
+        self.view = GroupView()
+        self.view.server_incarnation = INCARNATION
+        self.heartbeat = Heartbeat(server.address, PLAINTEXT, self._take)
+        self.view.follow(self.heartbeat)
 
-    exchange._heartbeat = Heartbeat(server.address, PLAINTEXT, taken)
-    return exchange, told
+    def _take(self, membership: int, reply: pb.HeartbeatReply) -> None:
+        self.view.heartbeat_replied(membership, reply)
+        self.received.put(reply)
+
+    def join(self) -> None:
+        self.heartbeat.start(b"", 0.04)
 
 
 @pytest.mark.parametrize(
-    "late", [pb.HeartbeatReply(is_gone=True), pb.HeartbeatReply(over_generation=9)], ids=["gone", "epoch"]
+    "late", [pb.HeartbeatReply(is_gone=True), pb.HeartbeatReply(over_generation=9)], ids=["gone", "generation"]
 )
 def test_a_late_reply_to_an_older_membership_does_not_end_the_newer_one(
     server: LateServer, late: pb.HeartbeatReply
 ) -> None:
-    exchange, told = member(server)
+    member = Member(server)
     late.server_incarnation = INCARNATION
-    exchange._join()
+    member.join()
     server.heartbeats.get(timeout=10)
-    exchange._join()  # while the reply is under way
+    member.join()  # while the reply is under way
     server.replies.put(late)
-    told.get(timeout=10)
-    assert not exchange.is_over(9)
+    member.received.get(timeout=10)
+    assert not member.view.is_over(9)
     server.heartbeats.get(timeout=10)
     server.replies.put(late)  # to the newer one
-    told.get(timeout=10)
-    assert exchange.is_over(9)
-    exchange._heartbeat.stop()
+    member.received.get(timeout=10)
+    assert member.view.is_over(9)
+    member.heartbeat.stop()
 
 
 def test_a_reply_to_this_membership_counts(server: LateServer) -> None:
-    exchange, told = member(server)
-    exchange._join()
+    member = Member(server)
+    member.join()
     for over in range(1, 5):
         server.heartbeats.get(timeout=10)
         server.replies.put(pb.HeartbeatReply(over_generation=over, server_incarnation=INCARNATION))
-        told.get(timeout=10)
-        assert exchange.is_over(over) and not exchange.is_over(over + 1)
-    exchange._heartbeat.stop()
+        member.received.get(timeout=10)
+        assert member.view.is_over(over) and not member.view.is_over(over + 1)
+    member.heartbeat.stop()

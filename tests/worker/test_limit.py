@@ -9,7 +9,8 @@ import threading
 from paramserver.common.wire.direct import placed_messages
 from paramserver.common.wire.frames import frame
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.client import _drain, _next_of
+from paramserver.worker.conversation.channel import next_frame
+from paramserver.worker.conversation.stream_client import _drain
 from paramserver.worker.transports.limit import Limit
 
 from .test_direct_receiving import connected
@@ -105,5 +106,5 @@ def test_a_stream_counts_every_message_both_ways() -> None:
         outgoing.put(frames)
     assert b"".join(_drain(outgoing, limit)) == b"a" * 10 + b"b" * 20 + b"c" * 30
     raw = frame(pb.ServerMessage(waiting=pb.Waiting(reason="a round")))
-    assert _next_of(iter([raw]), limit).kind == "waiting"
+    assert next_frame(iter([raw]), limit).kind == "waiting"
     assert (limit.up, limit.down) == ([10, 20, 30], [len(raw)])

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from paramserver.common.tensors.layout import new_payload
-from paramserver.worker.tensors.pinned import PinnedMemory
+from paramserver.worker.tensors.staged import PinnedMemory
 
 
 class Driver:

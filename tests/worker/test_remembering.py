@@ -122,8 +122,8 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
         c = (gradient if version < 3 else new_m) + e
         wanted = c if version < 3 else np.sqrt((c * c).mean()) * np.where(c < 0, -1, 1)
         assert np.allclose(decoded, wanted, rtol=2**-8, atol=1e-6), version
-        assert encoding.told(told) == (told if version < 3 else ({"betas": [0.0, 0.99], "lr": 0.1},))
-        assert encoding.told(told) is encoding.told(told)
+        assert encoding.prepared(told) == (told if version < 3 else ({"betas": [0.0, 0.99], "lr": 0.1},))
+        assert encoding.prepared(told) is encoding.prepared(told)
         if version == 5:
             encoding.rollback()
             continue

@@ -46,11 +46,7 @@ def test_the_same_seed_and_rank_give_the_same_delays(config: dict[str, float]) -
     assert len({tuple(run) for run in runs.values()}) == len(runs), "others give others"
 
 
-@given(
-    factor=st.floats(1, 20),
-    base_s=st.floats(0, 2),
-    compute_s=st.floats(0, 5),
-)
+@given(factor=st.floats(1, 20), base_s=st.floats(0, 2), compute_s=st.floats(0, 5))
 def test_a_slow_step_takes_factor_times_the_step(factor: float, base_s: float, compute_s: float) -> None:
     """Added delays included: compute and delay together are factor times compute and base."""
     config = SlowdownConfig(base_s=base_s, straggler_rank=1, straggler_every=3, straggler_factor=factor)

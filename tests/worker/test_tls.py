@@ -19,7 +19,7 @@ from paramserver.common.errors import AuthError
 from paramserver.common.security import PLAINTEXT, Credentials, read_pem
 from paramserver.common.tls_probe import diagnose
 from paramserver.launch.certs.authority import Identity, issue, make_ca
-from paramserver.worker.conversation.client import Client, Lost
+from paramserver.worker.conversation.channel import Channel, Lost
 from paramserver.worker.conversation.security import worker_credentials
 
 from ..certificates import secured, write
@@ -83,10 +83,10 @@ def test_every_mistake_has_its_name(
 ) -> None:
     folder = world["folder"]
     with grpc_server(world[server], world["ca"] if is_mutual else None) as address:
-        client = Client(address, security_of(folder, worker))
+        client = Channel(address, security_of(folder, worker))
         began = time.monotonic()
         with pytest.raises(AuthError) as mistake:
-            client.open(timeout_s=20)
+            client.connect(timeout_s=20)
         assert time.monotonic() - began < AT_ONCE_S
         client.close()
     assert words.format(address, folder=folder) in mistake.value.message
@@ -123,8 +123,8 @@ def test_a_shard_of_the_server_is_told_the_same(world: dict[str, Any], own: str 
 @pytest.mark.parametrize(("is_mutual", "worker"), [(False, ""), (False, "worker"), (True, "worker")])
 def test_what_is_right_connects(world: dict[str, Any], is_mutual: bool, worker: str) -> None:
     with grpc_server(world["good"], world["ca"] if is_mutual else None) as address:
-        client = Client(address, security_of(world["folder"], worker))
-        client.open(timeout_s=20)
+        client = Channel(address, security_of(world["folder"], worker))
+        client.connect(timeout_s=20)
         client.close()
 
 
@@ -137,9 +137,9 @@ def test_a_server_that_is_not_there_is_no_mistake(world: dict[str, Any], worker:
         for listens in (False, True):
             if listens:
                 silent.listen()
-            client = Client(f"127.0.0.1:{port}", security_of(world["folder"], worker))
+            client = Channel(f"127.0.0.1:{port}", security_of(world["folder"], worker))
             with pytest.raises(Lost):
-                client.open(timeout_s=0.3)
+                client.connect(timeout_s=0.3)
             client.close()
 
 
@@ -148,12 +148,12 @@ def test_worker_takes_renewed_files_when_it_reconnects(world: dict[str, Any], tm
     write(tmp_path, "worker", issue(make_ca("old", 1), "worker", 1))
     (tmp_path / "ca.crt").write_bytes(world["ca"])
     with grpc_server(world["good"], world["ca"]) as address:
-        client = Client(address, secured(tmp_path, "worker", None))
+        client = Channel(address, secured(tmp_path, "worker", None))
         for name in ("worker.crt", "worker.key"):
             (tmp_path / name).write_bytes((world["folder"] / name).read_bytes())
         with pytest.raises(Lost, match="the certificates were renewed"):
-            client.open(timeout_s=20)
-        client.open(timeout_s=20)
+            client.connect(timeout_s=20)
+        client.connect(timeout_s=20)
         client.close()
 
 

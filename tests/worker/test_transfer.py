@@ -160,16 +160,6 @@ def test_initial_weights_hold_everything(make: Callable[[ModelTensors], Transfer
         assert torch.equal(tensor, state[name]), name
 
 
-def test_both_ways_give_the_same_bytes() -> None:
-    module = Awkward()
-    module.set_gradients()
-    model = ModelTensors(module)
-    direct, staged = DirectTransfer(model), StagedTransfer(model)
-    for source in (ContributionKind.GRADIENT, ContributionKind.WEIGHTS):
-        assert joined(direct.gather(source)[0].pieces) == joined(staged.gather(source)[0].pieces)
-    assert joined(direct.gather_all()) == joined(staged.gather_all())
-
-
 @pytest.mark.parametrize("make", TRANSFERS)
 def test_no_gradient_is_zeros(make: Callable[[ModelTensors], Transfer]) -> None:
     """Also after a step in which there was one: nothing of it may be sent again."""

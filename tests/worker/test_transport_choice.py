@@ -15,8 +15,8 @@ from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.wire.segments import new_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.reach import connect
-from paramserver.worker.transports.choice import Transports
+from paramserver.worker.conversation.direct import connect
+from paramserver.worker.transports.transport import Transports
 
 NUM_BYTES = 1 << 20
 

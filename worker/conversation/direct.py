@@ -1,12 +1,13 @@
 """The worker's end of a direct connection: see `common/wire/direct.py`.
 
-A small message leaves on the thread that says it, and what is larger on a thread of its own, so that a backward pass
-goes on while its gradients leave. Replies are received where they belong.
+A small message leaves on the calling thread, a larger one on a thread of its own, so that a backward pass goes on while
+its gradients leave. Replies are received into their tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import select
 import socket
@@ -14,24 +15,29 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare, shut_down
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from ..transports.limit import NO_LIMIT, Limit
-from .reach import connect, left_s
+
+if TYPE_CHECKING:
+    from urllib.parse import SplitResult
 
 _CONNECT_S = 1.0
 _BUFFER_BYTES = 64 << 10
 _SENT_AT_ONCE = 64  # buffers; the system takes 1,024
 _LINGER_S = 2.0
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # as gRPC looks for them
+_AROUND = ("no_grpc_proxy", "no_proxy")
 
 Message = bytes | Placed
 
 
 class DirectError(Exception):
-    """There is no direct connection; the text is a phrase: why not."""
+    """There is no direct connection; the text is a phrase with the reason."""
 
 
 class Direct:
@@ -73,7 +79,7 @@ class Direct:
     # ---- out --------------------------------------------------------------------------------
 
     def send(self, messages: Iterable[Message]) -> None:
-        """In order. What cannot be sent any more shows when a reply is read."""
+        """Send in order. An error shows when a reply is read."""
         with self._lock:
             if self._num_waiting == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
                 with contextlib.suppress(OSError):
@@ -90,7 +96,7 @@ class Direct:
             try:
                 with contextlib.suppress(OSError):
                     self._write(messages)
-            except BaseException:  # they cannot be made: nobody is to wait for a reply to them
+            except BaseException:  # they cannot be made: no reply must be waited for
                 self.hang_up()
                 raise
             del messages
@@ -138,7 +144,7 @@ class Direct:
         return bytes(self._view[start : self._start])
 
     def receive_into(self, targets: Iterator[memoryview]) -> None:
-        """Bytes that follow a message."""
+        """Receive the bytes that follow a message."""
         for target in targets:
             done = min(len(target), self._end - self._start)
             target[:done] = self._view[self._start : self._start + done]
@@ -167,13 +173,13 @@ class Direct:
         self._limit.received(num_bytes)
         return num_bytes
 
-    def _in_turn(self, call: Callable[[memoryview], int], what: memoryview) -> int:
-        """In TLS a call that would not wait, until it need not. OpenSSL lets no two threads use a connection at once,
-        Python keeps none of them out, and who waited inside would keep the other one waiting."""
+    def _in_turn(self, call: Callable[[memoryview], int], data: memoryview) -> int:
+        """Repeat a TLS call that does not block until it succeeds. OpenSSL lets only one thread use a connection at a
+        time, and a thread that blocked inside would stop the other one."""
         while True:
             try:
                 with self._tls_alone:
-                    return call(what)
+                    return call(data)
             except ssl.SSLWantReadError:
                 event = select.POLLIN
             except ssl.SSLWantWriteError:
@@ -187,7 +193,7 @@ class Direct:
     # ---- the end ----------------------------------------------------------------------------
 
     def half_close(self) -> None:
-        """Nothing more is said; what was said is sent before."""
+        """Send nothing more, after pending messages."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_LINGER_S)
@@ -195,7 +201,7 @@ class Direct:
             shut_down(self._socket, socket.SHUT_WR)
 
     def hang_up(self) -> None:
-        """From any thread: whoever reads or writes is told at once."""
+        """From any thread: end every read and write at once."""
         with contextlib.suppress(OSError):
             shut_down(self._socket, socket.SHUT_RDWR)
 
@@ -209,3 +215,58 @@ class Direct:
 
 def _num_bytes(messages: list[Message]) -> int:
     return sum(sum(map(len, message.pieces)) if isinstance(message, Placed) else len(message) for message in messages)
+
+
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection by `deadline` (time.monotonic), through the proxy that gRPC uses, with the rest of the time as its
+    timeout. All addresses of the host share the time. Raises OSError."""
+    proxy = _proxy_of(host)
+    target = (proxy.hostname or "", proxy.port or 80) if proxy is not None else (host, port)
+    addresses = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)
+    while True:
+        family, kind, protocol, _, address = addresses.pop(0)
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(left_s(deadline) / (len(addresses) + 1))
+            connection.connect(address)
+            connection.settimeout(left_s(deadline))
+            if proxy is not None:
+                _go_through(connection, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            return connection
+        except OSError:
+            connection.close()
+            if not addresses:
+                raise
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until `deadline`. Raises TimeoutError when none are left."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
+
+
+def _proxy_of(host: str) -> SplitResult | None:
+    """The HTTP proxy that gRPC goes through to this host."""
+    url = next((found for name in _PROXIES if (found := os.environ.get(name))), "")
+    if not url:
+        return None
+    from urllib.parse import urlsplit  # rarely
+
+    around = next((found for name in _AROUND if (found := os.environ.get(name))), "")
+    if any(host.endswith(part) for name in around.split(",") if (part := name.strip())):
+        return None
+    return urlsplit(url if "//" in url else f"//{url}")
+
+
+def _go_through(connection: socket.socket, target: str) -> None:
+    connection.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
+    reply = b""
+    while not reply.endswith(b"\r\n\r\n"):
+        piece = connection.recv(1)  # later bytes are the server's
+        if not piece or len(reply) > 4096:
+            raise OSError(0, "the proxy does not connect")
+        reply += piece
+    if reply.split(b" ", 2)[1:2] != [b"200"]:
+        raise OSError(0, f"the proxy says {reply.splitlines()[0][:80].decode('latin-1')}")

@@ -1,7 +1,7 @@
-"""A worker's signs of life, on a connection of its own, from a thread of its own.
+"""A worker's signs of life, on a connection and a thread of its own.
 
-The connection has no keepalive: when the server stands still or the network does, it stays open, and the
-server hears of this worker again as soon as it can. Only the end of the process closes it at once.
+The connection has no keepalive: when the server stands still or the network does, it stays open, and the server
+receives the next heartbeat as soon as it can. Only the end of the process closes it at once.
 """
 
 from __future__ import annotations
@@ -16,32 +16,27 @@ import grpc
 from ...common.security import Credentials
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
-from .client import OPTIONS as CLIENT_OPTIONS
-from .security import open_channel
+from .channel import HEARTBEAT_OPTIONS, open_channel
 
-# Beats in one lease: two may be lost.
-_HEARTBEATS = 4
+_HEARTBEATS = 4  # in one lease: two may be lost
 _TRY_AGAIN_S = 0.2
-OPTIONS = [option for option in CLIENT_OPTIONS if not option[0].startswith(("grpc.keepalive_", "grpc.http2."))]
 
 
 class Heartbeat:
-    """Beats to the server at `address`, from `start` until `stop`. `told` gets each reply, on this thread, with the
-    number of the membership whose heartbeat it replies to: a reply may come late, when the worker has joined again."""
+    """Sends heartbeats to the server at `address`, from `start` until `stop`. `on_reply` gets each reply, on this
+    thread, with the number of the membership whose heartbeat it replies to: a reply may come after a new join."""
 
     def __init__(
-        self, address: str, credentials: Credentials, told: Callable[[int, pb.HeartbeatReply], object]
+        self, address: str, credentials: Credentials, on_reply: Callable[[int, pb.HeartbeatReply], object]
     ) -> None:
-        self._address = address
-        self._told = told
-        self._credentials = credentials
+        self._address, self._credentials, self._on_reply = address, credentials, on_reply
         self.membership = 0  # counts calls of `start`
         self._heartbeat = self.membership, b""
         self._interval_s = 1.0
         self._stop = threading.Event()
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
-        atexit.register(self.stop)  # as the client does with its channel
+        atexit.register(self.stop)  # an open channel would wait for a thread that is gone
 
     def start(self, heartbeat: bytes, lease_s: float) -> None:
         """Send `heartbeat` from now on, several times in every lease."""
@@ -60,7 +55,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.is_set():
             if self._channel is None:
-                self._channel = open_channel(self._address, self._credentials.renewed(), OPTIONS)
+                self._channel = open_channel(self._address, self._credentials.renewed(), HEARTBEAT_OPTIONS)
             call = self._channel.stream_stream(
                 f"/{SERVICE}/Heartbeat", response_deserializer=pb.HeartbeatReply.FromString
             )
@@ -68,10 +63,10 @@ class Heartbeat:
             try:
                 replies = call(self._heartbeats(sent), metadata=self._credentials.metadata)
                 for heartbeat_reply in replies:
-                    if not sent:  # more replies than heartbeats: no server of ours
+                    if not sent:  # more replies than heartbeats: not a ps-server
                         replies.cancel()
                         break
-                    self._told(sent.popleft(), heartbeat_reply)
+                    self._on_reply(sent.popleft(), heartbeat_reply)
             except (grpc.RpcError, ValueError):  # the server is gone or not there yet; the channel was closed
                 if self._credentials.ca is not None:  # the next one may need renewed certificates
                     self._channel.close()

@@ -1,9 +1,9 @@
 """Signals that wait for a safe place.
 
-An exception raised by a signal in the middle of a gRPC operation leaves the call unusable, and the goodbye could not be
-said any more. So the handlers of `ps-worker` raise at once only where no operation is under way, and otherwise at its
-end, which is near: a waiting worker hears from its server every second. Python runs signal handlers on the main thread
-only; an operation on another thread (`strategies/delayed_update.py`) is ended at its next safe place by `stop`.
+An exception raised by a signal in the middle of a gRPC operation leaves the call unusable, so that the worker could not
+say goodbye. So the handlers of `ps-worker` raise at once only where no operation is under way, and otherwise at its
+end, within a second: the server sends a message to a waiting worker that often. Python runs signal handlers on the main
+thread only; `stop` ends an operation on another thread (`strategies/delayed_update.py`) at its next safe place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Uninterrupted:
             raise error
 
     def forget(self) -> None:
-        """This thread ends: what was meant for it must not reach another one, which may be given its number."""
+        """This thread ends: a pending exception must not reach another thread that gets its number."""
         self._pending.pop(threading.get_ident(), None)
 
     def stop(self, thread: int, error: BaseException) -> None:

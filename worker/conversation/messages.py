@@ -1,4 +1,4 @@
-"""What the worker's larger messages are made of, and the settings that a welcome brings. Nothing is decided here."""
+"""The worker's larger messages, and the settings that a welcome brings."""
 
 from __future__ import annotations
 
@@ -23,27 +23,23 @@ from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from
 from ...common.wire.records import Contribution, Position
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
-from ..tensors.overlap import RULES, Merge
+from ..tensors.local_steps import RULES, Merge
 
-# What the server says, as the proto has it.
+# Messages of the server, as the proto has them.
 Welcome = pb.Welcome
 Final = pb.Final
 ReplyMessage = pb.Reply
-HeartbeatReply = pb.HeartbeatReply
-Waiting = pb.Waiting
-State = pb.State
-SharedMemory = pb.SharedMemory
 KindOfRun = pb.RunSettings.ContributionKind
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the server decides for every worker (RunSettings in the proto)."""
+    """The run's settings, the same for every worker (RunSettings in the proto)."""
 
     mode: str
     kind: ContributionKind
     num_workers: int  # 0: any number
-    steps: int | None  # None: nobody has set them
+    steps: int | None  # None: not set
     batch_size: int
     seed: int
     task: str = ""
@@ -52,10 +48,10 @@ class Settings:
     optimizer_args: dict[str, Any] | None = None
     polyak: float = 0.0
     delayed_update: bool = False
-    fragments: int = 1  # of the parameters, of which one is exchanged at a time
-    outstanding: int = 0  # means of gradients that a worker goes on without, where workers average among themselves
-    union_batch: bool = False  # a version is a step along the gradients of all workers, as one process takes it
-    merge: Merge = field(default_factory=Merge)  # where deltas are exchanged and `delayed_update`
+    fragments: int = 1  # parts of the parameters that are exchanged in turn
+    outstanding: int = 0  # mean gradients that an all-reduce peer goes on without
+    union_batch: bool = False  # a version is one step along the gradients of all workers
+    merge: Merge = field(default_factory=Merge)  # of deltas with `delayed_update`
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # instead of steps
     eval_every: str | None = None
@@ -63,14 +59,14 @@ class Settings:
 
 
 class Begun(NamedTuple):
-    """Where a rank was when a contribution began, and what its script remembered then (State in the proto)."""
+    """A rank's position when a contribution began, and its script's state then (State in the proto)."""
 
     position: Position
     payload: bytes
 
 
 class RowGradients(NamedTuple):
-    """Of one table: ids, int64 [n], distinct and ascending, and gradients [n, dim]."""
+    """Gradients of one table: ids, int64 [n], distinct and ascending, and gradients [n, dim]."""
 
     table: int
     ids: torch.Tensor
@@ -78,12 +74,12 @@ class RowGradients(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A contribution with what travels beside it."""
+    """A contribution with the payloads that travel beside it."""
 
     contribution: Contribution
-    state: bytes | None = None  # that the script remembered when it began
+    state: bytes | None = None  # of the script when the contribution began
     rows: tuple[RowGradients, ...] = ()
-    # What the optimizer remembers, by parameter and key; or, said to a shard, its part, by `<key>/<parameter>`.
+    # The optimizer's state by parameter and key; for one shard, its part by `<key>/<parameter>`.
     optimizer: Mapping[str, Any] | None = None
 
     def changed(self, **topics: Any) -> Outgoing:
@@ -92,7 +88,7 @@ class Outgoing(NamedTuple):
 
 
 class Goodbye(NamedTuple):
-    """What a worker says of itself when it goes (Leave in the proto)."""
+    """A worker's last message (Leave in the proto)."""
 
     metrics: dict[str, float]  # of the final evaluation
     finished: bool = False
@@ -106,8 +102,7 @@ def message(**kind: Any) -> list[bytes]:
 
 
 def join_message(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> pb.Join:
-    """`seated`: the coordinator's welcome, shown to another shard. Without what the transport says
-    (`replies_taken`)."""
+    """Without `replies_taken`. `seated`: the coordinator's welcome, for another shard."""
     join = pb.Join(
         run=progress.run,
         rank=-1 if progress.rank is None else progress.rank,
@@ -129,7 +124,7 @@ def heartbeat_bytes(progress: Progress) -> bytes:
 
 
 def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
-    """Of a process that evaluates; `metrics`: the fields of EvaluationMetrics."""
+    """A heartbeat of an evaluator; `metrics`: the fields of EvaluationMetrics."""
     heartbeat = pb.HeartbeatRequest(process=process, evaluates=True)
     if metrics is not None:
         heartbeat.metrics.MergeFrom(pb.EvaluationMetrics(**metrics))
@@ -137,7 +132,7 @@ def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
 
 
 def model_message(layout: Layout, optimizer: OptimizerSpec, codecs: Sequence[str], reply_codec: str) -> pb.Model:
-    """Without what a transport has to offer. `codecs`: those that contributions may come in."""
+    """Without a transport's offer. `codecs`: those of contributions."""
     return pb.Model(
         tensors=layout_to_proto(layout),
         fingerprint=layout.fingerprint,
@@ -161,7 +156,7 @@ def state_frames(payload: bytes, kind: Literal["state", "optimizer"] = "state") 
 
 
 def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> Iterator[bytes]:
-    """What a contribution has for the `tables` of one shard, ahead of it."""
+    """The gradients for the `tables` of one shard, ahead of their contribution."""
     for table, ids, gradients in rows:
         spec = tables[table]
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
@@ -178,6 +173,10 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(end, start + step))
 
 
+_SAME = (
+    "mode", "num_workers", "batch_size", "seed", "task", "polyak", "delayed_update", "outstanding", "union_batch",
+    "ends_by_metrics",
+)  # fmt: skip
 _KINDS = {
     pb.RunSettings.GRADIENT: ContributionKind.GRADIENT,
     pb.RunSettings.WEIGHTS: ContributionKind.WEIGHTS,
@@ -188,9 +187,9 @@ _KINDS = {
 }
 
 
-def settings_from(told: bytes) -> Settings:
-    """Of `Exchange.told_settings`, in another process of the same worker."""
-    return read_settings(pb.RunSettings.FromString(told))
+def settings_from(payload: bytes) -> Settings:
+    """The settings of `Exchange.settings_bytes`, in another process of the same worker."""
+    return read_settings(pb.RunSettings.FromString(payload))
 
 
 def read_settings(message: pb.RunSettings) -> Settings:
@@ -213,25 +212,15 @@ def read_settings(message: pb.RunSettings) -> Settings:
             raise refusal(Reason.BAD_REQUEST, f"RunSettings.eval_every: {error}") from None
     optimizer = optimizer_from_proto(message.optimizer)
     arguments = optimizer.groups[0].hyperparameters if optimizer.groups else {}
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
+    values |= {name: getattr(message, name) or None for name in ("steps", "epochs", "eval_every")}
     return Settings(
-        mode=message.mode,
+        **values,
         kind=_KINDS[message.contribution],
-        num_workers=message.num_workers,
-        steps=message.steps or None,
-        epochs=message.epochs or None,
-        eval_every=message.eval_every or None,
-        ends_by_metrics=message.ends_by_metrics,
-        batch_size=message.batch_size,
-        seed=message.seed,
-        task=message.task,
         task_args=_whole_numbers(from_struct(message.task_args)),
         optimizer=optimizer.name,
         optimizer_args=arguments,
-        polyak=message.polyak,
-        delayed_update=message.delayed_update,
         fragments=max(1, message.fragments),
-        outstanding=message.outstanding,
-        union_batch=message.union_batch,
         merge=Merge(message.merge or "shift", message.merge_alpha, message.overlap_steps),
         train=_train_settings(_whole_numbers(from_struct(message.train))),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save
@@ -26,121 +26,110 @@ from ...common.wire.frames import Frame
 from ...common.wire.messages import read_reply, read_weights
 from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, WeightsInfo
 from ...common.wire.segments import SegmentError, this_host
+from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 from ..tensors.staged import Transfer, make_transfer
 from ..tensors.transfer import ModelTensors
-from ..transports.choice import Transports
-from ..transports.down import Down
-from ..transports.reference import Write
+from ..transports.down import Down, Write
+from ..transports.transport import Transports
 from ..transports.up import Up
-from .client import Client, Lost
-from .messages import (
-    Begun,
-    Final,
-    Goodbye,
-    KindOfRun,
-    Outgoing,
-    ReplyMessage,
-    SharedMemory,
-    State,
-    Waiting,
-    Welcome,
-    initial_weights_frames,
-    model_message,
-    rows_frames,
-    state_frames,
-)
+from . import messages
+from .channel import Channel, Lost
+from .messages import Begun, Final, Goodbye, Outgoing, Welcome
+from .rpc_client import RpcClient
+from .stream_client import StreamClient
 
 log = get_logger()
 
-_SAY_WAITING_AFTER_S = 5.0
+_LOG_WAITING_AFTER_S = 5.0
 _GOODBYE_S = 5.0
 _MOST_SHOWN = 2_000  # characters of a server's sentence
 
 
-class Shard:
-    """Used by one thread at a time. `on_reply` is told of each reply before its weights are written."""
+class Owner(Protocol):
+    """What a shard tells the exchange that it belongs to."""
 
-    model: ModelTensors
+    progress: Progress
+
+    def reply_came(self, reply: Reply) -> None:
+        """Before the reply's weights are written."""
+
+    def reached(self) -> None:
+        """The server has sent a message after the welcome."""
+
+
+class Shard:
+    """Used by one thread at a time."""
+
+    model: ModelTensors  # the part that lies here
     tables: tuple[TableSpec, ...]
     transfer: Transfer
     up: Up
-    down: Down
+    down: Down | None = None
 
-    def __init__(
-        self,
-        number: int,
-        client: Client,
-        config: WorkerConfig,
-        progress: Progress,
-        on_reply: Callable[[Reply], object],
-        on_reached: Callable[[], object],
-    ) -> None:
-        self.number = number
-        self.client = client
+    def __init__(self, number: int, channel: Channel, config: WorkerConfig, owner: Owner) -> None:
+        self.number, self.channel = number, channel
+        self.stream, self.rpc = StreamClient(channel), RpcClient(channel)
         self.transports = Transports(config)
-        self._config = config
-        self._progress = progress
-        self._on_reply, self._on_reached = on_reply, on_reached
-        self._holds = False
-        self._welcome: Welcome | None = None
+        self._config, self._owner = config, owner
+        self._welcome: Welcome | None = None  # of this stream
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
-        self._sent_state: bytes | None = None  # with the newest contribution, as long as the server holds it
+        self._sent_state: bytes | None = None  # with the newest contribution, as long as the server keeps it
         self.begun: Begun | None = None  # with the newest START
         self.has_fragments = False  # the payload is of one fragment of the parameters
         self.is_here = False  # the server is at a loopback address of this host
 
-    # ---- joining ----------------------------------------------------------------------------
+    # ---- joining ------------------------------------------------------------------------------
 
     def join(self, join: Any, timeout_s: float) -> Welcome:
         """Connect, ask to join, and be welcomed. Raises Lost."""
-        self.client.open(timeout_s)
-        join.replies_taken = self.down.num_taken if self._holds else 0
-        self.client.say(join=join)
+        self.stream.open(timeout_s)
+        join.replies_taken = self.down.num_taken if self.down is not None else 0
+        self.stream.say(join=join)
         welcome = self._expect("welcome").of(Welcome)
-        why_not = self.client.go_direct(welcome) if self.transports.wants_direct else "not wanted"
+        why_not = self.stream.go_direct(welcome) if self.transports.wants_direct else "not wanted"
         self.transports.joined(welcome, why_not)
         self._welcome = welcome
-        self.is_here = welcome.probe.host == this_host() and is_loopback(split_address(self.client.address)[0])
+        self.is_here = welcome.probe.host == this_host() and is_loopback(split_address(self.channel.address)[0])
         self._sent_hyperparameters = self._sent_state = None
         return welcome
 
-    def hold(self, model: ModelTensors, tables: tuple[TableSpec, ...]) -> None:
+    def set_model(self, model: ModelTensors, tables: tuple[TableSpec, ...]) -> None:
         """The part of the model that lies here, and the rows of the tables."""
-        self._holds, self.model, self.tables = True, model, tables
+        self.model, self.tables = model, tables
         self.transfer = make_transfer(model)
-        self.up = Up(first_codec(self._config.codec), model, self.transfer, self.client.send)
+        self.up = Up(first_codec(self._config.codec), model, self.transfer, self.stream.send)
         self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
 
     def moved(self, model: ModelTensors) -> None:
         """The same part of the model lies elsewhere in memory now."""
         self.transfer.leave_segment()
         self.model, self.transfer = model, make_transfer(model)
-        self.up.transfer = self.down.transfer = self.transfer
+        self.up.transfer = self._down.transfer = self.transfer
+
+    @property
+    def _down(self) -> Down:
+        assert self.down is not None
+        return self.down
 
     def offer(
-        self,
-        whole: Layout,
-        optimizer: OptimizerSpec,
-        kind: KindOfRun,
-        codecs: Sequence[str] = (),
-        rendezvous: str = "",
+        self, whole: Layout, optimizer: OptimizerSpec, kind: messages.KindOfRun, codecs: Sequence[str], rendezvous: str
     ) -> None:
-        """Say what this worker trains and contributes (as RunSettings has it) and in which codecs, and agree on the
+        """Offer the model, with the kind of contributions (as RunSettings has it) and their codecs, and agree on the
         transport."""
-        model = model_message(whole, optimizer, codecs, self._config.reply_codec)
+        model = messages.model_message(whole, optimizer, codecs, self._config.reply_codec)
         model.contribution, model.rendezvous = kind, rendezvous
         self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
         offered = self.transports.offer(model, self.model.layout.exchange_bytes)
         model.transport_reason = self.transports.reason
-        self.client.offer(model)
+        self.stream.offer(model)
         if offered is not None:
-            offered.decided(self._expect("shared_memory").of(SharedMemory))
+            offered.decided(self._expect("shared_memory").of(pb.SharedMemory))
         self.transports.agreed()
         self.up.joined(self.transports.transport, self._welcome)
 
     def begin(self) -> Reply:
-        """Receive the weights to start from; bring them when asked to."""
+        """Receive the weights to start from; upload them when the server asks for them."""
         state = bytearray()
         while True:
             received = self._expect("reply", "send_weights", "state")
@@ -150,21 +139,22 @@ class Shard:
                 self.begun = None if position is None else Begun(position, bytes(state))
                 return reply
             if received.kind == "state":
-                piece = received.of(State)
+                piece = received.of(pb.State)
                 if piece.offset != len(state):
                     what = f"a piece of a State at {piece.offset} that does not follow {len(state)}"
                     raise refusal(Reason.BAD_REQUEST, f"the server sent {what}")
                 state += piece.piece
                 continue
-            self.client.send(initial_weights_frames(self.transfer.gather_all(), self.model.layout.total_bytes))
+            pieces, num_bytes = self.transfer.gather_all(), self.model.layout.total_bytes
+            self.stream.send(messages.initial_weights_frames(pieces, num_bytes))
 
-    # ---- exchanging -------------------------------------------------------------------------
+    # ---- exchanging ---------------------------------------------------------------------------
 
     def contribute(self, outgoing: Outgoing) -> None:
         """Send this part of the contribution."""
         contribution = outgoing.contribution
         changed: dict[str, Any] = {}
-        hyperparameters = self.up.encoding.told(contribution.training.hyperparameters)
+        hyperparameters = self.up.encoding.prepared(contribution.training.hyperparameters)
         if hyperparameters is self._sent_hyperparameters:
             hyperparameters = ()
         else:
@@ -175,49 +165,46 @@ class Shard:
             changed["position"] = None
         elif outgoing.state is not None and outgoing.state != self._sent_state:
             self._sent_state = outgoing.state
-            self.client.send(state_frames(outgoing.state))
+            self.stream.send(messages.state_frames(outgoing.state))
         if self.has_fragments:
             self.up.encoding.choose(self.model.names_at(contribution.payload.without_gradient))
         if outgoing.optimizer is not None:
-            self.client.send(state_frames(save(dict(outgoing.optimizer)), "optimizer"))
+            self.stream.send(messages.state_frames(save(dict(outgoing.optimizer)), "optimizer"))
         if outgoing.rows:
-            self.client.send(rows_frames(self.tables, outgoing.rows))
-        if self.down.reference:
-            changed["base"] = replace(contribution.base, reference=self.down.reference)
+            self.stream.send(messages.rows_frames(self.tables, outgoing.rows))
+        if self._down.reference:
+            changed["base"] = replace(contribution.base, reference=self._down.reference)
         self.up.contribute(replace(contribution, **changed) if changed else contribution)
 
-    def ask_again(self, seq: int) -> None:
+    def ask_again(self, seq: int) -> Reply:
         """Ask once more for the reply to this contribution, which counts."""
-        self.client.say(ask_again={"seq": seq, "reference": self.down.reference})
+        self.stream.say(ask_again={"seq": seq, "reference": self._down.reference})
+        return self.take(self.receive())
 
     def receive(self) -> Frame:
-        """The next reply, of which the weights have not been taken yet."""
+        """The next reply, without its weights."""
         return self._expect("reply")
 
     def take(self, received: Frame) -> Reply:
-        """The weights that came with it are in the model when this returns."""
-        reply = self._note(received)
+        """The reply; its weights are in the model when this returns."""
+        reply = read_reply(received.of(pb.Reply))
+        self._owner.reply_came(reply)
+        outcome = reply.result.outcome
+        self.up.replied(outcome)
+        self.up.encoding.ready(self._owner.progress.version)
+        if outcome not in COUNTED:
+            self._sent_state = None
+        if outcome is Outcome.START:
+            self._down.started()
         if reply.weights is not None:
             self._receive_weights(received, reply.weights)
         return reply
 
-    def _note(self, received: Frame) -> Reply:
-        reply = read_reply(received.of(ReplyMessage))
-        self._on_reply(reply)
-        outcome = reply.result.outcome
-        self.up.replied(outcome)
-        self.up.encoding.ready(self._progress.version)
-        if outcome not in COUNTED:
-            self._sent_state = None
-        if outcome is Outcome.START:
-            self.down.started()
-        return reply
-
     def _receive_weights(self, received: Frame, weights: WeightsInfo) -> None:
-        memory = None
+        memory, down = None, self._down
         num_bytes, codec, reference = weights.num_bytes, weights.codec, weights.reference
         if received.data and len(received.data) == num_bytes and not received.offset:  # small: it is here
-            self.down.take(num_bytes, codec, lambda write: write(0, received.data), reference=reference)
+            down.take(num_bytes, codec, lambda write: write(0, received.data), reference=reference)
             return
         if weights.segment is not None:
             try:
@@ -236,35 +223,35 @@ class Shard:
             kept.append((start, offset + num_bytes))
 
         def receive(write: Write) -> None:
-            self.client.receive_payload(received, num_bytes, write, memory, targets, leave)
+            self.stream.receive_payload(received, num_bytes, write, memory, targets, leave)
 
-        self.down.take(num_bytes, codec, receive, kept, reference)
+        down.take(num_bytes, codec, receive, kept, reference)
         if memory is not None:
-            self.client.say(taken={})
+            self.stream.say(taken={})
 
     def _expect(self, *kinds: str) -> Frame:
-        """The next frame of one of `kinds`; while only Waiting comes, say so now and then."""
-        said_at = time.monotonic() + _SAY_WAITING_AFTER_S
+        """The next frame of one of `kinds`; logs now and then why only Waiting comes."""
+        log_at = time.monotonic() + _LOG_WAITING_AFTER_S
         while True:
-            received = self.client.receive()
+            received = self.stream.receive()
             if received.kind != "welcome":
-                self._on_reached()
+                self._owner.reached()
             if received.header is not None:
                 check_header(received.header)
             if received.kind in kinds:
                 return received
             if received.kind != "waiting":
                 raise refusal(Reason.BAD_REQUEST, f"the server sent {received.kind}, expected {' or '.join(kinds)}")
-            reason = received.of(Waiting).reason
-            if self.number == 0 and time.monotonic() >= said_at and reason:
-                log.info("waiting", rank=self._progress.rank, reason=shown(reason, _MOST_SHOWN))
-                said_at = time.monotonic() + 6 * _SAY_WAITING_AFTER_S
+            reason = received.of(pb.Waiting).reason
+            if self.number == 0 and time.monotonic() >= log_at and reason:
+                log.info("waiting", rank=self._owner.progress.rank, reason=shown(reason, _MOST_SHOWN))
+                log_at = time.monotonic() + 6 * _LOG_WAITING_AFTER_S
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Ask for those of these rows that lie here, distinct and ascending; what is returned waits for them."""
-        spec, progress = self.tables[table], self._progress
+        """Ask for the rows of distinct and ascending ids that lie here; the returned function waits for them."""
+        spec, progress = self.tables[table], self._owner.progress
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
-        wait = self.client.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
+        wait = self.rpc.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
         dtype, num_rows = DTYPES[spec.dtype], int(end - first)
 
         def rows() -> torch.Tensor:
@@ -277,12 +264,12 @@ class Shard:
 
         return rows
 
-    # ---- the end ----------------------------------------------------------------------------
+    # ---- the end ------------------------------------------------------------------------------
 
     def finish(self, transfer_s: float, can_evaluate: bool, residual: ResidualInfo) -> Final:
         """All steps are taken: wait for the others, receive the final weights."""
         finish = {"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": asdict(residual)}
-        self.client.say(finish=finish)
+        self.stream.say(finish=finish)
         received = self._expect("final")
         final = received.of(Final)
         self._receive_weights(received, replace(read_weights(final.weights), codec=""))
@@ -291,11 +278,11 @@ class Shard:
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write this part of the Polyak average into another instance of the part."""
         transfer = make_transfer(model)
-        self.client.pull(True, transfer.write, model.layout.total_bytes)
+        self.rpc.pull(True, transfer.write, model.layout.total_bytes)
         transfer.finish_write(model.layout.total_bytes)
 
     def leave(self, goodbye: Goodbye) -> None:
         """Say goodbye."""
-        told = goodbye._asdict()
-        self.client.say(leave={"final_metrics": told.pop("metrics"), **told})
-        self.client.end_stream(_GOODBYE_S)
+        fields = goodbye._asdict()
+        self.stream.say(leave={"final_metrics": fields.pop("metrics"), **fields})
+        self.stream.end_stream(_GOODBYE_S)

@@ -1,6 +1,6 @@
 """A worker's spans: `exchange` with `encode` (until its bytes are handed over), `wait` (until the reply begins to
-come) and `apply` (until its weights are in the model). Made when an exchange is over; without `output.traces` this file
-is not imported."""
+come) and `apply` (until its weights are in the model). They are made when an exchange is over. Without `output.traces`
+this file is not imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...common.wire.tracing import Traces, ids_of
 
 
 class ExchangeTraces:
-    """Of one worker; parts of several shards are marked from their threads."""
+    """The spans of one worker; threads of several shards mark their parts."""
 
     def __init__(self, url: str, rank: int | None) -> None:
         self._traces = Traces(url, WORKER, **({} if rank is None else {"paramserver.rank": rank}))

@@ -1,9 +1,9 @@
-"""torch.nn.SyncBatchNorm among the processes of a worker: statistics of all their samples, as one process has them.
+"""torch.nn.SyncBatchNorm among the processes of a worker: statistics of all their samples, as in one process.
 
-torch's own needs a GPU and the script's init_process_group(); without the latter it is plain BatchNorm, and says
-nothing. So such layers get this forward pass, over the group's own connections, unless torch's can do it. Mean and
+torch's own layer needs a GPU and the script's init_process_group(); without the latter it is plain BatchNorm, without a
+warning. So such layers get this forward pass, over the group's own connections, unless torch's can do it. Mean and
 variance are two sums over the group, and the gradient of a sum over all is the sum of all gradients (Ioffe and Szegedy
-2015; SyncBatchNorm of torch does the same in kernels of its own).
+2015; torch's SyncBatchNorm does the same in kernels of its own).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GroupBatchNorm(nn.SyncBatchNorm):
         return found.to(input.dtype)
 
     def _follow(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """The running statistics do, as torch's: of the variance without bias."""
+        """Update the running statistics as torch does, with the unbiased variance."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -65,7 +65,7 @@ class GroupBatchNorm(nn.SyncBatchNorm):
 
 
 def synchronize(model: nn.Module, group: Group) -> bool:
-    """Give the SyncBatchNorm layers of a model this forward pass; False where it has none that needs it."""
+    """Give the SyncBatchNorm layers of a model this forward pass; False where no layer needs it."""
     layers = [module for module in model.modules() if type(module) is nn.SyncBatchNorm]
     is_torchs = dist.is_initialized() and all(parameter.is_cuda for parameter in model.parameters())
     if not layers or is_torchs or group.size < 2:

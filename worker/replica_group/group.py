@@ -10,59 +10,131 @@ import json
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...common.errors import MismatchError, UnreachableError, UsageError
+from ...common.errors import MismatchError, ParamServerError, UnreachableError, UsageError
 from ...common.reporting.log import get_logger
 from ...common.wire.json_text import read_json
 from ..conversation.security import check_plaintext
+from ..strategies.buckets import Plan, packed, unpack
 from ..strategies.collectives import backends
 from ..strategies.collectives.cut import Address
-from ..strategies.collectives.handshake import Kind, connect
-from ..strategies.collectives.store import Store, StoreServer
-from .channel import Channel, first_line
-from .rendezvous import Member, Place, interface_of
+from ..strategies.collectives.rendezvous import collected, first_line
+from ..strategies.collectives.store import Kind, Store, StoreServer, connect
+from .rendezvous import MeetingPoint, Member, interface_of
 from .watch import Watch
 
 log = get_logger()
 
-_BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
-# For one collective: nobody waits so long for one that is dead, which the watch says.
+_HEAD_BYTES = 2048  # of a message of group rank 0; longer ones take a second broadcast
+_WATCH_S = 1.0
+# For one collective. The watch notices a dead process long before.
 _TIMEOUT_S = 6 * 3600.0
 
 
+class Channel:
+    """`torch_group` is a process group of torch. Blocking; raises UnreachableError when it is over."""
+
+    def __init__(self, torch_group: Any, rank: int, size: int) -> None:
+        self._torch_group, self.rank, self.size = torch_group, rank, size
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of each process, as many of each, exact up to 2^53."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self.wait([self._begin(lambda: self._torch_group.allgather([found], [own]))])
+        return [item.tolist() for item in found]
+
+    def send_all(self, message: Mapping[str, Any]) -> None:
+        """Group rank 0 sends a message to all others."""
+        payload = json.dumps(message).encode()
+        first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        begin = len(payload).to_bytes(8, "little") + payload[: _HEAD_BYTES - 8]
+        first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
+        self.broadcast(first, self._torch_group)
+        if rest := payload[_HEAD_BYTES - 8 :]:
+            self.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self._torch_group)
+
+    def receive_message(self) -> dict[str, Any]:
+        """The next message of group rank 0. Raises the error that has ended group rank 0, if it is one."""
+        first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        self.broadcast(first, self._torch_group)
+        begin = first.numpy().tobytes()
+        size = int.from_bytes(begin[:8], "little")
+        payload = begin[8 : 8 + size]
+        if len(payload) < size:
+            rest = torch.empty(size - len(payload), dtype=torch.uint8)
+            self.broadcast(rest, self._torch_group)
+            payload += rest.numpy().tobytes()
+        message: dict[str, Any] = read_json(payload, nan=True)
+        if "error" in message:
+            ended = ParamServerError(f"group rank {self.rank}: group rank 0 has ended: {message['error']}")
+            ended.exit_code = message["exit_code"]
+            raise ended
+        return message
+
+    def send_error(self, error: ParamServerError) -> None:
+        """Group rank 0 ends with this error, and so do the others."""
+        self.send_all({"error": error.message, "exit_code": error.exit_code})
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        """Begin to send a contiguous tensor of the host; returns a work to `wait` for."""
+        return self._begin(lambda: self._torch_group.send([tensor], to, tag))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        """Begin to receive into a tensor, as `send`."""
+        return self._begin(lambda: self._torch_group.recv([tensor], source, tag))
+
+    def broadcast(self, tensor: torch.Tensor, torch_group: Any) -> None:
+        """Copy group rank 0's tensor to all others."""
+        self.wait([self._begin(lambda: torch_group.broadcast([tensor], backends.broadcast_from(0)))])
+
+    def wait(self, works: Iterable[Any]) -> None:
+        """Block until all of them are done."""
+        for work in works:
+            self._begin(work.wait)
+
+    def _begin(self, collective: Callable[[], Any]) -> Any:
+        try:
+            return collective()
+        except RuntimeError as error:
+            time.sleep(_WATCH_S)  # the watch ends this process first, with the rank that it lost
+            raise UnreachableError(
+                f"group rank {self.rank}: the {self.size} processes of this worker lost each other: {first_line(error)}"
+            ) from None
+
+
 class Group(Channel):
-    """This process's side of it, used by the training thread alone. Blocking; UnreachableError when it is over."""
+    """The processes of one worker, as one of them sees them. Used by the training thread alone. Blocking; raises
+    UnreachableError when the group is over."""
 
     def __init__(
         self, member: Member, device: str, settings: Mapping[str, Any], wait_s: float,
         token: str | None = None, trusts_network: bool = False,
     ) -> None:  # fmt: skip
-        """Returns when all are here. `device` is this process's; `settings`, dotted, must be the same in all; `token`
-        is the run's. Raises UnreachableError (who is missing), MismatchError, AuthError."""
+        """Blocks until all processes are there. `device` is this process's; `settings`, with dotted keys, must be the
+        same in all; `token` is the run's. Raises UnreachableError (it names missing ones), MismatchError, AuthError."""
         if not (dist.is_available() and dist.is_gloo_available()):
             raise UsageError(f"worker.group: torch {torch.__version__} is without Gloo", fix="install one that has it")
-        self._flat: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._memory: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # of averages, by the number of tensors
         self.rank, self.size = member.rank, member.size
         self._watch = Watch(self.rank, self.size)
         until = time.monotonic() + wait_s
-        place = Place(member, token)
+        place = MeetingPoint(member, token)
         self._host = host = place.host
         check_plaintext(host, "the processes of this worker", trusts_network, "or keep them on one host")
         self._server = server = StoreServer(host) if member.is_leader else None
         try:
             self._store = self._store_of(member, place, server, wait_s)
-            told = {"device": backends.device_name(torch.device(device)), "settings": settings}
-            found = self._all(self._store, json.dumps(told, default=str), until, wait_s)
-            _compare([text["settings"] for text in found], self.rank)
+            info = {"device": backends.device_name(torch.device(device)), "settings": settings}
+            found = self._collect(self._store, json.dumps(info, default=str), until - time.monotonic(), wait_s)
+            _compare([item["settings"] for item in found], self.rank)
             left_s = max(1.0, until - time.monotonic())
             if server is not None:
                 self._watch.accept(server.peers, left_s)
@@ -73,12 +145,12 @@ class Group(Channel):
             raise UnreachableError(f"group rank {self.rank}: no connection with group rank 0: {error}") from None
         finally:
             place.leave()
-        self.backend = backends.backend_of([text["device"] for text in found])
+        self.backend = backends.backend_of([item["device"] for item in found])
         self._device = torch.device(device if self.backend == "nccl" else "cpu")  # of what goes from one to another
         at = dist.ProcessGroupGloo.create_device(hostname=host)
         self._open = lambda name: backends.gloo(self.apart(name), self.rank, self.size, at, _TIMEOUT_S)
-        super().__init__(self._open("words"), self.rank, self.size)
-        self._data = self._words
+        super().__init__(self._open("metadata"), self.rank, self.size)
+        self._data = self._torch_group
         if self.backend == "nccl":
             apart = self.apart("data")
             undo = backends.without_watchdog()
@@ -91,12 +163,12 @@ class Group(Channel):
                 ) from None
             finally:
                 undo()
-        if reason := backends.why_not_nccl([text["device"] for text in found]):
+        if reason := backends.why_not_nccl([item["device"] for item in found]):
             log.info("not_over_nccl", inner=self.rank, reason=reason)
         log.routine("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
-    def _store_of(self, member: Member, place: Place, server: StoreServer | None, wait_s: float) -> Store:
-        """Of group rank 0. UnreachableError."""
+    def _store_of(self, member: Member, place: MeetingPoint, server: StoreServer | None, wait_s: float) -> Store:
+        """A client of group rank 0's store. Raises UnreachableError."""
         find: Callable[[], tuple[Address, bytes]] = partial(place.look_up, wait_s)
         try:
             if server is not None:
@@ -111,18 +183,12 @@ class Group(Channel):
                 fix="let all processes of the worker be started, group rank 0 among them",
             ) from None
 
-    def _all(self, store: Store, told: str, until: float, wait_s: float) -> list[dict[str, Any]]:
-        """What each said."""
-        missing = list(range(self.size))
+    def _collect(self, store: Store, info: str, left_s: float, wait_s: float) -> list[dict[str, Any]]:
+        """The info of each process, by group rank."""
         try:
-            store.set(f"here/{self.rank}", told)
-            while missing and time.monotonic() < until:
-                with suppress(dist.DistStoreError):
-                    left_s = min(1.0, max(0.001, until - time.monotonic()))
-                    store.wait([f"here/{number}" for number in missing], timedelta(seconds=left_s))
-                missing = [number for number in missing if not store.check([f"here/{number}"])]
-            found = [store.get(f"here/{item}") for item in range(self.size) if item not in missing]
-        except RuntimeError as error:  # also where group rank 0 has read all, found fault, and gone with its store
+            store.set(f"here/{self.rank}", info)
+            found, missing = collected(store, "here", range(self.size), self.rank, left_s)
+        except RuntimeError as error:  # also where group rank 0 has found a difference, and gone with its store
             raise UnreachableError(
                 f"group rank {self.rank}: the others are gone: {first_line(error)}", fix="their own lines say why"
             ) from None
@@ -137,56 +203,42 @@ class Group(Channel):
     # ---- tensors ------------------------------------------------------------------------------
 
     def average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
-        """In their place the sum over all processes, each multiplied by its `share`."""
-        works: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
-        for number, bucket in enumerate(_buckets(tensors)):
-            flat = self._flat_of(("mean", number), bucket)
-            for view, item in zip(_views(flat, bucket), bucket, strict=True):
-                _put(view, item, share)
-            works.append((self._begin(lambda flat=flat: self._data.allreduce([flat])), flat, bucket))  # type: ignore[misc]
-        for work, flat, bucket in works:
-            self._wait(lambda work=work: work)  # type: ignore[misc]
-            for view, item in zip(_views(flat, bucket), bucket, strict=True):
-                item.copy_(view)
+        """Replace each tensor by its sum over all processes, each multiplied by its `share`."""
+        own, memory = dict(enumerate(tensors)), self._memory.setdefault(len(tensors), {})
+        plan = Plan(own, share, True, memory, self._device, checks=False)
+        buckets = (plan.gather(number, own) for number in range(len(plan.buckets)))
+        works = [self._begin(partial(self._data.allreduce, [bucket])) for bucket in buckets]
+        for work, (indices, _) in zip(works, plan.buckets, strict=True):
+            self.wait([work])
+            for index in indices:
+                tensors[index].copy_(plan.places[index])
 
     def sum_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Over all processes, on the device of this one's."""
+        """The sum over all processes, on the tensor's device."""
         found = tensor.detach().to(self._device, copy=True).contiguous()
-        self._wait(lambda: self._data.allreduce([found]))
+        self.wait([self._begin(lambda: self._data.allreduce([found]))])
         return found.to(tensor.device)
 
-    def give(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Group rank 0's, to the others, in the place of theirs."""
-        for bucket in _buckets(tensors):
-            flat = self._flat_of(("give",), bucket)
-            if self.rank == 0:
-                for view, number in zip(_views(flat, bucket), bucket, strict=True):
-                    view.copy_(number)
-            self._broadcast(flat, self._data)
-            if self.rank:
-                for view, number in zip(_views(flat, bucket), bucket, strict=True):
-                    number.copy_(view)
-
-    def _flat_of(self, place: tuple[Any, ...], bucket: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Memory for them where this group's tensors go from, kept."""
-        dtype, size = bucket[0].dtype, sum(tensor.numel() for tensor in bucket)
-        key = (*place, dtype)
-        if len(self._flat.get(key, ())) < size:
-            self._flat[key] = torch.empty(size, dtype=dtype, device=self._device)
-        return self._flat[key][:size]
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy group rank 0's tensors to those of the others."""
+        packs = packed(tensors, lambda tensor: tensor.device == self._device, self._device)
+        for flat, _ in packs:
+            self.broadcast(flat, self._data)
+        if self.rank:
+            unpack(packs)
 
     def channel(self, name: str) -> Channel:
-        """Another one, for another thread. All processes ask for it."""
+        """Another channel, for another thread. All processes open it."""
         return Channel(self._open(name), self.rank, self.size)
 
     def apart(self, name: str) -> dist.Store:
-        """Keys that no other group of torch's uses."""
+        """A part of the store that no other group of torch's uses."""
         return dist.PrefixStore(name, self._store)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Groups that torch makes meanwhile listen on this group's address; without it, on that of the host's name.
-        On the main thread."""
+        """Let groups that torch makes meanwhile listen on this group's address, not on that of the host's name. On the
+        main thread."""
         name = "GLOO_SOCKET_IFNAME"
         found = None if name in os.environ else interface_of(self._host)
         if found is not None:
@@ -198,52 +250,21 @@ class Group(Channel):
                 del os.environ[name]
 
     def expect(self, lease_s: float) -> None:
-        """Group rank 0's: nobody may be silent for longer from here on."""
+        """Group rank 0: no process may be silent for longer from here on."""
         self._watch.expect(lease_s)
 
     def end(self) -> None:
-        """Each may go when it likes."""
+        """Any process may end from here on."""
         self._watch.end()
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype and device; in all processes the same."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in kinds.values():
-        cuts, size = [0], 0
-        for index, tensor in enumerate(same):
-            size += tensor.nbytes
-            if size >= _BUCKET_BYTES:
-                cuts.append(index + 1)
-                size = 0
-        cuts += [len(same)] if cuts[-1] < len(same) else []
-        yield from (same[start:end] for start, end in pairwise(cuts))
-
-
-def _put(view: torch.Tensor, tensor: torch.Tensor, share: float) -> None:
-    if tensor.device == view.device:
-        torch.mul(tensor, share, out=view)
-    else:
-        view.copy_(tensor).mul_(share)
-
-
-def _views(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    at = 0
-    for tensor in bucket:
-        yield flat[at : at + tensor.numel()].view(tensor.shape)
-        at += tensor.numel()
-
-
 def _compare(settings: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """MismatchError, in every process, where not all were told the same."""
+    """Raises MismatchError, in every process, where settings differ."""
     for other, theirs in enumerate(settings):
         for key in sorted({*theirs, *settings[0]}):
             if theirs.get(key) != settings[0].get(key):
                 raise MismatchError(
-                    f"group rank {rank}: the processes of one worker were told different things: {key} is "
+                    f"group rank {rank}: the processes of one worker have different settings: {key} is "
                     f"{theirs.get(key)} in group rank {other} and {settings[0].get(key)} in group rank 0",
                     fix="give all of them the same options and variables",
                 )

@@ -1,6 +1,8 @@
-"""The exchange of a worker whose model lies in all of its processes: each runs the run's strategy over its own part,
-and what they do with the server they do together. Group rank 0 has the conversation, for the whole model; the others
-give and take bytes of theirs meanwhile (`redistribution.py`), and hear what came of it.
+"""The exchanger of a worker whose model is divided among its processes (`sharded.py`).
+
+Each process runs the run's strategy over its own part, and all exchange with the server together. Group rank 0 has the
+conversation, for the whole model. The others send and receive their bytes meanwhile (`redistribution.py`), and get its
+result.
 """
 
 from __future__ import annotations
@@ -23,116 +25,119 @@ from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .redistribution import Redistribution
 
-Said = TypeVar("Said", ReplyMessage, Final)
+Result = TypeVar("Result", ReplyMessage, Final)
+
+
+class ProgressLink:
+    """Brings group rank 0's progress to the other processes, with the beginning that its newest start named."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.begun: Begun | None = None
+        self._num_starts = -1  # of the newest message
+
+    def message(self, begun: Callable[[], Begun | None], **more: Any) -> dict[str, Any]:
+        """Group rank 0's message, as JSON."""
+        found = {"progress": vars(self.progress), **more}
+        if self._num_starts != self.progress.num_starts:
+            self._num_starts, self.begun = self.progress.num_starts, begun()
+            found["begun"] = self.begun and {
+                "position": asdict(self.begun.position), "payload": b64encode(self.begun.payload).decode()
+            }  # fmt: skip
+        return found
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Another process receives it."""
+        progress = message["progress"]
+        replay = progress["after_replay"]
+        self.progress.become(Progress(**{**progress, "after_replay": tuple(replay) if replay else None}))
+        if "begun" in message:
+            begun = message["begun"]
+            self.begun = begun and Begun(Position(**begun["position"]), b64decode(begun["payload"]))
 
 
 class GroupMember:
-    """What a strategy asks of an Exchange. `own` is group rank 0's, `whole` the model as the server is to see it."""
-
-    zero = 0
+    """An `Exchanger`. `exchange` is group rank 0's, `whole` the model as the server sees it."""
 
     def __init__(
         self, exchange: Exchange | None, whole: ModelTensors, redistribution: Redistribution, settings: Settings
     ) -> None:
-        self._own, self._whole, self._redistribution = exchange, whole, redistribution
+        self._exchange, self._whole, self._redistribution = exchange, whole, redistribution
         self.settings = settings
         self.progress = exchange.progress if exchange is not None else Progress()
-        self.begun = exchange.begun if exchange is not None else None
+        self._link = ProgressLink(self.progress)
         self.measured: list[dict[str, Any]] = exchange.measured if exchange is not None else []
         self._local: ModelTensors  # this process's part
-        redistribution.lying = self._lying
+        redistribution.find = self._find
 
-    def _lying(self, kind: str, index: int) -> torch.Tensor | None:
+    def _find(self, kind: str, index: int) -> torch.Tensor | None:
         if not kind or index >= self._local.num_exchanged:
             return self._local.tensors[index]
         return self._local.sources(ContributionKind(kind), range(index, index + 1))[0]
 
+    @property
+    def begun(self) -> Begun | None:
+        return self._link.begun
+
     # ---- together -----------------------------------------------------------------------------
 
-    def _together(self, work: Callable[[Exchange], Said | None], kind: type[Said]) -> Said | None:
-        """What it gives in group rank 0, in all; or the error that it ends with."""
-        if self._own is None:
-            told = self._redistribution.follow()
-            self.progress.become(progress_of(told["progress"]))
-            if told["begun"] is not False:
-                self.begun = begun_of(told["begun"])
-            return None if told["result"] is None else kind.FromString(b64decode(told["result"]))
-        num_starts = self.progress.num_starts
+    def _together(self, work: Callable[[Exchange], Result | None], kind: type[Result]) -> Result | None:
+        """Do `work` in group rank 0; returns its result, or raises its error, in all."""
+        if self._exchange is None:
+            message = self._redistribution.follow()
+            self._link.take(message)
+            return None if message["result"] is None else kind.FromString(b64decode(message["result"]))
+        exchange = self._exchange
         self._redistribution.begin()
         try:
-            result = work(self._own)
+            result = work(exchange)
         except ParamServerError as error:
             self._redistribution.fail(error)
             raise
-        begun: Any = False
-        if self.progress.num_starts != num_starts:
-            self.begun = self._own.begun
-            begun = told_begun(self.begun)
         payload = None if result is None else b64encode(result.SerializeToString()).decode()
-        self._redistribution.end({"progress": vars(self.progress), "begun": begun, "result": payload})
+        self._redistribution.end(self._link.message(lambda: exchange.begun, result=payload))
         return result
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._local = model
-
-        def start(exchange: Exchange) -> Final | None:
-            exchange.start(self._whole, optimizer)
-            return None
-
-        self._together(start, Final)
+        self._together(lambda exchange: exchange.start(self._whole, optimizer), Final)
 
     def contribute(self, outgoing: Outgoing) -> Reply:
-        message = self._together(lambda own: reply_message(own.contribute(outgoing)).reply, ReplyMessage)
+        message = self._together(lambda exchange: reply_message(exchange.contribute(outgoing)).reply, ReplyMessage)
         assert message is not None
         return read_reply(message)
 
     def finish(self, can_evaluate: bool) -> Final | None:
-        return self._together(lambda own: own.finish(can_evaluate), Final)
+        return self._together(lambda exchange: exchange.finish(can_evaluate), Final)
 
     # ---- group rank 0's alone -----------------------------------------------------------------
 
     @property
     def stop_reason(self) -> str:
-        return self._own.stop_reason if self._own is not None else ""
+        return self._exchange.stop_reason if self._exchange is not None else ""
 
     @stop_reason.setter
     def stop_reason(self, reason: str) -> None:
-        if self._own is not None:
-            self._own.stop_reason = reason
+        if self._exchange is not None:
+            self._exchange.stop_reason = reason
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
-        if self._own is None:
+        if self._exchange is None:
             raise no_optimizer_here(self._redistribution.rank)
-        return self._own.pull_optimizer()
+        return self._exchange.pull_optimizer()
 
     def moved(self) -> None:
-        """What is sent is looked up in `_local` each time."""
+        """Nothing to do: `_local` is looked up each time."""
 
     def leave(self, goodbye: Goodbye) -> None:
-        if self._own is not None:
-            self._own.leave(goodbye)
+        if self._exchange is not None:
+            self._exchange.leave(goodbye)
 
     def drop(self) -> None:
-        if self._own is not None:
-            self._own.drop()
+        if self._exchange is not None:
+            self._exchange.drop()
 
 
 def no_optimizer_here(rank: int) -> UsageError:
     message = f"group rank {rank}: optimizer.state_dict() is fetched from the server"
     return UsageError(message, fix="ask group rank 0 alone: if session.group_rank == 0")
-
-
-# ---- what the others hear, as JSON ----------------------------------------------------------------
-
-
-def progress_of(told: Mapping[str, Any]) -> Progress:
-    replay = told["after_replay"]
-    return Progress(**{**told, "after_replay": tuple(replay) if replay else None})
-
-
-def told_begun(begun: Begun | None) -> dict[str, Any] | None:
-    return begun and {"position": asdict(begun.position), "payload": b64encode(begun.payload).decode()}
-
-
-def begun_of(told: Mapping[str, Any] | None) -> Begun | None:
-    return Begun(Position(**told["position"]), b64decode(told["payload"])) if told else None

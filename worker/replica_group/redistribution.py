@@ -1,12 +1,9 @@
-"""Payloads of a model of which each process of a worker has a part: between the connections of group rank 0 and where
-the
-bytes lie.
+"""Payloads of a model that is divided among the processes of a worker, through the connections of group rank 0.
 
-    group rank 0    a window of the payload  <- its own rows, the others' -> frames of its transport, while the next
-    one fills
-    group rank 1    follows: sends its rows of that window, or takes them
+    group rank 0    a window of the payload  <- its own rows, the others' -> frames, while the next window fills
+    group rank 1    follows: sends its rows of that window, or receives them
 
-So what is on its way is nowhere whole: each process has its part, and group rank 0 two windows more.
+No process has the whole payload: each has its part, and group rank 0 two windows more.
 """
 
 from __future__ import annotations
@@ -23,13 +20,13 @@ from ...common.errors import ParamServerError
 from ...common.kinds import ContributionKind
 from ...common.tensors.layout import as_bytes
 from ..tensors.transfer import DirectTransfer, Indices, ModelTensors, Stretch
-from .channel import Channel
+from .group import Channel
 
 _WINDOW_BYTES = 8 << 20  # a multiple of what a message holds
 
-# Where a tensor's bytes of this process lie; None: zeros, as of a gradient that did not come. Of a source, or "": the
-# tensor itself; its index in the model.
-Lying = Callable[[str, int], torch.Tensor | None]
+# The part of a tensor that this process has, by kind ("": the tensor itself) and index in the model; None: zeros, as
+# where no gradient came.
+Find = Callable[[str, int], torch.Tensor | None]
 Finish = Callable[[], None]
 
 
@@ -43,17 +40,17 @@ class Range(NamedTuple):
 
 
 class Redistribution:
-    """`borders`: of each tensor, by index, where the bytes of each process begin, and those of the last end; None: all
-    have all of it. Group rank 0 asks (from any thread, between `begin` and `end`), the others `follow`."""
+    """`borders`: for each tensor, by index, where the bytes of each process begin, and those of the last end; None: all
+    have all of it. Group rank 0 requests (from any thread, between `begin` and `end`), the others `follow`."""
 
-    lying: Lying
+    find: Find
 
     def __init__(self, channel: Channel, borders: Sequence[Sequence[int] | None]) -> None:
         self._channel, self._borders = channel, borders
         self._lock = threading.Lock()
         self._is_open = False
-        self._num_asked = 0
-        # What has begun, by when it was asked: torch would break off what nobody holds, and its peer wait for ever.
+        self._num_requests = 0
+        # Works by request: torch breaks off a work without a reference, and its peer would wait for ever.
         self._under_way: dict[int, list[Any]] = {}
 
     @property
@@ -63,104 +60,92 @@ class Redistribution:
     # ---- group rank 0 -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The others follow from here on."""
+        """The others follow requests from here on."""
         self._is_open = True
 
-    def end(self, told: Mapping[str, Any]) -> None:
+    def end(self, message: Mapping[str, Any]) -> None:
         with self._lock:
             self._is_open = False
-            for asked in list(self._under_way):  # by a connection that was lost
-                self._done(asked)
-            self._channel.tell({"do": "end", **told})
+            for tag in list(self._under_way):  # of a connection that was lost
+                self._done(tag)
+            self._channel.send_all({"do": "end", **message})
 
     def fail(self, error: ParamServerError) -> None:
         """The others raise it too."""
         with self._lock:
             self._is_open = False
-            self._channel.tell_error(error)
+            self._channel.send_error(error)
 
     def fill(self, window: torch.Tensor, ranges: Sequence[Range], kind: str) -> Finish | None:
-        """Begin to fill it, uint8; what is returned waits for that. None where the others follow no more: a connection
-        that was lost may still be asked for more."""
+        """Begin to fill a window, uint8; the returned function waits for that. None where the others follow no more: a
+        lost connection may still draw frames."""
         with self._lock:
             if not self._is_open:
                 return None
-            tag, coming = self._ask("fill", ranges, kind), []
+            tag, coming = self._request("fill", ranges, kind), []
             for rank in range(1, self._channel.size):
                 if pieces := self._pieces(ranges, rank, is_down=False):
-                    flat = _row(pieces, window)
-                    there = torch.empty(_num_bytes(pieces), dtype=torch.uint8) if flat is None else flat
+                    there = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
                     self._under_way[tag].append(self._channel.receive(there, rank, tag))
-                    coming.append((there, pieces if flat is None else []))
+                    coming.append((there, pieces))
         for piece in self._pieces(ranges, 0, is_down=False):
             self._copy(window[piece.at :][: piece.end - piece.first], piece, kind)
 
         def finish() -> None:
             self._done(tag)
             for there, pieces in coming:
-                for here, piece in zip(_split(there, pieces), pieces, strict=False):
+                for here, piece in zip(_split(there, pieces), pieces, strict=True):
                     window[piece.at :][: len(here)].copy_(here)
 
         return finish
 
     def spread(self, window: torch.Tensor, ranges: Sequence[Range]) -> Finish:
-        """Begin to bring its bytes to where they belong; it may be filled again when what is returned has."""
+        """Begin to write a window to the tensors; it may be filled again after the returned function."""
         with self._lock:
-            tag = self._ask("spread", ranges)
+            tag = self._request("spread", ranges)
             for rank in range(1, self._channel.size):
                 if pieces := self._pieces(ranges, rank, is_down=True):
-                    flat = _row(pieces, window)
-                    if flat is None:
-                        flat = torch.cat([window[piece.at :][: piece.end - piece.first] for piece in pieces])
+                    flat = torch.cat([window[piece.at :][: piece.end - piece.first] for piece in pieces])
                     self._under_way[tag].append(self._channel.send(flat, rank, tag))
         for piece in self._pieces(ranges, 0, is_down=True):
             self._place(piece).copy_(window[piece.at :][: piece.end - piece.first])
         return partial(self._done, tag)
 
-    def _done(self, asked: int) -> None:
-        self._channel.wait(self._under_way.pop(asked, []))
+    def _done(self, tag: int) -> None:
+        self._channel.wait(self._under_way.pop(tag, []))
 
-    def _ask(self, what: str, ranges: Sequence[Range], kind: str = "") -> int:
-        self._channel.tell({"do": what, "kind": kind, "ranges": ranges})
-        self._num_asked += 1
-        self._under_way[self._num_asked] = []
-        return self._num_asked
+    def _request(self, action: str, ranges: Sequence[Range], kind: str = "") -> int:
+        self._channel.send_all({"do": action, "kind": kind, "ranges": ranges})
+        self._num_requests += 1
+        self._under_way[self._num_requests] = []
+        return self._num_requests
 
     # ---- the others ---------------------------------------------------------------------------
 
     def follow(self) -> dict[str, Any]:
-        """Do what group rank 0 asks for; what it tells in the end, or the error that it has ended with."""
-        while (told := self._channel.hear())["do"] != "end":
-            self._num_asked += 1
-            is_down, kind = told["do"] == "spread", told["kind"]
-            pieces = self._pieces([Range(*item) for item in told["ranges"]], self._channel.rank, is_down)
+        """Do what group rank 0 requests. Returns its last message, or raises the error that it has ended with."""
+        while (message := self._channel.receive_message())["do"] != "end":
+            self._num_requests += 1
+            is_down, kind = message["do"] == "spread", message["kind"]
+            pieces = self._pieces([Range(*item) for item in message["ranges"]], self._channel.rank, is_down)
             if not pieces:
                 continue
-            flat = self._own_row(pieces, is_down, kind)
-            there = torch.empty(_num_bytes(pieces), dtype=torch.uint8) if flat is None else flat
+            flat = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
             if is_down:
-                self._channel.wait([self._channel.receive(there, 0, self._num_asked)])
-                for here, piece in zip(_split(there, pieces), pieces if flat is None else (), strict=False):
+                self._channel.wait([self._channel.receive(flat, 0, self._num_requests)])
+            for here, piece in zip(_split(flat, pieces), pieces, strict=True):
+                if is_down:
                     self._place(piece).copy_(here)
-                continue
-            for here, piece in zip(_split(there, pieces), pieces if flat is None else (), strict=False):
-                self._copy(here, piece, kind)
-            self._channel.wait([self._channel.send(there, 0, self._num_asked)])
-        return told
-
-    def _own_row(self, pieces: Sequence[Range], is_down: bool, kind: str) -> torch.Tensor | None:
-        """The memory itself, where all of it is in one tensor of the host."""
-        if len(pieces) > 1:
-            return None
-        lying = self.lying("" if is_down else kind, pieces[0].tensor)
-        if lying is None or lying.device.type != "cpu" or not lying.is_contiguous():
-            return None
-        return _bytes(lying)[pieces[0].first : pieces[0].end]
+                else:
+                    self._copy(here, piece, kind)
+            if not is_down:
+                self._channel.wait([self._channel.send(flat, 0, self._num_requests)])
+        return message
 
     # ---- where bytes lie ----------------------------------------------------------------------
 
     def _pieces(self, ranges: Iterable[Range], rank: int, is_down: bool) -> list[Range]:
-        """Of these, what is that process's: bytes of its part. What all have group rank 0 gives, and all take."""
+        """The ranges that process has, as bytes of its part. Group rank 0 sends what all have, and all receive it."""
         found = []
         for index, first, end, at in ranges:
             borders = self._borders[index]
@@ -174,20 +159,20 @@ class Redistribution:
         return found
 
     def _copy(self, there: torch.Tensor, piece: Range, kind: str) -> None:
-        lying = self.lying(kind, piece.tensor)
-        if lying is None:
+        part = self.find(kind, piece.tensor)
+        if part is None:
             there.zero_()
         else:
-            there.copy_(_bytes(lying.contiguous())[piece.first : piece.end])
+            there.copy_(_bytes(part.contiguous())[piece.first : piece.end])
 
     def _place(self, piece: Range) -> torch.Tensor:
-        lying = self.lying("", piece.tensor)
-        assert lying is not None
-        return _bytes(lying)[piece.first : piece.end]
+        part = self.find("", piece.tensor)
+        assert part is not None
+        return _bytes(part)[piece.first : piece.end]
 
 
 class RedistributedTransfer(DirectTransfer):
-    """As DirectTransfer, of a model, or of a shard's part of it, that lies in all processes of a worker."""
+    """As DirectTransfer, for a model, or a shard's part of it, that is divided among the processes of a worker."""
 
     lies_here = False
 
@@ -201,7 +186,7 @@ class RedistributedTransfer(DirectTransfer):
     # ---- out ----------------------------------------------------------------------------------
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
-        """Each piece is valid until the next is asked for."""
+        """Each piece is valid until the next one is drawn."""
         return [
             Stretch(start, (piece for of in self._filled(kind, start, end) for piece in of.pieces))
             for start, end in self._stretches(indices)
@@ -230,7 +215,7 @@ class RedistributedTransfer(DirectTransfer):
         return [(start_of(stretch.start), start_of(stretch.stop)) for stretch in self._model.stretches(indices)]
 
     def _filled(self, kind: str, start: int, end: int) -> Iterator[Stretch]:
-        """Each window is valid until the next one is asked for, and filled while the one before is used."""
+        """Each window is valid until the next one is drawn, and fills while the one before is used."""
         coming: list[tuple[Finish, int, torch.Tensor, int]] = []
         windows = _windows(start, end)
         while windows or coming:
@@ -271,14 +256,14 @@ class RedistributedTransfer(DirectTransfer):
     # ---- windows ------------------------------------------------------------------------------
 
     def _window(self) -> torch.Tensor:
-        """Used by several threads: what is asked of a connection that was lost, and of the next one."""
+        """Used by several threads: that of a lost connection, and that of the next one."""
         try:
             return self._spare.pop()
         except IndexError:
             return torch.empty(min(_WINDOW_BYTES, self._model.layout.total_bytes), dtype=torch.uint8)
 
     def _ranges(self, start: int, end: int, window: torch.Tensor | None = None) -> list[Range]:
-        """What bytes [start, end) of the payload are; gaps between tensors are zeros in the window."""
+        """The tensors' bytes in bytes [start, end) of the payload; gaps between tensors are zeros in the window."""
         found, at = [], start
         begin = max(0, bisect.bisect_right(self._offsets, start) - 1)
         for index in range(begin, bisect.bisect_left(self._offsets, end)):
@@ -302,7 +287,7 @@ def _windows(start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a contiguous one, uint8; shares memory. `data`: what a graph holds may be written, as a reply does."""
+    """A contiguous tensor as uint8; shares memory. `data`: what a graph holds may be written, as a reply does."""
     return tensor.data.reshape(-1).view(torch.uint8)
 
 
@@ -310,15 +295,5 @@ def _num_bytes(pieces: Iterable[Range]) -> int:
     return sum(piece.end - piece.first for piece in pieces)
 
 
-def _row(pieces: Sequence[Range], window: torch.Tensor) -> torch.Tensor | None:
-    """What they are of a window, where they lie there one after another."""
-    at = start = pieces[0].at
-    for piece in pieces:
-        if piece.at != at:
-            return None
-        at += piece.end - piece.first
-    return window[start:at]
-
-
 def _split(flat: torch.Tensor, pieces: Sequence[Range]) -> Sequence[torch.Tensor]:
-    return flat.split([piece.end - piece.first for piece in pieces]) if pieces else ()
+    return flat.split([piece.end - piece.first for piece in pieces])

@@ -1,8 +1,8 @@
-"""Where the processes of one worker find each other: the address of group rank 0's rendezvous store, and its secret.
+"""How the processes of one worker find each other: the address of group rank 0's rendezvous store, and its secret.
 
-On one host a file says both, which nobody but this user can read. Over several hosts the store that the environment
-names (MASTER_ADDR, MASTER_PORT) says the address. That store is torch's, in which everybody may read and write: so the
-secret is made of the run's token, which each process has. Where there is no token, the store says the secret too.
+On one host a file has both, which only this user can read. Over several hosts the store that the environment names
+(MASTER_ADDR, MASTER_PORT) has the address. Everybody may read and write that store, which is torch's. So the secret is
+derived from the run's token, which each process has. Without a token the store has the secret too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _SIOCGIFADDR = 0x8915  # sockios.h
 
 
 class Member(NamedTuple):
-    """Who this process is in its worker."""
+    """This process's place in its worker."""
 
-    rank: int  # 0: has the session with the server
+    rank: int  # 0 has the session with the server
     size: int
     store: Address
     attempt: str  # of torchrun
-    is_host: bool  # of the store
-    is_on_one_host: bool = False  # all of them
+    is_host: bool  # this process serves `store`
+    is_on_one_host: bool = False  # all processes are
 
     @property
     def is_leader(self) -> bool:
@@ -53,13 +53,13 @@ class Member(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of this group, as no other on this host is called."""
+        """A name for this group that is unique on this host."""
         of_host = f"{os.uname().nodename}/{self.store[1]}/" if self.is_on_one_host else ""
         return f"group/{of_host}{self.attempt}"
 
 
 def find_member(environ: Mapping[str, str]) -> Member:
-    """As torchrun says it. UsageError where it says nothing, or nonsense."""
+    """The place that torchrun's variables name. Raises UsageError where they are missing or wrong."""
     missing = [name for name in _VARIABLES if not environ.get(name)]
     fix = "torchrun --nproc-per-node G -m paramserver.worker --group, or ps-launch --group G"
     if missing:
@@ -68,8 +68,8 @@ def find_member(environ: Mapping[str, str]) -> Member:
     try:
         rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     except ValueError:
-        told = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
-        raise UsageError(f"worker.group: {told} are not whole numbers", fix=fix) from None
+        values = ", ".join(f"{name}={environ[name]}" for name in _VARIABLES)
+        raise UsageError(f"worker.group: {values} are not whole numbers", fix=fix) from None
     if not 0 <= rank < size <= _MOST:
         raise UsageError(f"worker.group: RANK is {rank} and WORLD_SIZE {size}; 0..{_MOST} processes, from 0", fix=fix)
     is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -79,8 +79,8 @@ def find_member(environ: Mapping[str, str]) -> Member:
     return Member(rank, size, (environ["MASTER_ADDR"], port), attempt, is_host, is_on_one_host)
 
 
-class Place:
-    """Where the processes of this worker find each other. `publish` is group rank 0's, `look_up` the others'."""
+class MeetingPoint:
+    """Where the processes of this worker find each other. Group rank 0 calls `publish`, the others `look_up`."""
 
     def __init__(self, member: Member, token: str | None) -> None:
         """`token`: the run's."""
@@ -97,37 +97,37 @@ class Place:
         return _HERE if self._member.is_on_one_host else own_address("{}:{}".format(*self._member.store))
 
     def publish(self, address: Address) -> bytes:
-        """Say that the store is at `address`; returns its secret. RuntimeError where it cannot be said."""
+        """Publish the store's address; returns its secret. Raises RuntimeError."""
         if self._member.is_on_one_host:
             secret = secrets.token_bytes(32)
             _write(self._file, {"address": address, "secret": secret.hex()})
             return secret
         secret = self._secret() or secrets.token_bytes(32)
-        told = {"address": address, "secret": "" if self._secret() else secret.hex()}
-        self._named_store(timeout_s=60.0).set(_KEY, json.dumps(told))
+        value = {"address": address, "secret": "" if self._secret() else secret.hex()}
+        self._named_store(timeout_s=60.0).set(_KEY, json.dumps(value))
         return secret
 
     def look_up(self, timeout_s: float) -> tuple[Address, bytes]:
-        """Address and secret of the store. OSError where nobody has said them yet, RuntimeError where the store that
-        the environment names is not there within `timeout_s`."""
+        """Address and secret of the store. Raises OSError where they are not published yet, RuntimeError where the
+        store that the environment names is not there within `timeout_s`."""
         if self._member.is_on_one_host:
-            told = read_json(self._file.read_text())
+            value = read_json(self._file.read_text())
         else:
             store = self._named_store(timeout_s)
             if not store.check([_KEY]):
                 raise FileNotFoundError("group rank 0 has not said where it listens")
-            told = read_json(store.get(_KEY))
-        host, port = told["address"]
-        return (str(host), int(port)), self._secret() or bytes.fromhex(told["secret"])
+            value = read_json(store.get(_KEY))
+        host, port = value["address"]
+        return (str(host), int(port)), self._secret() or bytes.fromhex(value["secret"])
 
     def leave(self) -> None:
-        """All are together: nobody else may find the way."""
+        """All are together: remove what was published."""
         self._store = None
         if self._member.is_leader and self._member.is_on_one_host:
             self._file.unlink(missing_ok=True)
 
     def _secret(self) -> bytes:
-        """Of the token; empty where there is none, or none is needed."""
+        """A secret derived from the token; empty where there is none, or none is needed."""
         if self._token is None or self._member.is_on_one_host:
             return b""
         return hmac.digest(self._token.encode(), self._member.name.encode(), "sha256")
@@ -140,8 +140,8 @@ class Place:
 
 
 def _tcp_store(member: Member, own: str, timeout_s: float) -> dist.Store:
-    """That the environment names. Made here, it listens on this process's own address, where a script's
-    `init_process_group()` finds it too; not where that one was first."""
+    """The store that the environment names. If this process makes it, it listens on this process's own address, where a
+    script's `init_process_group()` finds it too; the script may also have made it."""
     host, port = member.store
     more: dict[str, Any] = {}
     if member.is_host:
@@ -155,7 +155,7 @@ def _tcp_store(member: Member, own: str, timeout_s: float) -> dist.Store:
 
 
 def interface_of(host: str) -> str | None:
-    """Name of the network interface that has this address; None where the system does not say (Linux, IPv4)."""
+    """Name of the network interface with this address, if the system knows it (Linux, IPv4)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -166,7 +166,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _folder() -> Path:
-    """Of this user alone. AuthError where it is somebody else's."""
+    """A folder of this user alone. Raises AuthError where another user has it."""
     folder = Path(tempfile.gettempdir()) / f"paramserver-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -184,9 +184,9 @@ def _folder() -> Path:
     return folder
 
 
-def _write(path: Path, told: Any) -> None:
-    """Whole, or not at all."""
+def _write(path: Path, value: Any) -> None:
+    """Write a whole file, or none."""
     number, temporary = tempfile.mkstemp(dir=path.parent)  # for this user's eyes only
     with os.fdopen(number, "w") as file:
-        json.dump(told, file)
+        json.dump(value, file)
     os.replace(temporary, path)

@@ -1,12 +1,12 @@
 """A model that FSDP2 (`fully_shard`) has divided among the processes of a worker: each has its rows of every tensor.
 
-Each runs the run's strategy over its own part (`Local`), so what a strategy keeps of a model (an anchor, a copy to send
-from) is divided too. To the server the model is whole, though it lies nowhere whole: `redistribution.py`.
+Each process runs the run's strategy over its own part (`Local`), so a strategy's copies of a model (an anchor, a
+snapshot) are divided too. The server sees a whole model, which no process has: `redistribution.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ...common.tensors.layout import Entry, Layout
 from ...common.tensors.statistics import statistics_of
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings
-from ..tensors.transfer import ModelTensors, check_still, named_tensors
+from ..tensors.transfer import ModelTensors, check_still, homes_of, named_tensors
 from .group import Group
 from .member import GroupMember
 from .redistribution import RedistributedTransfer, Redistribution
@@ -31,7 +31,7 @@ log = get_logger()
 
 
 class Sharded:
-    """`tensors` is this process's part of the model, `whole` what all have: its layout, without memory."""
+    """`tensors` is this process's part of the model, `whole` the model's layout, without memory."""
 
     def __init__(
         self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str] = ()
@@ -49,7 +49,7 @@ class Sharded:
                 made[id(item)] = nn.Parameter(shape, requires_grad=needs) if is_parameter else shape
             place, key = _place_of(whole, name, isinstance(item, nn.Parameter))
             place[key] = made[id(item)]
-        self.whole = ModelTensors(whole, (), statistics_of(model, found, averaged_buffers))
+        self.whole = ModelTensors(whole, statistics=statistics_of(model, found, averaged_buffers))
         self.tensors = Local(model, self.whole.layout, found)
         borders = [
             self._borders(entry, self.tensors.own[index]) for index, entry in enumerate(self.whole.layout.entries)
@@ -59,13 +59,13 @@ class Sharded:
         own, num = sum(tensor.nbytes for tensor in self.tensors.tensors), self.whole.layout.total_bytes
         log.routine("sharded", inner=group.rank, of=group.size, bytes=own, model_bytes=num)
 
-    def exchange(self, own: Exchange | None, settings: Settings) -> GroupMember:
-        """What all do with the server: `own` is group rank 0's."""
-        return GroupMember(own, self.whole, self._redistribution, settings)
+    def exchanger(self, exchange: Exchange | None, settings: Settings) -> GroupMember:
+        """The exchanger of all processes; `exchange` is group rank 0's."""
+        return GroupMember(exchange, self.whole, self._redistribution, settings)
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int] | None:
-        """Of a tensor's bytes, as torch.chunk divides rows: where each process's begin. UsageError where they are
-        divided in another way."""
+        """Where each process's bytes of a tensor begin, as torch.chunk divides rows; None: all have all of it. Raises
+        UsageError where a tensor is divided in another way."""
         name, size = entry.spec.name, self._group.size
         if not isinstance(tensor, DTensor):
             return None
@@ -88,35 +88,29 @@ class Sharded:
         assert tensor.to_local().nbytes == here, (name, tensor.to_local().shape)
         return borders
 
-    def plain_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of which each process has the whole."""
+    def whole_in_each(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that are whole in each process."""
         return [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
 
     def reshard(self) -> None:
-        """Layers that an evaluation has gathered would keep their old weights."""
+        """Divide layers again that an evaluation has gathered: they would keep their old weights."""
         for module in self._modules:
             module.reshard()
 
 
 class Local(ModelTensors):
-    """What this process has of each tensor, in a layout of its own; of names and order as in the whole model's."""
+    """This process's part of each tensor, in a layout of its own, with names and order of the whole model's."""
 
     def __init__(self, model: nn.Module, whole: Layout, found: Mapping[str, torch.Tensor]) -> None:
         self.module = model
-        homes = {
-            id(tensor): (kept, key)
-            for module in model.modules()
-            for kept in (module._parameters, module._buffers)
-            for key, tensor in kept.items()
-        }
+        homes = homes_of(model)
         self.own = [found[entry.spec.name] for entry in whole.entries]
-        # A module may put another tensor in the place of one that is not divided; FSDP2 does so with divided ones, for
-        # a while.
-        self._kept = [
-            ({"": optimizer}, "") if isinstance(optimizer, DTensor) else homes.get(id(optimizer), ({"": optimizer}, ""))
-            for optimizer in self.own
+        # A module may replace a tensor that is not divided; FSDP2 replaces divided ones, for a while.
+        self._homes = [
+            ({"": tensor}, "") if isinstance(tensor, DTensor) else homes.get(id(tensor), ({"": tensor}, ""))
+            for tensor in self.own
         ]
-        self.names = {id(optimizer): entry.spec.name for optimizer, entry in zip(self.own, whole.entries, strict=True)}
+        self.names = {id(tensor): entry.spec.name for tensor, entry in zip(self.own, whole.entries, strict=True)}
         self.tensors, self.places = list[torch.Tensor](), list[int]()
         self._look()
         shapes = {
@@ -126,11 +120,11 @@ class Local(ModelTensors):
         assert [entry.spec.name for entry in self.layout.entries] == [entry.spec.name for entry in whole.entries]
 
     def _look(self) -> None:
-        self.tensors = [_local(optimizer) for optimizer in self.own]
+        self.tensors = [_local(tensor) for tensor in self.own]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
 
     def has_moved(self) -> bool:
-        for index, (kept, key) in enumerate(self._kept):
+        for index, (kept, key) in enumerate(self._homes):
             tensor = kept.get(key)
             if tensor is not self.own[index]:
                 check_still(self.layout.entries[index].spec, tensor, self.own[index])
@@ -160,11 +154,6 @@ def _place_of(root: nn.Module, name: str, is_parameter: bool) -> tuple[dict[str,
     for item in path:
         root = root._modules.setdefault(item, nn.Module())  # type: ignore[assignment]
     return (root._parameters if is_parameter else root._buffers), key
-
-
-def sharded_names(model: nn.Module) -> Iterator[str]:
-    """Of what is divided among processes."""
-    return (name for name, tensor in named_tensors(model).items() if isinstance(tensor, DTensor))
 
 
 def divide(model: nn.Module, group: Group) -> nn.Module:

@@ -2,9 +2,9 @@
 
     python -m paramserver.worker.replica_group G ARGUMENTS...     G times: python ARGUMENTS...
 
-They live and end together: when one fails the others are ended, and the exit code is that of the first, which ps-launch
-goes by (torchrun's is 1 whatever happened). So nothing is started again here. It needs no torch, which takes seconds to
-load.
+They live and end together: when one fails the others are ended, and the exit code is that of the first, which
+ps-launch needs (torchrun's is always 1). Nothing is restarted here. This module does not import torch, which takes
+seconds to load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _END_S = 5.0  # to go in good order
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ends as the first of them that fails does."""
+    """Exits with the code of the first process that fails."""
     size, *command = sys.argv[1:] if arguments is None else arguments
     raise SystemExit(run(int(size), command))
 
@@ -48,26 +48,26 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
     }
     first = int(os.environ.get("PS_WORKER__LOCAL_RANK", 0)) * size
     started: list[subprocess.Popen[bytes]] = []
-    told = 0  # a signal to this process
+    received = 0  # a signal to this process
 
-    def tell(number: int, _: FrameType | None) -> None:
-        nonlocal told
-        told = told or number
+    def forward(number: int, _: FrameType | None) -> None:
+        nonlocal received
+        received = received or number
         _end(started, number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, tell)
+        signal.signal(number, forward)
     for rank in range(size):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
         argv = [sys.executable, *command]
         started.append(subprocess.Popen(argv, env=env | own, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent))
-        if told:
-            _end(started, told)
+        if received:
+            _end(started, received)
     return _wait(started)
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
-    """For the end of all; of the first that fails the exit code, as a shell has it."""
+    """Wait for all to end; returns the exit code of the first that fails, as a shell has it."""
     code, failed_at = 0, 0.0
     while None in [popen.poll() for popen in started]:  # each is looked at, also behind one that stands still
         if not code:
@@ -84,17 +84,17 @@ def _wait(started: list[subprocess.Popen[bytes]]) -> int:
 
 def _end(started: list[subprocess.Popen[bytes]], number: int) -> None:
     for popen in started:
-        if popen.poll() is None and (number, popen.pid) not in _told:
-            _told.add((number, popen.pid))
+        if popen.poll() is None and (number, popen.pid) not in _sent:
+            _sent.add((number, popen.pid))
             popen.send_signal(number)
 
 
-_told: set[tuple[int, int]] = set()  # a second SIGTERM would mean: now
+_sent: set[tuple[int, int]] = set()  # signals by process: a second SIGTERM would end it at once
 
 
 def held_port() -> socket.socket:
-    """Bound, and not listening: the system gives its port to nobody else meanwhile, and group rank 0's store, which is
-    told of it, may listen there."""
+    """A bound socket that does not listen: the system gives its port to no other process, and group rank 0's store may
+    listen there."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -102,6 +102,6 @@ def held_port() -> socket.socket:
 
 
 def _die_with_parent() -> None:
-    """A starter that is killed takes them along (Linux)."""
+    """End with the starter, also if it is killed (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,14 +1,14 @@
-"""What a group averages, in buckets: memory of their own, in one order for all members.
+"""Buckets of tensors that a group averages: memory of their own, in one order for all members.
 
 Members must begin the same sums in the same order, so a bucket leaves when it is full and all before it have left, as
-in DDP (Li et al. 2020). The order is the reverse of the model's: backward ends with the first layer. How much the
-gradient of a member weighs is known when all have said their samples, at `step()`; what leaves before goes by what they
-said of the step before, and where that was wrong all average once more (`group.py`).
+in DDP (Li et al. 2020). The order is the reverse of the model's: backward ends with the first layer. A member's weight
+is known when all have announced their samples, at `step()`. Buckets that leave before use the announcement of the step
+before, and where that was wrong all average once more (`group.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 
@@ -17,19 +17,23 @@ from ..tensors.transfer import ModelTensors
 
 _BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
 _FIRST_BYTES = 1 << 20  # the first leaves soon
+_WHOLE_BYTES = 256 << 10  # tensors of fewer are broadcast together
+
+Packs = list[tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 class Plan:
-    """Where each tensor lies that somebody has, and in which bucket; what is put there is weighted by `share`."""
+    """The place and the bucket of each tensor that some member has; tensors are multiplied by `share` there."""
 
     def __init__(
         self, like: dict[int, torch.Tensor], share: float, is_lowest: bool, memory: dict[torch.dtype, torch.Tensor],
-        device: torch.device, of_lowest: Container[int] = (), of_sum: Container[int] = (),
+        device: torch.device, of_lowest: Container[int] = (), of_sum: Container[int] = (), checks: bool = True,
     ) -> None:  # fmt: skip
-        """`like`: something of the shape and dtype of each, in the order in which they leave. `memory`, flat and of
-        each dtype, on `device`, is used where it has the size, and replaced where not. `of_lowest`: floats of which no
-        mean is made, as of integers; `of_sum`: those that are put there unweighted."""
+        """`like`: a tensor of the shape and dtype of each, in the order in which they leave. `memory`, flat, by dtype,
+        on `device`, is used where it has the size, and replaced where not. `of_lowest`: floats that are taken from the
+        lowest member, as integers are; `of_sum`: tensors that are not multiplied. `checks`: `unsound` may be called."""
         self.share, self._is_lowest, self._of_lowest, self._of_sum = share, is_lowest, of_lowest, of_sum
+        self._checks = checks
         self.places: dict[int, torch.Tensor] = {}
         self.buckets: list[tuple[list[int], torch.Tensor]] = []
         self._sums: list[tuple[int, torch.Tensor]] = []  # of what this member has of each
@@ -57,30 +61,30 @@ class Plan:
             self.buckets.append((bucket, flat[begun:end]))
 
     def gather(self, number: int, tensors: Mapping[int, torch.Tensor | None]) -> torch.Tensor:
-        """A bucket with what this member has in it; zeros for what it has not, and what has no mean of the lowest
-        only."""
+        """Fill a bucket with this member's tensors; zeros for those it has not, and for those taken from the lowest
+        member where it is another one."""
         indices, bucket = self.buckets[number]
         for index in indices:
-            place, mine = self.places[index], tensors.get(index)
+            place, own = self.places[index], tensors.get(index)
             is_float = place.dtype.is_floating_point
             is_summed = is_float and index not in self._of_lowest
-            if mine is None or not (is_summed or self._is_lowest):
+            if own is None or not (is_summed or self._is_lowest):
                 place.zero_()
                 continue
-            mine = mine.detach().to_dense() if mine.is_sparse else mine.detach()
+            own = own.detach().to_dense() if own.is_sparse else own.detach()
             share = 1.0 if index in self._of_sum else self.share
-            if is_summed and share != 1.0 and mine.device == place.device:
-                torch.mul(mine, share, out=place)
+            if is_summed and share != 1.0 and own.device == place.device:
+                torch.mul(own, share, out=place)
             else:
-                place.copy_(mine)
+                place.copy_(own)
                 if is_summed and share != 1.0:
                     place.mul_(share)
-            if is_float:
+            if is_float and self._checks:
                 self._sums.append((index, place.sum()))
         return bucket
 
     def unsound(self, tensors: Mapping[int, torch.Tensor | None]) -> int | None:
-        """The first tensor that holds NaN or Inf, of those gathered since this was asked last."""
+        """The first tensor with NaN or Inf among those gathered since the last call."""
         sums, self._sums = self._sums, []
         if not sums:
             return None
@@ -95,8 +99,33 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()).all())
 
 
+def packed(
+    tensors: Sequence[torch.Tensor], may_go_alone: Callable[[torch.Tensor], bool], device: torch.device
+) -> Packs:
+    """Buffers to broadcast for these tensors: large ones themselves, others of one dtype together, in a copy on
+    `device`. Each buffer comes with the tensors that it is a copy of; none where it is the tensor."""
+    packs: Packs = []
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.nbytes >= _WHOLE_BYTES and tensor.is_contiguous() and may_go_alone(tensor):
+            packs.append((tensor, []))
+        else:
+            small.setdefault(tensor.dtype, []).append(tensor)
+    for several in small.values():
+        packs.append((torch.cat([item.reshape(-1).to(device) for item in several]), several))
+    return packs
+
+
+def unpack(packs: Packs) -> None:
+    """Copy each buffer to the tensors that it is a copy of."""
+    for flat, several in packs:
+        pieces = flat.split([item.numel() for item in several]) if several else ()
+        for tensor, piece in zip(several, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
 def leaving_order(model: ModelTensors) -> list[int]:
-    """Of the exchanged tensors: parameters as backward fills them, then buffers, by dtype."""
+    """Indices of the exchanged tensors: parameters as backward fills them, then buffers, by dtype."""
     entries = list(enumerate(model.layout.entries[: model.num_exchanged]))
     parameters = [index for index, entry in reversed(entries) if entry.spec.kind is Kind.PARAMETER]
     buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]

@@ -3,20 +3,20 @@
     training thread   compute 1 | compute 2 | take 1 | compute 3 | take 2 | ...
     helper thread               | exchange 1 ....... | exchange 2 ....... |
 
-A contribution is handed over as a snapshot and replied into memory of its own (`Shadow`). The exchange belongs to the
-helper while a flight is pending, to the training thread otherwise. A reply is taken at a fixed place, before the next
+A contribution is handed over as a snapshot, and its reply comes into memory of its own (`Shadow`). The helper uses the
+exchange while a flight is pending, the training thread otherwise. A reply is taken at a fixed place, before the next
 hand-over, whenever it came: two runs that get the same replies compute the same.
 
 Gradients: contribution k + 1 is computed on the weights that came with the reply to k - 1, and says so
 (`base_version`).
 
 Weights (localsgd): after the average of the snapshot has come, the model is average + (weights now - snapshot), which
-is also what is contributed next, on the average's version: the local steps taken meanwhile are kept (CoCoD-SGD, Shen
+is also what is contributed next, on the average's version: the local steps taken meanwhile stay (CoCoD-SGD, Shen
 et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's own until the run ends: a difference of
-variances may be negative. Deltas (diloco) are another file's (`overlapped.py`).
+variances may be negative.
 
-A flight whose connection was lost is flown again, by the exchange. Only a worker that is told where to
-start (its lease had ended, or the server went back to a snapshot) throws away what it computed meanwhile.
+The exchange repeats a flight whose connection was lost. A worker discards what it computed meanwhile only when the
+server says where to start (its lease had ended, or the server went back to a snapshot).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from concurrent.futures import Future, wait
 
 from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import Outcome, Reply
-from ..conversation.exchange import Exchange
+from ...common.wire.records import Base, Outcome, PayloadInfo, Reply
 from ..conversation.messages import Final, Goodbye, Outgoing
-from ..conversation.pool import Helper, wait_for
+from ..conversation.threads import Helper, wait_for
 from ..session import Progress
+from ..tensors.local_steps import Overlap
 from ..tensors.transfer import ModelTensors
-from .direct import Direct
+from .base import Exchanger, Strategy
 from .shadow import Shadow
 
 # An interrupted worker waits this long for its flight to reach a safe place; a waiting one hears
@@ -40,29 +40,29 @@ from .shadow import Shadow
 _STOP_S = 5.0
 
 
-class DelayedUpdate(Direct):
+class DelayedUpdate(Strategy):
     """A contribution gets its reply before the next one is handed over: the training loop is a step ahead."""
 
     _shadow: Shadow
 
-    def __init__(self, exchange: Exchange) -> None:
-        super().__init__(exchange, may_send_early=False)
+    def __init__(self, exchange: Exchanger) -> None:
+        super().__init__(exchange)
         self._helper = Helper()
         self._flight: Future[Reply] | None = None
         self._received_version = 0  # of the weights received last
-        self._held_version = 0  # of those in the model
-        # As if the contribution in flight had been applied; the exchange's own says what is known.
+        self._model_version = 0  # of those in the model
+        # As if the contribution in flight had been applied; the exchange's own is what the server has confirmed.
         self.progress: Progress = copy.copy(exchange.progress)
-        # After these there is nothing to build on: not on weights that held NaN, nor across a lost connection.
-        self._ends_a_line = {Outcome.START} | ({Outcome.REJECTED} if self.kind.worker_steps else set())
+        # After these the local steps are discarded: they began on weights with NaN, or on a lost connection.
+        self._discarding = {Outcome.START} | ({Outcome.REJECTED} if self.kind.worker_steps else set())
 
-    def _start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
+    def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         self._shadow = Shadow(model)
         self._exchange.start(self._shadow, optimizer)
         self._received_version = self._exchange.progress.version
         self._begin()
 
-    def _look_again(self) -> None:
+    def _find_model(self) -> None:
         self._model.has_moved()  # the exchange knows the shadow, which has not
 
     def _contribute(self, outgoing: Outgoing) -> None:
@@ -73,60 +73,54 @@ class DelayedUpdate(Direct):
                 self._begin()
                 return
             self.progress.become(self._exchange.progress)
-        told = self.progress.local_steps
-        if is_cut or told != taken:  # the loop has ended since, or it was told too late
+        expected = self.progress.local_steps
+        if is_cut or expected != taken:  # the loop has ended since, or the reply came after the steps were taken
             self.progress.local_steps, self.progress.is_cut_short = taken, True
         base_version = self._turn(landed is not None and landed.has_new_weights)
         self._hand_over(base_version, outgoing)
-        if self.progress.assume_counted(told):
-            # The last one: whether the run is over for this worker only its reply says.
+        if self.progress.assume_counted(expected):
+            # The last one: only its reply says whether the run is over for this worker.
             self._land()
             self._begin()
 
     def _goes_on(self, landed: Reply) -> bool:
-        """What was computed meanwhile is of use."""
-        return landed.result.outcome not in self._ends_a_line and not self._exchange.progress.is_done
+        """Whether the steps taken meanwhile stay."""
+        return landed.result.outcome not in self._discarding and not self._exchange.progress.is_done
 
     def _begin(self) -> None:
-        """Go on from what the server said last, and nothing else."""
+        """Go on from the server's newest reply, without the steps taken meanwhile."""
         self.progress.become(self._exchange.progress)
         self._shadow.take_all()
-        self._held_version = self._received_version
+        self._model_version = self._received_version
 
     def _turn(self, has_weights: bool) -> int:
-        """Snapshot what is to be contributed, and take what has come. Returns the version that it stands on."""
-        return self._turn_weights(has_weights) if self.kind.worker_steps else self._turn_gradient(has_weights)
-
-    def _turn_gradient(self, has_weights: bool) -> int:
-        """Snapshot the gradients, then take weights that have come. Returns the version these were computed on."""
-        self._shadow.snapshot(ContributionKind.GRADIENT)
-        base_version = self._held_version
-        if has_weights:
-            self._shadow.take()
-            self._held_version = self._received_version
-        return base_version
-
-    def _turn_weights(self, has_weights: bool) -> int:
-        """Put the average under the steps taken meanwhile, then snapshot. Returns the average's version."""
-        if has_weights:
+        """Snapshot the contribution, and take weights that have come. Returns the version it is based on."""
+        if not self.kind.worker_steps:  # the gradients were computed on the weights before
+            self._shadow.snapshot(ContributionKind.GRADIENT)
+            base_version = self._model_version
+            if has_weights:
+                self._shadow.take()
+                self._model_version = self._received_version
+            return base_version
+        if has_weights:  # the average comes below the steps taken meanwhile
             self._shadow.rebase()
-            self._held_version = self._received_version
+            self._model_version = self._received_version
         self._shadow.snapshot(ContributionKind.WEIGHTS)
-        return self._held_version
+        return self._model_version
 
     def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
         exchange, shadow = self._exchange, self._shadow
-        said, own = exchange.progress, self.progress
-        said.version, said.local_steps, said.is_cut_short = base_version, own.local_steps, own.is_cut_short
+        known, own = exchange.progress, self.progress
+        known.version, known.local_steps, known.is_cut_short = base_version, own.local_steps, own.is_cut_short
 
-        def exchange_it() -> Reply:
+        def fly() -> Reply:
             shadow.settle()
             return exchange.contribute(outgoing)
 
-        self._flight = self._helper.submit(exchange_it)
+        self._flight = self._helper.submit(fly)
 
     def _land(self) -> Reply | None:
-        """The reply to the contribution in flight; raises what went wrong with it."""
+        """The reply to the contribution in flight, if there is one; raises the error that it ended with."""
         if self._flight is None:
             return None
         wait_for(self._flight)  # a signal may raise here: the flight stays pending then
@@ -147,8 +141,7 @@ class DelayedUpdate(Direct):
     def settle(self) -> int:
         self._land()
         self._begin()
-        self._note()
-        return self._held_version
+        return self._model_version
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         if not is_interrupted:
@@ -159,9 +152,85 @@ class DelayedUpdate(Direct):
                 self.drop()
                 return
         self._exchange.leave(goodbye)
-        self._helper.end()
 
-    def drop(self) -> None:
-        self._helper.stop()
-        self._exchange.drop()
-        self._helper.end()
+
+class Overlapped(DelayedUpdate):
+    """Deltas (diloco) of all parameters or of a fragment, merged with the local steps taken since they were measured.
+
+        training thread   H steps | measure | tau steps | merge | H - tau steps | measure | ...
+        helper thread             | exchange ........ |                       | exchange ...
+
+    The reply is merged after tau steps (policy.overlap_steps), whenever it came. With tau = H, or H / P of P fragments,
+    that is just before the next ones are measured. Without `policy.delayed_update` the loop waits for the reply, and
+    the parameters of other fragments go on from their own steps. Buffers stay the worker's own until the run ends.
+    """
+
+    _overlap: Overlap | None = None  # once there are weights
+    _merged: Reply | None = None  # its weights are in the model, and `_contribute` has not seen it
+
+    def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
+        super()._start(model, optimizer, is_parted)
+        self._overlap = Overlap(model, self.settings.fragments, self.settings.merge)
+
+    def went_on(self) -> None:
+        progress, after = self.progress, self.settings.merge.after_steps
+        if after and self._flight is not None and progress.local_steps - progress.steps_left == after:
+            self._check_model()
+            self._merged = self._land()
+
+    def _contribute(self, outgoing: Outgoing) -> None:
+        super()._contribute(outgoing)
+        if not self.settings.delayed_update and (landed := self._land()) is not None:
+            if self._goes_on(landed):
+                self.progress.become(self._exchange.progress)
+                self._shadow.take_buffers()
+            else:
+                self._begin()
+
+    def _land(self) -> Reply | None:
+        landed, self._merged = self._merged, None
+        if landed is not None:
+            return landed
+        landed = super()._land()
+        if landed is not None and self._overlap is not None and self._goes_on(landed) and landed.has_new_weights:
+            self._overlap.merge(self._shadow.tensors)
+            self._model_version = self._received_version
+        return landed
+
+    def _begin(self) -> None:
+        super()._begin()
+        if self._overlap is not None:
+            self._overlap.note()
+
+    def _turn(self, has_weights: bool) -> int:
+        assert self._overlap is not None
+        self._without = self._overlap.choose(self._next_fragment())
+        self._overlap.measure()
+        self._shadow.snapshot(ContributionKind.DELTA)
+        self._overlap.depart()
+        return self._model_version
+
+    def _next_fragment(self) -> int | None:
+        """The fragment that is exchanged next; None: all, since no later exchange has the rest."""
+        progress, num = self.progress, self.settings.fragments
+        taken, total = progress.training_steps + progress.local_steps, progress.total_steps
+        return None if num == 1 or (total is not None and taken >= total) else progress.version % num
+
+    def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
+        if self.settings.fragments > 1:  # the shadow has all weights of the newest version: other fragments stay here
+            outgoing = outgoing.changed(payload=PayloadInfo(without_gradient=self._without), base=Base(has_all=True))
+        super()._hand_over(base_version, outgoing)
+
+    def settle(self) -> int:
+        assert self._overlap is not None
+        if self._flight is not None:
+            wait_for(self._flight)
+            if self._flight.exception() is not None or not self._goes_on(self._flight.result()):
+                return super().settle()
+        self._overlap.show(self._shadow.tensors)
+        return self._exchange.progress.version
+
+    def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+        if self._overlap is not None:
+            self._overlap.hide()
+        super().measured(version, metrics, failure, exit_code)

@@ -31,13 +31,13 @@ MIN_MODEL_BYTES = 1 << 20
 
 
 class ReadyGradients:
-    """Calls `ready(index, gradient)` during backward for each gradient that is complete, and notices later changes."""
+    """Calls `ready(index, gradient)` during backward for each complete gradient, and notices later changes."""
 
     def __init__(self, model: ModelTensors, ready: Callable[[int, torch.Tensor], None]) -> None:
         self._model, self._ready = model, ready
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # gradients that were ready: how often they had changed
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # complete gradients, and torch's count of their changes
         self._is_wrong = False
-        self.is_paused = False  # what is computed is not to be sent
+        self.is_paused = False  # computed gradients are not sent
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._accumulated, index))
             for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
@@ -59,7 +59,7 @@ class ReadyGradients:
         self._seen[index] = gradient, gradient._version
 
     def settle(self) -> bool:
-        """Called by `step()`. False when a gradient has changed since it was ready: nothing leaves early any more."""
+        """Called by `step()`. False when a gradient has changed since it was complete: none leaves early any more."""
         seen, self._seen = self._seen, {}
         is_right = not (self._is_wrong or any(self._has_changed(index, *at) for index, at in seen.items()))
         if not is_right:
@@ -74,7 +74,7 @@ class ReadyGradients:
 
 
 class EarlySender:
-    """Collects ready gradients of a model in buckets and sends full ones through the exchange."""
+    """Collects complete gradients in buckets and sends full ones through the exchange."""
 
     def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
         self._exchange = exchange

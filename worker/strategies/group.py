@@ -1,18 +1,16 @@
-"""Workers that average among themselves: one group of torch.distributed for each generation.
+"""All-reduce peers: one group of torch.distributed for each generation.
 
-An *generation* is a set of members in an order, and the store at which they find each other. It is formed anew whenever
-somebody comes or goes (13 ms on one host, against 72 ms for the first): a prefix of the store for each generation, no
-global
+A *generation* is a set of members in an order, and the store at which they find each other. A group is formed whenever
+a member joins or leaves (13 ms on one host, against 72 ms for the first). Each has a prefix of the store and no global
 process group, so nothing of torch's has to be torn down first, and a script's own `torch.distributed` is left alone.
 
-`average` reads what is to be averaged and writes to memory of its own. So a member that is killed in the middle costs
-the others an error (`Broken`) and nothing else: they still hold what they brought, and bring it to the next
-generation. Who
-fails closes its group at once, for a member that waits for it and not for the dead one hears of it only so.
+`average` reads the tensors and writes to memory of its own. So a member that is killed in the middle costs the others
+an error (`Broken`) and nothing else: they still have their tensors, and average them in the next generation. A member
+that fails closes its group at once: another member may wait for it, and not for the dead one.
 
-What is averaged goes over NCCL where each member has a GPU of its own (`among/backends.py`), in memory on it; metadata,
-and what is given to who comes, over Gloo. Words go at once with each step, so a death is found there; what NCCL has
-under way ends when the group is closed, or `cut` by another thread that heard of it from the server.
+Averages go over NCCL where each member has a GPU of its own (`collectives/backends.py`), in memory on it. Metadata and
+tensors for a new member go over Gloo. Metadata are exchanged with each step, so a death is found there. NCCL's
+operations end when the group is closed, or `cut` by another thread that heard of the death from the server.
 """
 
 from __future__ import annotations
@@ -31,15 +29,14 @@ import torch.distributed as dist
 from ...common.errors import shown
 from ...common.wire.json_text import read_json
 from ..tensors.packed import put_together, take_apart
-from .buckets import Plan
-from .collectives import backends, small
+from .buckets import Plan, packed, unpack
+from .collectives import backends
 from .collectives.cut import Address, cut, listening
 from .collectives.rendezvous import Broken, Generation, Here, Rendezvous, come_together, first_line, store_of
 
 _MEET_S = 10.0  # for all members of a generation to come together
-# For one collective. Who waits longer for a slow member says so to the server, which knows whether that one is alive.
+# For one collective. A member that waits longer for a slow one reports it to the server, which knows whether it lives.
 _TIMEOUT_S = 30.0
-_WHOLE_BYTES = 256 << 10  # tensors of fewer travel together
 _END_S = 0.2
 _HOST = torch.device("cpu")
 
@@ -56,36 +53,43 @@ class _Closed(Exception):
     """The group was closed, or cut, by another thread."""
 
 
-class Said(NamedTuple):
-    """By all members of what they average."""
+class Announced(NamedTuple):
+    """What all members have announced of the tensors that they average."""
 
     samples: tuple[int, ...]  # by member
-    held: tuple[int, ...]  # tensors that somebody has
+    present: tuple[int, ...]  # indices of the tensors that some member has
 
 
 class Group:
     """The members of one generation, as one of them sees it. Used by one thread; `average` blocks."""
 
+    num_broadcast = 0  # bytes of the newest `broadcast_values`
+    metadata: Sequence[list[int]] = ()  # of the newest average: [word][member]
+    like: Sequence[torch.Tensor] = ()  # for each tensor, one of its shape and dtype
+    order: Sequence[int] = ()  # in which tensors leave; empty: as they are given
+    of_lowest: Container[int] = ()  # tensors that are taken from the lowest rank
+    of_sum: Container[int] = ()  # tensors that are summed, not averaged
+
     def __init__(
         self, generation: Generation, rank: int, rendezvous: Rendezvous, device: torch.device = _HOST,
         timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S,
     ) -> None:  # fmt: skip
-        """`own`: this member's; other members reach its host. `device`: of its model. Blocks until all
-        members are there. Broken when one does not come within `meet_s` (which ones: in the sentence), OutOfReach when
-        one cannot be reached."""
+        """Blocks until all members are there. `rendezvous` is this member's; `device` is that of its model. Raises
+        Broken when a member does not come within `meet_s` (the sentence names it), OutOfReach when one cannot be
+        reached."""
         self.generation, self.index = generation, generation.members.index(rank)
         self._flat: dict[torch.dtype, torch.Tensor] = {}
         self._under_way: list[Any] = []  # torch's works
-        self._plan: Plan | None = None  # by which the next are averaged before all have said their samples
-        self._said: Said | None = None  # by all, the last time
+        self._plan: Plan | None = None  # by which the next tensors leave, before all have announced their samples
+        self._announced: Announced | None = None  # the last time
         self._has_missed = False
-        self._num_left, self._there = 0, dict[int, torch.Tensor]()  # buckets, and tensors that are `ready`
+        self._num_left, self._ready = 0, dict[int, torch.Tensor]()  # buckets that left, tensors that are `ready`
         self.num_sent = 0.0  # bytes; in sums of many as a ring of the members would
         self._reason = ""  # why the group is over
         self._timeout_s = timeout_s
         self._ends: set[Address] = set()  # where members' devices listen
         rendezvous.admit(generation)
-        store = self._store = store_of(generation, rank, meet_s)  # torch's groups keep none
+        store = self._store = store_of(generation, rank, meet_s)  # torch's groups keep no reference
         host = rendezvous.address[0]
         try:
             gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=host))
@@ -95,9 +99,9 @@ class Group:
             store.close()
             raise
         self._ends.update(member.listens for member in members)
-        self.backend = backends.backend_of([member.device for member in members])
-        self.not_over_nccl = backends.why_not_nccl([member.device for member in members])
-        self._device = device if self.backend == "nccl" else _HOST  # of what is averaged
+        devices = [member.device for member in members]
+        self.backend, self.not_over_nccl = backends.backend_of(devices), backends.why_not_nccl(devices)
+        self._device = device if self.backend == "nccl" else _HOST  # of the averages
         size = len(generation.members)
         try:
             self._metadata = backends.gloo(store, self.index, size, gloo, meet_s)
@@ -109,6 +113,8 @@ class Group:
             self.close()
             raise Broken(f"generation {generation.number}: {first_line(error)}") from None
 
+    # ---- averages -----------------------------------------------------------------------------
+
     def average(
         self,
         tensors: Sequence[torch.Tensor | None],
@@ -116,42 +122,41 @@ class Group:
         metadata: Sequence[int] = (),
         is_right: bool = True,
     ) -> list[torch.Tensor | None]:
-        """The mean over all members, weighted by their samples, of each tensor; None where nobody has one, and zeros
-        for who has none while others do. Integers, and those in `of_lowest`, are of the lowest rank; of those in
-        `of_sum` it is the sum, not the mean. The tensors given stay as they are.
+        """The mean over all members of each tensor, weighted by their samples. None where no member has the tensor; a
+        member without it counts as zeros. Integers, and those in `of_lowest`, are the lowest rank's. Those in `of_sum`
+        are summed. The given tensors stay as they are. The result lies in memory that the next `average` or `ready`
+        overwrites.
 
-        What is returned lies in memory that the next call writes, or the next `ready`.
-
-        All members give tensors of the same shapes and dtypes, in the same order. Each says as many `metadata`, and
-        `self.metadata` has everyone's afterwards, [word][index]. Where all said the same samples before, what they say
-        and what they average goes at once. `is_right`: what was `ready` is what is given. Broken when the group is
-        over, Unsound when this member's are not finite.
+        All members give tensors of the same shapes and dtypes, in the same order, and as many `metadata`, which
+        `self.metadata` has of all afterwards. Where all announced the same samples before, announcement and tensors go
+        at once. `is_right`: the tensors that were `ready` have not changed. Raises Broken when the group is over,
+        Unsound when a tensor of this member is not finite.
         """
-        mine, guess = dict(enumerate(tensors)), self._plan
+        own, guess = dict(enumerate(tensors)), self._plan
         is_right |= not self._num_left
         if guess is not None:
-            self._leave_all(guess, mine, is_right)
-        said, all_are_right = self._said_by_all(tensors, num_samples, metadata, is_right)
-        is_hit = guess is not None and all_are_right and said == self._said
-        plan = guess if guess is not None and is_hit else self._plan_of(said, mine)
+            self._leave_all(guess, own, is_right)
+        announced, all_are_right = self._announce(tensors, num_samples, metadata, is_right)
+        is_hit = guess is not None and all_are_right and announced == self._announced
+        plan = guess if guess is not None and is_hit else self._plan_of(announced, own)
         if not is_hit:
-            self._leave_all(plan, mine)
-            self._end_sums()
+            self._leave_all(plan, own)
+            self._end_works()
         self._has_missed |= guess is not None and not is_hit
-        # Who had to average twice goes by nothing but what was said twice in a row. All members decide the same.
-        self._plan = plan if not self._has_missed or said == self._said else None
-        self._said = said
+        # After a wrong guess only what was announced twice in a row is guessed. All members decide the same.
+        self._plan = plan if not self._has_missed or announced == self._announced else None
+        self._announced = announced
         return [plan.places.get(index) for index in range(len(tensors))]
 
     def ready(self, index: int, gradient: torch.Tensor) -> None:
-        """Of the tensors that will be averaged next, this one is there: it leaves when its bucket is full."""
+        """A tensor of the next average is complete: it leaves when its bucket is full."""
         plan = self._plan
-        if plan is None or gradient.device != self._device:  # from a GPU to the host each would be waited for
+        if plan is None or gradient.device != self._device:  # each copy from a GPU to the host would block
             return
-        self._there[index] = gradient
-        with suppress(Broken):  # said by `average`
-            while self._num_left < len(plan.buckets) and self._there.keys() >= set(plan.buckets[self._num_left][0]):
-                self._leave(plan, self._there)
+        self._ready[index] = gradient
+        with suppress(Broken):  # `average` raises it
+            while self._num_left < len(plan.buckets) and self._ready.keys() >= set(plan.buckets[self._num_left][0]):
+                self._leave(plan, self._ready)
 
     def _leave(self, plan: Plan, tensors: Mapping[int, torch.Tensor | None]) -> None:
         number, self._num_left = self._num_left, self._num_left + 1
@@ -161,125 +166,103 @@ class Group:
         """While a bucket is under way the next one is gathered."""
         while self._num_left < len(plan.buckets):
             self._leave(plan, tensors)
-        self._num_left, self._there = 0, {}
+        self._num_left, self._ready = 0, {}
         unsound = plan.unsound(tensors)
         if unsound is not None and is_right:
             raise Unsound(unsound)
 
-    def _said_by_all(
+    def _announce(
         self, tensors: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int], is_right: bool
-    ) -> tuple[Said, bool]:
-        """After everything that is under way."""
-        num_members = len(self.generation.members)
-        told = [word * (index == self.index) for word in (num_samples, *metadata) for index in range(num_members)]
-        sums = torch.tensor([not is_right, *(tensor is not None for tensor in tensors), *told], dtype=torch.int64)
+    ) -> tuple[Announced, bool]:
+        """After everything that is under way: what all announce, and whether all are right."""
+        size = len(self.generation.members)
+        words = [word * (index == self.index) for word in (num_samples, *metadata) for index in range(size)]
+        sums = torch.tensor([not is_right, *(tensor is not None for tensor in tensors), *words], dtype=torch.int64)
         self._begin(lambda: self._sum_of(sums, "_metadata"))
-        self._end_sums()
+        self._end_works()
         num_wrong, *found = sums.tolist()
-        held = tuple(index for index, count in enumerate(found[: len(tensors)]) if count)
+        present = tuple(index for index, count in enumerate(found[: len(tensors)]) if count)
         found = found[len(tensors) :]
-        samples, *self.metadata = (found[at : at + num_members] for at in range(0, len(found), num_members))
-        return Said(tuple(samples), held), not num_wrong
+        samples, *self.metadata = (found[at : at + size] for at in range(0, len(found), size))
+        return Announced(tuple(samples), present), not num_wrong
 
-    def _plan_of(self, said: Said, tensors: Mapping[int, torch.Tensor | None]) -> Plan:
-        like: dict[int, torch.Tensor] = {}
-        held = set(said.held)
+    def _plan_of(self, announced: Announced, tensors: Mapping[int, torch.Tensor | None]) -> Plan:
+        present, like = set(announced.present), dict[int, torch.Tensor]()
         for index in self.order or range(len(tensors)):
-            if index in held:
+            if index in present:
                 tensor = tensors[index]
                 like[index] = self.like[index] if tensor is None else tensor
-        share = said.samples[self.index] / sum(said.samples)
+        share = announced.samples[self.index] / sum(announced.samples)
         return Plan(like, share, self.index == 0, self._flat, self._device, self.of_lowest, self.of_sum)
 
-    given_bytes = 0  # by the newest `give`
-    metadata: Sequence[list[int]] = ()
-    like: Sequence[torch.Tensor] = ()  # in the place of each, something of its shape and dtype: parameters
-    order: Sequence[int] = ()  # in which they leave; none: as they are given
-    of_lowest: Container[int] = ()  # of which no mean is made
-    of_sum: Container[int] = ()  # of which a sum is made
+    # ---- broadcasts ---------------------------------------------------------------------------
 
-    def told(self, number: int) -> list[int]:
-        """What each member says, by its index."""
-        said = torch.zeros(len(self.generation.members), dtype=torch.int64)
-        said[self.index] = number
-        self._wait(lambda: self._sum_of(said, "_metadata").wait())
-        return said.tolist()
+    def gather_numbers(self, number: int) -> list[int]:
+        """The number of each member, by its index."""
+        numbers = torch.zeros(len(self.generation.members), dtype=torch.int64)
+        numbers[self.index] = number
+        self._wait(lambda: self._sum_of(numbers, "_metadata").wait())
+        return numbers.tolist()
 
-    def give(self, values: Mapping[str, Any] | None, giver: int) -> dict[str, Any]:
-        """What the member of this index has, tensors and JSON (`tensors/packed.py`), to all, tensor by tensor. On the
-        host; the giver gets its own back."""
+    def broadcast_values(self, values: Mapping[str, Any] | None, source: int) -> dict[str, Any]:
+        """Returns the values of the member of index `source`: tensors on the host, and JSON (`tensors/packed.py`). The
+        source gets its own tensors back."""
         tree, tensors = take_apart(values) if values is not None else ({}, {})
         forms = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
         head = bytearray(json.dumps([tree, forms], separators=(",", ":")).encode())
-        num_bytes = self.told(len(head))[giver]
-        text = (
-            torch.frombuffer(head, dtype=torch.uint8)
-            if values is not None
-            else torch.empty(num_bytes, dtype=torch.uint8)
-        )
-        self._wait(lambda: self._torch("_metadata").broadcast([text], _from(giver)).wait())
+        num_bytes = self.gather_numbers(len(head))[source]
+        if values is not None:
+            text = torch.frombuffer(head, dtype=torch.uint8)
+        else:
+            text = torch.empty(num_bytes, dtype=torch.uint8)
+        self._wait(lambda: self._torch_group("_metadata").broadcast([text], backends.broadcast_from(source)).wait())
         if values is None:
             tree, forms = read_json(text.numpy().tobytes(), nan=True, big=True)
             tensors = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, (dtype, shape) in forms.items()}
         pieces: list[list[torch.Tensor]] = [[] for _ in self.generation.members]
-        pieces[giver] = [
-            tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()
-        ]  # Gloo has not every dtype
-        self.num_sent += num_bytes * (giver == self.index)
-        self.given_bytes = num_bytes + sum(piece.numel() for piece in pieces[giver])
-        self.spread(pieces)
+        pieces[source] = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]  # for Gloo's dtypes
+        self.num_sent += num_bytes * (source == self.index)
+        self.num_broadcast = num_bytes + sum(piece.numel() for piece in pieces[source])
+        self.broadcast_tensors(pieces)
         return put_together(tree, tensors)
 
-    def spread(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Of each member, by index, what it has in these, to all: written where the others have them."""
-        scattered: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    def broadcast_tensors(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy the tensors of each member, `pieces[index]`, to those in the same place of all others."""
+        packs = []
         for owner, tensors in enumerate(pieces):
-            small: dict[torch.dtype, list[torch.Tensor]] = {}
-            for tensor in tensors:
-                if (
-                    tensor.numel() * tensor.itemsize >= _WHOLE_BYTES
-                    and tensor.device.type == "cpu"
-                    and tensor.is_contiguous()
-                ):
-                    self._begin_giving(tensor, owner)
-                else:
-                    small.setdefault(tensor.dtype, []).append(tensor)
-            for several in small.values():
-                flat = torch.cat([item.reshape(-1).cpu() for item in several])
-                self._begin_giving(flat, owner)
-                scattered.append((flat, several if owner != self.index else []))
-        self._end_sums()
-        for flat, several in scattered:
-            at = 0
-            for tensor in several:
-                tensor.copy_(flat[at : at + tensor.numel()].view(tensor.shape))
-                at += tensor.numel()
+            for flat, parts in packed(tensors, lambda tensor: tensor.device.type == "cpu", _HOST):
+                self.num_sent += flat.nbytes * (owner == self.index)
+                options = backends.broadcast_from(owner)
+                self._begin(
+                    lambda flat=flat, options=options: self._torch_group("_metadata").broadcast([flat], options)  # type: ignore[misc]
+                )
+                packs.append((flat, parts if owner != self.index else []))
+        self._end_works()
+        unpack(packs)
 
-    def _begin_giving(self, tensor: torch.Tensor, giver: int) -> None:
-        self.num_sent += tensor.nbytes * (giver == self.index)
-        self._begin(lambda: self._torch("_metadata").broadcast([tensor], _from(giver)))
+    # ---- torch's groups -----------------------------------------------------------------------
 
     def _begin_sum(self, tensor: torch.Tensor) -> None:
         self._begin(lambda: self._sum_of(tensor, "_data"))
 
     def _sum_of(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin it over the group of torch's that has this name here."""
-        size, over = len(self.generation.members), self._torch(name)
-        if over is self._torch("_metadata") and small.is_small(tensor.nbytes, size):
+        """Begin a sum over the torch group of this name."""
+        size, over = len(self.generation.members), self._torch_group(name)
+        if over is self._torch_group("_metadata") and backends.is_small(tensor.nbytes, size):
             self.num_sent += tensor.nbytes * (1 if self.index else size - 1)
-            return small.Small(lambda: self._torch(name), tensor, self.index, size, self._timeout_s)
+            return backends.Small(lambda: self._torch_group(name), tensor, self.index, size, self._timeout_s)
         self.num_sent += 2 * tensor.nbytes * (size - 1) / size
         return over.allreduce([tensor])
 
     def _begin(self, collective: Callable[[], Any]) -> None:
         self._wait(lambda: self._under_way.append(collective()))
 
-    def _end_sums(self) -> None:
-        """Words too: where a member is gone it is they that say so, and NCCL's sums are queued until then."""
+    def _end_works(self) -> None:
+        """Metadata too: they show that a member is gone, and NCCL's sums are queued until then."""
         while self._under_way:
             self._wait(lambda: self._oldest().wait())
         backends.computed(self._device)
-        self._wait(lambda: self._torch("_data"))  # those that were aborted have ended as well
+        self._wait(lambda: self._torch_group("_data"))  # works that were aborted have ended as well
 
     def _oldest(self) -> Any:
         try:
@@ -287,15 +270,15 @@ class Group:
         except IndexError:
             raise _Closed from None
 
-    def _torch(self, name: str) -> Any:
-        """The group of torch's that has this name here. _Closed."""
+    def _torch_group(self, name: str) -> Any:
+        """The torch group in this attribute. Raises _Closed."""
         try:
             return self.__dict__[name]
         except KeyError:
             raise _Closed from None
 
     def _wait(self, collective: Callable[[], Any]) -> None:
-        """Broken where torch or another thread has ended the group. Any other error is a bug, and stays what it is."""
+        """Raises Broken where torch or another thread has ended the group. Another error is a bug and passes."""
         try:
             collective()
         except (RuntimeError, _Closed) as error:
@@ -305,7 +288,7 @@ class Group:
             raise Broken(f"generation {self.generation.number}: {self._reason}") from None
 
     def cut(self, reason: str) -> None:
-        """From any thread: whatever is waited for here ends, as Broken for this reason."""
+        """From any thread: end every wait in this group with Broken, for this reason."""
         self._reason = self._reason or reason
         cut(self._ends)
         data = self.__dict__.get("_data")
@@ -314,47 +297,39 @@ class Group:
             data.abort()
 
     def close(self) -> None:
-        """Its connections end, and with them whatever others wait for from this member."""
+        """End its connections, and with them the waits of other members for this one."""
         self._under_way.clear()  # each of them would keep the connections
         groups = [self.__dict__.pop(name) for name in ("_data", "_metadata") if name in self.__dict__]
         groups = list({id(group): group for group in groups}.values())  # over Gloo alone they are one
-        if not groups:
-            self._store.close()
-            return
-        cut(self._ends)
-        # Its own end waits for all collectives, and one of a broken connection may be over with its timeout only. So
-        # nobody else holds a group: it would end where the last one lets go.
-        ending = threading.Thread(target=_end_all, args=(groups,), name="end of a group", daemon=True)
-        ending.start()
-        ending.join(_END_S)
+        if groups:
+            cut(self._ends)
+            # A group's destructor waits for all collectives, and one of a broken connection may end with its timeout
+            # only. So a thread has the last reference.
+            ending = threading.Thread(target=_abort_all, args=(groups,), name="end of a group", daemon=True)
+            ending.start()
+            ending.join(_END_S)
         self._store.close()
 
 
-def _end_all(groups: list[Any]) -> None:
+def _abort_all(groups: list[Any]) -> None:
     while groups:
         groups.pop().abort()
 
 
 def own_address(server: str) -> str:
-    """Of this machine, as it is seen on the way to the server (HOST:PORT); nothing is sent."""
+    """The address of this machine on the way to the server (HOST:PORT); nothing is sent."""
     host, _, port = server.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(found[0], socket.SOCK_DGRAM) as asking:
-        asking.connect(found[4])
-        return str(asking.getsockname()[0])
+    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(found[4])
+        return str(probe.getsockname()[0])
 
 
-_DTYPES = {str(var).removeprefix("torch."): var for var in vars(torch).values() if isinstance(var, torch.dtype)}
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def _dtype(name: str) -> torch.dtype:
-    """One of torch's, by a name that another member has said. Broken."""
+    """A dtype of torch, by a name that another member has sent. Raises Broken."""
     if name not in _DTYPES:
         raise Broken(f"a member gives a tensor of dtype '{shown(str(name))}', which torch {torch.__version__} has not")
     return _DTYPES[name]
-
-
-def _from(giver: int) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = giver
-    return options

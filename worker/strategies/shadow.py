@@ -12,12 +12,12 @@ import torch
 
 from ...common.kinds import ContributionKind
 from ...common.tensors.layout import Kind
-from ..tensors.side_stream import SideStream
+from ..tensors.staged import SideStream
 from ..tensors.transfer import ModelTensors
 
 
 class Shadow(ModelTensors):
-    """`tensors` is what was received last, `sources()` what was snapshot last."""
+    """`tensors` are the weights received last, `sources()` the newest snapshot."""
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -33,13 +33,13 @@ class Shadow(ModelTensors):
                 view.copy_(tensor)
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
-        """What was snapshot, whichever source it came from."""
+        """The snapshot, of whatever kind."""
         return list(self._sent if indices is None else self._sent[indices.start : indices.stop])
 
     # ---- on the training thread ---------------------------------------------------------------
 
     def snapshot(self, kind: ContributionKind) -> None:
-        """Keep what is to be contributed; the model's own may change as soon as this returns."""
+        """Copy the next contribution; the model may change as soon as this returns."""
         with torch.no_grad(), self._stream.copies():
             for view, tensor in zip(self._sent, self._model.sources(kind), strict=True):
                 if tensor is None:
@@ -49,21 +49,25 @@ class Shadow(ModelTensors):
         self._stream.precede()
 
     def take(self) -> None:
-        """Received parameters and buffers into the model."""
+        """Write received parameters and buffers into the model."""
         self._take(self.num_exchanged)
 
     def take_all(self) -> None:
-        """Frozen tensors too, as they come with a start."""
+        """Write all received tensors, also frozen ones, into the model."""
         self._take(len(self.tensors))
 
-    def _take(self, count: int) -> None:
+    def take_buffers(self) -> None:
+        """Write received buffers into the model."""
+        self._take(self.num_exchanged, self._num_trained)
+
+    def _take(self, end: int, start: int = 0) -> None:
         with torch.no_grad(), self._stream.copies():
-            for tensor, view in islice(zip(self._model.tensors, self.tensors, strict=True), count):
+            for tensor, view in islice(zip(self._model.tensors, self.tensors, strict=True), start, end):
                 tensor.copy_(view, non_blocking=True)
         self._stream.precede()
 
     def rebase(self) -> None:
-        """Parameters become what was received plus what they have changed since the snapshot."""
+        """Parameters become the received ones plus their own change since the snapshot."""
         trained = zip(self._model.tensors, self._sent, self.tensors, strict=False)
         with torch.no_grad(), self._stream.copies():
             for tensor, sent, received in islice(trained, self._num_trained):
@@ -74,5 +78,5 @@ class Shadow(ModelTensors):
     # ---- on the helper thread -----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until the copies begun so far are over: the snapshot is whole, what was received may be overwritten."""
+        """Wait for the copies so far: the snapshot is whole, and received weights may be overwritten."""
         self._stream.synchronize()

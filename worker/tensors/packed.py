@@ -1,5 +1,5 @@
-"""What a `state_dict()` holds as bytes and back: safetensors, with everything else as JSON in its metadata. No pickle:
-whoever reads it runs nobody's code."""
+"""A `state_dict()` as bytes and back: safetensors, with all other values as JSON in its metadata. There is no pickle,
+so reading it runs no code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ...common.wire.json_text import read_json
 
 _TREE = "state"  # in the metadata
 _LENGTH_BYTES = 8  # of the file's header
-# Dicts of one of these classes are of the same class afterwards; what is no dict, list or tuple is marked by "$".
+# Dicts of these classes keep their class; "$" marks values that are no plain dict or list.
 _KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": lambda of: Counter(of)}
 
 
 def pack(values: Mapping[str, Any]) -> bytes:
-    """UsageError, which names it, for what is neither a tensor nor JSON."""
+    """Values as bytes. Raises UsageError, with the name, for a value that is neither a tensor nor JSON."""
     tree, tensors = take_apart(values)
     try:
         return save(tensors, {_TREE: json.dumps(tree, separators=(",", ":"))})
@@ -32,8 +32,8 @@ def pack(values: Mapping[str, Any]) -> bytes:
 
 
 def take_apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """JSON, and the tensors by the names that it has for them: on the host, contiguous, where possible themselves.
-    UsageError as `pack`."""
+    """JSON, and the tensors that it names: on the host, contiguous, without a copy where possible. Raises UsageError as
+    `pack`."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
 
@@ -68,7 +68,7 @@ def _refused(where: str, what: str) -> UsageError:
 
 
 def _own(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
-    """On the host, alone in its memory."""
+    """The tensor on the host, alone in its memory."""
     tensor = value.detach().cpu()
     is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     if not is_alone or tensor.data_ptr() in seen:
@@ -78,7 +78,7 @@ def _own(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
 
 
 def unpack(payload: bytes) -> dict[str, Any]:
-    """What was packed; tensors are on the CPU. UsageError for other bytes."""
+    """Packed values; tensors are on the CPU. Raises UsageError for other bytes."""
     try:
         end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
         tree = read_json(read_json(payload[_LENGTH_BYTES:end])["__metadata__"][_TREE], nan=True, big=True)
@@ -89,7 +89,7 @@ def unpack(payload: bytes) -> dict[str, Any]:
 
 
 def put_together(tree: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What was taken apart."""
+    """The values that `take_apart` took apart."""
     return {name: _give(value, tensors) for name, value in tree.items()}
 
 

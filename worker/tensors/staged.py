@@ -7,18 +7,80 @@ stream of their own, so that the training stream never waits for one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ...common.kinds import ContributionKind
-from ...common.tensors.layout import as_bytes
-from .pinned import PinnedMemory
-from .side_stream import SideStream
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import as_bytes, new_payload
 from .transfer import DirectTransfer, Indices, ModelTensors, Stretch
+
+log = get_logger()
+
+
+class PinnedMemory:
+    """Existing memory, locked until `release`, so that copies between it and a GPU need not wait. Where the driver
+    refuses, copies are slower and a log line says why. `runtime` is CUDA's, as `torch.cuda.cudart()` returns it."""
+
+    def __init__(self, payload: torch.Tensor, runtime: Any) -> None:
+        self._runtime = runtime
+        self._address = payload.data_ptr()
+        self.is_pinned = self._succeeded("register", runtime.cudaHostRegister(self._address, payload.numel(), 0))
+
+    def release(self) -> None:
+        """Before the memory is given back to the system, or the driver keeps its pages. Once."""
+        if self.is_pinned:
+            self.is_pinned = False
+            self._succeeded("unregister", self._runtime.cudaHostUnregister(self._address))
+
+    @staticmethod
+    def _succeeded(what: str, error: Any) -> bool:
+        """`error` is CUDA's: 0 is none."""
+        if int(error) == 0:
+            return True
+        log.warning("not_pinned", call=what, cuda_error=int(error), meaning="copies to and from the GPU wait")
+        return False
+
+
+class SideStream:
+    """A stream of its own for copies, on the GPU that some of these tensors are on, so that training never waits for
+    one. Without a GPU (`device` is None) there is none, and a copy is over when it returns."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        self._stream = torch.cuda.Stream(self.device) if self.device is not None else None
+
+    def new_payload(self, num_bytes: int) -> torch.Tensor:
+        """Host memory, uint8 [num_bytes], pinned where there is a GPU."""
+        payload = new_payload(num_bytes)
+        return payload.pin_memory() if self.device is not None else payload
+
+    def copies(self) -> torch.cuda.StreamContext:
+        """Copies in this `with` begin after what the training stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
+    def precede(self) -> None:
+        """What the training stream is given next begins after the copies; no thread waits."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def event(self) -> torch.cuda.Event:
+        """Comes when the copies given so far are over; only where there is a GPU."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def synchronize(self) -> None:
+        """This thread waits until the copies are over."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class StagedTransfer:
-    """As DirectTransfer, through the two buffers."""
+    """As DirectTransfer, through two host buffers."""
 
     lies_here = True
 
@@ -77,7 +139,7 @@ class StagedTransfer:
         return self._places
 
     def _copy_out(self, kind: ContributionKind, groups: list[range], views: list[torch.Tensor]) -> None:
-        """Copy, and wait for it: this thread does, the training stream does not."""
+        """Copy, and wait in this thread; the training stream does not wait."""
         events = [self._copied.pop(index) for group in groups for index in group if index in self._copied]
         if len(events) == sum(map(len, groups)):  # all of it began before
             for event in dict.fromkeys(events):
@@ -127,7 +189,7 @@ Transfer = DirectTransfer | StagedTransfer
 
 
 def make_transfer(model: ModelTensors) -> Transfer:
-    """As the model has it; in place where every tensor is plain CPU memory, staged otherwise."""
+    """The model's own transfer, or one in place where every tensor is plain CPU memory, else a staged one."""
     if model.transfer_of is not None:
         return model.transfer_of(model)
     if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in model.tensors):

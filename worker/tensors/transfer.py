@@ -1,7 +1,7 @@
-"""A model's tensors as payloads of bytes: gathered from wherever they lie, written back in place.
+"""A model's tensors as payloads of bytes: gathered from their memory, written back in place.
 
 On the CPU nothing is staged: frames are made from views of the gradients' own memory, and received
-bytes go straight into the parameters. Tensors that lie elsewhere are in `staged.py`.
+bytes go straight into the parameters. `staged.py` has transfers for tensors on other devices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch import nn
 from ...common.errors import UsageError
 from ...common.kinds import ContributionKind
 from ...common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
+from ...common.tensors.sharding import Part, Share
 from ...common.tensors.statistics import statistics_of
 
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
-# So much is copied before the server is told: it looks through it while the next is copied.
+# Bytes that are copied before the server is notified: it checks them while the next ones are copied.
 _PLACED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
@@ -34,10 +35,10 @@ Indices = Sequence[int] | None  # of entries; None: all that are exchanged
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers themselves (tied ones are one), with their names in the bare model: whatever it is
-    wrapped in, what is saved loads into it."""
+    """Parameters and buffers (tied ones are one), with their names in the bare model, so that a saved file loads into
+    it."""
     found = bare(model).state_dict(keep_vars=True).items()
-    # torch.compile of a part; what is no tensor is of get_extra_state().
+    # torch.compile of a part; other values are of get_extra_state().
     return {name.replace("_orig_mod.", ""): value for name, value in found if isinstance(value, torch.Tensor)}
 
 
@@ -50,7 +51,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def together(modules: Mapping[str, nn.Module]) -> nn.Module:
-    """One module of several; names in it begin with theirs."""
+    """One module of several; names of its tensors begin with theirs."""
     whole = nn.Module()
     whole._modules.update({name: bare(module) for name, module in modules.items()})  # also names that nn.Module has
     return whole
@@ -59,34 +60,33 @@ def together(modules: Mapping[str, nn.Module]) -> nn.Module:
 class ModelTensors:
     """The tensors of a model that take part in the run, in the order of its layout."""
 
-    deltas: Mapping[int, torch.Tensor] = {}  # of parameters by index, where differences are sent (`anchor.py`)
-    transfer_of: Callable[[ModelTensors], DirectTransfer] | None = None  # of it or a part; None: by where it lies
-    _stepped: frozenset[int] | None = None  # of a model in parts, the tensors of the one whose gradient is sent
+    deltas: Mapping[int, torch.Tensor] = {}  # of parameters by index, where differences are sent
+    transfer_of: Callable[[ModelTensors], DirectTransfer] | None = None  # for a model or a part; None: by its device
+    _stepped: frozenset[int] | None = None  # of several optimizers, the tensors of the one that steps
 
     def __init__(
-        self, model: nn.Module, stepped: Iterable[torch.Tensor] = (), statistics: Collection[str] | None = None
+        self,
+        model: nn.Module,
+        stepped: Iterable[torch.Tensor] = (),
+        averaged_buffers: Collection[str] = (),
+        statistics: Collection[str] | None = None,
     ) -> None:
-        """`stepped`: what optimizers hold, so that it is trained from when it requires a gradient on. `statistics`:
-        names of the buffers that are averaged; None: those of known layers."""
-        held = {id(tensor) for tensor in stepped}
+        """`stepped`: the optimizers' tensors, which are trained from the moment on when they require a gradient.
+        `statistics`: names of the buffers that are averaged; None: those of known layers and `averaged_buffers`. Raises
+        UsageError for a name that is no buffer."""
+        trained = {id(tensor) for tensor in stepped}
         found: dict[int, TensorSpec] = {}
         tensors: dict[str, torch.Tensor] = {}
-        homes = {
-            id(tensor): (kept, key)
-            for module in model.modules()
-            for kept in (module._parameters, module._buffers)
-            for key, tensor in kept.items()
-        }
-        named = named_tensors(model)
+        homes, named = homes_of(model), named_tensors(model)
         if statistics is None:
-            statistics = statistics_of(model, named)
+            statistics = statistics_of(model, named, averaged_buffers)
         for name, value in named.items():
             if (known := found.get(id(value))) is not None:
                 found[id(value)] = replace(
                     known, aliases=(*known.aliases, name), averaged=known.averaged or name in statistics
                 )
                 continue
-            found[id(value)] = _describe(name, value, id(value) in held, name in statistics)
+            found[id(value)] = _describe(name, value, id(value) in trained, name in statistics)
             tensors[name] = value
         if not any(tensor.requires_grad for tensor in tensors.values()):
             have = f"none of its {len(tensors)} tensors is a parameter with requires_grad" if tensors else "it has none"
@@ -97,25 +97,13 @@ class ModelTensors:
         self.layout = Layout(found.values())
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]
         self.names = {id(tensor): name for name, tensor in tensors.items()}
-        # Where a module keeps each: what moves a model puts new buffers there, and parameters elsewhere in memory.
-        self._homes: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
-            homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.tensors
-        ]
+        # Moving a model puts new buffers into these dicts, and parameters elsewhere in memory.
+        self._homes: list[Home] = [homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.tensors]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
 
-    @classmethod
-    def of(
-        cls, model: nn.Module, stepped: Iterable[torch.Tensor] = (), averaged_buffers: Collection[str] = ()
-    ) -> ModelTensors:
-        """With the script's own `averaged_buffers` beside the statistics of known layers. UsageError for what is no
-        buffer of the model."""
-        return cls(model, stepped, statistics_of(model, named_tensors(model), averaged_buffers))
-
     def has_moved(self) -> bool:
-        """Look the tensors up again: whether any lies elsewhere than when this was asked last (43 us for 300).
-
-        UsageError when one is no longer what was offered to the run.
-        """
+        """Look the tensors up again; True when any has moved since the last call (43 us for 300). Raises UsageError
+        when one is no longer what was offered to the run."""
         found = [held.get(key) for held, key in self._homes]
         is_same = all(map(operator.is_, found, self.tensors))
         if not is_same:
@@ -132,37 +120,37 @@ class ModelTensors:
 
     @property
     def may_lend(self) -> bool:
-        """Gradients may lie where they are sent from: the next contribution does not overwrite them."""
+        """Gradients may stay in shared memory: the next contribution does not overwrite them."""
         return self._stepped is None
 
     @cached_property
     def num_exchanged(self) -> int:
-        """Tensors that travel with contributions; the frozen ones come after them."""
+        """Number of tensors in a contribution; frozen ones come after them."""
         return sum(entry.spec.kind is not Kind.FROZEN for entry in self.layout.entries)
 
     @cached_property
     def _trained(self) -> list[tuple[int, int]]:
-        """Of each parameter, its position in the layout's specs and in `tensors`."""
+        """Position of each parameter in the layout's specs and in `tensors`."""
         places = {spec.name: place for place, spec in enumerate(self.layout.specs)}
         entries = enumerate(self.layout.entries)
         return [(places[item.spec.name], index) for index, item in entries if item.spec.kind is Kind.PARAMETER]
 
     def names_at(self, positions: Iterable[int]) -> frozenset[str]:
-        """Of these tensors of the whole model, by position in its specs, those that are here."""
+        """Names of the tensors that are here, by their positions in the specs of the whole model."""
         specs = self.layout.specs
         return frozenset(specs[position].name for position in positions)
 
     def step_only(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Gradients are those of these parameters from now on: the others' belong to another part's step."""
-        ours = {id(parameter) for parameter in parameters}
-        self._stepped = frozenset(index for index, tensor in enumerate(self.tensors) if id(tensor) in ours)
+        """Use the gradients of these parameters only: the others' belong to another optimizer's step."""
+        stepped = {id(parameter) for parameter in parameters}
+        self._stepped = frozenset(index for index, tensor in enumerate(self.tensors) if id(tensor) in stepped)
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        """What is to be sent of it."""
+        """The gradient that is sent."""
         return self.tensors[index].grad if self._stepped is None or index in self._stepped else None
 
     def without_gradient(self) -> tuple[int, ...]:
-        """Positions in the layout's specs of the parameters that have no gradient now: torch would not step them."""
+        """Positions in the layout's specs of parameters without a gradient: torch would not step them."""
         return tuple(place for place, index in self._trained if self.gradient(index) is None)
 
     def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
@@ -173,7 +161,7 @@ class ModelTensors:
         return [view.data for _, view in islice(self.layout.views(payload), self.num_exchanged)]
 
     def stretches(self, indices: Indices) -> list[range]:
-        """The exchanged tensors asked for, neighbours together."""
+        """These exchanged tensors (None: all), neighbours together."""
         if indices is None:
             return [range(self.num_exchanged)]
         found: list[range] = []
@@ -189,18 +177,16 @@ class ModelTensors:
         return self.layout.entries[index - 1].end if index else 0
 
     def indices_of(self, wanted: list[int]) -> list[int]:
-        """Where these tensors of the whole model, or parts of them, are here."""
+        """Indices here of these tensors of the whole model, or of their parts."""
         return wanted
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Which tensor of the whole model this is or is a part of, and how many of its bytes come before."""
+        """The index of this tensor, or of the one that it is a part of, in the whole model, and the bytes before it."""
         return index, 0
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
-        """For these entries (None: all that are exchanged), the tensors whose bytes are sent.
-
-        None in the place of a tensor means zeros: no gradient came.
-        """
+        """The tensors whose bytes are sent, for these entries (None: all that are exchanged). None in the place of a
+        tensor means zeros: there is no gradient."""
         found: list[torch.Tensor | None] = []
         for index in indices if indices is not None else range(self.num_exchanged):
             is_parameter = self.layout.entries[index].spec.kind is Kind.PARAMETER
@@ -214,8 +200,21 @@ class ModelTensors:
         return found
 
 
+Home = tuple[Mapping[str, torch.Tensor | None], str]  # a module's dict and a key in it
+
+
+def homes_of(model: nn.Module) -> dict[int, Home]:
+    """Where the modules of a model keep each tensor, by its id."""
+    return {
+        id(tensor): (tensors, key)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
+    }
+
+
 def check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor) -> None:
-    """A module may put another tensor in the place of a buffer, and its memory may be another."""
+    """Raises UsageError where a tensor is no longer the one of the spec. A buffer may be another tensor."""
     if tensor is None or (spec.kind is Kind.PARAMETER and tensor is not old):
         happened = "was taken out of the model" if tensor is None else "was replaced by another parameter"
         fix = "change what the model consists of before session.optimizer()"
@@ -247,7 +246,7 @@ def _describe(name: str, tensor: torch.Tensor, is_stepped: bool, is_statistic: b
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """One thread, without the GIL where it is worth giving up: others send and receive meanwhile."""
+    """Copy with one thread, without the GIL where it pays to release it: others send and receive meanwhile."""
     if len(source) < _COPIED_WITH_GIL:
         target[:] = source
     else:
@@ -262,10 +261,10 @@ class Stretch(NamedTuple):
 
 
 class DirectTransfer:
-    """Payloads out of and into a model, without staging: views of the tensors' own memory. Tensors are named by their
-    index in the layout's entries."""
+    """Payloads out of and into a model, without staging: views of the tensors' own memory. Indices are those of the
+    layout's entries."""
 
-    lies_here = True  # the whole model: what was sent or has come can be looked at again
+    lies_here = True  # the whole model: a payload can be gathered again
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -278,7 +277,7 @@ class DirectTransfer:
         self._lent: list[torch.Tensor] = []  # the same, as gradients
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
-        """What of the payload of a contribution holds these tensors (None: all, one stretch), in pieces that stay valid
+        """The parts of a contribution's payload with these tensors (None: all, one stretch), in pieces that stay valid
         until the next call or backward."""
         return [
             Stretch(self._model.start_of(group.start), self._pieces(group, self._model.sources(kind, group)))
@@ -286,7 +285,7 @@ class DirectTransfer:
         ]
 
     def stream(self, kind: ContributionKind, indices: Indices = None) -> Iterable[Stretch]:
-        """The same for who sends it: where it does not lie here, as much at once as may be held."""
+        """The same, in windows where the payload is not in one process."""
         return self.gather(kind, indices)
 
     def gather_all(self) -> Iterable[memoryview]:
@@ -308,13 +307,11 @@ class DirectTransfer:
     def place(
         self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
     ) -> Iterator[tuple[int, int]]:
-        """The same, copied to `segment`, uint8 [exchange_bytes]; yields (start, end) of what lies there, as it does.
-
-        What lies there already is not copied: a gradient that was placed once stays there, as `grad`.
-        """
+        """Copy the same to `segment`, uint8 [exchange_bytes]; yields (start, end) of bytes that are there. A gradient
+        that was placed once stays there, as `grad`, and is not copied again."""
         if segment is not self._segment:
             self._segment, self._places = segment, self._model.views(segment)
-            # Tensors and a storage of their own: what moves a model's gradients leaves the places where they are.
+            # Tensors with a storage of their own: moving a model's gradients leaves the places where they are.
             self._lent = self._model.views(torch.from_numpy(segment.numpy()))
         for group in self._model.stretches(indices):
             start = end = self._model.start_of(group.start)
@@ -330,7 +327,7 @@ class DirectTransfer:
                 yield start, end
 
     def _place(self, index: int, tensor: torch.Tensor | None) -> bool:
-        """False when it lay there already."""
+        """Copy a tensor to its place; False when it is there already."""
         place, owner = self._places[index], self._model.tensors[index]
         if tensor is None:
             place.zero_()
@@ -355,14 +352,14 @@ class DirectTransfer:
         return self._zeros[:num_bytes]
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take a piece of a payload of weights."""
+        """Write a piece of a payload of weights."""
         at = 0
         for target in self.targets(offset, len(data)):
             copy_bytes(target, data[at : at + len(target)])
             at += len(target)
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
-        """Where these bytes of a payload of weights belong, in order; what is between tensors belongs nowhere."""
+        """Memory for these bytes of a payload of weights, in order; bytes between tensors go to memory of their own."""
         index = max(0, bisect.bisect_right(self._offsets, offset) - 1)
         at, end = offset, offset + num_bytes
         while at < end and index < len(self._entries):
@@ -379,13 +376,59 @@ class DirectTransfer:
             yield memoryview(bytearray(end - at))
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
-        """The payload of so many bytes is whole: the model has the new weights when this returns, or when its
-        stream's next kernel runs. Tensors that have some of the bytes `kept`, [start, end), are as they were."""
+        """The payload of `num_bytes` is whole: the model has the new weights when this returns, or when its stream's
+        next kernel runs. Tensors with some of the bytes `kept`, [start, end), stay as they were."""
 
     def leave_segment(self) -> None:
-        """It is the server's alone from now on. Gradients that lie there move out: the loop may add to them."""
+        """Leave the segment to the server. Gradients there move out, since the loop may add to them."""
         for place, owner in zip(self._places, self._model.tensors, strict=False):
             gradient = owner.grad
             if gradient is not None and gradient.data_ptr() == place.data_ptr():
                 owner.grad = gradient.clone()
         self._segment, self._places, self._lent = None, [], []
+
+
+class PartTensors(ModelTensors):
+    """Rows of the tensors of `whole`, in the order of the share's layout; shares memory."""
+
+    def __init__(self, whole: ModelTensors, share: Share) -> None:
+        self.layout = share.layout
+        self.names, self.transfer_of = whole.names, whole.transfer_of
+        self._whole = whole
+        index_of = {entry.spec.name: index for index, entry in enumerate(whole.layout.entries)}
+        parts = {part.name: part for part in share.parts}
+        # For each entry here, the part and the index of its tensor in the whole model.
+        self._parts: list[tuple[Part, int]] = [
+            (parts[entry.spec.name], index_of[parts[entry.spec.name].spec.name]) for entry in share.layout.entries
+        ]
+        with torch.no_grad():
+            self.tensors = [part.of(whole.tensors[index]) for part, index in self._parts]
+
+    def names_at(self, positions: Iterable[int]) -> frozenset[str]:
+        wanted = self._whole.names_at(positions)
+        return frozenset(part.name for part, _ in self._parts if part.spec.name in wanted)
+
+    @property
+    def may_lend(self) -> bool:
+        return self._whole.may_lend
+
+    def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for position in indices if indices is not None else range(self.num_exchanged):
+            part, index = self._parts[position]
+            (tensor,) = self._whole.sources(kind, range(index, index + 1))
+            found.append(part.of(tensor.detach()) if tensor is not None else None)
+        return found
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        part, whole = self._parts[index]
+        return whole, part.first * self.layout.entries[index].num_bytes // max(1, part.end - part.first)
+
+    def indices_of(self, wanted: list[int]) -> list[int]:
+        found = set(wanted)
+        return [position for position, (_, index) in enumerate(self._parts) if index in found]
+
+
+def part_of(whole: ModelTensors, share: Share) -> ModelTensors:
+    """The model itself where one shard holds all of it."""
+    return whole if share.layout.total_bytes == whole.layout.total_bytes else PartTensors(whole, share)

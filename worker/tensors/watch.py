@@ -1,4 +1,4 @@
-"""Whether the trained weights of a model are still those that a server sent, where only a server may change them."""
+"""Notices trained weights that are not those that the server sent, where only the server may change them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...common.tensors.layout import Kind, as_bytes
 from .transfer import ModelTensors
 
 _SAMPLED = 16  # elements of each tensor
-# What is added to weights and taken away again (sharpness-aware steps) leaves so many roundings.
+# Adding a value to weights and subtracting it again (sharpness-aware steps) leaves this many roundings.
 _ROUNDINGS = 16
 
 
 class Watch:
-    """Compares a few elements of every trained tensor, so that weights which were swapped and put back are the same.
+    """Compares a few elements of every trained tensor, so that weights which were swapped and put back are equal.
 
-    On the CPU it compares their bytes. On a GPU nothing waits for that: there `changed()` looks at the elements only
-    where torch has counted a change in place.
+    On the CPU it compares their bytes. On a GPU a comparison would block: there `changed()` compares only where torch
+    has counted a change in place.
     """
 
     def __init__(self, model: ModelTensors) -> None:
@@ -32,7 +32,7 @@ class Watch:
         self.note()
 
     def note(self) -> None:
-        """These are the weights that came."""
+        """Note the weights that came."""
         self._look_up()
         if self._bytes:
             self._noted = list(map(bytes, self._bytes))
@@ -41,7 +41,7 @@ class Watch:
         self._versions = self._count()
 
     def changed(self) -> list[str]:
-        """Names of tensors that are others than noted."""
+        """Names of the tensors that differ from the noted ones."""
         self._look_up()
         if self._bytes:
             if list(map(bytes, self._bytes)) == self._noted:
@@ -58,12 +58,12 @@ class Watch:
         return [name for name, new, old in triples if (new - old).norm() > limit * old.norm()]
 
     def sample(self) -> bytes:
-        """The elements that are compared, as they are now."""
+        """The compared elements, as they are now."""
         self._look_up()
         return b"".join(map(bytes, self._bytes or [as_bytes(torch.cat(self._corners).cpu())]))
 
     def norm(self) -> float:
-        """Of them."""
+        """The 2-norm of the compared elements."""
         self._look_up()
         return float(torch.stack([corner.double().norm() for corner in self._corners]).norm())
 
@@ -72,7 +72,7 @@ class Watch:
         return [tensor._version for tensor in trained] if self._sample.is_cuda else []
 
     def _look_up(self) -> None:
-        """The first elements of each tensor, wherever it lies now."""
+        """Find the first elements of each tensor again."""
         if self._places is not self._model.places:
             noted = self._kept() if self._places is not None else []
             self._places = self._model.places
@@ -85,7 +85,7 @@ class Watch:
                 self._versions = []  # nothing was counted there
 
     def _keep(self, noted: list[torch.Tensor]) -> None:
-        """In the form in which what lies there now is compared."""
+        """Keep noted elements in the form in which they are compared."""
         if self._bytes:
             self._noted = [bytes(as_bytes(tensor)) for tensor in noted]
         else:

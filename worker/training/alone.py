@@ -188,7 +188,7 @@ class AloneSession(Session):
         """Of what is trained, as a server would know it; empty before there is a model."""
         if self._model is None:
             return ""
-        return ModelTensors.of(self._model, (), self._averaged_buffers).layout.fingerprint
+        return ModelTensors(self._model, (), self._averaged_buffers).layout.fingerprint
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's, by name."""

@@ -23,8 +23,8 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
 from ..conversation.security import worker_credentials
 from ..session import Length, Progress
+from ..strategies.base import Strategy
 from ..strategies.choice import make_strategy
-from ..strategies.direct import Direct
 from ..tensors.transfer import ModelTensors, together
 from ..transports.auto.measuring import suits
 from ..transports.auto.rule import ORDER
@@ -69,7 +69,7 @@ class RemoteSession(Session):
         self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_metrics)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
 
-    def _open(self, may_overlap: bool) -> Direct:
+    def _open(self, may_overlap: bool) -> Strategy:
         config, size = self._config, self._inner[1]
         worker = config.worker
         if worker.group:  # stage 3 is among its processes, and no matter of the server's
@@ -80,7 +80,7 @@ class RemoteSession(Session):
         may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
         return make_strategy(self._exchange, may_send_early)
 
-    def _join_group(self) -> Direct:
+    def _join_group(self) -> Strategy:
         """As one of the processes of a worker; gradients leave when they are the mean of all."""
         from ..replica_group.strategy import Grouped, join  # loads torch.distributed
 
@@ -89,7 +89,12 @@ class RemoteSession(Session):
             from ..replica_group import sharded  # noqa: F401  (FSDP2 takes seconds to load, and a server that is joined waits)
         group = join(self._config)
         self._inner = group.rank, group.size
-        return Grouped(group, lambda: self._open(may_overlap=False), divides)
+        return Grouped(group, self._open_for_group, divides)
+
+    def _open_for_group(self) -> tuple[Exchange, Strategy]:
+        strategy = self._open(may_overlap=False)
+        assert self._exchange is not None
+        return self._exchange, strategy
 
     @property
     def rank(self) -> int:
@@ -188,7 +193,7 @@ class RemoteSession(Session):
             up, down = first_codec(name), CODECS.load(config.reply_codec)()
             check_codecs(settings.mode, settings.kind, up, down, groups, settings.fragments)
 
-        auto = self._exchange.auto if self._exchange is not None else None
+        auto = self._exchange.codec_choice.auto if self._exchange is not None else None
         if auto is not None and settings.fragments > 1:
             message = (
                 f"worker.codec is auto, which measures whole payloads, and policy.fragments is {settings.fragments}"
@@ -281,7 +286,7 @@ class RemoteSession(Session):
         if not self.settings.polyak or self._exchange is None or not self._strategy.takes_whole:
             return False
         whole = together(dict(zip(self._names, models, strict=True))) if self._names else models[0]
-        self._exchange.pull_averaged(ModelTensors(whole))
+        self._exchange.shards.pull_averaged(ModelTensors(whole))
         return True
 
     def close(self) -> None:

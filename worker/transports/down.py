@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from ...common.codecs.base import Codec, Coder, FreeBuffers, payload_bytes, take_payload
-from ...common.codecs.shared.by_tensor import ByTensor
-from ...common.codecs.shared.reference import moves_reference
+from ...common.codecs.shared.by_tensor import ByTensor, only_rest
+from ...common.codecs.shared.reference import check_sum, follow, moves_reference
 from ...common.errors import Reason, refusal
-from ...common.tensors.layout import as_bytes
+from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.wire.records import ReferenceInfo
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors, copy_bytes
-from .reference import Reference
 
-# Takes the payload that was announced: `receive(write)` hands over each piece that comes, and returns after the last
-# one.
-Receive = Callable[[Callable[[int, memoryview], None]], None]
+Write = Callable[[int, memoryview], None]
+# `receive(write)` passes each piece of the announced payload to `write`, and returns after the last one.
+Receive = Callable[[Write], None]
 
 
 class Down:
@@ -41,7 +42,7 @@ class Down:
 
     @property
     def reference(self) -> int:
-        """The number of the one that is here whole; 0: none."""
+        """The number of the reference that is here whole; 0: none."""
         return self._reference.number if self._reference is not None else 0
 
     def take(
@@ -52,14 +53,15 @@ class Down:
         kept: Sequence[tuple[int, int]] = (),
         reference: ReferenceInfo | None = None,
     ) -> None:
-        """The model has the weights when this returns, and the server may count on it. Whatever is raised, they did not
-        come, and may come again. Bytes `kept`, which `receive` finds, do not come: the model has them. With
+        """Receive weights; the model has them when this returns, and the server may count on it. After an error they
+        did not come, and may come again. Bytes `kept`, which `receive` finds, do not come: the model has them. With
         `reference` the payload leads to one."""
         if reference is not None and self._reference is not None:
             self._reference.take(num_bytes, codec, reference, receive, self.transfer.write)
             num_bytes = num_bytes if codec in ("", "raw") else self._layout.exchange_bytes
         elif codec in ("", "raw"):
-            self._check(num_bytes, (0, self._layout.exchange_bytes, self._layout.total_bytes))
+            if num_bytes not in (0, self._layout.exchange_bytes, self._layout.total_bytes):
+                raise _other_bytes(num_bytes, self._layout.exchange_bytes)
             receive(self.transfer.write)
         else:
             self._take_encoded(num_bytes, codec, receive)
@@ -73,14 +75,10 @@ class Down:
             raise refusal(Reason.BAD_REQUEST, message, fix="install the same version of paramserver on both")
         if codec != self.codec.name:
             raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
-        self._check(num_bytes, (payload_bytes(self.codec, self._layout),))
+        if num_bytes != (expected := payload_bytes(self.codec, self._layout)):
+            raise _other_bytes(num_bytes, expected)
         encoded, payload = self._encoded.lend(num_bytes), self._payloads.lend(self._layout.exchange_bytes)
-        memory = as_bytes(encoded)
-
-        def write(offset: int, data: memoryview) -> None:
-            copy_bytes(memory[offset : offset + len(data)], data)
-
-        receive(write)
+        receive(_writer(encoded))
         take_payload(self.codec, self._decoder, self._layout, encoded, payload)
         self.transfer.write(0, as_bytes(payload))
         self._decoder.commit()
@@ -88,6 +86,96 @@ class Down:
         self._payloads.give_back(payload)
         self.num_taken += 1
 
-    def _check(self, num_bytes: int, possible: tuple[int, ...]) -> None:
-        if num_bytes not in possible:
-            raise refusal(Reason.BAD_REQUEST, f"the server sends {num_bytes} bytes, this model has {possible[-1]}")
+
+class Reference:
+    """This worker's copy of the server's reference, to which replies are differences: uint8 [exchange_bytes], besides
+    the model, so that local steps and evaluations do not change it. `number` is 0 while there is no whole one."""
+
+    def __init__(
+        self, codec: ByTensor, layout: Layout, names_at: Callable[[Iterable[int]], frozenset[str]] | None = None
+    ) -> None:
+        """`names_at`: names of the tensors that are here, by position in the specs of the whole model."""
+        self.number = 0
+        self._names_at = names_at
+        self._codec, self._layout = codec, layout
+        self._payload: torch.Tensor | None = None
+        self._encoded = FreeBuffers()
+
+    def take(self, num_bytes: int, codec: str, info: ReferenceInfo, receive: Receive, write: Write) -> None:
+        """Receive a reference, whole or as differences in `codec`, into the copy, and write it as weights. After an
+        error it did not come, and may come again."""
+        if self._payload is None:
+            self._payload = new_payload(self._layout.exchange_bytes)
+        if codec in ("", "raw"):
+            self._take_whole(num_bytes, self._payload, receive, write)
+        else:
+            if codec != self._codec.name:
+                message = f"differences in codec '{codec}', asked for were '{self._codec.name}'"
+                raise refusal(Reason.BAD_REQUEST, message)
+            self._take_differences(num_bytes, info, self._payload, receive)
+            write(0, as_bytes(self._payload))
+        self.number = info.number
+
+    def _take_whole(self, num_bytes: int, payload: torch.Tensor, receive: Receive, write: Write) -> None:
+        if num_bytes not in (self._layout.exchange_bytes, self._layout.total_bytes):
+            raise _other_bytes(num_bytes, self._layout.exchange_bytes)
+        self.number, memory = 0, as_bytes(payload)
+
+        def both(offset: int, data: memoryview) -> None:
+            here = data[: max(0, len(memory) - offset)]  # frozen tensors come behind it
+            copy_bytes(memory[offset : offset + len(here)], here)
+            write(offset, data)
+
+        receive(both)
+
+    def _take_differences(self, num_bytes: int, info: ReferenceInfo, payload: torch.Tensor, receive: Receive) -> None:
+        own = self.number
+        if not 0 < own <= info.number:
+            message = f"differences up to reference {info.number}; this worker has reference {own}"
+            raise refusal(Reason.BAD_REQUEST, message)
+        codecs = self._codecs(info, info.number - own)
+        sizes = [payload_bytes(codec, self._layout) for codec in codecs]
+        if num_bytes != sum(sizes) or num_bytes > max(*sizes, 0, self._layout.exchange_bytes):
+            raise _other_bytes(num_bytes, sum(sizes))
+        encoded = self._encoded.lend(num_bytes)
+        receive(_writer(encoded))
+        self.number = at = 0
+        for number, codec, size in zip(range(own + 1, info.number + 1), codecs, sizes, strict=True):
+            difference = encoded[at : at + size]
+            follow(codec, self._layout, difference.clone() if at else difference, payload)  # a clone is aligned
+            at += size
+            if number == info.checked:
+                self._check(number, payload, info.crc)
+        self._encoded.give_back(encoded)
+
+    def _codecs(self, info: ReferenceInfo, count: int) -> list[ByTensor]:
+        """The codec of each difference, for the tensors that it has. Refuses another count, and unknown tensors."""
+        if not info.left_out:
+            return [self._codec] * count
+        if len(info.left_out) != count or self._names_at is None:
+            raise refusal(Reason.BAD_REQUEST, f"{count} differences, and what is not in {len(info.left_out)} of them")
+        try:
+            return [only_rest(self._codec, self._names_at(positions)) for positions in info.left_out]
+        except IndexError:
+            raise refusal(Reason.BAD_REQUEST, "differences without tensors that the model does not have") from None
+
+    def _check(self, number: int, payload: torch.Tensor, crc: int) -> None:
+        if (found := check_sum(self._layout, payload)) != crc:
+            raise refusal(
+                Reason.BAD_REQUEST,
+                f"this worker's weights of reference {number} are not the server's: their CRC-32 is {found:08x}, the "
+                f"server's {crc:08x}",
+                fix="start the worker again, which gets them whole; if it happens again, look at its memory, or use "
+                "--set worker.reply_codec=bf16",
+            )
+
+
+def _writer(payload: torch.Tensor) -> Write:
+    """Copies pieces to a buffer, uint8 [n]."""
+    memory = as_bytes(payload)
+    return lambda offset, data: copy_bytes(memory[offset : offset + len(data)], data)
+
+
+def _other_bytes(found: int, expected: int) -> Exception:
+    message = f"the server sends {found} bytes of weights; this model, or these differences, have {expected}"
+    return refusal(Reason.BAD_REQUEST, message)

@@ -1,4 +1,4 @@
-"""`worker.max_mbit`: a worker that leaves room on its link for others."""
+"""`worker.max_mbit`: limits the bandwidth of a worker."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
-# What may pass without waiting after a pause: less than a message waits for nothing then.
+# Traffic that may pass at once after a pause, so that a small message does not wait.
 _BURST_S = 0.05
 _AT_ONCE_BYTES = 64 << 10
 
 
 class Limit:
-    """So many bits a second each way, over all connections of a worker, whose threads share it. What has passed is
-    waited for afterwards, so that nothing is held up which a message needs whole. None: no limit."""
+    """Mbit/s each way, over all connections of a worker, whose threads share it; None: no limit. A thread waits after
+    its bytes have passed, so that a message is never interrupted."""
 
     def __init__(
         self,
@@ -24,15 +24,15 @@ class Limit:
         self._seconds_per_byte = 8e-6 / mbit if mbit else 0.0
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
-        self._free_at = {"up": 0.0, "down": 0.0}  # when what has passed is through
+        self._free_at = {"up": 0.0, "down": 0.0}  # when the bytes so far have passed
         self.at_once = _AT_ONCE_BYTES if mbit else 0  # bytes to write or read in one go; 0: any
 
     def sent(self, num_bytes: int) -> None:
-        """Returns when more may be sent."""
+        """Count sent bytes; returns when more may be sent."""
         self._passed("up", num_bytes)
 
     def received(self, num_bytes: int) -> None:
-        """Returns when more may be read; meanwhile the sender meets a full window."""
+        """Count received bytes; returns when more may be read. Meanwhile the sender meets a full window."""
         self._passed("down", num_bytes)
 
     def _passed(self, way: str, num_bytes: int) -> None:

@@ -15,24 +15,21 @@ from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors
-from .base import Messages, Transport
 from .encoding import Encoding
 from .partial_transfer import PartialTransfer
+from .transport import Messages, Transport
+
+Carry = Callable[[list[memoryview], int], Iterator[Messages]]
 
 
 class Up:
-    """One shard's part of this worker's contributions. `send` gives messages to the stream; `transport` says where the
-    bytes
-    of payloads go while it lasts."""
+    """One shard's part of this worker's contributions. `send` puts messages on the stream; `transport` carries the
+    bytes of payloads while the stream lasts."""
 
     transport: Transport
 
     def __init__(
-        self,
-        codec: Codec,
-        model: ModelTensors,
-        transfer: Transfer,
-        send: Callable[[Iterable[bytes | Placed]], None],
+        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes | Placed]], None]
     ) -> None:
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
         self.transfer, self._stretches = transfer, model.stretches
@@ -44,27 +41,27 @@ class Up:
 
     @property
     def num_bytes(self) -> int:
-        """Of a contribution, as it travels."""
+        """Of a contribution, encoded."""
         return payload_bytes(self.encoding.codec, self._layout)
 
     def joined(self, transport: Transport, welcome: pb.Welcome | None = None) -> None:
-        """A new stream: what was sent on the old one may be lost, but for a partial transfer."""
+        """A new stream: everything sent on the old one may be lost, but for a partial transfer."""
         self.transport, self._partial = transport, PartialTransfer(welcome)
         self.departed.clear()
         self.encoding.recall()
 
     def replied(self, outcome: Outcome) -> None:
-        """What became of the contribution: the server's decoder does the same."""
+        """The outcome of the contribution: the server's decoder follows it too."""
         if outcome in COUNTED:
             self.encoding.commit()
-        elif outcome != Outcome.START:
-            # The difference that steps have made is still where it was, up to the weights that come now.
+        elif outcome == Outcome.START:
+            self.encoding.start()
+        else:
+            # A dropped delta is still in its tensors until the weights come: it goes with the next one.
             is_work = self._kind.holds_differences and outcome == Outcome.DROPPED
             self.encoding.rollback(self.transfer.gather(self._kind, None)[0] if is_work else None)
-        else:
-            self.encoding.start()
 
-    # ---- ahead of the contribution ----------------------------------------------------------------
+    # ---- ahead of the contribution ------------------------------------------------------------
 
     def prepare(self, indices: list[int]) -> bool:
         """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
@@ -78,21 +75,22 @@ class Up:
         self._send_tensors(ContributionKind.GRADIENT, indices)
 
     def recall(self) -> None:
-        """What has departed is not what is to be contributed."""
+        """Discard gradients that have departed."""
         if self.departed:
             self.departed.clear()
             self.encoding.recall()
             self._begin()
 
     def _begin(self) -> None:
-        is_placed = self.encoding.codec.is_identity and self._is_placed
-        begin = pb.Begin(num_bytes=self.num_bytes, codec=self.encoding.codec.name, in_shared_memory=is_placed)
+        codec = self.encoding.codec
+        is_placed = codec.is_identity and self._is_placed
+        begin = pb.Begin(num_bytes=self.num_bytes, codec=codec.name, in_shared_memory=is_placed)
         self._send([frame(pb.WorkerMessage(begin=begin))])
 
-    # ---- the contribution -------------------------------------------------------------------------
+    # ---- the contribution ---------------------------------------------------------------------
 
     def contribute(self, contribution: Contribution) -> None:
-        """Send it; one that was not replied before is sent again as it was, or what of it has not come."""
+        """Send it. One without a reply is sent again as it was, or the part of it that has not come."""
         self._kind = kind = contribution.kind
         if not kind.has_payload:
             self._send([frame(contribution_message(contribution))])
@@ -104,11 +102,12 @@ class Up:
         if not self.encoding.codec.is_identity or self.encoding.owes:
             self._contribute_encoded(contribution, rest)
             return
-        announced = _announced(contribution, self._layout.exchange_bytes, "raw", self._is_placed)
+        num_bytes = self._layout.exchange_bytes
+        announced = _announced(contribution, num_bytes, "raw", self._is_placed)
         may_continue = rest is None and self._partial and self.transport.segment is None and self.transfer.lies_here
         if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
             return
-        if rest is None and not self._is_placed and self._layout.exchange_bytes <= INLINE_BYTES:
+        if rest is None and not self._is_placed and num_bytes <= INLINE_BYTES:
             self._send([frame(announced, 0, self.transfer.gather(kind, None)[0].pieces)])
         else:
             self._send([frame(announced)])
@@ -131,13 +130,8 @@ class Up:
         for frames in self.transport.messages([] if is_small else [payload]):
             self._send(frames)
 
-    def _continue(
-        self,
-        announced: pb.WorkerMessage,
-        pieces: list[memoryview],
-        carry: Callable[[list[memoryview], int], Iterator[Messages]],
-    ) -> bool:
-        """Send the rest of a partial transfer of this payload; False where there is none, and nothing was sent."""
+    def _continue(self, announced: pb.WorkerMessage, pieces: list[memoryview], carry: Carry) -> bool:
+        """Send the rest of a partial transfer; False: there is none, and nothing was sent."""
         payload = announced.contribution.payload
         begin = pb.Begin(num_bytes=payload.num_bytes, codec=payload.codec, in_shared_memory=payload.in_shared_memory)
         rest = self._partial.rest(begin, announced.contribution.seq, pieces)
@@ -152,7 +146,7 @@ class Up:
     def _send_tensors(self, kind: ContributionKind, indices: list[int] | None) -> None:
         if self.encoding.codec.is_identity:
             sent = self.transport.send(self.transfer, kind, indices)
-            # What is brought here to be sent is brought as fast as the connection takes it.
+            # Tensors that are fetched from other processes are fetched as fast as the connection takes them.
             for frames in sent if self.transfer.lies_here else [chain.from_iterable(sent)]:
                 self._send(frames)
             return
@@ -163,8 +157,8 @@ class Up:
 
     @property
     def _is_placed(self) -> bool:
-        is_small = self._layout.exchange_bytes <= INLINE_BYTES
-        return self.transport.segment is not None or (self.transport.is_placed and not is_small)
+        is_large = self._layout.exchange_bytes > INLINE_BYTES
+        return self.transport.segment is not None or (self.transport.is_beside_stream and is_large)
 
 
 def _announced(contribution: Contribution, num_bytes: int, codec: str, is_placed: bool = False) -> pb.WorkerMessage:

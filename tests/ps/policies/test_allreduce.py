@@ -9,6 +9,7 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
+from paramserver.common.kinds import ContributionKind
 from paramserver.ps.engine.modes import make_policy
 from paramserver.worker.strategies.choice import make_strategy
 
@@ -55,7 +56,10 @@ def test_a_stage_that_is_not_there_is_refused():
 def test_parameters_are_not_divided_among_workers_that_come_and_go():
     told = "worker.zero is 3, and this worker is one process: .* fully_shard's group cannot"
     with pytest.raises(UsageError, match=told) as found:
-        make_strategy(SimpleNamespace(zero=3, settings=None), may_send_early=False)
+        make_strategy(
+            SimpleNamespace(config=SimpleNamespace(zero=3), settings=SimpleNamespace(kind=ContributionKind.GRADIENT)),
+            may_send_early=False,
+        )
     assert "--group" in found.value.fix
 
 

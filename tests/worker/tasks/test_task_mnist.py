@@ -12,12 +12,7 @@ import torch
 from paramserver.common.errors import UsageError
 from paramserver.worker.tasks.mnist import Mnist
 
-NAMES = [
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-]
+NAMES = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
 
 
 def idx(values: torch.Tensor, *, kind: int = 8) -> bytes:

@@ -1,9 +1,8 @@
-"""Which of torch's backends carries what processes average, and how a group of it is made.
+"""torch's backends for averages among processes, and how a group of each is made.
 
-NCCL takes a GPU of its own for each process; everything else goes over the host, by Gloo. So do metadata, always: a
-group
-of NCCL has one of Gloo beside it, for NCCL does not say that a peer is gone, its kernels wait. Who hears of it on Gloo,
-where a connection is closed, or from the server, aborts the group, and they end.
+NCCL takes a GPU of its own for each process; everything else goes over the host, by Gloo. Metadata always do: a group
+of NCCL has one of Gloo beside it, because NCCL's kernels wait for a peer that is gone. A process that sees it on Gloo,
+where a connection is closed, or hears of it from the server, aborts the group, and the kernels end.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+MAX_SMALL_BYTES = 64 << 10  # at the lowest member, of all others
+_TAG = 0  # messages of one tag keep their order
 
 
 def device_name(device: torch.device) -> str:
@@ -82,3 +83,45 @@ def computed(device: torch.device) -> None:
     """Returns when all that this thread has asked of the device is done: what a GPU is asked is only queued."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def broadcast_from(source: int) -> Any:
+    """torch's options for a broadcast by the process of this rank."""
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return options
+
+
+class Small:
+    """A sum of a few bytes over a group of Gloo, in place, by way of the lowest member; begun by the constructor.
+
+    A collective of Gloo has many steps, each of which wakes a thread on every member: 5.2 ms for 1 KB between four
+    processes on two cores of 2.6 GHz, where a message to one and back takes 0.5. `group` returns torch's group while it
+    is open: a work with a reference would keep it open.
+    """
+
+    def __init__(self, group: Callable[[], Any], tensor: torch.Tensor, index: int, size: int, timeout_s: float) -> None:
+        """`index`: of this member, of `size`. `tensor` is contiguous, and unused by others until `wait` returns."""
+        self._group, self._tensor, self._timeout = group, tensor, timedelta(seconds=timeout_s)
+        self._others = range(1, size) if index == 0 else range(0)
+        self._parts = [torch.empty_like(tensor) for _ in self._others]
+        self._works = [group().recv([part], other, _TAG) for part, other in zip(self._parts, self._others, strict=True)]
+        if index:
+            # Into the same memory: the sum comes when the lowest has all of what is sent.
+            self._works = [group().send([tensor], 0, _TAG), group().recv([tensor], 0, _TAG)]
+
+    def wait(self) -> None:
+        """Raises RuntimeError as torch's."""
+        self._end()
+        for part in self._parts:
+            self._tensor += part
+        self._works = [self._group().send([self._tensor], other, _TAG) for other in self._others]
+        self._end()
+
+    def _end(self) -> None:
+        for work in self._works:
+            work.wait(self._timeout)
+
+
+def is_small(num_bytes: int, size: int) -> bool:
+    return num_bytes * (size - 1) <= MAX_SMALL_BYTES

@@ -1,8 +1,8 @@
-"""The connections of a group, which its members may want to end while they wait in a collective.
+"""Ending the connections of a Gloo group while its members wait in a collective.
 
-Gloo lets go of a collective when a connection of its group ends, and by nothing else: `abort()` leaves it to wait for a
-member that stands still, up to its timeout. What it connects with it does not say. But each member's device listens on
-a port of its own, which is new when the device is made; and every connection of the group has one of these ports.
+A collective of Gloo ends only when a connection of its group ends: after `abort()` it still waits for a member that
+stands still, up to its timeout. Gloo does not name its connections. But each member's device listens on a port of its
+own, which is new when the device is made, and every connection of the group has one of these ports.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ _OPEN = "/dev/fd"  # on Linux and macOS: what this process has open
 
 
 def listening(make: Callable[[], Made]) -> tuple[Made, int]:
-    """What is made, and the port on which it listens from then on; 0 where that cannot be told.
-
-    What is made listens on exactly one socket that was not there before. Where another thread has opened one meanwhile
-    nobody can tell which is which, and it is made again."""
+    """Make an object that listens on one new socket; returns it and its port, 0 where that is unknown. It is made again
+    where another thread has opened a socket meanwhile."""
     with _one_at_a_time:
         for _ in range(_ATTEMPTS):
             before = set(_listeners())
@@ -39,7 +37,7 @@ def listening(make: Callable[[], Made]) -> tuple[Made, int]:
 
 
 def cut(ends: set[Address]) -> None:
-    """End all connections of this process that have one of these at one of their ends."""
+    """End all connections of this process that have one of these addresses at one of their ends."""
     for item in _sockets():
         with item, suppress(OSError):  # a socket that listens has no other end
             if ends & {_plain(item.getsockname()), _plain(item.getpeername())}:
@@ -52,7 +50,7 @@ def _plain(address: Any) -> Address:
 
 
 def _listeners() -> dict[int, int]:
-    """Port of each socket of this process that listens, by the number that the system gives to no other socket."""
+    """The port of each listening socket of this process, by the socket's unique inode."""
     found: dict[int, int] = {}
     for item in _sockets():
         with item, suppress(OSError):
@@ -62,7 +60,7 @@ def _listeners() -> dict[int, int]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Of the internet's families, each under a number of its own: the process's is left open."""
+    """Copies of this process's internet sockets; closing one leaves the original open."""
     with suppress(OSError):
         for number in map(int, os.listdir(_OPEN)):
             with suppress(OSError):

@@ -1,9 +1,9 @@
-"""How members of a generation find each other, and which of those that do not come together is to go.
+"""How members of a generation find each other, and which member leaves when they do not come together.
 
-A group is of all its members or it is none: one that others cannot reach, while all reach the server, holds everyone
-up. So all say whom they reach before they connect, and whoever fails counts how often it did, with the same members.
-It ends at a number that depends on what is known: the one whose going helps most ends first, and when it has gone the
-others average without it.
+A group needs all its members. A member that others cannot reach, while all reach the server, stops everyone. So each
+member publishes which others it reaches before they connect, and counts its failures in a row with the same members.
+It gives up at a number of failures that depends on the reason. The member whose leaving helps most gives up first, and
+the others average without it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from .store import Store, StoreServer
 HERE, ELSEWHERE, UNKNOWN = 3, 6, 9
 
 _REACH_S = 5.0  # for a connection to a member
+_WAIT_S = 1.0  # for one request to the store
 
 
 class Generation(NamedTuple):
-    """Who averages: said by the server."""
+    """The members that average, as the server names them."""
 
-    number: int  # grows
+    number: int  # ascending
     members: tuple[int, ...]  # ranks, ascending
-    store: Address  # of the lowest's `Rendezvous`
-    name: str = ""  # that no other generation has, of all that have met there
-    secret: bytes = b""  # given to its members alone
+    store: Address  # of the lowest rank's `Rendezvous`
+    name: str = ""  # unique at this store
+    secret: bytes = b""  # known to its members alone
 
     @property
     def full_name(self) -> str:
@@ -45,7 +46,7 @@ class Generation(NamedTuple):
 
 
 class Rendezvous:
-    """A place where members of a generation find each other; every worker has one, the lowest rank's is used."""
+    """A store where members of a generation find each other. Every worker has one; the lowest rank's is used."""
 
     def __init__(self, host: str) -> None:
         """UsageError without the backend."""
@@ -56,7 +57,7 @@ class Rendezvous:
         self.address = self._server.address
 
     def admit(self, generation: Generation) -> None:
-        """Its members may come from now on."""
+        """Let its members connect."""
         self._server.admit(generation.full_name, generation.secret)
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class Rendezvous:
 
 
 class Here(NamedTuple):
-    """What a member tells the others of itself."""
+    """What a member publishes of itself."""
 
     device: str
     own: Address  # of its `Rendezvous`
@@ -72,72 +73,81 @@ class Here(NamedTuple):
 
 
 class Broken(Exception):
-    """A member is gone, or cannot be waited for: the group of this generation is over. `attempts`: after so many of
-    these
-    in a row this worker ends."""
+    """A member is gone, or does not come: the group of this generation is over. This worker ends after `attempts` of
+    these in a row."""
 
-    def __init__(self, told: str, attempts: int = UNKNOWN) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, attempts: int = UNKNOWN) -> None:
+        super().__init__(message)
         self.attempts = attempts
 
 
 class OutOfReach(Broken):
-    """One does not reply at its address: it is gone, or its address is not for this host."""
+    """Nothing accepts connections at a member's address: it is gone, or its address is not for this host."""
 
 
 def store_of(generation: Generation, rank: int, timeout_s: float) -> Store:
-    """OutOfReach, Broken."""
-    # Of two the one that does not reach the other goes; of more the lowest does, where nobody comes to its store.
+    """Connect to the generation's store. Raises OutOfReach, Broken."""
+    # Of two, the member that does not reach the other leaves; of more, the lowest, where nobody reaches its store.
     reach(rank, generation.members[0], generation.store, HERE if len(generation.members) == 2 else ELSEWHERE)
     try:
         return Store(lambda: (generation.store, generation.secret), generation.full_name, rank, timeout_s)
-    except TimeoutError:  # it is there, and has not heard of this generation
+    except TimeoutError:  # it is there, and does not know this generation yet
         raise _missing([generation.members[0]], rank, generation, timeout_s) from None
     except OSError as error:
         raise Broken(f"generation {generation.number}: its store is gone: {first_line(error)}") from None
 
 
 def come_together(store: dist.Store, generation: Generation, rank: int, here: Here, timeout_s: float) -> list[Here]:
-    """All members, by index, once each has said that it reaches all others. Broken where one does not come in
-    `timeout_s` (which: in the sentence) or cannot be reached."""
+    """All members, by index, once each has published that it reaches all others. Raises Broken where one does not come
+    within `timeout_s` (the sentence names it) or cannot be reached."""
     device, *addresses = here
     store.set(f"here/{rank}", " ".join([device, *map(shown, addresses)]))
     try:
-        said = [text.split() for text in _all(store, "here", generation, rank, timeout_s)]
-        members = [Here(device, _address(own), _address(listens)) for device, own, listens in said]
+        words = _all(store, "here", generation, rank, timeout_s)
+        members = [Here(device, _address(own), _address(listens)) for device, own, listens in words]
         with ThreadPoolExecutor(len(members)) as threads:
             failed = list(threads.map(lambda item: _failed(rank, *item), zip(generation.members, members, strict=True)))
         lost = [member for member, error in zip(generation.members, failed, strict=True) if error is not None]
         store.set(f"lost/{rank}", " ".join(map(str, lost)) or "-")
-        said = [text.split() for text in _all(store, "lost", generation, rank, timeout_s + _REACH_S)]
+        words = _all(store, "lost", generation, rank, timeout_s + _REACH_S)
     except RuntimeError as error:
         raise Broken(f"generation {generation.number}: its store is gone: {first_line(error)}") from None
-    graph = {
-        who: {int(item) for item in whom if item != "-"} for who, whom in zip(generation.members, said, strict=True)
+    unreached = {
+        member: {int(other) for other in others if other != "-"}
+        for member, others in zip(generation.members, words, strict=True)
     }
-    if (going := who_goes(graph)) is not None:
-        found = next(filter(None, failed), None) or Broken(_told(rank, graph))
-        found.attempts = HERE if going == rank else ELSEWHERE
+    if (leaving := who_leaves(unreached)) is not None:
+        found = next(filter(None, failed), None) or Broken(_unreached_sentence(rank, unreached))
+        found.attempts = HERE if leaving == rank else ELSEWHERE
         raise found
     return members
 
 
-def _all(store: dist.Store, what: str, generation: Generation, rank: int, timeout_s: float) -> list[str]:
-    """What each member has said of this, by index. Broken, RuntimeError."""
+def collected(
+    store: dist.Store, topic: str, ranks: Sequence[int], own: int, timeout_s: float
+) -> tuple[list[bytes], list[int]]:
+    """The values `topic/RANK` of these ranks that came within `timeout_s`, and the ranks whose did not. Raises
+    RuntimeError where the store is gone."""
     until = time.monotonic() + timeout_s
-    missing = [member for member in generation.members if member != rank]
+    missing = [rank for rank in ranks if rank != own]
     while missing and time.monotonic() < until:
         with suppress(dist.DistStoreError):
-            left_s = max(0.001, until - time.monotonic())
-            store.wait([f"{what}/{member}" for member in missing], timedelta(seconds=left_s))
-        missing = [member for member in missing if not store.check([f"{what}/{member}"])]
+            left_s = max(0.001, min(_WAIT_S, until - time.monotonic()))
+            store.wait([f"{topic}/{rank}" for rank in missing], timedelta(seconds=left_s))
+        missing = [rank for rank in missing if not store.check([f"{topic}/{rank}"])]
+    return [store.get(f"{topic}/{rank}") for rank in ranks if rank not in missing], missing
+
+
+def _all(store: dist.Store, topic: str, generation: Generation, rank: int, timeout_s: float) -> list[list[str]]:
+    """The words of each member on this topic, by index. Raises Broken, RuntimeError."""
+    found, missing = collected(store, topic, generation.members, rank, timeout_s)
     if missing:
         raise _missing(missing, rank, generation, timeout_s)
-    return [store.get(f"{what}/{member}").decode() for member in generation.members]
+    return [text.decode().split() for text in found]
 
 
 def _missing(missing: Sequence[int], rank: int, generation: Generation, timeout_s: float) -> Broken:
-    """These did not come to the store."""
+    """The error for members that did not come to the store."""
     named = ", ".join(map(str, missing))
     message = (
         f"generation {generation.number}: rank {named} did not come to {shown(generation.store)} in {timeout_s:g} s"
@@ -156,23 +166,23 @@ def _failed(rank: int, other: int, there: Here) -> OutOfReach | None:
     return None
 
 
-def _told(rank: int, lost: Mapping[int, set[int]]) -> str:
-    """By one that reaches all."""
-    who, whom = next((who, min(whom)) for who, whom in lost.items() if whom)
-    others = "" if rank == whom else f" and rank {rank}"
-    return f"rank {who} cannot reach rank {whom}, to average with it{others}"
+def _unreached_sentence(rank: int, unreached: Mapping[int, set[int]]) -> str:
+    """For a member that reaches all others."""
+    member, other = next((member, min(others)) for member, others in unreached.items() if others)
+    suffix = "" if rank == other else f" and rank {rank}"
+    return f"rank {member} cannot reach rank {other}, to average with it{suffix}"
 
 
-def who_goes(lost: Mapping[int, set[int]]) -> int | None:
-    """Of members that could not reach others (whom, by who) the one that has most of the connections that fail, and
-    of several the highest rank. None where all could."""
-    failed = {frozenset((who, item)) for who, whom in lost.items() for item in whom}
+def who_leaves(unreached: Mapping[int, set[int]]) -> int | None:
+    """The member with the most failed connections, given the members that each member could not reach; of several the
+    highest rank. None where all could reach all."""
+    failed = {frozenset((member, other)) for member, others in unreached.items() for other in others}
     count = Counter(item for pair in failed for item in pair)
     return max(count, key=lambda item: (count[item], item), default=None)
 
 
 def reach(rank: int, other: int, address: Address, attempts: int = UNKNOWN) -> None:
-    """Returns when there is somebody. OutOfReach."""
+    """Check that something accepts connections at this address. Raises OutOfReach."""
     try:
         socket.create_connection(address, _REACH_S).close()
     except OSError as error:

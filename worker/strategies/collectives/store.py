@@ -1,225 +1,299 @@
 """The rendezvous store: keys and values by which peers find each other, for those that know the generation's secret.
 
 torch's own TCPStore listens on every address and lets everybody list, read and write its keys. This store listens on
-one address. It talks to a client only after both have proved that they know the secret (`handshake.py`), and shows it
-the keys of that generation alone. A silent connection delays nobody: all are served side by side, and a connection
-without a proof is closed after `_HANDSHAKE_S`.
+one address. It serves a client only after both have proved that they know the secret, and shows it the keys of that
+generation alone. Each connection has a thread of its own, so a silent one delays nobody. A connection without a proof
+is closed after `_HANDSHAKE_S`.
+
+    client                                        server
+    HELLO: kind, rank, name, nonce           ->
+                                             <-   nonce, HMAC(secret, "server" + HELLO + nonce)
+    HMAC(secret, "client" + HELLO + nonce)   ->
+
+The secret itself is never sent. What follows on the connection is plain TCP, as Gloo's own traffic is.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import hashlib
+import hmac
 import json
 import queue
+import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ....common.wire.json_text import read_json
 from .cut import Address
-from .handshake import Greeting, Hello, Kind, connect, digest, read, read_async
 
+NONCE_BYTES = PROOF_BYTES = 32
+_MAGIC = b"psr1"
+_HELLO = struct.Struct("!4sBH32s32s")
+_RETRY_S = 0.02  # between two attempts to connect
+_ATTEMPT_S = 5.0  # for one attempt
 _HANDSHAKE_S = 15.0  # for a connection to prove itself; the server may hear of a generation later than its members
-_MAX_UNPROVEN = 256  # connections; the oldest of more is closed
-_MAX_GENERATIONS = 4  # that are kept, the newest
+_MAX_UNPROVEN = 256  # connections; of more the oldest is closed
+_MAX_GENERATIONS = 4  # that are retained, the newest
 _MAX_MESSAGE = 8 << 20
 _LENGTH = struct.Struct("!I")
 _LATE_S = 5.0  # for a reply, beyond the time that the request may take
-_PAUSE_S = 0.1  # where no connection can be taken, for lack of descriptors
+_PAUSE_S = 0.1  # where no connection can be accepted, for lack of descriptors
+
+
+class Kind(IntEnum):
+    """What the client uses the connection for."""
+
+    STORE = 0  # requests to the store
+    PEER = 1  # the server's process keeps the connection
+
+
+class Refused(OSError):
+    """The other side is not one of this run's processes."""
+
+
+class Hello(NamedTuple):
+    kind: Kind
+    rank: int
+    name: bytes  # digest of the generation's name
+    raw: bytes = b""
+
+
+def digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def connect(
+    find: Callable[[], tuple[Address, bytes]], kind: Kind, rank: int, name: str, timeout_s: float
+) -> socket.socket:
+    """Returns a blocking connection to a server, after both sides have proved that they know the secret.
+
+    `find` returns the server's address and the secret; it is called before each attempt. Raises OSError when no attempt
+    succeeds within `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            address, secret = find()
+            return _connected(address, secret, kind, rank, digest(name), max(0.01, until - time.monotonic()))
+        except OSError:
+            if time.monotonic() + _RETRY_S >= until:
+                raise
+        time.sleep(_RETRY_S)
+
+
+def _connected(address: Address, secret: bytes, kind: Kind, rank: int, name: bytes, timeout_s: float) -> socket.socket:
+    connection = socket.create_connection(address, min(_ATTEMPT_S, timeout_s))
+    try:
+        connection.settimeout(timeout_s)  # the server may hear of this generation later than this process
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = _HELLO.pack(_MAGIC, kind, rank, name, secrets.token_bytes(NONCE_BYTES))
+        connection.sendall(hello)
+        nonce, proof = read(connection, NONCE_BYTES), read(connection, PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(secret, b"server", hello, nonce)):
+            raise Refused("the process there does not know the secret of this generation")
+        connection.sendall(_proof(secret, b"client", hello, nonce))
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def read_hello(connection: socket.socket) -> Hello:
+    """The client's first message. Raises OSError."""
+    raw = read(connection, _HELLO.size)
+    magic, kind, rank, name, _ = _HELLO.unpack(raw)
+    if magic != _MAGIC or kind not in list(Kind):
+        raise Refused("the client does not speak this protocol")
+    return Hello(Kind(kind), rank, name, raw)
+
+
+def prove(connection: socket.socket, hello: Hello, secret: bytes) -> None:
+    """Show the client that the server knows the secret, and check that the client does. Raises OSError."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce + _proof(secret, b"server", hello.raw, nonce))
+    if not hmac.compare_digest(read(connection, PROOF_BYTES), _proof(secret, b"client", hello.raw, nonce)):
+        raise Refused("the client does not know the secret")
+
+
+def read(connection: socket.socket, num_bytes: int) -> bytes:
+    """Exactly `num_bytes` of a connection. Raises OSError."""
+    found = bytearray()
+    while len(found) < num_bytes:
+        piece = connection.recv(num_bytes - len(found))
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        found += piece
+    return bytes(found)
+
+
+def _proof(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, side + hello + nonce, "sha256")
 
 
 class _Generation:
-    """The keys of one generation. Used by the server's thread alone."""
+    """The keys of one generation. `changed` guards them."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, changed: threading.Condition) -> None:
         self.secret = secret
         self._values: dict[str, str] = {}
-        self._changed = asyncio.Event()
+        self._changed = changed
 
-    async def reply(self, op: str, keys: list[str], value: str, timeout_s: float) -> Any:
-        """ValueError for a request that there is not."""
-        match op:
-            case "set":
-                return self._set(keys[0], value)
-            case "add":
-                total = int(self._values.get(keys[0], "0")) + int(value)
-                self._set(keys[0], str(total))
-                return total
-            case "check":
-                return all(key in self._values for key in keys)
-            case "wait":
-                return await self._come(keys, timeout_s)
-            case "get":
-                await self._come(keys, timeout_s)
-                return self._values.get(keys[0])
-            case "delete":
-                return self._values.pop(keys[0], None) is not None
-            case "count":
-                return len(self._values)
-            case other:
-                raise ValueError(other)
+    def reply(self, op: str, keys: list[str], value: str, timeout_s: float) -> Any:
+        """The result of one request. Raises ValueError for an unknown one."""
+        with self._changed:
+            match op:
+                case "set":
+                    return self._set(keys[0], value)
+                case "add":
+                    return int(self._set(keys[0], str(int(self._values.get(keys[0], "0")) + int(value))))
+                case "check":
+                    return self._values.keys() >= set(keys)
+                case "wait":
+                    return self._changed.wait_for(lambda: self._values.keys() >= set(keys), timeout_s)
+                case "get":
+                    self._changed.wait_for(lambda: keys[0] in self._values, timeout_s)
+                    return self._values.get(keys[0])
+                case "delete":
+                    return self._values.pop(keys[0], None) is not None
+                case "count":
+                    return len(self._values)
+        raise ValueError(op)
 
-    def _set(self, key: str, value: str) -> bool:
+    def _set(self, key: str, value: str) -> str:
         self._values[key] = value
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-        return True
-
-    async def _come(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Whether all keys are there within this time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not all(key in self._values for key in keys):
-                    await self._changed.wait()
-        return all(key in self._values for key in keys)
+        self._changed.notify_all()
+        return value
 
 
 class StoreServer:
-    """Listens on `host` until `close`, on a thread of its own."""
+    """Listens on `host` until `close`."""
 
     def __init__(self, host: str) -> None:
-        """OSError."""
+        """Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_UNPROVEN)
-        self._listener.setblocking(False)
         self.address: Address = (host, self._listener.getsockname()[1])
         self.peers: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()  # rank, connection
         self._generations: dict[bytes, _Generation] = {}
-        self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._serving: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._admitted = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
-        self._thread.start()
+        self._changed = threading.Condition()
+        self._connections: dict[socket.socket, bool] = {}  # oldest first; True: it has proved itself
+        self._is_closed = False
+        threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+
+    @property
+    def num_unproven(self) -> int:
+        """Connections that have not proved themselves."""
+        with self._changed:
+            return sum(not is_proven for is_proven in self._connections.values())
 
     def admit(self, name: str, secret: bytes) -> None:
-        """Members of the generation of this name, who know this secret, may connect from now on."""
-        self._tell(lambda: self._admit(digest(name), secret))
+        """Let members of the generation of this name connect, who know this secret."""
+        with self._changed:
+            self._generations.setdefault(digest(name), _Generation(secret, self._changed))
+            while len(self._generations) > _MAX_GENERATIONS:
+                del self._generations[next(iter(self._generations))]
+            self._changed.notify_all()
 
     def close(self) -> None:
-        self._tell(lambda: self._main.cancel())
-        self._thread.join(_LATE_S)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            for connection in [self._listener, *self._connections]:
+                _shut_down(connection)
 
-    def _tell(self, work: Callable[[], Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # it is closed
-            self._loop.call_soon_threadsafe(work)
-
-    # ---- on the server's thread -----------------------------------------------------------------
-
-    def _run(self) -> None:
-        self._main = self._loop.create_task(self._accept())
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._main)
-        self._loop.run_until_complete(self._end())
-        self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = [*self._serving]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _admit(self, name: bytes, secret: bytes) -> None:
-        if name not in self._generations:
-            self._generations[name] = _Generation(secret)
-        while len(self._generations) > _MAX_GENERATIONS:
-            del self._generations[next(iter(self._generations))]
-        admitted, self._admitted = self._admitted, asyncio.Event()
-        admitted.set()
-
-    async def _accept(self) -> None:
+    def _accept(self) -> None:
         with self._listener:
-            while True:
+            while not self._is_closed:
                 try:
-                    connection, _ = await self._loop.sock_accept(self._listener)
+                    connection, _ = self._listener.accept()
                 except OSError:
-                    await asyncio.sleep(_PAUSE_S)
+                    time.sleep(0 if self._is_closed else _PAUSE_S)
                     continue
-                connection.setblocking(False)
-                task = self._loop.create_task(self._serve(connection))
-                self._serving.add(task)
-                self._unproven[task] = None
-                task.add_done_callback(partial(self._done, connection))
-                if len(self._unproven) > _MAX_UNPROVEN:
-                    oldest = next(iter(self._unproven))
-                    del self._unproven[oldest]
-                    oldest.cancel()
-                await asyncio.sleep(0)  # or a flood of connections keeps this thread from all that are there
+                with self._changed:
+                    self._connections[connection] = False
+                    unproven = [other for other, is_proven in self._connections.items() if not is_proven]
+                    if len(unproven) > _MAX_UNPROVEN:
+                        del self._connections[unproven[0]]
+                        _shut_down(unproven[0])
+                threading.Thread(target=self._serve, args=(connection,), name="rendezvous", daemon=True).start()
 
-    def _done(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        # A client may be gone, silent, or not speak the protocol.
+        with contextlib.suppress(OSError, ValueError):
+            hello, generation = self._greet(connection)
+            if hello.kind == Kind.PEER:
+                self.peers.put((hello.rank, connection))
+                connection = socket.socket()  # to be closed in its place
+            else:
+                while True:
+                    (num_bytes,) = _LENGTH.unpack(read(connection, _LENGTH.size))
+                    if num_bytes > _MAX_MESSAGE:
+                        break
+                    connection.sendall(_framed(generation.reply(*_request(read(connection, num_bytes)))))
+        with self._changed:
+            self._connections.pop(connection, None)
         connection.close()
-        self._serving.discard(task)
-        self._unproven.pop(task, None)
 
-    async def _serve(self, connection: socket.socket) -> None:
-        try:
-            async with asyncio.timeout(_HANDSHAKE_S):
-                said, generation = await self._greet(connection)
-            task = asyncio.current_task()
-            assert task is not None
-            self._unproven.pop(task, None)
-            if said.kind == Kind.PEER:
-                kept = socket.socket(fileno=connection.detach())
-                kept.setblocking(True)
-                self.peers.put((said.rank, kept))
-                return
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while True:
-                reply = await generation.reply(*_request(await _message(connection)))
-                await self._loop.sock_sendall(connection, _framed(reply))
-        except (OSError, TimeoutError, ValueError):  # gone, silent, or does not speak as we do
-            return
-
-    async def _greet(self, connection: socket.socket) -> tuple[Hello, _Generation]:
-        greeting = Greeting(connection)
-        said = await greeting.hello()
-        while (generation := self._generations.get(said.name)) is None:
-            await self._admitted.wait()
-        await greeting.prove(generation.secret)
-        return said, generation
+    def _greet(self, connection: socket.socket) -> tuple[Hello, _Generation]:
+        connection.settimeout(_HANDSHAKE_S)  # for each read: slow ones end when the number of unproven ones is reached
+        hello = read_hello(connection)
+        with self._changed:
+            self._changed.wait_for(lambda: hello.name in self._generations or self._is_closed, _HANDSHAKE_S)
+            generation = self._generations.get(hello.name)
+        if generation is None:
+            raise TimeoutError
+        prove(connection, hello, generation.secret)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._changed:
+            if hello.kind == Kind.PEER:
+                self._connections.pop(connection, None)
+            else:
+                self._connections[connection] = True
+        return hello, generation
 
 
-async def _message(connection: socket.socket) -> bytes:
-    """OSError, ValueError."""
-    (num_bytes,) = _LENGTH.unpack(await read_async(connection, _LENGTH.size))
-    if num_bytes > _MAX_MESSAGE:
-        raise ValueError(num_bytes)
-    return await read_async(connection, num_bytes)
+def _shut_down(connection: socket.socket) -> None:
+    """End whatever a thread waits for on this connection."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _request(raw: bytes) -> tuple[str, list[str], str, float]:
-    """Operation, keys, value, seconds. ValueError."""
+    """Operation, keys, value, seconds. Raises ValueError."""
     match read_json(raw):
         case {"op": str(op), "keys": [*keys], "value": str(value), "timeout_s": float(timeout_s)} if (
             keys or op == "count"
         ):
             return op, [str(key) for key in keys], value, timeout_s
-    raise ValueError("no request of ours")
+    raise ValueError("no request of the store")
 
 
-def _framed(told: Any) -> bytes:
-    payload = json.dumps(told).encode()
+def _framed(value: Any) -> bytes:
+    payload = json.dumps(value).encode()
     return _LENGTH.pack(len(payload)) + payload
 
 
-_Base: Any = dist.Store if dist.is_available() else object  # StoreServer's user says what is missing
+_Base: Any = dist.Store if dist.is_available() else object  # `Rendezvous` says what is missing
 
 
 class Store(_Base):
     """A client of a StoreServer, as torch's process groups take one. Several threads may use it.
 
     A key that does not come in time raises dist.DistStoreError, a lost server another RuntimeError. torch keeps no
-    reference to this object: who gives it to torch does."""
+    reference to this object: the code that passes it to torch does."""
 
     def __init__(self, find: Callable[[], tuple[Address, bytes]], name: str, rank: int, timeout_s: float) -> None:
-        """`find`, `name`: as in `handshake.connect`. `timeout_s`: for the connection, and for a key. Raises OSError."""
+        """`find`, `name`: as in `connect`. `timeout_s`: for the connection, and for a key. Raises OSError."""
         super().__init__()
         self._timeout_s, self._lock = timeout_s, threading.Lock()
         self._connection = connect(find, Kind.STORE, rank, name, timeout_s)
@@ -232,32 +306,32 @@ class Store(_Base):
 
     def set(self, key: str, value: str | bytes) -> None:
         raw = value.encode() if isinstance(value, str) else value
-        self._ask("set", [key], value=raw.decode("latin-1"))  # JSON has no bytes
+        self._request("set", [key], value=raw.decode("latin-1"))  # JSON has no bytes
 
     def get(self, key: str) -> bytes:
-        found = self._ask("get", [key], timeout_s=self._timeout_s)
+        found = self._request("get", [key], timeout_s=self._timeout_s)
         if found is None:
             raise dist.DistStoreError(f"'{key}' did not come in {self._timeout_s:g} s")
         return str(found).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", [key], value=str(amount)))
+        return int(self._request("add", [key], value=str(amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(not keys or self._ask("check", list(keys)))
+        return bool(not keys or self._request("check", list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        if keys and not self._ask("wait", list(keys), timeout_s=timeout_s):
+        if keys and not self._request("wait", list(keys), timeout_s=timeout_s):
             raise dist.DistStoreError(f"{', '.join(keys)} did not come in {timeout_s:g} s")
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", [key]))
+        return bool(self._request("delete", [key]))
 
     def num_keys(self) -> int:
-        return int(self._ask("count", []))
+        return int(self._request("count", []))
 
-    def _ask(self, op: str, keys: Sequence[str], *, timeout_s: float = 0.0, value: str = "") -> Any:
+    def _request(self, op: str, keys: Sequence[str], *, timeout_s: float = 0.0, value: str = "") -> Any:
         request = _framed({"op": op, "keys": keys, "timeout_s": float(timeout_s), "value": value})
         try:
             with self._lock:

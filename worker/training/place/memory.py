@@ -20,7 +20,7 @@ from ....common.reporting.log import get_logger
 from ....common.wire.records import Position
 from ...conversation.messages import Begun
 from ...session import Progress
-from ...strategies.direct import Direct
+from ...strategies.base import Strategy
 from ...tensors.packed import pack, unpack
 from .taken import Taken
 
@@ -34,7 +34,7 @@ _SHOWN = 200  # characters of an error of somebody else's
 class Memory:
     """Of one rank's script; `strategy` says how this process is to begin."""
 
-    def __init__(self, strategy: Direct, taken: Taken, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, strategy: Strategy, taken: Taken, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._strategy, self._taken, self._optimizers = strategy, taken, optimizers
         self._objects: dict[str, Any] = {}
         self._first = b""  # all of it, before the first batch

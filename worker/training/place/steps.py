@@ -13,7 +13,7 @@ from ....common.tensors.optimizers import Hyperparameters
 from ....common.wire.records import Contribution, Counts, FirstInfo, Timing, TrainingInfo
 from ...conversation.messages import Begun, Outgoing, RowGradients
 from ...session import Progress
-from ...strategies.direct import Direct
+from ...strategies.base import Strategy
 from ..batches import digest_of
 from ..evaluation import Evaluation
 from ..rows import Rows
@@ -69,7 +69,7 @@ class Steps:
 
     def __init__(
         self,
-        strategy: Direct,
+        strategy: Strategy,
         slowdown: Slowdown,
         taken: Taken,
         memory: Memory,

@@ -48,7 +48,7 @@ def evaluate_for(evaluator: Evaluator, task: Task, device: torch.device, how_oft
         with user_code(), untouched(model):
             return {name: float(value) for name, value in task.evaluate(model).items()}
 
-    tensors = ModelTensors.of(model, (), getattr(task, "averaged_buffers", ()))
+    tensors = ModelTensors(model, (), getattr(task, "averaged_buffers", ()))
     _watch(evaluator, tensors, interval, epoch_steps, metrics)
 
 
@@ -82,9 +82,9 @@ def _evaluate(evaluator: Evaluator, measure: Callable[[], dict[str, float]], ver
         metrics = measure()
     except Exception as error:
         _, failure, exit_code = ending_of(error)
-        evaluator.tell(version, step, failure=failure, exit_code=exit_code)
+        evaluator.report(version, step, failure=failure, exit_code=exit_code)
         raise
-    evaluator.tell(version, step, metrics=metrics)
+    evaluator.report(version, step, metrics=metrics)
     log.info("evaluated", step=step, version=version, **metrics)
 
 
@@ -123,7 +123,7 @@ class EvaluatorSession(Session):
         self._model, self._taken = model, Taken(lambda: self._progress, optimizers, self.length)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         stepped = (parameter for group in groups for parameter in group["params"])
-        self._tensors = ModelTensors.of(model, stepped, averaged_buffers)
+        self._tensors = ModelTensors(model, stepped, averaged_buffers)
         for item in optimizers:
             item.register_step_pre_hook(lambda *_: self._evaluate())
             item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # there is no step to clip

@@ -1,0 +1,195 @@
+"""A gRPC channel to one server process, and the errors of its calls.
+
+Everything that can go wrong with a connection becomes `Lost`. Everything that the server refuses becomes the error of
+its reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ...common.reporting.log import get_logger
+from ...common.security import PLAINTEXT, Credentials
+from ...common.tls_probe import diagnose
+from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, PayloadReader, parse
+from ...common.wire.protocol import SERVICE, refusal_from_status
+from ...proto import parameter_server_pb2 as pb
+from ..session import Retry
+from ..transports.limit import NO_LIMIT, Limit
+from .interrupts import sleep
+
+log = get_logger()
+
+HEARTBEAT_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # To an address that does not reply gRPC tries to connect for 20 s; its own back-off reaches two minutes.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # Every worker process has its own connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+OPTIONS = (*HEARTBEAT_OPTIONS, ("grpc.keepalive_time_ms", 2000), ("grpc.http2.max_pings_without_data", 0))
+
+# How long a ping waits for its reply, ms. keepalive alone notices a frozen peer after 61 s; with the least it takes 3
+# to 4 s. But a ping stands in line behind what was sent before it: 4 MB at 10 Mbit/s are 3 s, and a contribution would
+# never arrive. So a connection that was lost for that is followed by one that waits twice as long.
+_LEAST_PING_MS, _MOST_PING_MS = 2000, 16_000
+_UNANSWERED = ("ping timeout", "timed out")  # as gRPC says it, and the kernel, for which gRPC sets the same limit
+
+# Refusals after which the same process may simply join again.
+_JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY, Reason.TOO_SLOW)
+
+
+class Lost(Exception):
+    """The connection is gone, or was never there; the text is gRPC's."""
+
+
+def wait_for_server(retry: Retry, lost: Lost) -> None:
+    """Returns when it is time to try again; logs the address the first time. Raises UnreachableError past the give-up
+    time."""
+    delay_s, reason = retry.failed(time.monotonic(), str(lost)), str(lost)
+    if retry.num_failures == 1:
+        log.info("waiting_for_server", address=retry.address, reason=reason, gives_up_in_s=retry.give_up_s)
+    sleep(delay_s)
+
+
+class Channel:
+    """Connected anew with renewed certificates, with a longer wait for pings, and where the server has moved."""
+
+    def __init__(self, address: str, credentials: Credentials = PLAINTEXT, limit: Limit = NO_LIMIT) -> None:
+        self.address, self.credentials, self.limit = address, credentials, limit
+        self._ping_ms = _LEAST_PING_MS
+        self._channel = self._open()
+        self._cause = ""  # of the last attempt to connect
+        # A channel that is still open when the interpreter ends waits for a thread that is gone by then.
+        atexit.register(self.close)
+
+    def _open(self) -> grpc.Channel:
+        pings = [(f"grpc.{name}_ms", self._ping_ms) for name in ("keepalive_timeout", "http2.ping_timeout")]
+        return open_channel(self.address, self.credentials, (*OPTIONS, *pings))
+
+    def _open_again(self) -> None:
+        self._channel.close()
+        self._channel = self._open()
+
+    def connect(self, timeout_s: float) -> None:
+        """Raises Lost when the server does not reply within `timeout_s`. A mistake in the TLS settings of either side
+        is an AuthError at once, another service at the address an UnreachableError."""
+        self._cause = "no reply"
+        if not wait_until_ready(self._channel, timeout_s, self._explain):
+            raise Lost(self._cause)
+
+    def _explain(self) -> None:
+        """After a failed connection: use certificates that were renewed meanwhile, or raise the mistake."""
+        renewed = self.credentials.renewed()
+        if renewed != self.credentials:
+            self.credentials = renewed
+            self._open_again()
+            raise Lost("the certificates were renewed")
+        try:
+            mistake = diagnose(self.address, renewed)
+        except OSError as error:
+            self._cause = (error.strerror or str(error) or "no reply").lower()
+            return
+        if mistake is not None:
+            raise mistake
+
+    def method(self, kind: str, name: str, **serializers: Any) -> Callable[..., Any]:
+        """A method of the service; `kind` is gRPC's, such as unary_unary."""
+        call = getattr(self._channel, kind)(f"/{SERVICE}/{name}", **serializers)
+        return lambda request, **options: call(request, metadata=self.credentials.metadata, **options)
+
+    def future(self, name: str, requests: Sequence[Any], timeout_s: float, **serializers: Any) -> list[Any]:
+        """A call for each of these requests; they run side by side."""
+        call = self._channel.unary_unary(f"/{SERVICE}/{name}", **serializers)
+        return [call.future(item, timeout=timeout_s, metadata=self.credentials.metadata) for item in requests]
+
+    def wait_longer(self, lost: Lost) -> None:
+        """After a lost stream: the next connection waits longer for pings where one had no reply."""
+        if any(text in str(lost) for text in _UNANSWERED) and self._ping_ms < _MOST_PING_MS:
+            self._ping_ms *= 2
+            self._open_again()
+
+    def move(self, address: str) -> None:
+        """The server is at another address now; a stream of the old one is lost."""
+        self.address = address
+        self._open_again()
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._channel.close()
+
+
+def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+    """A channel to `address`, in TLS where there is a CA. Its calls show the token by `credentials.metadata`."""
+    if credentials.ca is None:
+        return grpc.insecure_channel(address, options=options)
+    tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
+    return grpc.secure_channel(address, tls, options=options)
+
+
+def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callable[[], None]) -> bool:
+    """Connect; False when it takes longer. `on_failure` is called after a first failed attempt: it may raise the
+    reason; otherwise gRPC goes on trying."""
+    states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
+    deadline = time.monotonic() + timeout_s
+    has_failed = False
+    deliver = states.put  # the same object for both: that is how gRPC finds it again
+    channel.subscribe(deliver, try_to_connect=True)
+    try:
+        while True:
+            try:
+                state = states.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return False
+            if state is grpc.ChannelConnectivity.READY:
+                return True
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not has_failed:
+                has_failed = True
+                on_failure()
+    finally:
+        channel.unsubscribe(deliver)
+
+
+def next_frame(call: Any, limit: Limit = NO_LIMIT) -> Frame:
+    """The next message of a call. Raises Lost, or the refusal that ended it."""
+    try:
+        raw = next(call)
+    except StopIteration:
+        raise Lost("the server ended the stream") from None
+    except grpc.RpcError as error:
+        raise translated(error) from None
+    if limit.at_once:
+        limit.received(len(raw))
+    return parse(pb.ServerMessage, raw)
+
+
+def collect(reader: PayloadReader, first: Frame, receive: Callable[[], Frame]) -> None:
+    """Receive all of a payload; `first` announces it and may hold some."""
+    reader.feed(first)
+    while not reader.is_complete:
+        piece = receive()
+        if piece.kind is not None:
+            raise refusal(Reason.BAD_REQUEST, f"the server sent {piece.kind} in the middle of a payload")
+        reader.feed(piece)
+
+
+def translated(error: grpc.RpcError) -> Exception:
+    refused: ParamServerError | None = refusal_from_status(error)
+    if refused is not None and refused.reason not in _JOIN_AGAIN:
+        return refused
+    if refused is None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return UnreachableError(
+            f"what replies at the server's address is no ps-server: it does not know {SERVICE}",
+            fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
+        )
+    return Lost(refused.message if refused is not None else f"{error.code().name}: {shown(error.details() or '', 500)}")

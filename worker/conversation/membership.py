@@ -1,0 +1,137 @@
+"""One worker's membership in a run: join, rejoin after a lost connection, leave."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from ...common.config.schema import WorkerConfig
+from ...common.errors import Reason, refusal
+from ...common.reporting.log import get_logger
+from ...common.security import Credentials
+from ...common.wire.records import GroupInfo, Reply
+from ...proto import parameter_server_pb2 as pb
+from ..session import Progress, Retry
+from .channel import Lost, wait_for_server
+from .heartbeat import Heartbeat
+from .interrupts import sleep
+from .messages import Welcome, heartbeat_bytes, join_message
+from .shard_set import ShardSet
+
+log = get_logger()
+
+_ATTEMPT_S = 2.0  # one attempt to connect
+
+
+class GroupView:
+    """`info` is that of the newest reply. `rendezvous` is where members may meet at this worker; the server gets it
+    with the model."""
+
+    def __init__(self) -> None:
+        self.info = GroupInfo()
+        self.rendezvous = ""
+        self.server_incarnation = 0
+        # Of the newest heartbeat reply: membership, server incarnation, and the newest generation that is over.
+        self._over = 0, 0, 0.0
+        self._heartbeat: Heartbeat | None = None
+
+    def follow(self, heartbeat: Heartbeat) -> None:
+        """Take generations from replies to this membership's heartbeats only."""
+        self._heartbeat = heartbeat
+
+    def replied(self, reply: Reply) -> None:
+        self.info = reply.group or GroupInfo()
+
+    def heartbeat_replied(self, membership: int, reply: pb.HeartbeatReply) -> None:
+        """On the heartbeat's thread."""
+        self._over = membership, reply.server_incarnation, math.inf if reply.is_gone else reply.over_generation
+
+    def is_over(self, generation: int) -> bool:
+        """Whether the server has released a member of this generation, or this worker itself."""
+        membership, incarnation, over = self._over
+        current = self._heartbeat.membership if self._heartbeat is not None else 0
+        return (membership, incarnation) == (current, self.server_incarnation) and generation <= over
+
+
+class Membership:
+    """`welcome` is the newest one; `progress` is the worker's place in the run."""
+
+    welcome: Welcome
+
+    def __init__(
+        self, config: WorkerConfig, rank: int | None, shards: ShardSet, credentials: Credentials, group: GroupView
+    ) -> None:
+        self._device, self._shards, self._group = config.device, shards, group
+        self.retry = Retry(config.server, config.give_up_s, rank)
+        self.progress = Progress(rank=rank, process=secrets.token_hex(8))
+        self._heartbeat = Heartbeat(config.server, credentials, group.heartbeat_replied)
+        group.follow(self._heartbeat)
+
+    @property
+    def ids(self) -> dict[str, int | None]:
+        """Rank and incarnation, for log and history."""
+        return {"rank": self.progress.rank, "incarnation": self.progress.incarnation}
+
+    def _message(self, seated: Welcome | None = None) -> object:
+        return join_message(self.progress, socket.gethostname(), os.getpid(), self._device, seated)
+
+    def join(self) -> None:
+        """Connect until the server welcomes this worker. Raises UnreachableError past the give-up time."""
+        progress = self.progress
+        while True:
+            try:
+                welcome = self._shards.first.join(self._message(), _ATTEMPT_S)
+                break
+            except Lost as lost:
+                wait_for_server(self.retry, lost)
+        if progress.rank not in (None, welcome.rank):
+            message = f"the server made rank {progress.rank} rank {welcome.rank}"
+            raise refusal(Reason.BAD_REQUEST, message, fix="install the same version of paramserver on both")
+        self.welcome = welcome
+        progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
+        progress.total_steps = welcome.settings.steps or progress.total_steps
+        progress.pull_every = max(1, welcome.settings.pull_every)
+        self.retry.rank = welcome.rank
+        self._group.server_incarnation = welcome.server_incarnation
+        self._heartbeat.start(heartbeat_bytes(progress), welcome.lease_s)
+        self._shards.connect(list(welcome.shards))
+
+    def offer(self, codecs: Sequence[str]) -> None:
+        """Offer the model to all shards, and agree on the transports. Raises Lost."""
+        kind = self.welcome.settings.contribution
+        for shard in self._shards.all:
+            if shard.number:
+                try:
+                    shard.join(self._message(self.welcome), _ATTEMPT_S)
+                except Lost as lost:
+                    raise self._shards.lost(shard, lost) from None
+            shard.offer(self._shards.layout, self._shards.optimizer, kind, codecs, self._group.rendezvous)
+        log.routine("tensors", transport=self._shards.transport, reason=self._shards.first.transports.reason)
+
+    def rejoin(self, lost: Lost, offer: Callable[[], None], begin: Callable[[], Reply]) -> Reply | None:
+        """After a lost connection: the reply that says where to start again. None when this worker is still a member
+        (the welcome counts as many contributions as `progress`, or one more): then nothing is to be started."""
+        for shard in self._shards.all:
+            shard.transfer.leave_segment()
+        while True:
+            for shard in self._shards.all:
+                shard.stream.close_stream()
+            log.warning("connection_lost", reason=str(lost), step=self.progress.num_counted)
+            sleep(self.retry.failed(time.monotonic(), str(lost)))
+            self.join()
+            try:
+                offer()
+                reply = None if self.welcome.resumed else begin()
+            except Lost as again:
+                lost = again
+                continue
+            log.info("resumed" if reply is None else "rejoined", **self.ids, step=self.welcome.step)
+            return reply
+
+    def end(self) -> None:
+        """Stop the signs of life."""
+        self._heartbeat.stop()

@@ -1,0 +1,226 @@
+"""The server's shards as a worker sees them: the same request to each, about its part of the model.
+
+The first is the coordinator, which knows the worker. A server of one process is a set of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ...common.tensors.layout import Layout
+from ...common.tensors.optimizers import OptimizerSpec
+from ...common.tensors.sharding import Share, divide
+from ..tensors.transfer import ModelTensors, part_of
+from .channel import Lost
+from .messages import Outgoing
+from .shard import Shard
+from .threads import END_S, Helper, wait_for
+
+Result = TypeVar("Result")
+
+_MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # of an optimizer's state: times the parameters, and names
+
+
+class ShardSet:
+    """`all` has one shard for each server process; `make(number, address)` makes one, without an address the first."""
+
+    optimizer: OptimizerSpec
+
+    def __init__(self, make: Callable[[int, str], Shard]) -> None:
+        self._make = make
+        self.all = [make(0, "")]
+        self.has_fragments = False
+        self._addresses: list[str] = []
+        self._helpers: list[Helper] = []  # threads for the shards beyond the first
+        self._model: ModelTensors | None = None
+        self._shares: list[Share] = []
+        self.replaced: Callable[[], object] = lambda: None  # called when shards are others than before
+
+    @property
+    def first(self) -> Shard:
+        return self.all[0]
+
+    @property
+    def layout(self) -> Layout:
+        """The whole model's."""
+        assert self._model is not None
+        return self._model.layout
+
+    @property
+    def transport(self) -> str:
+        """How tensors travel, for people."""
+        return ", ".join(dict.fromkeys(shard.transports.transport.name for shard in self.all))
+
+    def connect(self, addresses: list[str]) -> None:
+        """Use the shards at these addresses, which may have moved. The coordinator's own is empty; there are none where
+        the server is one process."""
+        if addresses == self._addresses:
+            return
+        if self._model is not None:  # a START follows
+            for shard in self.all:
+                shard.up.encoding.start()
+            self.replaced()
+        for old in self.all[1:]:
+            old.stream.close()
+        self._addresses = addresses
+        self.all[1:] = [self._make(number, address) for number, address in enumerate(addresses) if number]
+        if self._model is not None:
+            self.divide(self._model, self.optimizer)
+
+    def divide(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
+        """Give each shard its part of the model."""
+        self._model, self.optimizer = model, optimizer
+        self._shares = divide(model.layout, len(self.all))
+        for shard, share in zip(self.all, self._shares, strict=True):
+            shard.set_model(part_of(model, share), share.optimizer(optimizer).tables)
+            shard.has_fragments = self.has_fragments
+
+    def moved(self) -> None:
+        """The model lies elsewhere in memory now."""
+        assert self._model is not None
+        for shard, share in zip(self.all, self._shares, strict=True):
+            shard.moved(part_of(self._model, share))
+
+    # ---- the same for each shard --------------------------------------------------------------
+
+    def each(self, work: Callable[[Shard], Result]) -> list[Result]:
+        """Do `work` for all shards side by side; returns the results in order. When one fails, the others' streams are
+        closed, since nothing can come of them; a refusal is raised rather than the losses that follow from it."""
+        shards = self.all
+        if len(shards) == 1:
+            return [work(shards[0])]
+
+        def guarded(shard: Shard) -> Result:
+            try:
+                return work(shard)
+            except Exception as error:
+                _hang_up(shards)
+                if isinstance(error, Lost):
+                    raise self.lost(shard, error) from None
+                raise
+
+        while len(self._helpers) < len(shards) - 1:
+            self._helpers.append(Helper(f"shard {len(self._helpers) + 1}"))
+        first: Future[Result] = Future()
+        others = [
+            helper.submit(partial(guarded, shard)) for helper, shard in zip(self._helpers, shards[1:], strict=False)
+        ]
+        try:
+            try:
+                first.set_result(guarded(shards[0]))
+            except (Lost, ParamServerError) as error:
+                first.set_exception(error)
+            for future in others:
+                wait_for(future)
+        except BaseException:  # interrupted, and about to say goodbye to the first shard
+            _hang_up(shards[1:])
+            wait(others, END_S)
+            raise
+        futures = [first, *others]
+        failures = [failure for future in futures if (failure := future.exception()) is not None]
+        if failures:
+            raise next((error for error in failures if not isinstance(error, Lost)), failures[0])
+        return [future.result() for future in futures]
+
+    @staticmethod
+    def lost(shard: Shard, lost: Lost) -> Lost:
+        return Lost(f"shard {shard.number} at {shard.channel.address}: {lost}")
+
+    def part_of(self, outgoing: Outgoing, shard: Shard) -> Outgoing:
+        """A contribution with this shard's part of the optimizer state."""
+        if outgoing.optimizer is None:
+            return outgoing
+        found = {
+            f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
+            for part in self._shares[shard.number].parts
+            for key, value in outgoing.optimizer.get(part.spec.name, {}).items()
+        }
+        return outgoing._replace(optimizer=found)
+
+    # ---- gradients ahead of their contribution ------------------------------------------------
+
+    def prepare(self, indices: list[int]) -> bool:
+        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        have_begun = [shard.up.prepare(here) for shard, here in self._lying_on(indices)]
+        return any(have_begun)
+
+    def depart(self, indices: list[int]) -> None:
+        """Send the gradients of these tensors ahead of the contribution they belong to."""
+        for shard, here in self._lying_on(indices):
+            shard.up.depart(here)
+
+    def recall(self) -> None:
+        """Discard gradients that have departed."""
+        for shard in self.all:
+            shard.up.recall()
+
+    def _lying_on(self, indices: list[int]) -> list[tuple[Shard, list[int]]]:
+        """The parts of these tensors on each shard that has some."""
+        return [(shard, here) for shard in self.all if (here := shard.model.indices_of(indices))]
+
+    # ---- calls beside the stream --------------------------------------------------------------
+
+    def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table, [n, dim], of distinct and ascending ids. Raises Lost."""
+        pending = [shard.pull_rows(table, ids) for shard in self.all]
+        return torch.cat([rows() for rows in pending])
+
+    def find_again(self, run: str) -> None:
+        """Follow shards that have moved, as the coordinator says, if it is there."""
+        if len(self.all) > 1:
+            with suppress(Lost):
+                for shard, address in zip(self.all, self.first.rpc.shard_addresses(run), strict=False):
+                    if shard.number and address != shard.channel.address:
+                        shard.channel.move(address)
+
+    def pull_averaged(self, model: ModelTensors) -> None:
+        """Write the Polyak average into another instance of the model."""
+        for shard, share in zip(self.all, self._shares, strict=True):
+            shard.pull_averaged(part_of(model, share))
+
+    def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""
+        found: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for shard, share in zip(self.all, self._shares, strict=True):
+            try:
+                state = load(shard.rpc.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
+            except Lost as lost:
+                message = f"the optimizer's state cannot be had from {shard.channel.address}: {lost}"
+                raise UnreachableError(message, fix="try again when the server is back") from None
+            except SafetensorError as error:
+                raise refusal(Reason.BAD_REQUEST, f"the server sends no state of an optimizer: {error}") from None
+            names = {part.name: part.spec.name for part in share.parts}
+            shapes = {spec.name: spec.shape for spec in share.layout.specs}
+            for full, tensor in state.items():
+                key, _, name = full.partition("/")
+                if name not in names or (tensor.dim() and tuple(tensor.shape) != shapes[name]):
+                    what = f"an optimizer's state '{shown(full)}' {list(tensor.shape)}"
+                    raise refusal(Reason.BAD_REQUEST, f"the server sends {what}, which this model does not have")
+                found.setdefault(names[name], {}).setdefault(key, []).append(tensor)
+        return {
+            name: {key: torch.cat(parts) if parts[0].dim() else parts[0] for key, parts in state.items()}
+            for name, state in found.items()
+        }
+
+    def close(self) -> None:
+        for shard in self.all:
+            shard.stream.close()
+        for helper in self._helpers:
+            helper.end()
+        if self._model is not None:
+            for shard in self.all:
+                shard.transfer.leave_segment()
+
+
+def _hang_up(shards: list[Shard]) -> None:
+    for shard in shards:
+        shard.stream.hang_up()

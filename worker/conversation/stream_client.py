@@ -1,0 +1,196 @@
+"""One stream to a server process: frames out, frames in, synchronous."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from ...common.errors import ParamServerError
+from ...common.wire.direct import Placed
+from ...common.wire.frames import Frame, PayloadReader, parse
+from ...proto import parameter_server_pb2 as pb
+from ..transports.limit import Limit
+from .channel import Channel, Lost, collect, next_frame
+from .direct import Direct, DirectError
+from .interrupts import uninterrupted
+from .messages import message
+
+_STATUS_S = 2.0  # within which a stream says why it has ended
+
+
+class StreamClient:
+    """One Exchange stream at a time on a channel, with a direct connection beside it where both sides have one."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
+        self._connected: Direct | None = None  # the direct connection
+        self._direct: Direct | None = None  # the same, once messages go over it
+        self._call: Any = None
+        self._is_reading = False
+        atexit.register(self.close_stream)  # before the channel is closed
+
+    def open(self, timeout_s: float) -> None:
+        """Connect and begin a stream. Raises as `Channel.connect`."""
+        self.close_stream()
+        self._channel.connect(timeout_s)
+        self._outgoing = queue.SimpleQueue()
+        self._call = self._channel.method("stream_stream", "Exchange")(_drain(self._outgoing, self._channel.limit))
+        self._is_reading = False
+
+    def go_direct(self, welcome: pb.Welcome) -> str:
+        """Make the direct connection that the welcome offers. Returns the reason where that fails, else nothing: from
+        `offer` on messages go over it."""
+        if not welcome.HasField("direct"):
+            return "the server has no direct port"
+        channel, offer = self._channel, welcome.direct
+        try:
+            direct = self._connected = Direct(
+                channel.address, offer.port, offer.ticket, channel.credentials, channel.limit
+            )
+        except DirectError as error:
+            return str(error)
+        self._call.add_callback(direct.hang_up)
+        return ""
+
+    def offer(self, model: pb.Model) -> None:
+        """Send the model: the last message on the stream where there is a direct connection."""
+        model.direct = self._connected is not None
+        self.say(model=model)
+        self._direct = self._connected
+
+    def send(self, frames: Iterable[bytes | Placed]) -> None:
+        """Queue messages; a generator is drawn from only as fast as the connection takes them."""
+        if self._direct is not None:
+            self._direct.send(frames)
+        else:
+            self._outgoing.put(frames)  # type: ignore[arg-type]  # Placed goes over a direct connection only
+
+    def say(self, **kind: Any) -> None:
+        """Queue one small message, e.g. `say(leave={...})`, the fields of Leave."""
+        self.send(message(**kind))
+
+    def receive(self) -> Frame:
+        """The next message. Raises Lost, or the refusal that ended the stream."""
+        self._is_reading = True
+        with uninterrupted:
+            received = self._next()
+            self._is_reading = False
+        return received
+
+    def _next(self) -> Frame:
+        if self._direct is None:
+            try:
+                return next_frame(self._call, self._channel.limit)
+            except Lost as lost:
+                self._channel.wait_longer(lost)
+                raise
+        try:
+            return parse(pb.ServerMessage, self._direct.receive())
+        except (OSError, EOFError, ValueError) as error:
+            raise self._why_lost(error) from None
+
+    def _why_lost(self, error: Exception) -> Exception:
+        """The reason why a direct connection has ended, which the stream knows."""
+        call = self._call
+        if call is None:
+            return Lost("the connection was closed")
+        hang_up = threading.Timer(_STATUS_S, call.cancel)
+        hang_up.start()
+        try:
+            next_frame(call)
+        except (Lost, ParamServerError) as known:
+            if isinstance(known, ParamServerError) or hang_up.is_alive():
+                return known
+        finally:
+            hang_up.cancel()
+        return Lost(f"the direct connection was lost: {error or 'closed'}")
+
+    def receive_payload(
+        self,
+        first: Frame,
+        num_bytes: int,
+        write: Callable[[int, memoryview], None],
+        segment: memoryview | None = None,
+        targets: Callable[[int, int], Iterator[memoryview]] | None = None,
+        leave: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Receive the payload that `first` announces and pass it to `write(offset, data)` piece by piece, from the
+        connection or from the segment that has its pieces; or receive it into `targets(offset, num_bytes)`.
+        `leave(offset, num_bytes)` is called for bytes that do not come because the worker has them."""
+        place = None
+        if targets is not None and self._direct is not None:
+            direct = self._direct
+
+            def place(offset: int, num_bytes: int) -> None:
+                try:
+                    with uninterrupted:
+                        direct.receive_into(targets(offset, num_bytes))
+                except (OSError, EOFError, ValueError) as error:
+                    raise self._why_lost(error) from None
+
+        if segment is not None:
+
+            def place(offset: int, num_bytes: int) -> None:
+                write(offset, segment[offset : offset + num_bytes])
+
+        collect(PayloadReader(num_bytes, write, place, leave), first, self.receive)
+
+    def end_stream(self, timeout_s: float) -> None:
+        """Half-close after pending messages, and wait for the server to agree; a lost server does not matter."""
+        if self._call is None:
+            return
+        self._outgoing.put(None)
+        if self._direct is not None:
+            self._direct.half_close()
+        if self._is_reading:  # interrupted in the middle of an operation: the call is of no more use
+            self.close_stream()
+            return
+        hang_up = threading.Timer(timeout_s, self._call.cancel)
+        hang_up.start()
+        with suppress(grpc.RpcError):
+            for _ in self._call:
+                pass  # a sign of life on its way
+        hang_up.cancel()
+        self._call = None
+        self._close_direct()
+
+    def _close_direct(self) -> None:
+        connected, self._connected, self._direct = self._connected, None, None
+        if connected is not None:
+            connected.close()
+
+    def hang_up(self) -> None:
+        """From any thread: end the stream, so that a reader raises Lost."""
+        if (call := self._call) is not None:
+            call.cancel()
+        if (connected := self._connected) is not None:
+            connected.hang_up()
+
+    def close(self) -> None:
+        """End the stream and its channel."""
+        atexit.unregister(self.close_stream)
+        self.close_stream()
+        self._channel.close()
+
+    def close_stream(self) -> None:
+        """Drop the stream at once; the server sees the worker leave."""
+        if self._call is not None:
+            self._outgoing.put(None)
+            self._call.cancel()
+            self._call = None
+        self._close_direct()
+
+
+def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None], limit: Limit) -> Iterator[bytes]:
+    while (frames := outgoing.get()) is not None:
+        for raw in frames:
+            yield raw
+            if limit.at_once:
+                limit.sent(len(raw))

@@ -1,0 +1,117 @@
+"""Checks that peers step along the same means with the same numbers from the same weights: else they would diverge."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from ...common.errors import UsageError
+from ..conversation.messages import Outgoing
+from ..tensors.watch import Watch
+from .group import Group
+from .group_lifecycle import GroupLifecycle
+from .undoable_step import UndoableStep
+
+_NUM_SAMPLED = 16  # elements of a tensor
+_MAY_DIFFER = 1e-3  # weights of members, relatively
+
+
+class ConsistencyCheck:
+    """Of one peer. `zero` is (worker.zero, worker.zero_copies)."""
+
+    def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int]) -> None:
+        self._lifecycle, self._step, self._zero = lifecycle, step, zero
+        self._weights = Watch(step.model)
+
+    def check_setup(self, group: Group, initial_state: Any) -> None:
+        """Raises UsageError where this member divides otherwise than the lowest, or begins with another optimizer state
+        than most. Raises Broken."""
+        stage, copies = self._zero
+        rank, ranks = group.generation.members[group.index], group.generation.members
+        divisions = self._lifecycle.run(lambda: group.gather_numbers(10 * stage + copies))
+        if divisions[group.index] != divisions[0]:
+            raise UsageError(
+                f"{_zero_words(stage, copies)} for rank {rank}, and {_zero_words(*divmod(divisions[0], 10))} for "
+                f"rank {ranks[0]}, with which it is to average",
+                fix="start all workers with the same",
+            )
+        has_begun = self._step.version or self._step.has_stepped
+        states = self._lifecycle.run(lambda: group.gather_numbers(0 if has_begun else 1 + _crc(initial_state)))
+        initial = [state for state in states if state]
+        if (own := states[group.index]) and own != (most := _most_common(initial)):
+            raise UsageError(
+                f"the optimizer of rank {rank} begins with another state than that of rank "
+                f"{ranks[states.index(most)]}: their weights would go apart",
+                fix="load the same state in every script, before session.optimizer(), or in none",
+            )
+
+    def metadata(self, outgoing: Outgoing, version: int) -> tuple[int, ...]:
+        """Checksums of the step's numbers and of the weights, and the version for which these must be equal."""
+        training = outgoing.contribution.training
+        numbers = (training.hyperparameters, training.clip_norm)
+        return crc32(repr(numbers).encode()), crc32(self._weights.sample()), version
+
+    def norm(self) -> float:
+        """The 2-norm of the weights' elements that are compared."""
+        return self._weights.norm()
+
+    def check(self, group: Group, outgoing: Outgoing, norm: float) -> None:
+        """Compare the group's metadata. Raises UsageError in the members that differ from most, Broken."""
+        numbers, weights, versions, *_ = group.metadata
+        index, ranks = group.index, group.generation.members
+        if numbers[index] != (most := _most_common(numbers)):
+            training = outgoing.contribution.training
+            own = ", ".join(f"{key} {value}" for key, value in training.hyperparameters[0].items() if key == "lr")
+            own += f", clip_grad_norm {training.clip_norm:g}" if training.clip_norm else ""
+            raise UsageError(
+                f"the optimizer of rank {ranks[index]} would step with other numbers ({own}) than that of rank "
+                f"{ranks[numbers.index(most)]}",
+                fix="let all scripts have the same schedule; session.state(scheduler=...) brings it where the run is",
+            )
+        if len(set(zip(versions, weights, strict=True))) == len(set(versions)):
+            return
+        # On unequal machines the last digits differ, which is allowed.
+        norms = self._lifecycle.run(lambda: group.gather_numbers(_bits(norm)))
+        same = [weight for weight, version in zip(weights, versions, strict=True) if version == versions[index]]
+        other = weights.index(_most_common(same))
+        own_norm, other_norm = _number(norms[index]), _number(norms[other])
+        if abs(own_norm - other_norm) > _MAY_DIFFER * other_norm:
+            raise UsageError(
+                f"the weights of rank {ranks[index]} are not those of rank {ranks[other]}: the norm of a few elements "
+                f"is {own_norm:.6g} here and {other_norm:.6g} there",
+                fix="change weights before session.optimizer(), which takes the first worker's into the run, or in "
+                "every script in the same way",
+            )
+
+
+def _zero_words(stage: int, copies: int) -> str:
+    return f"worker.zero is {stage}" + (f" (worker.zero_copies {copies})" if stage else "")
+
+
+def _crc(state: Any) -> int:
+    """A checksum of nested dicts and a few elements of each tensor; the same on every machine."""
+    if isinstance(state, Mapping):
+        return crc32(repr([(str(key), _crc(state[key])) for key in sorted(state, key=str)]).encode())
+    if isinstance(state, torch.Tensor):
+        flat = state.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _NUM_SAMPLED)].double().tolist()
+        return crc32(repr((tuple(state.shape), sample)).encode())
+    return crc32(repr(state).encode())
+
+
+def _bits(number: float) -> int:
+    """A float as an integer that members can exchange."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("d", struct.pack("q", bits))[0])
+
+
+def _most_common(values: list[int]) -> int:
+    """The most frequent value, and of several the lowest rank's."""
+    return max(values, key=values.count)

@@ -1,0 +1,143 @@
+"""Forming and re-forming the group of all-reduce peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+import torch
+
+from ...common.config.addresses import split_address
+from ...common.errors import Reason, UnreachableError, refusal
+from ...common.reporting.log import get_logger
+from ..conversation.exchange import Exchange
+from ..conversation.security import check_plaintext
+from ..conversation.threads import Helper
+from .collectives.rendezvous import Broken, Generation, OutOfReach, Rendezvous
+from .group import Group, own_address
+
+log = get_logger()
+Found = TypeVar("Found")
+
+_LOOK_UP_S = 0.2
+_FORMING_S = 60.0  # Gloo tries to connect five times 10 s
+_IN_PLAINTEXT = (
+    "the server speaks TLS, members among themselves plain TCP, for torch's Gloo has no TLS: keep them on a network of "
+    "their own (a tunnel), or take --mode sync"
+)
+
+
+class GroupLifecycle:
+    """`group` is that of the newest generation, once it has formed. Its collectives run on a helper thread, so that a
+    signal finds this thread awake."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._rank = exchange.progress.rank or 0
+        host = own_address(exchange.server)
+        check_plaintext(
+            host, f"rank {self._rank} and those it averages with", exchange.credentials.trusts_network,
+            "or take --mode sync, in which workers speak to the server only",
+        )  # fmt: skip
+        self._rendezvous = Rendezvous(host)
+        exchange.group_view.rendezvous = "{}:{}".format(*self._rendezvous.address)
+        self.group: Group | None = None
+        self._generation: Generation | None = None  # of the group, or of the one that is being formed
+        self._failed_name = ""  # of the generation that did not come together
+        self._num_sent = 0.0  # bytes to peers, in groups that are over
+        self._num_failed = 0  # in a row, with the same members
+        self._failed_members: tuple[int, ...] = ()
+        self._helper = Helper("group")
+        self._forming: list[Helper] = []  # of abandoned groups
+        if exchange.credentials.ca is not None:
+            log.warning("group_in_plaintext", meaning=_IN_PLAINTEXT)
+
+    def form(self, device: torch.device, joined: Callable[[Group], None]) -> bool:
+        """Form the group of the newest generation, unless it is there, and call `joined`; False where that failed.
+        Raises UnreachableError after too many failures in a row."""
+        progress, info = self._exchange.progress, self._exchange.group_view.info
+        name = f"{progress.run}/{progress.server_incarnation}/{info.generation}"
+        if self.group is not None and self.group.generation.name == name:
+            return True
+        if name == self._failed_name:
+            return False
+        self.close_group()
+        if self._rank not in info.members or not info.rendezvous:
+            what = f"a group of {len(info.members)} members without it, or with no GroupInfo.rendezvous"
+            raise refusal(Reason.BAD_REQUEST, f"the server sent rank {self._rank} {what}")
+        generation = Generation(info.generation, info.members, split_address(info.rendezvous), name, info.secret)
+        self._generation = generation
+        try:
+            group = self.group = self.run(lambda: Group(generation, self._rank, self._rendezvous, device))
+            joined(group)
+        except Broken as broken:
+            self.log_broken(broken)
+            self.close_group()
+            self._failed_name = name
+            self._count_failure(generation.members, broken)
+            return False
+        self._num_failed = 0
+        if group.not_over_nccl:
+            log.info("not_over_nccl", rank=self._rank, reason=group.not_over_nccl)
+        size = len(generation.members)
+        log.routine("group", rank=self._rank, generation=generation.number, members=size, backend=group.backend)
+        return True
+
+    def log_broken(self, broken: Broken) -> None:
+        log.warning("group_broken", rank=self._rank, reason=str(broken))
+
+    def _count_failure(self, members: tuple[int, ...], broken: Broken) -> None:
+        """Raises UnreachableError after too many. A member that is gone is in no group that the server names next."""
+        self._num_failed = self._num_failed + 1 if members == self._failed_members else 1
+        self._failed_members = members
+        if self._num_failed < broken.attempts:
+            return
+        message = str(broken)
+        if not isinstance(broken, OutOfReach):
+            message = f"rank {self._rank} and those it is to average with did not come together: {broken}"
+        raise UnreachableError(
+            message,
+            fix="let workers reach each other's ports, and start each with the server's address as other hosts know it "
+            "(not 127.0.0.1); or --mode sync, where workers need to reach the server only",
+        )
+
+    def run(self, work: Callable[[], Found]) -> Found:
+        """Run `work` on the helper. Raises Broken too where the server has released a member, even if that member does
+        not notice: one that stands still, or is cut off, closes no connection."""
+        future: Future[Found] = self._helper.submit(work)
+        while not wait([future], timeout=_LOOK_UP_S).done:
+            if self._generation is None or not self._exchange.group_view.is_over(self._generation.number):
+                continue
+            message = f"generation {self._generation.number}: the server has let one of its members go"
+            if self.group is None:
+                self._abandon(future)
+                raise Broken(message)
+            self.group.cut(message)
+        return future.result()
+
+    def _abandon(self, forming: Future[Any]) -> None:
+        """Leave a group that is being formed: torch ends that at its timeout only, and nothing waits for it."""
+        forming.add_done_callback(lambda item: item.exception() or item.result().close())
+        self._helper.dismiss()
+        self._forming.append(self._helper)
+        self._helper = Helper("group")
+
+    def take_num_sent(self) -> int:
+        """Bytes sent to peers since the last call."""
+        num_sent, self._num_sent = int(self._num_sent), 0.0
+        if self.group is not None:
+            num_sent, self.group.num_sent = num_sent + int(self.group.num_sent), 0.0
+        return num_sent
+
+    def close_group(self) -> None:
+        if self.group is not None:
+            self._num_sent += self.group.num_sent
+            self.group.close()
+            self.group = None
+
+    def end(self) -> None:
+        self._rendezvous.close()
+        self._helper.end()
+        for helper in self._forming:
+            helper.end(_FORMING_S)

@@ -1,0 +1,220 @@
+"""How the bytes of payloads travel between this worker and one shard, while one stream lasts.
+
+The plain transport is always there: pieces of a payload are messages on the stream. Others carry the same conversation:
+`direct` over a socket beside the stream, `shared` in memory that worker and server both map. A worker takes the first
+of its preferred ones that both sides can open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from ...common.config.schema import WorkerConfig
+from ...common.errors import Reason, refusal
+from ...common.kinds import ContributionKind
+from ...common.registry import AUTO
+from ...common.wire.direct import Placed, placed_messages
+from ...common.wire.frames import INLINE_BYTES, left_out_frame, payload_frames, placed_frame, without_zeros
+from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
+from ...proto import parameter_server_pb2 as pb
+from ..tensors.staged import Transfer
+from ..tensors.transfer import Indices
+
+if TYPE_CHECKING:
+    import torch
+
+Messages = Iterable[bytes | Placed]
+
+# Versions of the weights that a server has on their way at once, and one more, by default.
+_MAX_OPEN = 8
+
+
+class Transport:
+    """Pieces of a payload are messages of their own. `reason` is a sentence: why a transport is not open."""
+
+    name: ClassVar[str] = "grpc"  # for people
+    carries_codecs: ClassVar[bool] = True  # also payloads of a codec other than raw
+    is_beside_stream: ClassVar[bool] = False  # payloads of more than INLINE_BYTES are announced as in shared memory
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.reason = ""
+        self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], where contributions are placed
+        self._may_leave_out = False  # zeros
+
+    # ---- agreed on once on every stream -------------------------------------------------------
+
+    def joined(self, welcome: pb.Welcome) -> None:
+        """A new stream: nothing of an earlier one is used any more."""
+        self._may_leave_out = welcome.takes_left_out
+
+    def offer(self, model: pb.Model, num_bytes: int) -> bool:
+        """Write into `model` what the server is to open, for contributions of `num_bytes`; True when it will reply."""
+        return False
+
+    def decided(self, verdict: pb.SharedMemory) -> None:
+        """The server's reply to the offer."""
+
+    # ---- payloads -----------------------------------------------------------------------------
+
+    def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Messages]:
+        """Take these tensors of a contribution (None: all) from where they lie; yields their messages for the stream,
+        as soon as they may be sent."""
+        for stretch in transfer.stream(kind, indices):
+            yield from self.raw(stretch.pieces, stretch.offset)
+
+    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
+        """Messages for pieces of a raw payload from `offset`."""
+        return self.messages(pieces, offset)
+
+    def messages(
+        self,
+        pieces: Iterable[memoryview],
+        offset: int = 0,
+        carry: Callable[[Iterable[memoryview], int], Messages] = payload_frames,
+    ) -> Iterator[Messages]:
+        """Messages for pieces of a payload from `offset`, made by `carry`. Zeros are left out: those of a model's other
+        parts, and of tensors that a loss does not reach."""
+        if not self._may_leave_out:
+            yield carry(pieces, offset)
+            return
+        for at, parts, num_zeros in without_zeros(pieces, offset):
+            yield carry(parts, at) if parts else [left_out_frame(at, num_zeros)]
+
+    def memory(self, address: pb.Segment) -> memoryview:
+        """The memory that has the weights of a reply. Raises SegmentError."""
+        raise refusal(Reason.BAD_REQUEST, "the server sends weights in shared memory, which was not agreed on")
+
+
+class DirectTransport(Transport):
+    """A socket beside the stream: payloads leave raw, from where they lie. Open where there is a direct connection."""
+
+    name = "direct"
+    is_beside_stream = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = False
+
+    def reached(self, why_not: str) -> None:
+        """There is a direct connection; or there is none, and a phrase says why not."""
+        self.is_open, self.reason = not why_not, why_not
+
+    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
+        return self.messages(pieces, offset, lambda *payload: list(placed_messages(*payload)))
+
+
+class SharedTransport(Transport):
+    """Memory that both sides map: the stream says only where a payload lies. The worker's segment has contributions,
+    the server's the weights of replies."""
+
+    name = "shared memory"
+    # A codec changes what is computed: a worker that asks for one gets it, and raw memory is no use then.
+    carries_codecs = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = False
+        self._may_offer = False
+        self._is_broken = False  # a segment that the server named could not be opened
+        self._offered: Segment | None = None
+        self._mapped: dict[str, Segment] = {}
+
+    def joined(self, welcome: pb.Welcome) -> None:
+        # Never the segment of an earlier stream: the server may still read a contribution there.
+        self.is_open, self.segment, self._offered, self._may_offer = False, None, None, False
+        self._mapped.clear()
+        if self._is_broken:
+            return
+        if not welcome.HasField("probe"):
+            self.reason = "the server shares no memory"
+            return
+        try:
+            open_segment(welcome.probe)
+            self._may_offer = True
+        except SegmentError as error:
+            self.reason = str(error)
+
+    def offer(self, model: pb.Model, num_bytes: int) -> bool:
+        if self._may_offer and num_bytes > INLINE_BYTES:
+            try:
+                self._offered = new_segment(num_bytes)
+            except SegmentError as error:
+                self.reason = str(error)
+        if self._offered is None or self._offered.address is None:
+            return False
+        model.segment.CopyFrom(self._offered.address)
+        return True
+
+    def decided(self, verdict: pb.SharedMemory) -> None:
+        assert self._offered is not None
+        self.is_open = verdict.accepted
+        if verdict.accepted:
+            self.segment = self._offered.payload
+        else:
+            self.reason, self._offered = verdict.reason, None
+
+    def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Iterable[bytes]]:
+        assert self.segment is not None
+        for start, end in transfer.place(kind, self.segment, indices):
+            yield [placed_frame(start, end - start)]
+
+    def memory(self, address: pb.Segment) -> memoryview:
+        """Memory is not shared any more when it cannot be opened."""
+        segment = self._mapped.get(address.label)
+        if segment is None:
+            try:
+                segment = open_segment(address)
+            except SegmentError as error:
+                self._is_broken, self.reason = True, str(error)
+                raise
+            while len(self._mapped) >= _MAX_OPEN:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[address.label] = segment
+        return segment.bytes
+
+
+class Transports:
+    """The transports that a worker may use, the best first; `transport` is the one that the stream has."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._direct = DirectTransport()
+        by_name = {"shared": SharedTransport(), "direct": self._direct, "grpc": Transport()}
+        self._all: list[Transport] = [by_name[name] for name in config.wanted_transports]
+        self.wants_direct = self._direct in self._all
+        self.transport = self._all[-1]
+        self._off: list[str] = []  # why one is not even tried
+        codecs = [name for name in (config.codec, config.reply_codec) if name not in ("raw", AUTO)]
+        if codecs and not all(transport.carries_codecs for transport in self._all):
+            self._all = [transport for transport in self._all if transport.carries_codecs]
+            self._off = [f"{SharedTransport.name}: off (worker.codec is {codecs[0]})"]
+
+    def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
+        """A new stream. `why_not_direct` is empty where there is a direct connection."""
+        for transport in self._all:
+            transport.joined(welcome)
+        self._direct.reached(why_not_direct)
+        self.agreed()
+
+    def offer(self, model: pb.Model, num_bytes: int) -> Transport | None:
+        """Let the first transport write an offer into `model` that has one; the server replies to it. None where a
+        better one is open."""
+        for transport in self._all[: self._all.index(self._first())]:
+            if transport.offer(model, num_bytes):
+                self.transport = transport
+                return transport
+        return None
+
+    def agreed(self) -> None:
+        """Everything that is known about this stream has been said."""
+        self.transport = self._first()
+
+    def _first(self) -> Transport:
+        return next(transport for transport in self._all if transport.is_open)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not the best, `transport: reason`; empty when it is."""
+        better = self._all[: self._all.index(self.transport)]
+        return "; ".join([*self._off, *(f"{item.name}: {item.reason}" for item in better if item.reason)])
