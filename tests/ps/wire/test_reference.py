@@ -119,10 +119,10 @@ class Follower(Worker):
 
     @property
     def version(self) -> int:
-        return self.header.result.version
+        return self.newest_reply.result.version
 
     @property
-    def header(self) -> Any:
+    def newest_reply(self) -> Any:
         return next(message.header for message in reversed(self.stream.received) if message.kind == "reply")
 
     def take(self) -> None:
@@ -260,11 +260,11 @@ def _kinds_with_losses(seed: int) -> list[str]:
             worker.push(random_payload(SMALL, chance), wants_weights=order.random() < 0.5)
             await server.settle()
             fault, says = order.choice(["none", "lost", "long lost", "torn"]), None
-            if fault == "none" and worker.header.weights.reference.number:
+            if fault == "none" and worker.newest_reply.weights.reference.number:
                 worker.take()
                 worker.check(server)
                 continue
-            worker.step = worker.header.result.seq  # its reply was lost, or brought nothing
+            worker.step = worker.newest_reply.result.seq  # its reply was lost, or brought nothing
             if fault == "torn":
                 says = order.choice([0, 2**64 - 1])  # or what nobody has
                 worker.number = reference.number = 0
@@ -306,7 +306,7 @@ def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weigh
         first.push(random_payload(SMALL, chance), evaluates=True)
         await server.settle()
         first.take()
-        assert first.header.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
+        assert first.newest_reply.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
         exact = dict(server.engine.model.store.tensors())
         assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())
         assert bytes(first.mine) == before
@@ -370,7 +370,7 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(9):
             worker.push(random_payload(SMALL, chance))
             await server.settle()
-            number = worker.header.weights.reference.checked
+            number = worker.newest_reply.weights.reference.checked
             checked += [number] * bool(number)
             worker.take()
         assert checked == [8]
@@ -385,7 +385,7 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(6):
             worker.push(random_payload(SMALL, chance))
             await server.settle()
-            if worker.header.weights.reference.number < 16:
+            if worker.newest_reply.weights.reference.number < 16:
                 worker.take()
         with pytest.raises(ParamServerError, match="weights of reference 16 are not the server's"):
             worker.take()
