@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paramserver.tests.cluster import Cluster
 
-MAX_ON_PATH, MAX_FILES = 42, 82
+MAX_ON_PATH, MAX_FILES = 40, 80
 STEPS = 12
 
 
@@ -26,8 +26,7 @@ class Call(NamedTuple):
 
 
 def read_calls(path: Path) -> list[Call]:
-    lines = (line.split(" ") for line in path.read_text().splitlines())
-    return [Call(int(at), caller, file, function) for at, caller, file, function in lines]
+    return [Call(int(at), *words) for at, *words in map(str.split, path.read_text().splitlines())]
 
 
 def calls_of_steps(worker: list[Call], server: list[Call]) -> list[list[Call]]:
