@@ -511,8 +511,8 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 40_400
-MAX_TEST_LINES = 43_450
+MAX_PRODUCT_LINES = 40_000
+MAX_TEST_LINES = 43_500
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -66,14 +66,15 @@ class Turns:
     def __init__(self, session: Any, optimizer: Any, seconds: float) -> None:
         self.session, self._optimizer, self._seconds = session, optimizer, seconds
         self.exchange = session._exchange
-        self.ask = self.exchange.shards.first.rpc.status
+        self._status = self.exchange.shards.first.rpc.status
         self.phase = 0  # the current one
 
     def wait(self, in_turn: bool) -> None:
         """Wait until all have finished the earlier phases; with `in_turn`, lower ranks this one too."""
         rank = self.session.rank
         while True:
-            done = {worker.rank: worker.values.get("loss", math.nan) for worker in self.ask().workers}
+            workers = read_json(self._status().status)["workers"]
+            done = {worker["rank"]: math.nan if worker["loss"] is None else worker["loss"] for worker in workers}
             if all(done.get(item, 0) >= self.phase + (in_turn and item < rank) for item in done if item != rank):
                 return
             time.sleep(_LOOK_S)
@@ -104,7 +105,7 @@ class Turns:
         found = []
         for _ in range(_NUM_TRIPS):
             began = time.perf_counter()
-            self.ask()
+            self._status()
             found.append(time.perf_counter() - began)
         return sorted(found)
 

@@ -66,7 +66,7 @@ class Manifest(_Strict):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     run: str = Field(pattern=RUN_NAME, description="its name")
     server_incarnation: int = Field(ge=0, lt=2**63)
     version: int = Field(ge=0, lt=2**63)
@@ -100,7 +100,7 @@ def read_manifest(text: bytes) -> Manifest:
         first = error.errors()[0]
         if first["loc"] == ("format",):
             raise CheckpointError(
-                f"it has format {first['input']!r}, this version of paramserver reads format 1",
+                f"it has format {first['input']!r}, this version of paramserver reads format 2",
                 fix="resume with the version of paramserver that wrote it",
             ) from None
         where = ".".join(map(str, first["loc"]))

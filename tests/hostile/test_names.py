@@ -55,7 +55,9 @@ def keep_snapshot(folder: Path, **changes) -> None:
     write(folder, Manifest.model_construct(**(facts | changes)), {WEIGHTS: {"w": torch.ones(4)}})
 
 
-@pytest.mark.parametrize(("what", "says"), [("mode", "which this process was not given"), ("run", "damaged: run: ")])
+@pytest.mark.parametrize(
+    ("what", "says"), [("mode", "does not say how many training steps"), ("run", "damaged: run: ")]
+)
 def test_a_snapshot_names_no_file(what, says, tmp_path):
     trace = tmp_path / "trace"
     named = {"mode": python_file(tmp_path, trace), "run": "../../elsewhere"}[what]

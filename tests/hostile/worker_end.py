@@ -269,6 +269,6 @@ class WorkerEnd:
         found = self._begun()
         heartbeat_reply = pb.HeartbeatReply(lease_s=1.0, server_incarnation=1)
         hostile.spoil(heartbeat_reply)
-        found._heartbeat_replied(found._heartbeat.membership, heartbeat_reply)
-        found.is_over(1)
+        found.group_view.heartbeat_replied(1, heartbeat_reply)
+        found.group_view.is_over(1)
         found.drop()

@@ -42,9 +42,10 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
         assert broken.outcomes == ["START", "REJECTED"]
         assert other.outcomes == ["START", "APPLIED"]
         reply = [received.header for received in broken.stream.received if received.kind == "reply"][-1]
-        assert reply.step == 1
+        assert reply.result.seq == 1
         assert (
-            "NaN or Inf in 'w' (store.on_nonfinite is skip): counted as a contribution, nothing folded" in reply.reason
+            "NaN or Inf in 'w' (store.on_nonfinite is skip): counted as a contribution, nothing folded"
+            in reply.result.reason
         )
         assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
         for worker in (broken, other):

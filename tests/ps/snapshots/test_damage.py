@@ -116,7 +116,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown key": (lambda m: m.update(more=1), "more: Extra inputs"),
     "steps of no rank": (lambda m: m["steps"].update(x=1), r"steps\.x"),
     "policy a list": (lambda m: m.update(policy=[]), "policy"),
-    "other format": (lambda m: m.update(format=2), "format 2, this version of paramserver reads format 1"),
+    "other format": (lambda m: m.update(format=1), "format 1, this version of paramserver reads format 2"),
     "path out of the directory": (lambda m: m["files"].update({"../../etc/passwd": m["files"][WEIGHTS]}), "files"),
     "no weights": (lambda m: m["files"].pop(WEIGHTS), "has no weights.safetensors"),
     "no optimizer": (lambda m: m.update(optimizer=None), "no optimizer"),

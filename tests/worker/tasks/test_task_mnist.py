@@ -75,7 +75,7 @@ GOOD_IMAGES, GOOD_LABELS = idx(IMAGES), idx(LABELS)
     [
         (NAMES[0], GOOD_IMAGES[:-1], r"is 4719 bytes uncompressed, expected 4720 .* 6x28x28"),
         (NAMES[0], GOOD_IMAGES + b"x", r"is 4721 bytes uncompressed, expected 4720"),
-        (NAMES[0], GOOD_IMAGES[:10], r"is 10 bytes, expected a header of 16"),
+        (NAMES[0], GOOD_IMAGES[:10], r"is 10 bytes uncompressed, expected 16"),
         (NAMES[0], b"", r"starts with nothing, expected the magic number 00000803"),
         (NAMES[0], GOOD_LABELS, r"starts with 00000801, expected the magic number 00000803"),
         (NAMES[1], GOOD_IMAGES, r"starts with 00000803, expected the magic number 00000801"),
