@@ -26,7 +26,7 @@ def test_the_rest_of_a_payload_goes_over_the_next_connection(job, metric, transp
     (continued,) = worker.events("continued")
     sent = sum(connection.up for connection in proxy.connections)
     metric("MB sent again", (sent - 3 * PAYLOAD) / 1e6)
-    assert (continued["step"], continued["of"] // PAYLOAD) == (1, 1)
+    assert (continued["seq"], continued["of"] // PAYLOAD) == (1, 1)
     assert continued["num_bytes"] <= PAYLOAD - CAME + LOST
     assert 3 * PAYLOAD <= sent <= 3 * PAYLOAD + LOST
     assert torch.equal(job.applied(), torch.ones(1, 2))

@@ -39,7 +39,7 @@ def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
 def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
     """Each shard's part comes by itself; what is encoded comes down whole, and goes up tensor by tensor, with what was
     left out of the last ones."""
-    env = {"PS_WORKER__SHARED_MEMORY": "false", "PS_WORKER__REPLY_CODEC": "bf16", "PS_WORKER__CODEC": "q4"}
+    env = {"PS_WORKER__TRANSPORTS": "direct,grpc", "PS_WORKER__REPLY_CODEC": "bf16", "PS_WORKER__CODEC": "q4"}
     found = []
     for overlap in (False, True):
         server = cluster.server(
