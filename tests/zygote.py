@@ -68,6 +68,7 @@ def run(log: str, errors: str, environ: dict[str, str], folder: str, argv: list[
         if code == 1 and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
         sys.excepthook(type(error), error, own_frames(error.__traceback__))
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()  # type: ignore[attr-defined]

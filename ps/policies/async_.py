@@ -1,7 +1,7 @@
 """async: every contribution is one optimizer step at once, and replied at once.
 
 Nobody waits; the price is staleness, which nothing bounds (Hogwild!, Recht et al. 2011;
-Downpour SGD, Dean et al. 2012). DelayedUpdate, a worker's own last contribution is one version more. Lateness acts as
+Downpour SGD, Dean et al. 2012). If delayed, a worker's own last contribution is one version more. Lateness acts as
 momentum, so with several workers less of the optimizer's own is left, and with many late gradients count less
 (`shared/late.py`): with four workers, plain momentum 0.9 was measured to end at chance, with 16 no momentum at all.
 """

@@ -6,7 +6,7 @@ clock, input, output or randomness. A worker waits until a decision replies to i
 
     joined(rank)         a worker has the model and asks for weights to start from
     contributed(rank)    a whole, finite contribution is staged
-    rejected(rank)       a contribution cannot be used (NaN); it is not staged and counts for nothing
+    rejected(rank)       a contribution cannot be used (NaN); it is not folded and counts for nothing
     disconnected(rank)   a member's connection is lost, and replies do not reach it
     left(rank)           the worker is gone, for whatever reason
     finished(rank)       it takes no more training steps, though it has not taken all

@@ -9,7 +9,7 @@ next one minus the minimum <= s", deadlocks at s = 0.)
 The bound does not end what lateness does to learning: with several workers less of the optimizer's own momentum is
 left, as in async (`shared/late.py`).
 
-DelayedUpdate, the reply to contribution c lets a worker hand over c + 1, which it has computed meanwhile, and begin c
+If delayed, the reply to contribution c lets a worker hand over c + 1, which it has computed meanwhile, and begin c
 + 2
 at once. The one in flight counts: it goes on when c + 1 - min <= s, so that as before nobody is more than s ahead when
 it begins one. That needs s >= 1, or the slowest itself would wait. Staleness then is at most 2s(N - 1) + 1, for N > 1

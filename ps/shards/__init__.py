@@ -3,8 +3,7 @@ network.
 
     attend.py        the coordinator's side of the connection: shards register, call again, are lost
     link.py          a shard's side of it
-    messages.py      what is said beside events and digests
+    messages.py      messages beside events and digests
     server.py        a shard's process
-    collect.py       the whole model, for the file of final weights
-    tables.py        all rows of the tables, for a file
+    gather.py        collects the whole model and all rows of the tables, for files
 """

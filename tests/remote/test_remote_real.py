@@ -119,7 +119,7 @@ def test_a_host_that_cannot_reach_the_server_is_named_and_the_others_are_not(lab
     launcher = start_in(net, sshd, marked, marked.launcher, "-n", "2")
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 15, err
-    assert re.search(r"host1: cannot reach the server at 10\.214\.0\.10:\d+: no reply within 5.0 s", err)
+    assert re.search(r"host1: cannot reach the server at 10\.214\.0\.10:\d+: no answer within 5.0 s", err)
     assert "host0: cannot" not in err
     assert sshd.left() == []
 

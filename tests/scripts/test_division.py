@@ -107,8 +107,10 @@ def test_a_script_that_accumulates_ends_in_the_same_bits_when_it_is_killed(clust
 def own_loaders(cluster: Cluster, mode: str, *envs: dict[str, str]) -> tuple[Process, list[Process]]:
     """Each rank's script has a loader of its own; all have ended well."""
     flags = ("--local-steps", "2") if mode in ("localsgd", "diloco", "async_diloco") else ()
-    server = cluster.server("--mode", mode, "--workers", str(len(envs)), "--steps", "4", *flags)
-    ranks = [cluster.script(rank, SCRIPT.with_name("own_loader.py"), **env) for rank, env in enumerate(envs)]
+    together = ("--set", f"policy.min_workers={len(envs)}")  # and no rank is through before another begins
+    server = cluster.server("--mode", mode, "--workers", str(len(envs)), "--steps", "4", *together, *flags)
+    script = SCRIPT.with_name("own_loader.py")
+    ranks = [cluster.script(rank, script, **{"STEP_S": "0.2", **env}) for rank, env in enumerate(envs)]
     assert [rank.wait() for rank in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
     return server, ranks
 

@@ -137,7 +137,9 @@ def test_workers_that_disagree_on_the_reduction_are_refused_by_name(run: Scripts
     run.processes[0].event("model")
     second = run.script(1)
     assert second.wait() == 12, second.output
-    assert "the optimizer of rank 1 differs from the run's: different reduction: expected sum, got mean" in second.output
+    assert (
+        "the optimizer of rank 1 differs from the run's: different reduction: expected sum, got mean" in second.output
+    )
     first.signal(9)
 
 

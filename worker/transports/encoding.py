@@ -6,7 +6,7 @@ ones. The residual changes with the outcome only:
 
     counts            e <- c - y
     sent again        the same bytes
-    dropped, refused  e as before: a gradient that does not count was never computed
+    dropped, REJECTED e as before: a gradient that does not count was never computed
     dropped, a delta  e <- c, in every codec: the steps were taken, and go with the next one
     START             e <- 0: another membership, or a server that went back, whose steps are repeated
 

@@ -18,7 +18,7 @@ come one by one are momentum by themselves.
     delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `common/tensors/delayed.py`), by
              what the weights moved since. A round of k deltas takes c k of it, the one with the N-th what is left of 1
 
-DelayedUpdate, workers go on while what they sent is exchanged, as in diloco (`diloco.py`); a worker is told how many
+If delayed, workers go on while what they sent is exchanged, as in diloco (`diloco.py`); a worker is told how many
 steps
 to take while it takes others already, so that goes for those after them, and it says how many it took.
 

@@ -15,7 +15,7 @@ In P fragments (Streaming DiLoCo, arXiv:2501.18512) a round is H / P steps and e
 that of number version mod P; the others go on locally. Each still is exchanged every H steps, and has its own buf. The
 last round of a run exchanges all.
 
-DelayedUpdate, workers go on while what they sent is exchanged, and after tau = `overlap_steps` local steps put both
+If delayed, workers go on while what they sent is exchanged, and after tau = `overlap_steps` local steps put both
 together:
 
     shift   weights <- new + (weights now - weights at sending)

@@ -4,7 +4,7 @@ Local SGD (Stich 2018; federated averaging, McMahan et al. 2017), weighted by sa
 optimizer's state stays with the worker. A last, shorter round covers a number of steps that
 K does not divide. Bytes per step are 1/K of sync's.
 
-DelayedUpdate, a worker goes on with its next K steps while its weights are averaged, and then has
+If delayed, a worker goes on with its next K steps while its weights are averaged, and then has
 average + (its weights now - those it sent), which is what it contributes next: delayed averaging
 (CoCoD-SGD, Shen et al. 2019; a close relative is Overlap Local-SGD, Wang et al. 2020). With equal
 weights of the workers the mean of that is the mean of what they computed, so nothing is lost; the

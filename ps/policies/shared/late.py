@@ -55,7 +55,7 @@ class LateOptions(Section):
     )
     late_scale: Annotated[Literal["none", "inverse", "polynomial"] | None, _KEY] = Field(
         None,
-        description=_MODES + "learning rate of a gradient tau versions late: times 1/tau, or (1+tau)^-0.5; none: the "
+        description=_MODES + "learning rate of a gradient tau versions late: times 1/tau, or (1+tau)^-0.5; unset: the "
         f"latter where late_momentum holds, while more than {MANY} workers are live",
     )
     late_cut: Annotated[int | None, _KEY] = Field(
