@@ -46,7 +46,7 @@ class SshBackend(Backend):
     # ---- before the start
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
-        names = {self._host(spec).host for spec in specs}
+        names = dict.fromkeys(self._host(spec).host for spec in specs)  # in order: the first problem's exit code counts
         await _all(
             self._prepare_host(self._hosts[name], [spec for spec in specs if self._host(spec).host == name])
             for name in names
@@ -83,7 +83,7 @@ class SshBackend(Backend):
             if isinstance(problems, list):  # otherwise the host was lost, and its processes report it
                 check_reaches(host, addresses, problems)
 
-        await _all(check(self._hosts[name]) for name in {self._host(spec).host for spec in specs})
+        await _all(check(self._hosts[name]) for name in dict.fromkeys(self._host(spec).host for spec in specs))
 
     # ---- processes
 
