@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paramserver.tests.cluster import Forked, Zygote, zygote
+from paramserver.tests.ports import free_port
 
 NEEDS = {"on_lightning": "lightning", "on_huggingface": "transformers", "on_accelerate": "accelerate"}
 MEMBER = "paramserver.tests.replica_group.member"
@@ -68,8 +68,7 @@ class Run:
     ) -> list[Forked]:  # fmt: skip
         """The processes of one worker, as torchrun would start them; `is_rest`: of the one that was started last."""
         if not is_rest:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                self.port = listener.getsockname()[1]
+            self.port = free_port()
         place = {
             "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port), "PS_SERVER": self.address, "PS_WORKER__GROUP": "true",

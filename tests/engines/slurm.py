@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.launch.hosts.agent import end_with
+from paramserver.tests.ports import free_port
 
 NEEDED = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "mungekey")
 DEADLINE_S = 90.0
@@ -113,7 +114,7 @@ class SlurmCluster:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
     def _write_conf(self, cpus: int) -> None:
-        controller, *ports = _free_ports(1 + len(self.nodes))
+        controller, *ports = [free_port() for _ in range(1 + len(self.nodes))]
         lines = [
             "ClusterName=test", f"SlurmctldHost={self.host}(127.0.0.1)", f"SlurmctldPort={controller}",
             "SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge", f"AuthInfo=socket={self.folder}/munge.socket",
@@ -156,11 +157,3 @@ class SlurmCluster:
                 assert daemon.poll() is None, f"{daemon.args} ended\n{self.log()}"
             assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}\n{self.log()}"
             time.sleep(0.05)  # the pause of a poll
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

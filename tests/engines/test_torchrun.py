@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 
 import pytest
 
 from paramserver.tests.engines.conftest import EngineRun
+from paramserver.tests.ports import free_port
 
 WORKER = ("-m", "paramserver.worker")
 
@@ -31,11 +31,6 @@ def _two_agents(run: EngineRun, port: int, num_each: int, *argv: str, **env: str
         )
         for node in range(2)
     ]  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 # Where workers step together, training is to wait for all of them: otherwise the first that is back goes on alone.
@@ -88,7 +83,7 @@ def _start_three(run: EngineRun):
 def test_the_agents_of_two_hosts_start_all_workers_again(run: EngineRun) -> None:
     server = run.serve("async", 4, 60)
     agents = _two_agents(
-        run, _free_port(), 2, "--history", run.history, PS_SERVER=run.address, PS_SLOWDOWN__BASE_S="0.03"
+        run, free_port(), 2, "--history", run.history, PS_SERVER=run.address, PS_SLOWDOWN__BASE_S="0.03"
     )
     _kill_one(run, server, rank=3)
     assert [agent.wait() for agent in agents] == [0, 0], agents[0].output + agents[1].output

@@ -11,7 +11,6 @@ import copy
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from paramserver.common.config.schema import Config
 from paramserver.launch.plan.process import Child
 from paramserver.launch.supervise.restarts import can_mend
 from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker" / "kubernetes"
@@ -160,7 +160,7 @@ class Pods(Cluster):
         super().__init__(folder)
         self._env.pop("PS_SERVER__ABSENT_S")
         self.steps = steps
-        self._ports = {(kind, shard): _free_port() for kind in ("grpc", "metrics") for shard in range(NUM_SHARDS)}
+        self._ports = {(kind, shard): free_port() for kind in ("grpc", "metrics") for shard in range(NUM_SHARDS)}
         etc = folder / "etc"
         hosts = [word for shard in range(NUM_SHARDS) for word in ("--host", f"ps-server-{shard}.ps-server")]
         made = self.command("launch.certs", "init", str(folder / "certs"), *hosts)
@@ -226,11 +226,6 @@ class Pods(Cluster):
         texts = [re.sub(r"(?:0\.0\.0\.0|ps-server-(\d+)\.ps-server):(\d+)", address, text) for text in texts]
         texts = [text.replace("/etc/paramserver", str(self.folder / "etc")) for text in texts]
         return [re.sub(r"^/data", str(self.data(index)), text) for text in texts]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from paramserver.tests.ports import free_port
 
 HOSTS = {"node1": "127.0.0.1", "node2": "127.0.0.2", "node3": "127.0.0.3"}
 DEADLINE_S = 120.0
@@ -29,7 +30,7 @@ class Sshd:
     def __init__(self, folder: Path, hosts: Mapping[str, str] = HOSTS, at: Sequence[tuple[str, ...]] = ((),)) -> None:
         """`at`: the command prefixes with which a daemon is started, one for each namespace."""
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self._write(hosts, listen=hosts.values() if at == ((),) else ["0.0.0.0"])
         self._daemons = []
         for index, prefix in enumerate(at):
@@ -119,9 +120,3 @@ def hosts_yaml(path: Path, *entries: str, workdir: Path | None = None, env: Mapp
     lines = [f"defaults: {json.dumps(defaults)}", "hosts:"]
     path.write_text("\n".join([*lines, *(f"  - {entry}" for entry in entries)]) + "\n")
     return str(path)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

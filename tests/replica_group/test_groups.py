@@ -43,11 +43,9 @@ def alone(
 
 
 def ended(run: Run) -> None:
-    said = ""
-    for process in reversed(run.processes):
-        code = process.wait()
-        said += f"== {process.name}: {code}\n{process.output}"
-        assert code == 0, said
+    codes = {process.name: process.wait() for process in reversed(run.processes)}
+    outputs = "".join(f"== {process.name}: {codes[process.name]}\n{process.output}" for process in run.processes)
+    assert not any(codes.values()), outputs
 
 
 def difference(item: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
