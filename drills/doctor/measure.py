@@ -197,9 +197,9 @@ class Measurements:
         # The difference of two medians may be less than their noise where weights come fast.
         down_s = max(0.05 * both_s, both_s - up_s)
         link = Link(rank, transport, num_bytes / max(0.05 * up_s, up_s - trip_s), num_bytes / down_s, both_s)
-        together = [turn["both_s"] for turn in self._together.get(rank, []) if turn["transport"] == transport]
+        together = [turn["pair_s"] for turn in self._together.get(rank, []) if turn["transport"] == transport]
         if together and self._num_workers > 1:
-            link.together = max(1.0, median(together) / both_s)
+            link.together = max(1.0, median(together) / (up_s + both_s))
         return link
 
 

@@ -79,8 +79,8 @@ class Turns:
                 return
             time.sleep(_LOOK_S)
 
-    def measured(self) -> tuple[float, float]:
-        """Returns the median seconds of an upload alone, and of an exchange both ways."""
+    def measured(self) -> tuple[float, float, float]:
+        """Returns the median seconds of an upload alone, of an exchange both ways, and of both after each other."""
         taken: dict[bool, list[float]] = {True: [], False: []}
         self._step(self.phase)  # warm up new streams
         until = time.monotonic() + self._seconds
@@ -89,7 +89,8 @@ class Turns:
             taken[fetches].append(took_s)
         self.phase += 1
         self._step(self.phase)
-        return statistics.median(taken[False]), statistics.median(taken[True])
+        pairs = map(sum, zip(taken[False], taken[True], strict=False))
+        return statistics.median(taken[False]), statistics.median(taken[True]), statistics.median(pairs)
 
     def _step(self, done: int) -> tuple[bool, float]:
         """Take a step. Returns whether it fetched weights, and its seconds."""
@@ -118,7 +119,7 @@ def one_round(turns: Turns, number: int, transports: list[str]) -> None:
         turns.exchange.use_transports(tuple(dict.fromkeys((transport, "grpc"))))
         given = _NAMES.get(turns.exchange.shards.transport, turns.exchange.shards.transport)
         trips = turns.trips()
-        up_s, both_s = turns.measured()
+        up_s, both_s, _ = turns.measured()
         if given == transport:
             best = min(best, (both_s, transport))
         reason = turns.exchange.shards.first.transports.reason
@@ -126,7 +127,8 @@ def one_round(turns: Turns, number: int, transports: list[str]) -> None:
             both_s=both_s, trip_s=statistics.median(trips), trip_p99_s=trips[int(0.99 * len(trips))])  # fmt: skip
     turns.wait(in_turn=False)
     turns.exchange.use_transports(tuple(dict.fromkeys((best[1], "grpc"))))
-    say(session, "together", round=number, transport=best[1], both_s=turns.measured()[1])
+    # Of workers on one link one may have more of it while it fetches weights, and less in between.
+    say(session, "together", round=number, transport=best[1], pair_s=turns.measured()[2])
 
 
 def say(session: Any, kind: str, **metrics: Any) -> None:

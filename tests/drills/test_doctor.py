@@ -188,14 +188,14 @@ def test_metrics_are_medians_of_what_was_said_so_far() -> None:
     for number, both_s in enumerate((0.2, 0.4, 0.3)):
         found.add(said_of(0, number, both_s))
         found.add(said_of(0, number, 0.1, "shared", "direct"))
-        found.add({"rank": 0, "kind": "together", "transport": "direct", "both_s": 2 * both_s})
+        found.add({"rank": 0, "kind": "together", "transport": "direct", "pair_s": 3 * both_s})
     assert found.num_rounds == 0, "one worker has said nothing"
     (link,) = found.measured.links
     assert (link.rank, link.transport, link.exchange_s, link.together) == (0, "direct", 0.3, 2.0)
     assert link.up == pytest.approx(4000 / (0.15 - 0.001)) and link.down == pytest.approx(4000 / 0.15)
     assert found.measured.refused == [(0, "shared", "why not")] and found.measured.clocks == {0: 0.5, 1: 0.5}
     found.add(said_of(1, 0, 1.0))
-    found.add({"rank": 1, "kind": "together", "transport": "direct", "both_s": 1.0})
+    found.add({"rank": 1, "kind": "together", "transport": "direct", "pair_s": 1.5})
     assert found.num_rounds == 1 and found.of_round(0) == {(0, "direct"): 0.2, (1, "direct"): 1.0}
 
 
@@ -224,7 +224,7 @@ class Made:
                 yield said_of(0, number, value)
                 if number == self._after:
                     raise KeyboardInterrupt
-                yield {"rank": 0, "kind": "together", "transport": "direct", "both_s": value}
+                yield {"rank": 0, "kind": "together", "transport": "direct", "pair_s": value}
         finally:
             self.is_ended = True
 
