@@ -41,10 +41,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def serve(
-    flags: Flags,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    print_config: PrintConfigOption = False,
+    flags: Flags, config: ConfigOption = None, sets: SetOption = None, print_config: PrintConfigOption = False
 ) -> None:
     """Hold the weights and the optimizer; let workers train.
 

@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 
 def work(
-    flags: Flags,
-    config: ConfigOption = None,
-    sets: SetOption = None,
-    print_config: PrintConfigOption = False,
+    flags: Flags, config: ConfigOption = None, sets: SetOption = None, print_config: PrintConfigOption = False
 ) -> None:
     """Train a task on this machine, as one worker of a run.
 

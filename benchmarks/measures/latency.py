@@ -62,10 +62,7 @@ def measure_latency(options: LatencyOptions, baseline_names: Sequence[str] = ())
         }
         contestants |= {peer.name: partial(peer.latency, options.floats) for peer in peers}
         found = measure(
-            contestants,
-            num_turns=_NUM_TURNS,
-            per_turn=options.exchanges // _NUM_TURNS,
-            warmup=options.num_warmup,
+            contestants, num_turns=_NUM_TURNS, per_turn=options.exchanges // _NUM_TURNS, warmup=options.num_warmup
         )
     results = {name: _metrics(samples) for name, samples in found.items()}
     others = [_PING, *(peer.name for peer in peers)]

@@ -103,11 +103,7 @@ def _metrics(samples: Samples, options: RoundOptions) -> dict[str, float]:
     """Of the slowest worker of every round; the rate counts what all workers send and receive."""
     times = samples["round"]
     moved_gb = 2 * options.workers * options.num_floats * 4 / 1e9
-    return {
-        "round_ms": median(times) * 1e3,
-        "round_best_ms": min(times) * 1e3,
-        "gb_s": moved_gb / median(times),
-    }
+    return {"round_ms": median(times) * 1e3, "round_best_ms": min(times) * 1e3, "gb_s": moved_gb / median(times)}
 
 
 def _table(options: RoundOptions, results: dict[str, Any], lines: list[str]) -> RenderableType:

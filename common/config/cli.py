@@ -202,12 +202,7 @@ def after_torch() -> None:
 
 
 def resolve(
-    config_path: str | None,
-    flags: Flags,
-    sets: list[str] | None,
-    print_config: bool,
-    *,
-    is_worker: bool = False,
+    config_path: str | None, flags: Flags, sets: list[str] | None, print_config: bool, *, is_worker: bool = False
 ) -> Resolved:
     """Load the configuration from all sources; with `print_config` show it and exit 0.
 

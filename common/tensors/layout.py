@@ -201,8 +201,7 @@ class Layout:
                 seen.add(name)
             if spec.dtype not in DTYPES:
                 raise refusal(
-                    Reason.BAD_REQUEST,
-                    f"tensor '{spec.name}' has dtype {spec.dtype}; known are {', '.join(DTYPES)}",
+                    Reason.BAD_REQUEST, f"tensor '{spec.name}' has dtype {spec.dtype}; known are {', '.join(DTYPES)}"
                 )
             # Without the zeros: torch refuses (2**62, 2**62, 0) too, though it has no elements.
             extent = math.prod(d for d in spec.shape if d) * DTYPES[spec.dtype].itemsize

@@ -66,11 +66,7 @@ class Attendance:
     called when all have registered, `on_lost` with the number of a shard that is gone for good."""
 
     def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        on_complete: Callable[[], object],
-        on_lost: Callable[[int], object],
+        self, config: Config, engine: Engine, on_complete: Callable[[], object], on_lost: Callable[[int], object]
     ) -> None:
         self._config, self._engine = config, engine
         self._num_shards = config.server.shards

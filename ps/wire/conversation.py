@@ -129,8 +129,7 @@ class Conversation:
         num_bytes = first.of(pb.InitialWeights).payload_bytes
         if num_bytes != layout.total_bytes:
             raise refusal(
-                Reason.BAD_REQUEST,
-                f"initial weights of {num_bytes} bytes; this model's have {layout.total_bytes}",
+                Reason.BAD_REQUEST, f"initial weights of {num_bytes} bytes; this model's have {layout.total_bytes}"
             )
         try:
             weights = model.new_memory()

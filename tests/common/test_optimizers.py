@@ -82,11 +82,7 @@ def step_tensors(cls: Any, arguments: dict[str, Any], pieces: list[slice], shape
 def is_elementwise_by_force(cls: Any, arguments: dict[str, Any]) -> bool:
     """A 2-d tensor whole, by rows, in uneven parts and element by element; nothing but elementwise gives the same."""
     shape = (6, 5)
-    cuts = [
-        [slice(0, 6)],
-        [slice(0, 1), slice(1, 6)],
-        [slice(row, row + 1) for row in range(6)],
-    ]
+    cuts = [[slice(0, 6)], [slice(0, 1), slice(1, 6)], [slice(row, row + 1) for row in range(6)]]
     try:
         results = [step_tensors(cls, arguments, pieces, shape) for pieces in cuts]
         flat = torch.linspace(-2, 2, 30)

@@ -225,16 +225,7 @@ def test_a_payload_of_another_size_or_codec_is_refused_by_the_worker(codec: str)
 
 # ---- memories agree, whatever happens ------------------------------------------------------------------
 
-UP_FATES = [
-    "applied",
-    "applied",
-    "dropped",
-    "rejected",
-    "lost on the way",
-    "withdrawn",
-    "reply lost",
-    "start",
-]
+UP_FATES = ["applied", "applied", "dropped", "rejected", "lost on the way", "withdrawn", "reply lost", "start"]
 DOWN_FATES = ["taken", "taken", "broken off", "never came", "taken, then reset", "start"]
 
 

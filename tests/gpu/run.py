@@ -27,10 +27,7 @@ _END_S = 20.0  # for tests that are interrupted to end what they started
 _LEAST_BENCH_S = 30.0
 _TESTS_NEED = ("pytest>=8", "hypothesis>=6.100")
 _OWN = ("torch", "numpy")  # the interpreter's own
-_BENCHMARKS = {
-    "exchange": ("exchange", "--mb", "100", "--runs", "5"),
-    "latency": ("latency",),
-}
+_BENCHMARKS = {"exchange": ("exchange", "--mb", "100", "--runs", "5"), "latency": ("latency",)}
 
 
 def needed() -> list[str]:

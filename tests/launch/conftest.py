@@ -21,15 +21,7 @@ from paramserver.common.config.sources import load_config
 from paramserver.launch.backends.base import Site
 from paramserver.launch.hosts.remote import hosts_of
 from paramserver.launch.plan.process import SERVER, Child
-from paramserver.launch.supervise.supervisor import (
-    Decision,
-    Finish,
-    Kill,
-    Restart,
-    Start,
-    Supervisor,
-    Terminate,
-)
+from paramserver.launch.supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from paramserver.tests.engines.slurm import SlurmCluster, missing
 from paramserver.tests.late import come_late
 from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd

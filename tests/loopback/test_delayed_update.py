@@ -125,10 +125,7 @@ def _delayed_averaging(num_workers: int, steps: int, local_steps: int) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_workers", "local_steps"),
-    [(1, 1), (2, 1), (2, 4), (3, 7)],
-)
+@pytest.mark.parametrize(("num_workers", "local_steps"), [(1, 1), (2, 1), (2, 4), (3, 7)])
 def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_workers, local_steps):
     server = _start(cluster, "localsgd", num_workers, "--local-steps", str(local_steps))
     workers = [cluster.script(rank, "delayed.py") for rank in range(num_workers)]

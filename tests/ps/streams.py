@@ -18,10 +18,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, TableSpec
 from paramserver.common.wire.frames import frame, message_frames, parse
-from paramserver.common.wire.protocol import (
-    layout_to_proto,
-    optimizer_to_proto,
-)
+from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
 from paramserver.common.wire.segments import Segment, new_segment, open_segment
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.engine import Engine

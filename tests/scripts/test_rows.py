@@ -92,8 +92,7 @@ def counted(cluster: Cluster, steps: int, share: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "sync", "ssp", "async --delayed-update")],
+    "mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "sync", "ssp", "async --delayed-update")]
 )
 def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken(cluster: Cluster, mode: str):
     flags = ("--mode", *mode.split(), "--workers", "2", "--steps", "20", *SNAPSHOTS)

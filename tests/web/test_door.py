@@ -72,10 +72,7 @@ def num_open(those: list[socket.socket]) -> int:
 
 
 def test_idle_connections_give_way_and_who_looks_stays(
-    page: Any,
-    client: Client,
-    idle: Callable[..., socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
+    page: Any, client: Client, idle: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = f"GET /api/events HTTP/1.1\r\nHost: {client.address}\r\n\r\n".encode()
     viewer = idle(client.address, head)
@@ -92,10 +89,7 @@ def test_idle_connections_give_way_and_who_looks_stays(
 
 @pytest.mark.parametrize("of", ["headers", "the next headers", "a body"])
 def test_a_byte_at_a_time_is_too_slow(
-    client: Client,
-    idle: Callable[..., socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
-    of: str,
+    client: Client, idle: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
     monkeypatch.setattr(door, "_IDLE_S", 0.5)
     monkeypatch.setattr(door, "_PROGRESS_S", 0.5)
@@ -117,10 +111,7 @@ def test_a_byte_at_a_time_is_too_slow(
 
 
 def test_who_takes_no_bytes_is_no_viewer_any_more(
-    page: Any,
-    client: Client,
-    idle: Callable[..., socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
+    page: Any, client: Client, idle: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "_PROGRESS_S", 0.5)
     for path, more in (("/api/events", ""), ("/ws/events", UPGRADE)):

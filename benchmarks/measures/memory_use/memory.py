@@ -112,10 +112,7 @@ def _run(options: MemoryOptions, mode: str, workers: int, transport: str) -> dic
     with running_server(*flags, "--set", f"policy.local_steps={_LOCAL_STEPS}") as server:
         address = server.address
         before = memory_of(server.pid)
-        with (
-            sampled(server.pid) as peaks,
-            team(workers, worker_life, address, *arguments) as members,
-        ):
+        with sampled(server.pid) as peaks, team(workers, worker_life, address, *arguments) as members:
             of_workers = members.turns(1)
             peak = memory_of(server.pid)["peak"]
     return {

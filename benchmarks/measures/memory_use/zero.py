@@ -143,10 +143,7 @@ def _table(options: ZeroOptions, runs: list[dict[str, Any]]) -> Any:
         zero = whole.get(run["workers"])
         of = "" if zero is None else ", ".join(f"{run[key] / zero[key]:.4f}" for key in ("optimizer_mb", "held_mb"))
         held = [f"{run[f'{part}_mb']:,.2f}" for part in (*HELD, "held")]
-        more = [
-            f"{1 / run['workers']:.4f}",
-            f"{run['peak_mb']:,.0f}, {run['least_peak_mb']:,.0f}",
-        ]
+        more = [f"{1 / run['workers']:.4f}", f"{run['peak_mb']:,.0f}, {run['least_peak_mb']:,.0f}"]
         rows.append([str(run["stage"]), str(run["workers"]), *held, of, *more])
     title = f"Adam, a model of {options.mb} MB in float32: what the process with most holds"
     return page(title, number_table(columns, rows))

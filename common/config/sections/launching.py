@@ -55,8 +55,7 @@ Weights = Annotated[
     str, _matching(r"\.safetensors$", "weights are written as safetensors: let the name end in .safetensors")
 ]
 Curve = Annotated[
-    str,
-    _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: let the name end in .csv or .jsonl"),
+    str, _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: let the name end in .csv or .jsonl")
 ]
 Url = Annotated[str, _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")]
 

@@ -91,8 +91,7 @@ class WorkerConfig(Section):
     )
     max_mbit: float | None = Field(None, ge=1, description="most Mbit/s of tensors each way over the network")
     overlap: bool | None = Field(
-        None,
-        description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no",
+        None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
     )
     zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
         0, ge=0, le=3, description="ZeRO stage: 1 shards optimizer state (allreduce), 3 the model too (--group)"

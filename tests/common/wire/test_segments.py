@@ -16,13 +16,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.wire.segments import (
-    Segment,
-    SegmentError,
-    new_segment,
-    open_segment,
-    private_segment,
-)
+from paramserver.common.wire.segments import Segment, SegmentError, new_segment, open_segment, private_segment
 from paramserver.proto import parameter_server_pb2 as pb
 
 if not sys.platform.startswith("linux"):

@@ -52,11 +52,7 @@ class Simulation:
         return staleness
 
 
-@given(
-    num_workers=st.integers(1, 6),
-    staleness=st.integers(0, 4),
-    choices=st.lists(st.integers(0, 1000), max_size=150),
-)
+@given(num_workers=st.integers(1, 6), staleness=st.integers(0, 4), choices=st.lists(st.integers(0, 1000), max_size=150))
 @settings(max_examples=300, deadline=None)
 def test_any_order_of_contributions_stays_within_the_bound(
     num_workers: int, staleness: int, choices: list[int]
@@ -71,10 +67,7 @@ def test_any_order_of_contributions_stays_within_the_bound(
         assert simulation.max_staleness <= (2 * staleness + 1) * (num_workers - 1)
 
 
-@given(
-    staleness=st.integers(0, 4),
-    step_times=st.lists(st.floats(0.01, 50.0), min_size=2, max_size=6),
-)
+@given(staleness=st.integers(0, 4), step_times=st.lists(st.floats(0.01, 50.0), min_size=2, max_size=6))
 @settings(max_examples=150, deadline=None)
 def test_workers_of_any_speed_stay_within_the_bound(staleness: int, step_times: list[float]) -> None:
     simulation = Simulation.of(len(step_times), staleness)

@@ -90,10 +90,7 @@ PARAMETERS = [spec.name for spec in SPECS if spec.kind is P]
 # ---- the mean -------------------------------------------------------------------------------------
 
 
-@given(
-    weights=st.lists(st.integers(1, 1000).map(float), min_size=1, max_size=9),
-    seed=st.integers(0, 100),
-)
+@given(weights=st.lists(st.integers(1, 1000).map(float), min_size=1, max_size=9), seed=st.integers(0, 100))
 @settings(max_examples=60, deadline=None)
 def test_weights_are_the_weighted_mean(weights: list[float], seed: int) -> None:
     values = [random_values(seed + index) for index in range(len(weights))]

@@ -9,22 +9,14 @@ import pytest
 import torch
 
 from paramserver.common.wire.frames import frame
-from paramserver.common.wire.protocol import (
-    struct,
-)
+from paramserver.common.wire.protocol import struct
 
 from ..streams import Server, Worker, served, turns
 
 
 @served(max_staged=2, workers=2)
 async def test_every_refused_upload_gives_its_memory_back(server: Server) -> None:
-    wrong = [
-        {"num_bytes": 2**40},
-        {"num_bytes": 0},
-        {"num_samples": 2**63},
-        {"codec": "nonsense"},
-        {"step": 7},
-    ]
+    wrong = [{"num_bytes": 2**40}, {"num_bytes": 0}, {"num_samples": 2**63}, {"codec": "nonsense"}, {"step": 7}]
     _, other = await server.workers(2)
     for fields in wrong:
         worker = Worker(server, 0)  # replaces the one before
@@ -57,15 +49,7 @@ def test_a_learning_rate_that_is_none(lr: Any) -> None:
 
 @pytest.mark.parametrize(
     "pieces",
-    [
-        [(0, 8), (0, 8)],
-        [(8, 8), (0, 9)],
-        [(16, 8), (17, 1)],
-        [(25, 8)],
-        [(0, 33)],
-        [(2**63, 8)],
-        [(0, 8), (8, 0)],
-    ],
+    [[(0, 8), (0, 8)], [(8, 8), (0, 9)], [(16, 8), (17, 1)], [(25, 8)], [(0, 33)], [(2**63, 8)], [(0, 8), (8, 0)]],
 )
 def test_pieces_that_do_not_fit(pieces: list[tuple[int, int]]) -> None:
     @served(max_staged=1, workers=2)

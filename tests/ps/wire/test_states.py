@@ -91,12 +91,7 @@ async def test_it_may_come_between_the_pieces_of_a_payload(server: Server) -> No
     server.check_no_memory_is_kept()
 
 
-WRONG = [
-    {"offset": 7},
-    {"num_bytes": 4},
-    {"num_bytes": 2**40},
-    {"piece": b"much more than was said to come"},
-]
+WRONG = [{"offset": 7}, {"num_bytes": 4}, {"num_bytes": 2**40}, {"piece": b"much more than was said to come"}]
 
 
 @pytest.mark.parametrize("fields", WRONG, ids=str)

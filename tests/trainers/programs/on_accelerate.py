@@ -14,9 +14,7 @@ from paramserver.integrations.accelerate import join
 def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> int:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="bf16" if case.bf16 else "no",
-        gradient_accumulation_steps=case.accumulate,
+        cpu=True, mixed_precision="bf16" if case.bf16 else "no", gradient_accumulation_steps=case.accumulate
     )
     optimizer, scheduler = optimizer_of(model)
     loader = DataLoader(data, case.batch, shuffle=case.shuffle)
