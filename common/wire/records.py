@@ -8,11 +8,16 @@ writer for each topic. A new fact is a field here and in the proto, a line in bo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..kinds import ContributionKind
+
+Record = TypeVar("Record")
+_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # reads all fields of a class of records
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as record
@@ -22,6 +27,18 @@ else:
         """A frozen dataclass for the type checker. At run time it is not: making one takes a tenth of the time, and
         five are made for every contribution."""
         return dataclass(slots=True, unsafe_hash=frozen)
+
+
+def changed(item: Record, **topics: Any) -> Record:
+    """A copy of a record with other topics. It takes half of the time of `dataclasses.replace`, and a small exchange
+    makes seven."""
+    kind = type(item)
+    if (fields := _FIELDS.get(kind)) is None:
+        fields = _FIELDS[kind] = attrgetter(*kind.__slots__)  # type: ignore[attr-defined]
+    found = kind(*fields(item))
+    for name, topic in topics.items():
+        setattr(found, name, topic)
+    return found
 
 
 class ContributionId(NamedTuple):

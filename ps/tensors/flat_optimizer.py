@@ -17,10 +17,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -196,11 +196,17 @@ class FlatOptimizer:
         for group, values in zip(self.torch.param_groups, groups, strict=False):
             apply_hyperparameters(group, values)
 
-    @contextmanager
-    def late(self, lr_scale: float, momentum_among: int) -> Iterator[None]:
+    def late(self, lr_scale: float, momentum_among: int) -> AbstractContextManager[None]:
         """Step inside with every group's learning rate times `lr_scale`, 0 or more, and with the part of its momentum
         that is left where so many workers step one by one."""
         groups = self.torch.param_groups
+        if lr_scale == 1.0 and (momentum_among == 1 or not any(group.get("momentum") for group in groups)):
+            return nullcontext()
+        return self._late(groups, lr_scale, momentum_among)
+
+    @staticmethod
+    @contextmanager
+    def _late(groups: list[dict[str, Any]], lr_scale: float, momentum_among: int) -> Iterator[None]:
         before = [{key: group[key] for key in ("lr", "momentum") if group.get(key)} for group in groups]
         for group, values in zip(groups, before, strict=True):
             if lr_scale != 1.0:

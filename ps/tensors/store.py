@@ -162,8 +162,7 @@ class Store:
             optimizer.set_hyperparameters(step.hyperparameters)
         share = min(1.0, round_.num_folded / max(1, step.num_live))
         is_of_lowest = round_.lowest_rank <= step.lowest_live  # a buffer without a mean is this rank's
-        is_late = optimizer is not None and (step.lr_scale, step.momentum_among) != (1.0, 1)
-        with optimizer.late(step.lr_scale, step.momentum_among) if is_late and optimizer else nullcontext():
+        with nullcontext() if optimizer is None else optimizer.late(step.lr_scale, step.momentum_among):
             for index, window in enumerate(self.windows):
                 if new is not old:
                     new[window.start : window.end].copy_(old[window.start : window.end])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import COUNTED, ContributionId, Outcome, Reply, Timing
+from ...common.wire.records import COUNTED, ContributionId, Outcome, Reply, Timing, changed
 from ..session import Retry
 from ..tensors.transfer import ModelTensors
 from ..transports.auto.measuring import Passed
@@ -193,11 +192,11 @@ class Exchange:
         """The contribution as the next one of this worker, with the facts that depend on its place in the run."""
         contribution, progress = outgoing.contribution, self.progress
         topics: dict[str, Any] = {"id": ContributionId(progress.rank or 0, progress.incarnation, progress.next_number)}
-        topics["base"] = replace(contribution.base, version=progress.version)
+        topics["base"] = changed(contribution.base, version=progress.version)
         if progress.is_cut_short and contribution.counts.num_training_steps is None:
-            topics["counts"] = replace(contribution.counts, num_training_steps=progress.local_steps)
+            topics["counts"] = changed(contribution.counts, num_training_steps=progress.local_steps)
         if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
-            topics["training"] = replace(contribution.training, wants_weights=False)
+            topics["training"] = changed(contribution.training, wants_weights=False)
         return outgoing.changed(**topics)
 
     def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Reply:

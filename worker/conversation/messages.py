@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_header
 from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, payload_frames
 from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from_proto, optimizer_to_proto
-from ...common.wire.records import Contribution, Position
+from ...common.wire.records import Contribution, Position, changed
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 from ..tensors.local_steps import RULES, Merge
@@ -84,7 +84,7 @@ class Outgoing(NamedTuple):
 
     def changed(self, **topics: Any) -> Outgoing:
         """With other topics of the contribution."""
-        return self._replace(contribution=replace(self.contribution, **topics))
+        return self._replace(contribution=changed(self.contribution, **topics))
 
 
 class Goodbye(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSp
 from ...common.wire.checks import check_header
 from ...common.wire.frames import Frame
 from ...common.wire.messages import read_reply, read_weights
-from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, WeightsInfo
+from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, WeightsInfo, changed
 from ...common.wire.segments import SegmentError, this_host
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
@@ -153,16 +153,16 @@ class Shard:
     def contribute(self, outgoing: Outgoing) -> None:
         """Send this part of the contribution."""
         contribution = outgoing.contribution
-        changed: dict[str, Any] = {}
+        topics: dict[str, Any] = {}
         hyperparameters = self.up.encoding.prepared(contribution.training.hyperparameters)
         if hyperparameters is self._sent_hyperparameters:
             hyperparameters = ()
         else:
             self._sent_hyperparameters = hyperparameters
         if hyperparameters is not contribution.training.hyperparameters:
-            changed["training"] = replace(contribution.training, hyperparameters=hyperparameters)
+            topics["training"] = changed(contribution.training, hyperparameters=hyperparameters)
         if self.number:  # the coordinator alone keeps it
-            changed["position"] = None
+            topics["position"] = None
         elif outgoing.state is not None and outgoing.state != self._sent_state:
             self._sent_state = outgoing.state
             self.stream.send(messages.state_frames(outgoing.state))
@@ -173,8 +173,8 @@ class Shard:
         if outgoing.rows:
             self.stream.send(messages.rows_frames(self.tables, outgoing.rows))
         if self._down.reference:
-            changed["base"] = replace(contribution.base, reference=self._down.reference)
-        self.up.contribute(replace(contribution, **changed) if changed else contribution)
+            topics["base"] = changed(contribution.base, reference=self._down.reference)
+        self.up.contribute(changed(contribution, **topics) if topics else contribution)
 
     def ask_again(self, seq: int) -> Reply:
         """Ask once more for the reply to this contribution, which counts."""
@@ -272,7 +272,7 @@ class Shard:
         self.stream.say(finish=finish)
         received = self._expect("final")
         final = received.of(Final)
-        self._receive_weights(received, replace(read_weights(final.weights), codec=""))
+        self._receive_weights(received, changed(read_weights(final.weights), codec=""))
         return final
 
     def pull_averaged(self, model: ModelTensors) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import chain
 
 from ...common.codecs.base import Codec, payload_bytes
@@ -11,7 +10,7 @@ from ...common.kinds import ContributionKind
 from ...common.wire.direct import Placed
 from ...common.wire.frames import INLINE_BYTES, frame
 from ...common.wire.messages import contribution_message
-from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo
+from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo, changed
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
 from ..tensors.transfer import ModelTensors
@@ -164,4 +163,4 @@ class Up:
 def _announced(contribution: Contribution, num_bytes: int, codec: str, is_placed: bool = False) -> pb.WorkerMessage:
     """The message that announces a payload of so many bytes."""
     payload = PayloadInfo(codec, num_bytes, is_placed, contribution.payload.without_gradient)
-    return contribution_message(replace(contribution, payload=payload))
+    return contribution_message(changed(contribution, payload=payload))
