@@ -111,7 +111,7 @@ class Reason(StrEnum):
     OPTIMIZER_UNSUPPORTED = "OPTIMIZER_UNSUPPORTED", "INVALID_ARGUMENT", UsageError
     REPLACED = "REPLACED", "ABORTED", NotAdmittedError
     NOT_JOINED = "NOT_JOINED", "ABORTED", NotAdmittedError
-    STEP_GAP = "STEP_GAP", "FAILED_PRECONDITION", ParamServerError
+    SEQ_GAP = "SEQ_GAP", "FAILED_PRECONDITION", ParamServerError
     DIVERGED = "DIVERGED", "ABORTED", DivergedError
     DRAINING = "DRAINING", "UNAVAILABLE", UnreachableError
     NOT_READY = "NOT_READY", "UNAVAILABLE", UnreachableError

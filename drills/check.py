@@ -98,10 +98,10 @@ class _WorkerReplay:
         self._saw(line, rank, incarnation, version, self._highest.get(server, 0))
 
     def _on_send(self, line: Line) -> None:
-        self._sent.add(line["step"])
+        self._sent.add(line["seq"])
 
     def _on_replied(self, line: Line) -> None:
-        rank, incarnation, number = line["rank"], line["incarnation"], line["step"]
+        rank, incarnation, number = line["rank"], line["incarnation"], line["seq"]
         if line["outcome"].lower() in ("applied", "repeated"):
             if number not in self._sent:
                 self._report(line, f"rank {rank} is told that contribution {number} was applied, and never sent it")

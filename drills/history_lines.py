@@ -14,23 +14,23 @@ from typing import Any
 from ..common.wire.json_text import read_json
 
 # The fields that the lines of an operation must have, by role, with their kinds (`_KINDS`); others are not checked.
-_FIELDS = {
+FIELDS = {
     "server": {
-        "start": "run:text server_incarnation mode:text version steps:steps options:values common:values",
-        "join": "rank incarnation step",
+        "start": "run:text server_incarnation mode:text version seqs:seqs options:values common:values",
+        "join": "rank incarnation seq",
         "leave": "rank incarnation how:text",
-        "accept": "rank incarnation step base_version version outcome:text",
+        "accept": "rank incarnation seq base_version version outcome:text",
         "commit": "version contributions:triples members:ranks",
-        "reply": "rank incarnation step version outcome:text",
-        "snapshot": "version steps:steps",
+        "reply": "rank incarnation seq version outcome:text",
+        "snapshot": "version seqs:seqs",
         "control": "do:text",
-        "end": "version steps:steps",
+        "end": "version seqs:seqs",
     },
     "worker": {
-        "start": "run:text rank incarnation server_incarnation step version",
-        "send": "rank incarnation step base_version",
-        "replied": "rank incarnation step version outcome:text",
-        "end": "rank step",
+        "start": "run:text rank incarnation server_incarnation seq version",
+        "send": "rank incarnation seq base_version",
+        "replied": "rank incarnation seq version outcome:text",
+        "end": "rank seq",
     },
 }
 
@@ -48,8 +48,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("text", lambda value: isinstance(value, str)),
     "values": ("{name: value}", lambda value: isinstance(value, dict)),
     "ranks": ("[rank, ...]", _are_whole),
-    "steps": (
-        "{rank: step}",
+    "seqs": (
+        "{rank: seq}",
         lambda value: isinstance(value, dict) and all(map(str.isdigit, value)) and _are_whole([*value.values()]),
     ),
     "triples": (
@@ -85,9 +85,9 @@ class Line:
         return self.fields[key]
 
     @property
-    def steps(self) -> dict[int, int]:
-        """`steps` with ranks as numbers: JSON has texts as keys only."""
-        return {int(rank): step for rank, step in self.fields["steps"].items()}
+    def seqs(self) -> dict[int, int]:
+        """`seqs` with ranks as numbers: JSON has texts as keys only."""
+        return {int(rank): seq for rank, seq in self.fields["seqs"].items()}
 
 
 def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Problem]]:
@@ -130,7 +130,7 @@ def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:
 def _error_of(fields: dict[str, Any]) -> str | None:
     """Returns what is wrong with the form of a line, as a sentence."""
     role, op = fields.get("role"), fields.get("op")
-    needed = _FIELDS.get(str(role), {}).get(str(op))
+    needed = FIELDS.get(str(role), {}).get(str(op))
     if needed is None:
         return f"operation {op!r} of role {role!r} is not one of a history (common/reporting/history.py)"
     for key, _, kind in (word.partition(":") for word in needed.split()):

@@ -98,7 +98,7 @@ class Replay:
     # ---- starts, snapshots, ends ----------------------------------------------------------
 
     def _on_start(self, line: Line) -> None:
-        version, numbers = line["version"], line.steps
+        version, numbers = line["version"], line.seqs
         has_source = line.fields.get("source") is not None
         self._note_cut()
         if line["run"] == self.run:
@@ -185,9 +185,9 @@ class Replay:
             self._report(f"a snapshot of version {version}, and the newest is {self.version}")
         if self._durable is not None and version < self._durable:
             self._report(f"a snapshot of version {version} after one of version {self._durable}")
-        differences = self.lineage.differences(version, line.steps, self._ranks)
+        differences = self.lineage.differences(version, line.seqs, self._ranks)
         self._report(*(f"the snapshot of version {version} has {text}" for text in differences))
-        self._unseen = {rank: number for rank, number in line.steps.items() if rank not in self.lineage}
+        self._unseen = {rank: number for rank, number in line.seqs.items() if rank not in self.lineage}
         self._durable = max(version, self._durable or 0)
 
     def _begins(self, rank: int, number: int) -> None:
@@ -211,7 +211,7 @@ class Replay:
         self._is_cut = self._may_be_open and bool(self._open)
         if line["version"] != self.version:
             self._report(f"the run ends at version {line['version']}, and version {self.version} was committed last")
-        differences = self.lineage.differences(self.version, line.steps, self._ranks)
+        differences = self.lineage.differences(self.version, line.seqs, self._ranks)
         self._report(*(f"the run ends with {text}" for text in differences))
 
     def _close_run(self) -> None:
@@ -224,7 +224,7 @@ class Replay:
     # ---- members -------------------------------------------------------------------------
 
     def _on_join(self, line: Line) -> None:
-        rank, incarnation, number = line["rank"], line["incarnation"], line["step"]
+        rank, incarnation, number = line["rank"], line["incarnation"], line["seq"]
         newest = self._newest.get(rank)
         if newest is not None:
             self.tally.rejoins += 1
@@ -266,7 +266,7 @@ class Replay:
     # ---- contributions --------------------------------------------------------------------
 
     def _on_accept(self, line: Line) -> None:
-        rank, number, outcome = line["rank"], line["step"], line["outcome"].lower()
+        rank, number, outcome = line["rank"], line["seq"], line["outcome"].lower()
         if outcome in _COUNTED:
             setattr(self.tally, outcome, getattr(self.tally, outcome) + 1)
         if outcome == "refused":
@@ -341,7 +341,7 @@ class Replay:
         return incarnation
 
     def _on_reply(self, line: Line) -> None:
-        rank, number, version = line["rank"], line["step"], line["version"]
+        rank, number, version = line["rank"], line["seq"], line["version"]
         member = self._current(line, f"replied for contribution {number}")
         if self._known_number(rank) is None:
             self._begin_rank(rank, number)

@@ -20,7 +20,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_OPTIMIZER_UNSUPPORTED: _ClassVar[Reason]
     REASON_REPLACED: _ClassVar[Reason]
     REASON_NOT_JOINED: _ClassVar[Reason]
-    REASON_STEP_GAP: _ClassVar[Reason]
+    REASON_SEQ_GAP: _ClassVar[Reason]
     REASON_DIVERGED: _ClassVar[Reason]
     REASON_DRAINING: _ClassVar[Reason]
     REASON_NOT_READY: _ClassVar[Reason]
@@ -41,7 +41,7 @@ REASON_OPTIMIZER_MISMATCH: Reason
 REASON_OPTIMIZER_UNSUPPORTED: Reason
 REASON_REPLACED: Reason
 REASON_NOT_JOINED: Reason
-REASON_STEP_GAP: Reason
+REASON_SEQ_GAP: Reason
 REASON_DIVERGED: Reason
 REASON_DRAINING: Reason
 REASON_NOT_READY: Reason
@@ -492,11 +492,11 @@ class ServerMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., placed: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "step", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "takes_left_out", "partial_transfer")
+    __slots__ = ("run", "rank", "incarnation", "seq", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "takes_left_out", "partial_transfer")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -509,7 +509,7 @@ class Welcome(_message.Message):
     run: str
     rank: int
     incarnation: int
-    step: int
+    seq: int
     settings: RunSettings
     probe: Segment
     server_incarnation: int
@@ -519,7 +519,7 @@ class Welcome(_message.Message):
     direct: Direct
     takes_left_out: bool
     partial_transfer: PartialTransfer
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ..., partial_transfer: _Optional[_Union[PartialTransfer, _Mapping]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ..., partial_transfer: _Optional[_Union[PartialTransfer, _Mapping]] = ...) -> None: ...
 
 class PartialTransfer(_message.Message):
     __slots__ = ("seq", "payload_bytes", "codec", "ranges", "crc")

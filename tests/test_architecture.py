@@ -18,6 +18,7 @@ import pytest
 
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import MODE_ALIASES, MODES
+from paramserver.drills.history_lines import FIELDS
 from paramserver.tests.code_lines import PRODUCT, code_lines, lines_by_package
 
 ROOT = Path(__file__).parents[1]
@@ -523,8 +524,8 @@ def test_the_lines_of_code_stay_within_their_limits() -> None:
 
 # Words that the field has other words for; docs/architecture.md has the glossary.
 RETIRED = {
-    "Among", "Crew", "Equals", "Lane", "Meeting", "Pulse", "bringer", "crew", "heart", "inner_rank", "kin", "lane",
-    "lanes", "meeting", "one", "ones", "pipelined", "pulse", "tape", "whoever",
+    "Among", "Crew", "Equals", "Lane", "Meeting", "Pulse", "STEP_GAP", "bringer", "crew", "heart", "inner_rank", "kin",
+    "lane", "lanes", "meeting", "one", "ones", "pipelined", "pulse", "tape", "whoever",
 }  # fmt: skip
 # Words that name neither a type nor a role, and how many names of each package are still spelled so.
 VAGUE = {"told", "said", "held", "own", "what", "place", "placed", "half", "figures"}
@@ -556,6 +557,17 @@ def test_no_name_is_a_retired_word_and_vague_names_become_fewer() -> None:
         package = name.partition("/")[0]
         counts[package] = counts.get(package, 0) + sum(names_of(name)[word] for word in VAGUE)
     assert {package: count for package, count in counts.items() if count > MAX_VAGUE.get(package, 0)} == {}
+
+
+# Messages whose `step` counts training steps. The contributions of a rank are counted by `seq`.
+WITH_A_STEP = ["EvaluationMetrics", "Position", "StatusReply"]
+
+
+def test_step_counts_training_steps_and_seq_contributions() -> None:
+    messages = re.split(r"^message ", text_of("proto/parameter_server.proto"), flags=re.MULTILINE)[1:]
+    assert sorted(body.split()[0] for body in messages if re.search(r" step = \d+;", body)) == WITH_A_STEP
+    lines = [line for operations in FIELDS.values() for line in operations.values()]
+    assert not [line for line in lines if re.search(r"\bsteps?\b", line)]
 
 
 # Places in tests that reach for a private attribute of something else than self. `_replace` and `os._exit` are public.

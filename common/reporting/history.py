@@ -4,26 +4,26 @@ A file opened for appending, so what a killed process has written stays, and a s
 in the same file. A worker writes each line at once; a server's lines come from its bus a moment later, so one that is
 killed may leave out its last few. `drills/check.py` reads it.
 
-    server  start     run, server_incarnation, mode, staleness, workers, version, steps {rank: step}, source,
+    server  start     run, server_incarnation, mode, staleness, workers, version, seqs {rank: seq}, source,
                       skipped [damaged snapshots], options {name: value} of the mode, common {name: value} of every
                       mode (training steps, num_workers, min_workers, weighting, delayed_update)
-            join      rank, incarnation, step, resumed
+            join      rank, incarnation, seq, resumed
             leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
                       finished: it takes no more steps, and stays for the final weights
-            accept    rank, incarnation, step, base_version, version, outcome: accepted | dropped | repeated
+            accept    rank, incarnation, seq, base_version, version, outcome: accepted | dropped | repeated
                       | rejected | skipped | refused; samples (null: nobody said), compute_s (for it),
                       transfer_s (of the exchange before, without what the mode held it), num_steps
                       (training steps in it, where its worker says so), part (of a model in parts), run_steps
                       (training steps of the run, where it says so)
-            commit    version, contributions [[rank, incarnation, step], ...], members [rank, ...]
-            reply    rank, incarnation, step, version, outcome
-            snapshot  version, steps {rank: step}, path, sha256 (of the weights)
+            commit    version, contributions [[rank, incarnation, seq], ...], members [rank, ...]
+            reply    rank, incarnation, seq, version, outcome
+            snapshot  version, seqs {rank: seq}, path, sha256 (of the weights)
             control   do, rank, name, value: what somebody asked for; told: what became of it, done: whether it was done
-            end       version, steps {rank: step}
-    worker  start     run, rank, incarnation, server_incarnation, step, version
-            send      rank, incarnation, step, base_version
-            replied  rank, incarnation, step, version, outcome (START is a `start` line)
-            end       rank, step
+            end       version, seqs {rank: seq}
+    worker  start     run, rank, incarnation, server_incarnation, seq, version
+            send      rank, incarnation, seq, base_version
+            replied  rank, incarnation, seq, version, outcome (START is a `start` line)
+            end       rank, seq
 
 Every line also has `op`, `role` ("server" or "worker") and `t`, monotonic seconds of its host.
 

@@ -171,7 +171,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Position: ("step", "batches", "epoch", "epoch_batches"),
     pb.AskAgain: ("seq",),
     pb.EvaluationMetrics: ("version", "step"),
-    pb.Welcome: ("step",),
+    pb.Welcome: ("seq",),
     pb.PartialTransfer: ("seq", "payload_bytes"),
     pb.Result: ("seq", "version"),
     pb.NextWork: ("training_steps", "run_steps"),

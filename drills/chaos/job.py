@@ -30,7 +30,7 @@ _LOOK_S = 1.0
 _POLL_S = 0.05
 _MAX_UNEXPECTED = 5
 # Events of the job that are shown beside the faults, with the field to show. _SERVERS: the server's count only.
-_SHOWN = {"restarting": "reason", "away": "reason", "left": "reason", "resumed": "step", "rejoined": "step"}
+_SHOWN = {"restarting": "reason", "away": "reason", "left": "reason", "resumed": "seq", "rejoined": "seq"}
 _OF_SHARDS = {"shard_away": "lost_in_s", "shard_back": "missed", "shard_lost": "meaning"}
 _SHOWN |= {**_OF_SHARDS, "snapshot_failed": "reason"}
 _SERVERS = frozenset({"away", "left", "resumed"})

@@ -155,7 +155,6 @@ def _samples(history: Path, contributions: set[tuple[int, int]]) -> int:
     with history.open(encoding="utf-8") as lines:
         for line in lines:
             if '"op":"accept"' in line and (fields := read_json(line, nan=True, big=True))["outcome"] == "accepted":
-                found[fields["rank"], fields["step"]] = fields[
-                    "samples"
-                ]  # of a redone contribution the newest line counts
+                # Of a redone contribution the newest line counts.
+                found[fields["rank"], fields["seq"]] = fields["samples"]
     return sum(found[contribution] for contribution in contributions)

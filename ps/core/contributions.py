@@ -179,7 +179,7 @@ class Contributions:
             self._empty.pop(rank, None)
         if judged.is_clipped:
             stats.clipped += 1
-            found.append(Log("debug", "clipped", {"rank": rank, "step": contribution.id.seq, "reason": judged.what}))
+            found.append(Log("debug", "clipped", {"rank": rank, "seq": contribution.id.seq, "reason": judged.what}))
         if not contribution.kind.has_payload:
             found.append(effects.Discard(contribution.id, is_counted=True))
         elif judged.is_taken:
@@ -187,7 +187,7 @@ class Contributions:
         else:
             stats.skipped += 1
             self._empty[rank] = f"{judged.what} ({judged.limit}): counted as a contribution, nothing folded"
-            said = {"rank": rank, "step": contribution.id.seq, "reason": judged.what}
+            said = {"rank": rank, "seq": contribution.id.seq, "reason": judged.what}
             found.append(Log("warning", "skipped", said))
             found.append(effects.Discard(contribution.id, is_counted=True))
 

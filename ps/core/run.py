@@ -175,7 +175,7 @@ class Run(Ending):
         self.may_change_optimizer = False
         if worker.is_resumed:
             worker.is_away = False
-            yield Log("info", "resumed", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
+            yield Log("info", "resumed", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})
         elif not self.is_holding:
             if self.has_weights:
                 yield from self._enter(worker, event.at)
@@ -211,7 +211,7 @@ class Run(Ending):
             return
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
-        yield Log("routine", "admitted", {"rank": worker.rank, "step": self.policy.num_counted[worker.rank]})
+        yield Log("routine", "admitted", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})
         yield from self.performed(decisions, at)
 
     # ---- contributions --------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Run(Ending):
         seq, counted = event.seq, self.policy.num_counted.get(worker.rank, 0)
         if worker.rank not in self.policy.members or seq != counted:
             what = f"rank {worker.rank} asks again about contribution {seq}; the last that counts is {counted}"
-            return self.expel(worker, refusal(Reason.STEP_GAP, what), event.at)
+            return self.expel(worker, refusal(Reason.SEQ_GAP, what), event.at)
         return self._after(self.contributions.asked_again(worker, event), event.at)
 
     # ---- snapshots ------------------------------------------------------------------------

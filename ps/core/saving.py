@@ -28,7 +28,7 @@ class Saving(RunState):
             "run": self.name,
             "server_incarnation": self.incarnation,
             "policy": self.policy.saved_state(),
-            "steps": committed,
+            "contributions": committed,
             "num_joins": dict(self.roster.num_joins),
             "training": {
                 "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
@@ -53,7 +53,7 @@ class Saving(RunState):
         self.roster.restore(saved["num_joins"])
         self.policy.out = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         try:
-            self.policy.restore(version, saved["steps"], saved["policy"])
+            self.policy.restore(version, saved["contributions"], saved["policy"])
             if (steps := _by_rank(saved["training"], "steps_done")) is not None:
                 self.policy.count_from(steps)
             self.policy.in_step = _by_rank(saved["training"], "in_step") or {}

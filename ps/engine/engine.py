@@ -354,7 +354,7 @@ class Engine:
             if str(rank) in stats:
                 stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
                 stats[str(rank)]["peer_bytes"] = traffic.num_peers
-        states = self.states.saved(effect.saved["steps"])
+        states = self.states.saved(effect.saved["contributions"])
         places = {str(rank): kept.place for rank, kept in states.items()}
         training = {**effect.saved["training"], "stats": stats, "places": places}
         self.snapshots.take(

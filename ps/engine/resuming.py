@@ -33,7 +33,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
                 fix="resume in that mode, or begin anew with --resume never",
             )
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
-        engine.states.restore(saved["steps"], saved["training"].get("places"), saved["states"])
+        engine.states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
         _restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps

@@ -40,7 +40,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             rank, incarnation, seq = contribution.id
             counts, timing, first = contribution.counts, contribution.timing, contribution.first
             return "accept", {
-                "rank": rank, "incarnation": incarnation, "step": seq, "base_version": contribution.base.version,
+                "rank": rank, "incarnation": incarnation, "seq": seq, "base_version": contribution.base.version,
                 "version": fact.version, "outcome": fact.outcome, "samples": counts.num_samples or None,
                 "compute_s": round(timing.compute_s, 6), "transfer_s": round(timing.transfer_s, 6),
                 **({} if counts.num_training_steps is None else {"num_steps": counts.num_training_steps}),
@@ -53,7 +53,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
         case effects.SendReply(rank, incarnation, reply):
             result = reply.result
             return "reply", {
-                "rank": rank, "incarnation": incarnation, "step": result.seq, "version": result.version,
+                "rank": rank, "incarnation": incarnation, "seq": result.seq, "version": result.version,
                 "outcome": result.outcome.name,
                 **({} if reply.next_work.local_steps else {"last": True}),
             }  # fmt: skip
@@ -63,20 +63,20 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 **fact.now,
             }  # fmt: skip
         case effects.Seated(_, rank, incarnation, is_resumed, number):
-            return "join", {"rank": rank, "incarnation": incarnation, "step": number, "resumed": is_resumed}
+            return "join", {"rank": rank, "incarnation": incarnation, "seq": number, "resumed": is_resumed}
         case effects.WorkerLeft(rank, incarnation, how):
             return "leave", {"rank": rank, "incarnation": incarnation, "how": how}
         case effects.SnapshotTaken(version, contributions, path, sha256):
-            return "snapshot", {"version": version, "steps": contributions, "path": path, "sha256": sha256}
+            return "snapshot", {"version": version, "seqs": contributions, "path": path, "sha256": sha256}
         case effects.RunStarted():
             return "start", {
                 "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
                 "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
-                "steps": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
+                "seqs": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
                 "common": fact.common, "found": fact.found,
             }  # fmt: skip
         case effects.RunEnded(version, contributions):
             return "end", {
-                "version": version, "steps": contributions, **({} if fact.has_begun else {"begun": False})
+                "version": version, "seqs": contributions, **({} if fact.has_begun else {"begun": False})
             }  # fmt: skip
     return "", {}

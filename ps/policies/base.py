@@ -233,14 +233,14 @@ class Policy(Gates, ABC):
             return Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")
         counted = self.num_counted[rank]
         if number != counted + 1:
-            return Refuse(rank, "STEP_GAP", f"rank {rank} sent contribution {number}; the next one is {counted + 1}")
+            return Refuse(rank, "SEQ_GAP", f"rank {rank} sent contribution {number}; the next one is {counted + 1}")
         # What counts for nothing may be sent again by a worker that never heard so. Any other reply that it has
         # not had may stand for a wait.
         sends_again = member.is_away and member.pending in (Outcome.DROPPED, Outcome.REJECTED)
         if member.pending is None or sends_again:
             return None
         reason = f"rank {rank} sent contribution {number}, and has to ask for the reply to {counted} first"
-        return Refuse(rank, "STEP_GAP", reason)
+        return Refuse(rank, "SEQ_GAP", reason)
 
     def _settle(self, now: float) -> list[Decision]:
         """Commit what can be committed, then reply to everyone who may go on."""

@@ -94,7 +94,7 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
                 entries = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
                 written = {rank: _write(folder / state_file(rank), data) for rank, data in (states or {}).items()}
                 text = manifest.model_copy(update={"files": entries, "states": written})
-                content = text.model_dump_json(indent=1, by_alias=True).encode()
+                content = text.model_dump_json(indent=1).encode()
                 _write(folder / MANIFEST, content)
                 _write(folder / _MANIFEST_HASH, _hash_line(content))
         except (OSError, SafetensorError) as error:  # the library says only in words that the disk is full

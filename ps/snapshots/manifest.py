@@ -64,15 +64,13 @@ class ShareEntry(_Strict):
 class Manifest(_Strict):
     """One moment of a run. `write` fills in `files`; the rest is its caller's, see `manifest_of`."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
     format: Literal[2] = 2
     run: str = Field(pattern=RUN_NAME, description="its name")
     server_incarnation: int = Field(ge=0, lt=2**63)
     version: int = Field(ge=0, lt=2**63)
     mode: str
     policy: dict[str, JsonValue] = Field(default_factory=dict, description="the policy's own state; as it begins: none")
-    contributions: dict[int, int] = Field(alias="steps", description="of each rank, how many are in the weights")
+    contributions: dict[int, int] = Field(description="of each rank, how many are in the weights")
     num_joins: dict[int, int] = Field(description="newest incarnation of each rank")
     training: dict[str, JsonValue] = Field(description="whatever else the server wants to know again")
     tensors: tuple[TensorSpec, ...] = Field(description="in the model's order")

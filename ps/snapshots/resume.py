@@ -19,7 +19,7 @@ from .store_state import restore
 log = get_logger()
 
 _INCARNATION = "incarnation"
-# What `Snapshots.take` was given, the mode and the version. The key "steps" is of format 1, and counts contributions.
+# What `Snapshots.take` was given, the mode and the version.
 _SAVED = {"mode", "run", "server_incarnation", "version", "policy", "contributions", "num_joins", "training"}
 
 
@@ -48,7 +48,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     model.adopt(loaded.whole, optimizer)
     model.may_change = True
     model.begin(model.new_memory(), lambda store: restore(store, loaded, model.outer is not None))
-    saved = manifest.model_dump(by_alias=True, include=_SAVED)
+    saved = manifest.model_dump(include=_SAVED)
     saved["states"] = loaded.states
     if mode_anywhere(config.run.mode) != mode_anywhere(manifest.mode):
         saved["policy"] = {}  # another mode's state

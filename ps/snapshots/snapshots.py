@@ -68,8 +68,8 @@ class Snapshots:
         """Begin one. `done` is called when it is on the disk, with its version, or when it has failed, with
         `least_common`. The least version that the shards report is the newest that all of them have.
 
-        `saved` are fields of the manifest: run, server_incarnation, policy, steps (which count contributions),
-        num_joins, training. `states` are those of scripts, by rank.
+        `saved` are fields of the manifest: run, server_incarnation, policy, contributions, num_joins,
+        training. `states` are those of scripts, by rank.
         """
         into, self._captured = self._captured, None
         copied = self._tensors.run(partial(capture, self._model.store, into))
@@ -100,7 +100,7 @@ class Snapshots:
         self.num_written += 1
         took_s = round(time.monotonic() - began, 3)
         log.info("snapshot", version=version, path=str(path), megabytes=round(num_bytes / 1e6, 1), seconds=took_s)
-        self._taken = SnapshotTaken(version, saved["steps"], str(path), sha256)
+        self._taken = SnapshotTaken(version, saved["contributions"], str(path), sha256)
         done(version)
 
     def _write(self, saved: dict[str, Any], states: Mapping[int, bytes], captured: Captured) -> Written:

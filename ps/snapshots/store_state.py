@@ -84,8 +84,8 @@ def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | No
 
 
 def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **fields: Any) -> Manifest:
-    """The manifest of a snapshot. `fields` are its other fields: outer, run, server_incarnation, mode, policy, steps
-    (which count contributions), num_joins, training, seed, share, paramserver_version."""
+    """The manifest of a snapshot. `fields` are its other fields: outer, run, server_incarnation, mode, policy,
+    contributions, num_joins, training, seed, share, paramserver_version."""
     groups = captured.optimizer.groups if captured.optimizer is not None else []
     return Manifest(
         version=captured.version,

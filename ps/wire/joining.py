@@ -109,7 +109,7 @@ class Joining:
         engine, run = self._engine, self._engine.run
         ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
         welcome = pb.Welcome(
-            run=run.name, rank=peer.rank, incarnation=peer.incarnation, step=peer.number,
+            run=run.name, rank=peer.rank, incarnation=peer.incarnation, seq=peer.number,
             settings=settings_of(self._config, run), probe=self._probe.shown, server_incarnation=run.incarnation,
             resumed=peer.is_resumed, lease_s=self._config.server.lease_s, shards=engine.shard_addresses,
             takes_left_out=True, partial_transfer=await self.partials.offer(peer),

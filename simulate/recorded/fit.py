@@ -193,7 +193,7 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             exchange_s = max(0.0, at - free_at[rank] - compute_s)
             staleness = fields["version"] - fields["base_version"]
             open_[rank] = at, Cycle(
-                rank, at, compute_s, exchange_s, 0.0, staleness, fields.get("num_steps") or 0, fields["step"],
+                rank, at, compute_s, exchange_s, 0.0, staleness, fields.get("num_steps") or 0, fields["seq"],
                 *_since(counted.get(rank), fields.get("bytes")),
             )  # fmt: skip
             counted[rank] = fields.get("bytes", ())

@@ -34,11 +34,11 @@ from ...ps.policies.base import Policy
 
 # The compared fields of a line.
 _DECIDED = {
-    "join": ("rank", "incarnation", "step"),
+    "join": ("rank", "incarnation", "seq"),
     "leave": ("rank", "incarnation", "how"),
-    "accept": ("rank", "incarnation", "step", "base_version", "version", "outcome"),
+    "accept": ("rank", "incarnation", "seq", "base_version", "version", "outcome"),
     "commit": ("version", "contributions", "members"),
-    "reply": ("rank", "incarnation", "step", "version", "outcome"),
+    "reply": ("rank", "incarnation", "seq", "version", "outcome"),
     "control": ("do", "rank", "name", "value"),
 }
 _JUDGED = {"rejected": Judgement("reject", "recorded"), "skipped": Judgement("skip", "recorded")}
@@ -137,8 +137,13 @@ class _Replay:
             if type(policy).saved_state is not Policy.saved_state:
                 note = f"mode {mode} keeps more in a snapshot than the history tells: what follows a restart may differ"
                 self.verdict.notes = list(dict.fromkeys([*self.verdict.notes, note]))
-            joins = dict.fromkeys(line.steps, 0)
-            saved = {"run": run.name, "server_incarnation": run.incarnation - 1, "policy": {}, "steps": line.steps}
+            joins = dict.fromkeys(line.seqs, 0)
+            saved = {
+                "run": run.name,
+                "server_incarnation": run.incarnation - 1,
+                "policy": {},
+                "contributions": line.seqs,
+            }
             run.restore(line["version"], ("model", "optimizer"), {**saved, "num_joins": joins, "training": {}})
 
     def _apply(self, event: events.Event, line: Line) -> list[effects.Effect]:
@@ -221,7 +226,7 @@ class _Replay:
         if worker is not None and worker.incarnation == line["incarnation"]:
             self._offers(rank, line)
         contribution = Contribution(
-            ContributionId(rank, line["incarnation"], line["step"]),
+            ContributionId(rank, line["incarnation"], line["seq"]),
             self._of_run.policy.kind,
             Counts(get("samples", None) or 1, get("num_steps"), part=get("part", 0)),
             Base(line["base_version"]),

@@ -133,7 +133,7 @@ class ModelStore:
                 case Refuse(rank, kind, reason):
                     assert rank == event_rank
                     assert reason
-                    assert kind in ("NOT_JOINED", "STEP_GAP")
+                    assert kind in ("NOT_JOINED", "SEQ_GAP")
                     assert discarded, "a refused contribution stays staged"
                 case _:
                     raise AssertionError(f"unknown decision {decision!r}")

@@ -88,7 +88,7 @@ class PolicyMachine(RuleBasedStateMachine):
         rank = computing[pick % len(computing)]
         step = self.world.policy.num_counted[rank] + gap
         if step >= 1:
-            self.world.refuse(rank, step, "STEP_GAP")
+            self.world.refuse(rank, step, "SEQ_GAP")
             self.world.leave(rank)  # a refused call ends
 
     @precondition(lambda self: self.ranks("computing"))
@@ -117,7 +117,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def goes_on_without_asking(self, pick: int) -> None:
         rank = self.owed()[pick % len(self.owed())]
         if not self.world.store.live[rank].counts_for_nothing:
-            self.world.refuse(rank, self.world.policy.num_counted[rank] + 1, "STEP_GAP")
+            self.world.refuse(rank, self.world.policy.num_counted[rank] + 1, "SEQ_GAP")
 
     @rule(rank=st.integers(0, 9))
     def speaks_without_having_joined(self, rank: int) -> None:

@@ -22,11 +22,11 @@ def encoded(*lines: Line) -> list[bytes]:
     return [json.dumps(line).encode() + b"\n" for line in lines]
 
 
-def start(mode: str, *, incarnation: int = 1, version: int = 0, steps: dict | None = None, **more: Any) -> Line:
+def start(mode: str, *, incarnation: int = 1, version: int = 0, seqs: dict | None = None, **more: Any) -> Line:
     told = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2, "staleness": None}
     told |= {"options": {}, "common": {}}
     source = "s" if version else None
-    return {"op": "start", "role": "server", **told, "version": version, "steps": steps or {}, "source": source, **more}
+    return {"op": "start", "role": "server", **told, "version": version, "seqs": seqs or {}, "source": source, **more}
 
 
 def op(name: str, rank: int | None = None, incarnation: int = 1, **fields: Any) -> Line:
@@ -34,15 +34,15 @@ def op(name: str, rank: int | None = None, incarnation: int = 1, **fields: Any) 
     return {"op": name, "role": "server", **place, **fields}
 
 
-def applied(rank: int, step: int, version: int, *members: int) -> list[Line]:
+def applied(rank: int, seq: int, version: int, *members: int) -> list[Line]:
     """A contribution of an async or ssp run, from acceptance to reply."""
     return [
-        op("accept", rank, step=step, base_version=version - 1, version=version - 1, outcome="accepted"),
-        op("commit", version=version, contributions=[[rank, 1, step]], members=list(members)),
-        op("reply", rank, step=step, version=version, outcome="APPLIED"),
+        op("accept", rank, seq=seq, base_version=version - 1, version=version - 1, outcome="accepted"),
+        op("commit", version=version, contributions=[[rank, 1, seq]], members=list(members)),
+        op("reply", rank, seq=seq, version=version, outcome="APPLIED"),
     ]
 
 
 def joined(*ranks: int) -> list[Line]:
-    lines = [op("join", rank, step=0, resumed=False) for rank in ranks]
-    return lines + [op("reply", rank, step=0, version=0, outcome="START") for rank in ranks]
+    lines = [op("join", rank, seq=0, resumed=False) for rank in ranks]
+    return lines + [op("reply", rank, seq=0, version=0, outcome="START") for rank in ranks]

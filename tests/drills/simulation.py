@@ -45,20 +45,20 @@ class Simulation:
     def start(self) -> None:
         self.server_incarnation += 1
         self.policy = policy_of(self.mode, self.options)
-        version, steps = self.snapshots[-1] if self.snapshots else (0, {})
+        version, seqs = self.snapshots[-1] if self.snapshots else (0, {})
         if self.snapshots:
-            self.policy.restore(version, steps, {})
+            self.policy.restore(version, seqs, {})
         self.held, self.unanswered, self.being_written, self.seated, self.undecided = {}, set(), [], set(), {}
         self.open: list[list[int]] = []  # accepted, and in no version: rank, incarnation, number
         self.write(
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
             staleness=self.policy.staleness_bound, workers=None, version=version,
-            steps={str(rank): step for rank, step in steps.items()}, source="s" if self.snapshots else None,
+            seqs={str(rank): seq for rank, seq in seqs.items()}, source="s" if self.snapshots else None,
             options=self.policy.options.model_dump(mode="json"), common={"training_steps": 10_000},
         )  # fmt: skip
 
     def place(self, rank: int) -> Line:
-        return {"rank": rank, "incarnation": self.incarnations[rank], "step": self.policy.num_counted.get(rank, 0)}
+        return {"rank": rank, "incarnation": self.incarnations[rank], "seq": self.policy.num_counted.get(rank, 0)}
 
     def join(self, rank: int) -> None:
         self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
@@ -90,33 +90,29 @@ class Simulation:
         self.policy.disconnected(rank)
         was_lost = rank in self.held and self.chance.random() < 0.5
         if (undecided := self.undecided.pop(rank, None)) is not None:
-            self.contribute(rank, undecided["step"], undecided["base_version"])
+            self.contribute(rank, undecided["seq"], undecided["base_version"])
         elif rank in self.contributed and (was_lost or rank in self.unanswered):
             self.contribute(rank, self.policy.num_counted[rank], self.policy.version)
         elif rank in self.unanswered:  # it was never told where to start
             self.leave(rank, "replaced")
 
-    def contribute(self, rank: int, step: int, base_version: int) -> None:
+    def contribute(self, rank: int, seq: int, base_version: int) -> None:
         counted, version = self.policy.num_counted[rank], self.policy.version
-        self.write(
-            "send", "worker", rank=rank, incarnation=self.incarnations[rank], step=step, base_version=base_version
-        )
-        decisions = self.policy.contributed(rank, contribution_of(step, base_version), 0.0)
+        self.write("send", "worker", rank=rank, incarnation=self.incarnations[rank], seq=seq, base_version=base_version)
+        decisions = self.policy.contributed(rank, contribution_of(seq, base_version), 0.0)
         discarded = any(isinstance(decision, Discard) for decision in decisions)
         refused = any(isinstance(decision, Refuse) for decision in decisions)
         noted = {
-            "rank": rank, "incarnation": self.incarnations[rank], "step": step, "base_version": base_version,
+            "rank": rank, "incarnation": self.incarnations[rank], "seq": seq, "base_version": base_version,
             "version": version,
         }  # fmt: skip
-        outcome = (
-            "refused" if refused else "accepted" if not discarded else "repeated" if step == counted else "dropped"
-        )
+        outcome = "refused" if refused else "accepted" if not discarded else "repeated" if seq == counted else "dropped"
         if Wait(rank) in decisions:
             self.undecided[rank] = noted
         else:
             self.write("accept", **noted, outcome=outcome)
         if outcome == "accepted" and Wait(rank) not in decisions:
-            self.open.append([rank, self.incarnations[rank], step])
+            self.open.append([rank, self.incarnations[rank], seq])
         if not refused:
             self.held.pop(rank, None)
             self.unanswered.add(rank)
@@ -131,7 +127,7 @@ class Simulation:
                     noted = self.undecided.pop(rank)
                     self.write("accept", **noted, outcome="accepted")
                     self.contributed.add(rank)
-                    self.open.append([rank, noted["incarnation"], noted["step"]])
+                    self.open.append([rank, noted["incarnation"], noted["seq"]])
                 case Discard(rank) if rank in self.undecided:
                     self.write("accept", **self.undecided.pop(rank), outcome="dropped")
                 case Commit(ranks):
@@ -141,7 +137,7 @@ class Simulation:
                 case Reply(rank, outcome):
                     place = {"rank": rank, "incarnation": self.incarnations[rank]}
                     told: Line = {
-                        "step": self.policy.num_counted[rank],
+                        "seq": self.policy.num_counted[rank],
                         "version": self.policy.version,
                         "outcome": outcome.name,
                     }
@@ -173,16 +169,16 @@ class Simulation:
         elif roll < 0.32:
             self.being_written.append((self.policy.version, self.policy.num_committed()))
         elif roll < 0.40 and self.being_written:
-            version, steps = self.being_written.pop(0)
-            self.snapshots.append((version, steps))
-            told = {str(rank): step for rank, step in steps.items()}
-            self.write("snapshot", version=version, steps=told, path="s", sha256="0")
+            version, seqs = self.being_written.pop(0)
+            self.snapshots.append((version, seqs))
+            told = {str(rank): seq for rank, seq in seqs.items()}
+            self.write("snapshot", version=version, seqs=told, path="s", sha256="0")
         elif roll < 0.43 and self.snapshots:
             self.start()
         elif computing:
             rank = chance.choice(computing)
-            step, base_version = self.policy.num_counted[rank] + 1, self.held[rank]
-            self.contribute(rank, step, base_version)
+            seq, base_version = self.policy.num_counted[rank] + 1, self.held[rank]
+            self.contribute(rank, seq, base_version)
 
 
 def simulate(mode: str, chance: random.Random, *, num_events: int = 80) -> list[Line]:
@@ -190,7 +186,7 @@ def simulate(mode: str, chance: random.Random, *, num_events: int = 80) -> list[
     for _ in range(num_events):
         run.act()
     if chance.random() < 0.5:
-        run.write("end", version=run.policy.version, steps={str(r): s for r, s in run.policy.num_committed().items()})
+        run.write("end", version=run.policy.version, seqs={str(r): s for r, s in run.policy.num_committed().items()})
     return run.lines
 
 

@@ -86,7 +86,7 @@ def test_contributions_of_unequal_steps(tmp_path: Path) -> None:
     path = weights(tmp_path, [0.3] * 12, [3.0])
     assert audit(path, epoch, lineage, 12).problems == []
     assert audit(path, epoch, lineage, 16).problems[0] == "16 samples were committed, and an epoch has 12"
-    lines = [{"op": "accept", "rank": 0, "step": 1, "outcome": "accepted", "samples": count} for count in (9, 4)]
+    lines = [{"op": "accept", "rank": 0, "seq": 1, "outcome": "accepted", "samples": count} for count in (9, 4)]
     history = tmp_path / "history.jsonl"
     history.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     assert _samples(history, {(0, 1)}) == 4, "the first was taken out again"
@@ -286,11 +286,11 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     ending = Ending(exit_code=0, unexpected=["worker 0 failed: exit code 13"])
     assert judge(ending, trial) == ["nobody killed it: worker 0 failed: exit code 13", "there is no history"]
     place = {"role": "server", "rank": 0, "incarnation": 1}
-    start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "steps": {}, "source": None}
+    start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "seqs": {}, "source": None}
     start |= {"options": {}, "common": {}}
     history = [
         {"op": "start", "role": "server", **start},
-        {"op": "join", **place, "step": 0},
+        {"op": "join", **place, "seq": 0},
         {"op": "commit", "role": "server", "version": 1, "contributions": [[0, 1, 1]], "members": [0]},
     ]
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))

@@ -11,8 +11,8 @@ from paramserver.tests.drills.histories import Line, applied, joined, messages, 
 
 def test_ssp_lets_nobody_run_ahead() -> None:
     lines = [start("ssp", staleness=1), *joined(0, 1)]
-    for step in (1, 2):
-        lines += applied(0, step, step, 0, 1)
+    for seq in (1, 2):
+        lines += applied(0, seq, seq, 0, 1)
     assert messages(lines) == "h:11: rank 0 may go on 2 contributions ahead of the slowest: at most 1 are allowed"
     lines[0]["staleness"] = 2
     assert messages(lines) == ""
@@ -27,7 +27,7 @@ def test_a_round_may_close_without_stragglers_only_where_that_is_allowed() -> No
 
 def test_a_contribution_of_a_worker_that_left_stays_in_its_round() -> None:
     lines = [start("sync"), *joined(0, 1)]
-    lines += [op("accept", rank, step=1, base_version=0, version=0, outcome="accepted") for rank in (0, 1)]
+    lines += [op("accept", rank, seq=1, base_version=0, version=0, outcome="accepted") for rank in (0, 1)]
     lines += [op("leave", 1, how="closed"), op("commit", version=1, contributions=[[0, 1, 1], [1, 1, 1]], members=[0])]
     assert messages(lines) == ""
 
@@ -38,17 +38,17 @@ def test_a_skipped_contribution_counts_and_is_in_no_version(mode: str) -> None:
     lines = [start(mode), *joined(0), *applied(0, 1, 1, 0)]
     skipped = applied(0, 2, 2, 0)
     skipped[0]["outcome"], skipped[1]["contributions"], skipped[2]["outcome"] = "skipped", [], "REJECTED"
-    lines += [*skipped, op("snapshot", version=2, steps={"0": 2}, path="s"), *applied(0, 3, 3, 0)]
-    lines += [start(mode, incarnation=2, version=2, steps={"0": 2}), op("join", 0, 2, step=2, resumed=False)]
+    lines += [*skipped, op("snapshot", version=2, seqs={"0": 2}, path="s"), *applied(0, 3, 3, 0)]
+    lines += [start(mode, incarnation=2, version=2, seqs={"0": 2}), op("join", 0, 2, seq=2, resumed=False)]
     assert messages(lines) == ""
     tally = verdict_of(lines).tally
     assert (tally.applied, tally.skipped, tally.durable, tally.rolled_back) == (1, 1, 1, 1)
 
 
 def test_what_a_restart_takes_back_is_made_again() -> None:
-    before = [start("async"), *joined(0), *applied(0, 1, 1, 0), op("snapshot", version=1, steps={"0": 1}, path="s")]
-    again = start("async", incarnation=2, version=1, steps={"0": 1})
-    rejoined = [op("join", 0, 2, step=1, resumed=False), op("reply", 0, 2, step=1, version=1, outcome="START")]
+    before = [start("async"), *joined(0), *applied(0, 1, 1, 0), op("snapshot", version=1, seqs={"0": 1}, path="s")]
+    again = start("async", incarnation=2, version=1, seqs={"0": 1})
+    rejoined = [op("join", 0, 2, seq=1, resumed=False), op("reply", 0, 2, seq=1, version=1, outcome="START")]
     lines = [*before, *applied(0, 2, 2, 0), again, *rejoined]
     tally = verdict_of(lines).tally
     assert messages(lines) == ""
@@ -61,9 +61,9 @@ def test_what_a_restart_takes_back_is_made_again() -> None:
 
 def test_an_older_snapshot_is_a_loss_unless_the_newer_was_unusable() -> None:
     lines = [start("async"), *joined(0)]
-    for step in (1, 2):
-        lines += [*applied(0, step, step, 0), op("snapshot", version=step, steps={"0": step}, path=f"s{step}")]
-    lines.append(start("async", incarnation=2, version=1, steps={"0": 1}))
+    for seq in (1, 2):
+        lines += [*applied(0, seq, seq, 0), op("snapshot", version=seq, seqs={"0": seq}, path=f"s{seq}")]
+    lines.append(start("async", incarnation=2, version=1, seqs={"0": 1}))
     assert "h:12: the server starts at version 1, and version 2 was in a snapshot: 1 durable contributions" in messages(
         lines
     )
@@ -73,9 +73,9 @@ def test_an_older_snapshot_is_a_loss_unless_the_newer_was_unusable() -> None:
 
 def test_snapshots_that_were_deleted_are_no_mistake_of_the_server() -> None:
     lines = [start("async"), *joined(0)]
-    for step in (1, 2):
-        lines += [*applied(0, step, step, 0), op("snapshot", version=step, steps={"0": step}, path=f"s{step}")]
-    lines.append(start("async", incarnation=2, version=1, steps={"0": 1}, found=[1]))
+    for seq in (1, 2):
+        lines += [*applied(0, seq, seq, 0), op("snapshot", version=seq, seqs={"0": seq}, path=f"s{seq}")]
+    lines.append(start("async", incarnation=2, version=1, seqs={"0": 1}, found=[1]))
     verdict = verdict_of(lines)
     assert verdict.is_good
     (message,) = verdict.deleted
@@ -87,29 +87,29 @@ def test_snapshots_that_were_deleted_are_no_mistake_of_the_server() -> None:
 
 def test_a_server_that_is_stopped_before_its_run_begins_ends_nothing() -> None:
     """While it waits for its other shards it is at version 0, whatever the run is at."""
-    begun = [start("async"), *joined(0), *applied(0, 1, 1, 0), op("snapshot", version=1, steps={"0": 1}, path="s")]
-    early, late = op("end", version=0, steps={}, begun=False), op("end", version=0, steps={})
-    assert messages([*begun, op("end", version=1, steps={"0": 1}), early]) == ""
+    begun = [start("async"), *joined(0), *applied(0, 1, 1, 0), op("snapshot", version=1, seqs={"0": 1}, path="s")]
+    early, late = op("end", version=0, seqs={}, begun=False), op("end", version=0, seqs={})
+    assert messages([*begun, op("end", version=1, seqs={"0": 1}), early]) == ""
     assert messages([early, *begun]) == ""
     assert "the run ends at version 0, and version 1 was committed last" in messages([*begun, late])
 
 
 def test_a_snapshot_that_the_server_could_not_mention_is_no_loss() -> None:
     """Killed between the snapshot's rename and its line in the history."""
-    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", incarnation=2, version=1, steps={"0": 1})]
+    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", incarnation=2, version=1, seqs={"0": 1})]
     assert messages(lines) == ""
 
 
 def test_commits_that_only_the_snapshot_knows_are_counted() -> None:
     lines = [start("async"), *joined(0, 1), *applied(0, 1, 1, 0, 1)]
-    lines.append(start("async", incarnation=2, version=3, steps={"0": 2, "1": 1}))
+    lines.append(start("async", incarnation=2, version=3, seqs={"0": 2, "1": 1}))
     assert messages(lines) == ""
     verdict = verdict_of(lines)
     assert (verdict.tally.applied, verdict.lineage.sizes()) == (3, {1: 1, 2: 1, 3: 1})
-    lines.insert(-1, op("end", version=1, steps={"0": 1, "1": 0}))  # nothing was cut
+    lines.insert(-1, op("end", version=1, seqs={"0": 1, "1": 0}))  # nothing was cut
     assert "the server starts at version 3, and only 1 versions were committed" in messages(lines)
     del lines[-2]
-    lines[-1]["steps"]["0"] = 0
+    lines[-1]["seqs"]["0"] = 0
     assert "rank 0 at number 0, committed were 1" in messages(lines)
 
 
@@ -118,13 +118,13 @@ def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> N
     lines = [
         start("async"),
         *joined(0),
-        {"op": "start", **told, "run": "r", "server_incarnation": 1, "step": 0, "version": 0},
+        {"op": "start", **told, "run": "r", "server_incarnation": 1, "seq": 0, "version": 0},
         *applied(0, 1, 1, 0),
-        {"op": "send", **told, "step": 2, "base_version": 1},
-        {"op": "replied", **told, "step": 2, "version": 2, "outcome": "APPLIED"},
+        {"op": "send", **told, "seq": 2, "base_version": 1},
+        {"op": "replied", **told, "seq": 2, "version": 2, "outcome": "APPLIED"},
     ]
     assert messages(lines) == ""
-    lines.append(op("end", version=1, steps={"0": 1}))
+    lines.append(op("end", version=1, seqs={"0": 1}))
     assert "rank 0 is told that contribution 2 was applied: the server never committed it" in messages(lines)
 
 
@@ -145,10 +145,10 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
     lines: list[Line] = [
         {"op": "start", "role": "server", "t": 0.0, "run": "r", "server_incarnation": 1, "mode": "own", "workers": None,
-         "staleness": None, "version": 0, "steps": {}, "source": None, "options": {}, "common": {},
+         "staleness": None, "version": 0, "seqs": {}, "source": None, "options": {}, "common": {},
          "options_of_ours": 0},
-        {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},
-        {"op": "reply", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "step": 0, "version": 0,
+        {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0, "resumed": False},
+        {"op": "reply", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "seq": 0, "version": 0,
          "outcome": "START"},
     ]  # fmt: skip
     assert "rank 0 is as far ahead as it must not be" in messages(lines)
@@ -158,7 +158,7 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_who_takes_no_more_steps_is_ahead_of_nobody() -> None:
     lines = [start("ssp", staleness=1), *joined(0, 1)]
-    for step in (1, 2):
-        lines += applied(0, step, step, 0, 1)
+    for seq in (1, 2):
+        lines += applied(0, seq, seq, 0, 1)
     lines[-1]["last"] = True
     assert messages(lines) == ""

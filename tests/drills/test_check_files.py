@@ -23,7 +23,7 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
     assert [str(problem) for problem in later.problems] == [
         "h:4: a partial line, and then accept: only a start may follow what a killed process left"
     ]
-    shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "step": 1, "base_version": 0}
+    shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "seq": 1, "base_version": 0}
     assert check({"h": [*encoded(*first), half + encoded(shared)[0]]}).is_good
     middle = check({"h": [*encoded(*first), half + b"\n", *encoded(*applied(0, 1, 1, 0))]})
     assert [str(problem) for problem in middle.problems] == ["h:4: not a JSON object"]
@@ -35,8 +35,8 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
         ({"op": "jump", "role": "server"}, "operation 'jump' of role 'server'"),
         ({"op": "join", "role": "cook"}, "operation 'join' of role 'cook'"),
         ({"op": "leave", "role": "server", "rank": 0, "incarnation": 1}, "leave without 'how'"),
-        ({"op": "end", "role": "server", "version": -1, "steps": {}}, "it must be a whole number"),
-        ({"op": "end", "role": "server", "version": 1, "steps": {"a": 1}}, "it must be {rank: step}"),
+        ({"op": "end", "role": "server", "version": -1, "seqs": {}}, "it must be a whole number"),
+        ({"op": "end", "role": "server", "version": 1, "seqs": {"a": 1}}, "it must be {rank: seq}"),
     ],
 )
 def test_a_line_of_another_form_is_named(line: Line, message: str) -> None:
@@ -44,7 +44,7 @@ def test_a_line_of_another_form_is_named(line: Line, message: str) -> None:
 
 
 def test_without_a_servers_history_nothing_can_be_said() -> None:
-    lines = [{"op": "end", "role": "worker", "rank": 0, "step": 1}]
+    lines = [{"op": "end", "role": "worker", "rank": 0, "seq": 1}]
     assert "no server has written here" in messages(lines)
     assert "no server has written here" in "\n".join(map(str, check({}).problems))
 
@@ -68,7 +68,7 @@ def test_the_command(tmp_path) -> None:
 
 def test_a_history_without_the_runs_end_is_said_to_be_cut(capsys: pytest.CaptureFixture[str]) -> None:
     whole = [start("async"), *joined(0), *applied(0, 1, 1, 0)]
-    end = {"op": "end", "role": "server", "version": 1, "steps": {"0": 1}}
+    end = {"op": "end", "role": "server", "version": 1, "seqs": {"0": 1}}
     for lines, is_cut in (([*whole, end], False), (whole, True), ([*whole[:-1]], True)):
         verdict = check({"h": encoded(*lines)})
         show(verdict)

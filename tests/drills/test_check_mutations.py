@@ -97,18 +97,18 @@ def join_at_another_number(lines: list[Line], chance: random.Random) -> None:
         rank = lines[i].get("rank")
         return is_op(lines, i, "join") and any(is_op(lines, j, "reply", rank=rank) for j in range(segment.start, i))
 
-    lines[pick(lines, chance, is_known)]["step"] += 1
+    lines[pick(lines, chance, is_known)]["seq"] += 1
 
 
 def snapshot_of_other_numbers(lines: list[Line], chance: random.Random) -> None:
-    at = pick(lines, chance, lambda i: is_op(lines, i, "snapshot") and lines[i]["steps"])
-    lines[at]["steps"][chance.choice(sorted(lines[at]["steps"]))] += 1
+    at = pick(lines, chance, lambda i: is_op(lines, i, "snapshot") and lines[i]["seqs"])
+    lines[at]["seqs"][chance.choice(sorted(lines[at]["seqs"]))] += 1
 
 
 def lose_what_was_durable(lines: list[Line], chance: random.Random) -> None:
     """The server starts from nothing although there was a snapshot with something in it."""
     at = pick(lines, chance, lambda i: is_op(lines, i, "start") and lines[i]["version"] > 0)
-    lines[at] |= {"version": 0, "steps": {}, "source": None}
+    lines[at] |= {"version": 0, "seqs": {}, "source": None}
 
 
 def same_server_incarnation(lines: list[Line], chance: random.Random) -> None:
@@ -157,7 +157,7 @@ def reply_from_the_future(lines: list[Line], chance: random.Random) -> None:
 
 def tell_a_worker_what_is_not_true(lines: list[Line], chance: random.Random) -> None:
     at = pick(lines, chance, lambda i: lines[i]["op"] == "replied" and lines[i]["outcome"] == "APPLIED")
-    lines[at]["step"] += 100
+    lines[at]["seq"] += 100
 
 
 def show_a_worker_older_weights(lines: list[Line], chance: random.Random) -> None:

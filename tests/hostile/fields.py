@@ -132,7 +132,7 @@ ServerMessage     welcome send_weights waiting reply final snapshot shared_memor
 ServerMessage     placed offset left_out : whole PayloadReader
 ServerMessage     data : bytes PayloadReader
 Welcome           run : text header
-Welcome           rank step : whole header
+Welcome           rank seq : whole header
 Welcome           incarnation server_incarnation : whole compared
 Welcome           settings : part read_settings
 Welcome           probe : part open_segment

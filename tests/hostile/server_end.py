@@ -197,12 +197,13 @@ class SnapshotEnd:
     def __init__(self) -> None:
         self.num_refused = 0
         manifest = Manifest.model_validate({
-            "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "steps": {0: 3}, "num_joins": {0: 1},
+            "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "contributions": {0: 3},
+            "num_joins": {0: 1}, "policy": {},
             "training": {"lr_scale": 1.0, "changed": {}, "stats": {}, "places": {"0": {"step": 1}}},
-            "policy": {}, "tensors": SMALL.specs, "optimizer": OptimizerSpec("SGD", ()), "hyperparameters": (),
+            "tensors": SMALL.specs, "optimizer": OptimizerSpec("SGD", ()), "hyperparameters": (),
             "seed": 0, "paramserver_version": "0",
         })  # fmt: skip
-        self._text = manifest.model_dump_json(by_alias=True)
+        self._text = manifest.model_dump_json()
 
     def deliver(self, hostile: Hostile) -> None:
         text = self._text

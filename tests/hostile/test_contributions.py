@@ -53,7 +53,7 @@ def test_a_step_that_is_not_the_next_one(server, wire, ahead):
     peer = server.peer(22)
     peer.join()
     peer.send(*wire.contribution(peer.step + ahead))
-    assert peer.ended()[1] == ("STEP_GAP" if ahead < 2**62 else "BAD_REQUEST")  # no number that is counted to
+    assert peer.ended()[1] == ("SEQ_GAP" if ahead < 2**62 else "BAD_REQUEST")  # no number that is counted to
     assert version(server) == peer.version
 
 

@@ -93,7 +93,7 @@ def test_a_folder_is_this_workers_to_name(tmp_path):
 WELCOMES = {
     "a lease of nothing": ({"lease_s": 0.0}, "Welcome.lease_s"),
     "a lease that is no number": ({"lease_s": float("nan")}, "Welcome.lease_s"),
-    "a step beyond all": ({"step": 2**64 - 1}, "Welcome.step"),
+    "a number beyond all": ({"seq": 2**64 - 1}, "Welcome.seq"),
     "another rank": ({"rank": 7}, "rank 0 rank 7"),
     "a shard in a file": ({"shards": ["", "unix:/run/docker.sock"]}, "not HOST:PORT"),
     "a shard that is a URL": ({"shards": ["", "http://127.0.0.1:80/"]}, "not HOST:PORT"),

@@ -48,8 +48,9 @@ def keep_snapshot(folder: Path, **changes) -> None:
     """A whole one of a small model, with its hashes, whose manifest says this."""
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (4,))])
     facts = {
-        "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "steps": {0: 3}, "num_joins": {0: 1},
-        "training": {}, "tensors": layout.specs, "optimizer": OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),)),
+        "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "contributions": {0: 3},
+        "num_joins": {0: 1}, "training": {}, "tensors": layout.specs,
+        "optimizer": OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),)),
         "hyperparameters": ({"lr": 0.1},), "seed": 0, "paramserver_version": "0",
     }  # fmt: skip
     write(folder, Manifest.model_construct(**(facts | changes)), {WEIGHTS: {"w": torch.ones(4)}})

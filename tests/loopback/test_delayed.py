@@ -95,7 +95,7 @@ def versions_of(cluster):
     assert checked.returncode == 0, checked.stdout + checked.stderr
     lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
     accepted = [line for line in lines if line["op"] == "accept" and line["outcome"] == "accepted"]
-    bases = {(line["rank"], line["step"]): line["base_version"] for line in accepted}
+    bases = {(line["rank"], line["seq"]): line["base_version"] for line in accepted}
     commits = [line["contributions"] for line in lines if line["op"] == "commit"]
     return [[(rank, number, bases[rank, number]) for rank, _, number in commit] for commit in commits]
 

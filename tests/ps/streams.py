@@ -132,11 +132,11 @@ class Worker:
         values = torch.full((num_bytes // 4,), value)
         self.stream.send(frame(None, offset, [as_bytes(values)]))
 
-    def place(self, step: int = 1, value: float = 1.0) -> None:
+    def place(self, seq: int = 1, value: float = 1.0) -> None:
         """A contribution in the worker's segment."""
         assert self.segment is not None
         self.segment.payload.view(torch.float32).fill_(value)
-        self.announce(step, in_shared_memory=True)
+        self.announce(seq, in_shared_memory=True)
         self.send(placed=self.layout.exchange_bytes)
 
     def weights(self) -> torch.Tensor:
@@ -152,21 +152,21 @@ class Worker:
             as_bytes(payload)[start:end] = segment.bytes[start:end] if received.placed else received.data
         return payload.view(torch.float32)
 
-    def announce(self, step: int = 1, **fields: Any) -> None:
+    def announce(self, seq: int = 1, **fields: Any) -> None:
         """The header of a contribution; its bytes do not come yet."""
-        self.stream.send(frame(self.header(step, **fields)))
+        self.stream.send(frame(self.header(seq, **fields)))
 
-    def contribute(self, step: int = 1, value: float = 1.0, **fields: Any) -> None:
+    def contribute(self, seq: int = 1, value: float = 1.0, **fields: Any) -> None:
         payload = new_payload(self.layout.exchange_bytes)
         payload.view(torch.float32).fill_(value)
-        self.stream.send(*message_frames(self.header(step, **fields), [as_bytes(payload)]))
+        self.stream.send(*message_frames(self.header(seq, **fields), [as_bytes(payload)]))
 
-    def send_encoded(self, step: int, data: bytes, **fields: Any) -> None:
-        self.stream.send(*message_frames(self.header(step, **fields), [memoryview(data)]))
+    def send_encoded(self, seq: int, data: bytes, **fields: Any) -> None:
+        self.stream.send(*message_frames(self.header(seq, **fields), [memoryview(data)]))
 
-    def header(self, step: int, **fields: Any) -> pb.WorkerMessage:
+    def header(self, seq: int, **fields: Any) -> pb.WorkerMessage:
         values = {
-            "seq": step, "num_samples": 1, "wants_weights": True, "num_bytes": self.layout.exchange_bytes, **fields
+            "seq": seq, "num_samples": 1, "wants_weights": True, "num_bytes": self.layout.exchange_bytes, **fields
         }  # fmt: skip
         return pb.WorkerMessage(contribution=contribution_proto(**values))
 

@@ -61,10 +61,10 @@ def make_run(settings: dict[str, Any], name: str = "run") -> Run:
 
 def restore(run: Run, words: list[str]) -> None:
     """`restored v4 w0:4 w1:3`: as if a snapshot of that version were loaded."""
-    steps = {int(rank): int(number) for rank, number in (word[1:].split(":") for word in words[1:])}
+    seqs = {int(rank): int(number) for rank, number in (word[1:].split(":") for word in words[1:])}
     saved: dict[str, Any] = {
-        "run": run.name, "server_incarnation": 1, "policy": run.policy.saved_state(), "steps": steps,
-        "num_joins": dict.fromkeys(steps, 1), "training": {},
+        "run": run.name, "server_incarnation": 1, "policy": run.policy.saved_state(), "contributions": seqs,
+        "num_joins": dict.fromkeys(seqs, 1), "training": {},
     }  # fmt: skip
     run.restore(int(words[0][1:]), ("model", "sgd"), saved)
 

@@ -126,7 +126,7 @@ class Exchange:
             run=progress.run,
             **self._membership.ids,
             server_incarnation=self._membership.welcome.server_incarnation,
-            step=progress.num_counted,
+            seq=progress.num_counted,
             version=progress.version,
         )
         return reply
@@ -168,7 +168,7 @@ class Exchange:
             self._traces.begin()
         self._send_pending()
         seq, base_version = self.progress.next_number, self.progress.version
-        self._history.write("send", **self._membership.ids, step=seq, base_version=base_version)
+        self._history.write("send", **self._membership.ids, seq=seq, base_version=base_version)
         return self._replied(self.shards.each(lambda shard: self._exchange_with(shard, outgoing)))
 
     def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:
@@ -205,7 +205,7 @@ class Exchange:
             reply = self._rejoin(lost)
             if reply is not None:
                 return reply
-            seq = self._membership.welcome.step
+            seq = self._membership.welcome.seq
             try:
                 if seq <= self.progress.num_counted:
                     return self._exchange(outgoing)
@@ -227,12 +227,12 @@ class Exchange:
         self.group_view.replied(reply)
         self.measured.clear()
         if result.outcome is not Outcome.START:  # `_begin` writes that one
-            fields = {"step": result.seq, "version": result.version, "outcome": result.outcome.name}
+            fields = {"seq": result.seq, "version": result.version, "outcome": result.outcome.name}
             self._history.write("replied", **self._membership.ids, **fields)
         if (other := reply.next_work.same_batches_as) is not None:
             log.warning("same_batches", **same_batches(other, progress.rank or 0))
         if result.outcome is Outcome.REJECTED:
-            log.warning("rejected", rank=progress.rank, step=progress.next_number, reason=shown(result.reason, 2_000))
+            log.warning("rejected", rank=progress.rank, seq=progress.next_number, reason=shown(result.reason, 2_000))
         return reply
 
     def prepare(self, indices: list[int]) -> bool:
@@ -276,7 +276,7 @@ class Exchange:
                     return None
                 continue
             self.progress.version = finals[0].version
-            self._history.write("end", rank=self.progress.rank, step=self.progress.num_counted)
+            self._history.write("end", rank=self.progress.rank, seq=self.progress.num_counted)
             return finals[0]
 
     def _send_pending(self) -> None:

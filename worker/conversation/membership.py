@@ -120,7 +120,7 @@ class Membership:
         while True:
             for shard in self._shards.all:
                 shard.stream.close_stream()
-            log.warning("connection_lost", reason=str(lost), step=self.progress.num_counted)
+            log.warning("connection_lost", reason=str(lost), seq=self.progress.num_counted)
             sleep(self.retry.failed(time.monotonic(), str(lost)))
             self.join()
             try:
@@ -129,7 +129,7 @@ class Membership:
             except Lost as again:
                 lost = again
                 continue
-            log.info("resumed" if reply is None else "rejoined", **self.ids, step=self.welcome.step)
+            log.info("resumed" if reply is None else "rejoined", **self.ids, seq=self.welcome.seq)
             return reply
 
     def end(self) -> None:

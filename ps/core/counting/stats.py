@@ -12,8 +12,8 @@ from ....common.wire.records import ResidualInfo
 # The live view's rates cover this many contributions.
 _RECENT = 20
 _MOST_BINS = 64  # of the staleness; the last one holds what is beyond
-# Of this process alone; in snapshots the contributions that count are called steps.
-_NOT_SAVED = {"rank", "contributions", "recent", "recent_samples", "loss", "exchange_before"}
+# Of this process alone.
+_NOT_SAVED = {"rank", "recent", "recent_samples", "loss", "exchange_before"}
 
 
 def bin_of(staleness: int) -> int:
@@ -103,7 +103,7 @@ class WorkerStats:
         newest = [samples for _, samples, _, _ in self._newest(num_open)]
         training_steps = self.training_steps - sum(steps for *_, steps in self._newest(num_open))
         return {
-            **values, "steps": self.contributions - num_open, "staleness_sum": staleness_sum,
+            **values, "contributions": self.contributions - num_open, "staleness_sum": staleness_sum,
             "samples": self.samples - sum(newest), "unsaid": self.unsaid - newest.count(0),
             "training_steps": training_steps,
         }  # fmt: skip
@@ -120,7 +120,7 @@ class WorkerStats:
         """From what a snapshot kept; what is not there, or not what it should be, is counted from zero."""
         known = {name: value for name, value in values.items() if type(value) in (int, float)}
         names = {field.name for field in fields(cls)} - _NOT_SAVED
-        return cls(rank, known.get("steps", 0), **{name: known[name] for name in names & known.keys()})
+        return cls(rank, **{name: known[name] for name in names & known.keys()})
 
     @property
     def known_samples(self) -> int | None:

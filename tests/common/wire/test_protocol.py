@@ -167,7 +167,7 @@ CLASSES = {
     Reason.MODEL_MISMATCH: MismatchError,
     Reason.OPTIMIZER_MISMATCH: MismatchError,
     Reason.OPTIMIZER_UNSUPPORTED: UsageError,
-    Reason.STEP_GAP: ParamServerError,
+    Reason.SEQ_GAP: ParamServerError,
     Reason.DIVERGED: DivergedError,
     Reason.DRAINING: UnreachableError,
     Reason.NOT_READY: UnreachableError,

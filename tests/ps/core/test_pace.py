@@ -71,7 +71,7 @@ def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions
     seconds, samples, steps = run.contributions.steady()
     assert (seconds, samples, steps) == (8.0, 200, 20)  # since 101.0, when both had contributed
     saved = run.roster.stats[0].saved(1)
-    assert (saved["steps"], saved["training_steps"], saved["samples"]) == (2, 16, 160)
+    assert (saved["contributions"], saved["training_steps"], saved["samples"]) == (2, 16, 160)
     assert WorkerStats.restored(0, saved).training_steps == 16
 
 

@@ -124,7 +124,7 @@ class Told:
         for effect in found:
             if isinstance(effect, effects.TakeSnapshot):
                 self.saved = json.loads(json.dumps(effect.saved))
-                for name in ("steps", "num_joins"):  # the manifest has numbers again
+                for name in ("contributions", "num_joins"):  # the manifest has numbers again
                     self.saved[name] = {int(rank): number for rank, number in self.saved[name].items()}
         return said(found)
 
@@ -139,10 +139,10 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
         before.tell(event)
     assert before.tell("contribute w1 s2") == "keep w1#2; fold w1#2; reply w1 v1"
     assert before.tell("stop").endswith("snapshot 2 of v1")
-    assert before.saved["steps"] == {0: 2, 1: 1}
+    assert before.saved["contributions"] == {0: 2, 1: 1}
     stats, bins = before.saved["training"]["stats"], before.saved["training"]["staleness"]
-    assert stats["0"]["steps"] == 2
-    assert sum(bins.values()) == sum(stats_entry["steps"] for stats_entry in stats.values()) == 3
+    assert stats["0"]["contributions"] == 2
+    assert sum(bins.values()) == sum(stats_entry["contributions"] for stats_entry in stats.values()) == 3
     assert sum(int(behind) * count for behind, count in bins.items()) == sum(
         stats_entry["staleness_sum"] for stats_entry in stats.values()
     )
@@ -155,7 +155,7 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
     assert after.tell("enter w0") == "seat w0.2 at s2"
     assert after.tell("enter w1") == "seat w1.2 at s1; reply w0 START v1; reply w1 START v1"
     # An old process that goes on where it was told begins there too: what it had been replied for is a gap.
-    assert after.tell("contribute w1 s3").startswith("discard w1#3; refuse w1.2: STEP_GAP")
+    assert after.tell("contribute w1 s3").startswith("discard w1#3; refuse w1.2: SEQ_GAP")
     assert after.tell("leave w1").startswith("fence w1.2")
     assert after.tell("contribute w0 s3") == "keep w0#3; fold w0#3; reply w0 v1"
     assert after.tell("enter w1") == "seat w1.3 at s1; reply w1 START v1"
@@ -170,7 +170,7 @@ def test_a_snapshot_taken_while_the_buffer_is_half_full_has_what_its_version_has
     for event in ("enter w0", "bring w0", "stored 1 v0", "contribute w0 s1", "contribute w0 s2", "contribute w0 s3"):
         told.tell(event)
     assert told.tell("after 5 s") == "snapshot 2 of v1"
-    assert told.saved["steps"] == {0: 2}
+    assert told.saved["contributions"] == {0: 2}
     assert told.tell("stored 2 v1") == "prune below v1"
     assert told.tell("contribute w0 s4").startswith("keep w0#4; fold w0#4; commit v2 [w0#3 w0#4]")
 
@@ -224,7 +224,14 @@ def test_a_restore_that_raises_is_a_sentence_with_the_mode_and_the_snapshot() ->
         raise KeyError("scale")
 
     run.policy.restore = restore  # type: ignore[method-assign]
-    saved = {"run": "r", "server_incarnation": 1, "policy": {"x": 1}, "steps": {}, "num_joins": {}, "training": {}}
+    saved = {
+        "run": "r",
+        "server_incarnation": 1,
+        "policy": {"x": 1},
+        "contributions": {},
+        "num_joins": {},
+        "training": {},
+    }
     with pytest.raises(CheckpointError) as caught:
         run.restore(4, ("model", "sgd"), saved, "/somewhere/v4")
     assert caught.value.exit_code == 14

@@ -30,7 +30,7 @@ def _training(place: Path) -> Engine:
     engine.model.adopt(LAYOUT, SPEC)
     engine.model.begin(engine.model.new_memory())
     engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
-    saved = engine.run.saved(0.0) | {"steps": {0: 1}, "num_joins": {0: 1}}
+    saved = engine.run.saved(0.0) | {"contributions": {0: 1}, "num_joins": {0: 1}}
     engine.run.restore(1, ("", ""), saved)
     engine.run.rhythm.restore(0, 0)  # so that a last snapshot would be taken
     engine.offer(events.Joined(1, 0, process="p"))

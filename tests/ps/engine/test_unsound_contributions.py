@@ -49,7 +49,7 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
         )
         assert (weight_of(server), server.engine.run.policy.version) == (-1.5, 1)
         for worker in (broken, other):
-            worker.contribute(step=2, version=1)
+            worker.contribute(seq=2, version=1)
         await server.settle()
         assert broken.outcomes == ["START", "REJECTED", "APPLIED"]
         assert (weight_of(server), counters(server, 0), counters(server, 1)) == (-2.0, (2, 0, 1, 0), (2, 0, 0, 0))
@@ -72,7 +72,7 @@ def test_a_round_of_nothing_but_skipped_contributions(layout: Layout) -> None:
         assert (weight_of(server), server.engine.run.policy.version, server.engine.model.store.version) == (0.0, 1, 1)
         assert bool((workers[0].weights() == 0).all())
         for worker in workers:
-            worker.contribute(step=2, version=1)
+            worker.contribute(seq=2, version=1)
         await server.settle()
         assert (weight_of(server), server.engine.run.policy.version) == (-0.5, 2)
         server.check_no_memory_is_kept()
@@ -89,7 +89,7 @@ async def test_a_repeat_of_a_skipped_contribution_says_so_again(server: Server) 
     worker.send(ask_again=pb.AskAgain(seq=1))
     await server.settle()
     assert worker.outcomes == ["START", "REJECTED", "REJECTED"]
-    worker.contribute(step=2, version=1)
+    worker.contribute(seq=2, version=1)
     await server.settle()
     assert worker.outcomes[-1] == "APPLIED"
     assert (weight_of(server), counters(server, 0)) == (-0.5, (2, 0, 1, 0))

@@ -158,9 +158,9 @@ def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
     bus.publish(1.75, SendReply(0, 1, reply_of(7, 9), True))
     bus.close()
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"op": "join", "role": "server", "t": 1.25, "rank": 0, "incarnation": 1, "step": 0, "resumed": False},
+        {"op": "join", "role": "server", "t": 1.25, "rank": 0, "incarnation": 1, "seq": 0, "resumed": False},
         {"op": "leave", "role": "server", "t": 1.5, "rank": 0, "incarnation": 1, "how": "closed"},
-        {"op": "reply", "role": "server", "t": 1.75, "rank": 0, "incarnation": 1, "step": 7, "version": 9,
+        {"op": "reply", "role": "server", "t": 1.75, "rank": 0, "incarnation": 1, "seq": 7, "version": 9,
          "outcome": "APPLIED"},
     ]  # fmt: skip
 
@@ -180,8 +180,8 @@ def test_a_full_disk_costs_the_history_and_not_the_run(capsys: pytest.CaptureFix
 
 def test_a_full_disk_costs_a_worker_its_history_only(capsys: pytest.CaptureFixture[str]) -> None:
     history = History("/dev/full")
-    for step in range(10):
-        history.write("send", rank=0, step=step)
+    for seq in range(10):
+        history.write("send", rank=0, seq=seq)
     history.close()
     said = capsys.readouterr()
     text = said.out + said.err

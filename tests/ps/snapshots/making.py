@@ -26,7 +26,7 @@ ADAM = OptimizerSpec("Adam", (GroupSpec(("w", "b"), {"lr": 0.1, "betas": [0.9, 0
 def manifest_of(version: int, incarnation: int = 1, **changes: Any) -> Manifest:
     return Manifest(**{
         "run": "run", "server_incarnation": incarnation, "version": version, "mode": "sync",
-        "policy": {"started": -float("inf"), "members": [1, 2.5, None]}, "steps": {0: version, 3: 1},
+        "policy": {"started": -float("inf"), "members": [1, 2.5, None]}, "contributions": {0: version, 3: 1},
         "num_joins": {0: 2, 3: 1}, "training": {"note": "ünï"}, "tensors": LAYOUT.specs,
         "optimizer": ADAM, "hyperparameters": ({"lr": 0.1 + 0.2},), "scalars": ("step",),
         "seed": 7, "paramserver_version": "0", **changes,

@@ -114,7 +114,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "huge version": (lambda m: m.update(version=2**70), "version"),
     "nothing in it": (lambda m: m.clear(), "Field required"),
     "unknown key": (lambda m: m.update(more=1), "more: Extra inputs"),
-    "steps of no rank": (lambda m: m["steps"].update(x=1), r"steps\.x"),
+    "contributions of no rank": (lambda m: m["contributions"].update(x=1), r"contributions\.x"),
     "policy a list": (lambda m: m.update(policy=[]), "policy"),
     "other format": (lambda m: m.update(format=1), "format 1, this version of paramserver reads format 2"),
     "path out of the directory": (lambda m: m["files"].update({"../../etc/passwd": m["files"][WEIGHTS]}), "files"),

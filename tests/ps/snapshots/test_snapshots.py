@@ -27,8 +27,8 @@ from paramserver.ps.tensors.thread import TensorThread
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
 SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
 SAVED = {
-    "run": "r", "server_incarnation": 3, "policy": {"window": [1, 2]}, "steps": {0: 4, 1: 5}, "num_joins": {0: 1},
-    "training": {"elapsed_s": 1.5},
+    "run": "r", "server_incarnation": 3, "policy": {"window": [1, 2]}, "contributions": {0: 4, 1: 5},
+    "num_joins": {0: 1}, "training": {"elapsed_s": 1.5},
 }  # fmt: skip
 
 

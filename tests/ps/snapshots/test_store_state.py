@@ -25,8 +25,8 @@ from paramserver.ps.tensors.store import Step, Store, StoreOptions
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(cls.__name__ for cls in known_optimizers().values() if is_elementwise(cls))
 FACTS = {
-    "run": "r", "server_incarnation": 1, "mode": "sync", "policy": {}, "steps": {}, "num_joins": {}, "training": {},
-    "seed": 0, "paramserver_version": "0",
+    "run": "r", "server_incarnation": 1, "mode": "sync", "policy": {}, "contributions": {},
+    "num_joins": {}, "training": {}, "seed": 0, "paramserver_version": "0",
 }  # fmt: skip
 
 # All kinds, several dtypes, a tied tensor, one of no dimension and one of no elements, in two groups and in none.

@@ -26,8 +26,8 @@ TABLES = tuple(
 )
 SGD = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),), TABLES)
 FACTS = {
-    "run": "run", "server_incarnation": 1, "mode": "async", "policy": {}, "steps": {}, "num_joins": {}, "training": {},
-    "seed": 1, "paramserver_version": "0",
+    "run": "run", "server_incarnation": 1, "mode": "async", "policy": {}, "contributions": {},
+    "num_joins": {}, "training": {}, "seed": 1, "paramserver_version": "0",
 }  # fmt: skip
 
 

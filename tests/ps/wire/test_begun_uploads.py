@@ -75,8 +75,8 @@ def _end_begun(worker: Worker, how: str) -> None:
             worker.send(placed=400, offset=8000)
         case "too many samples":
             worker.announce(num_samples=2**63)
-        case "another step":
-            worker.announce(step=7)
+        case "another number":
+            worker.announce(seq=7)
             worker.piece(4000, 396_000)
         case "two contributions":
             worker.announce()
@@ -98,7 +98,7 @@ BEGUN_ENDS = {
     "the same piece": "BAD_REQUEST",
     "placed": "BAD_REQUEST",
     "too many samples": "BAD_REQUEST",
-    "another step": "STEP_GAP",
+    "another number": "SEQ_GAP",
     "two contributions": "BAD_REQUEST",
     "begin after contribution": "BAD_REQUEST",
 }
@@ -166,15 +166,15 @@ async def test_what_workers_keep_back_and_lose_is_counted(server: Server) -> Non
     """As each says it of its process; nothing, where there was something, may have been sent. What another process had
     kept is lost with it. At the end it is what is never sent."""
     (worker,) = await server.workers(1)
-    for step, (residual, num, lost) in enumerate([(0.0, 0, 0.0), (3.0, 0, 0.0), (0.0, 0, 0.0), (2.0, 1, 4.0)], 1):
-        worker.contribute(step=step, version=step - 1, norm=residual, num_lost=num, lost_norm=lost)
+    for seq, (residual, num, lost) in enumerate([(0.0, 0, 0.0), (3.0, 0, 0.0), (0.0, 0, 0.0), (2.0, 1, 4.0)], 1):
+        worker.contribute(seq=seq, version=seq - 1, norm=residual, num_lost=num, lost_norm=lost)
         await server.settle()
     stats = server.engine.run.roster.stats[0]
     assert (stats.residual, stats.residuals_lost, stats.residual_lost) == (2.0, 1, 4.0)
     (another,) = await server.workers(1)
     assert (stats.residual, stats.residuals_lost, stats.residual_lost) == (0.0, 2, 6.0)
-    for step, (num, lost) in enumerate([(1, math.nan), (1, 0.5), (1, 0.5)], 5):
-        another.contribute(step=step, version=step - 1, num_lost=num, lost_norm=lost)
+    for seq, (num, lost) in enumerate([(1, math.nan), (1, 0.5), (1, 0.5)], 5):
+        another.contribute(seq=seq, version=seq - 1, num_lost=num, lost_norm=lost)
         await server.settle()
     another.send(finish=pb.Finish(residual=pb.ResidualInfo(norm=1.5, num_lost=2, lost_norm=0.75)))
     await server.settle()

@@ -16,14 +16,14 @@ from ..streams import Server, Worker, served, turns
 
 @served(max_staged=2, workers=2)
 async def test_every_refused_upload_gives_its_memory_back(server: Server) -> None:
-    wrong = [{"num_bytes": 2**40}, {"num_bytes": 0}, {"num_samples": 2**63}, {"codec": "nonsense"}, {"step": 7}]
+    wrong = [{"num_bytes": 2**40}, {"num_bytes": 0}, {"num_samples": 2**63}, {"codec": "nonsense"}, {"seq": 7}]
     _, other = await server.workers(2)
     for fields in wrong:
         worker = Worker(server, 0)  # replaces the one before
         await worker.join()
         worker.contribute(**fields)
         await turns()
-        assert await worker.end() == ("STEP_GAP" if "step" in fields else "BAD_REQUEST"), fields
+        assert await worker.end() == ("SEQ_GAP" if "seq" in fields else "BAD_REQUEST"), fields
         server.check_no_memory_is_kept()
     assert other.outcomes == ["START"]
 
