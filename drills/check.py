@@ -52,7 +52,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
                 of_workers.append(line)
                 continue
             if server_file not in (None, name):
-                problems.append(Problem(name, line.number, f"a server's history, and {server_file} is one already"))
+                problems.append(line.problem(f"a server's history, and {server_file} is one already"))
                 break
             server_file, last_op = name, line.op
             replay.feed(line)
@@ -85,7 +85,7 @@ class _WorkerReplay:
         getattr(self, f"_on_{line.op}")(line)
 
     def _report(self, line: Line, message: str) -> None:
-        self.problems.append(Problem(line.file, line.number, message))
+        self.problems.append(line.problem(message))
 
     def _on_start(self, line: Line) -> None:
         rank, incarnation, server, version = (

@@ -84,6 +84,9 @@ class Line:
     def __getitem__(self, key: str) -> Any:
         return self.fields[key]
 
+    def problem(self, message: str) -> Problem:
+        return Problem(self.file, self.number, message)
+
     @property
     def seqs(self) -> dict[int, int]:
         """`seqs` with ranks as numbers: JSON has texts as keys only."""

@@ -18,12 +18,13 @@ After a problem the replay continues from the history's version, so that one mis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.registry import MODES, mode_anywhere
+from ..common.registry import MODES
 from ..ps.policies.rules import Rule
+from .following import Follower
 from .history_lines import Line, Problem
 from .lineage import Lineage, Tally
 
@@ -47,11 +48,11 @@ class Member:
     started_at: int | None = None  # the newest version when it got its START; None: it has none yet
 
 
-class Replay:
+class Replay(Follower):
     """Checks the server's lines: `feed` them in order, then `finish`."""
 
     def __init__(self, modes: Iterable[str] = ()) -> None:
-        """`modes`: modes in the user's files, `FILE.py:NAME`, beside the installed ones."""
+        super().__init__(modes)
         self.problems: list[Problem] = []
         self.unchecked_modes: dict[str, None] = {}  # whose rules are not installed
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
@@ -62,7 +63,6 @@ class Replay:
         self.lineage = Lineage({})
         self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: its numbers
         self.version = 0
-        self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
         self._rules: list[Rule] = []
         self._members: dict[int, Member] = {}
         self._ranks: set[int] = set()  # that ever joined the run
@@ -74,16 +74,14 @@ class Replay:
         self._unseen: dict[int, int] = {}  # its numbers of ranks that no line has mentioned
         self._voided: set[tuple[int, int]] = set()
         self._is_cut = False  # this server has not ended
-        self._line: Line
 
     def feed(self, line: Line) -> None:
-        self._line = line
         if line.op == "end" and line.fields.get("begun") is False:
             return  # it was stopped while it waited for its other shards
         if self.run is None and line.op != "start":
-            self._report(f"{line.op} before any start")
+            self.problems.append(line.problem(f"{line.op} before any start"))
             self.run = ""
-        getattr(self, f"_on_{line.op}")(line)
+        super().feed(line)
 
     def finish(self) -> Tally:
         """The counts; the run in progress is counted as it stands."""
@@ -93,7 +91,7 @@ class Replay:
         return self.tally
 
     def _report(self, *messages: str | None) -> None:
-        self.problems += [Problem(self._line.file, self._line.number, message) for message in messages if message]
+        self.problems += [self._line.problem(message) for message in messages if message]
 
     # ---- starts, snapshots, ends ----------------------------------------------------------
 
@@ -115,12 +113,9 @@ class Replay:
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
         self._is_cut = True
 
-    def _rules_of(self, started: Mapping[str, Any]) -> list[Rule]:
-        """Returns the rules of the run's mode, none of a mode that is not known here.
-
-        A history names no code to run: the user names the file of a mode, wherever it was in that run.
-        """
-        mode = self._modes.get(mode_anywhere(started["mode"]))
+    def _rules_of(self, started: dict[str, Any]) -> list[Rule]:
+        """Returns the rules of the run's mode, none of a mode that is not known here."""
+        mode = self._mode_of(started)
         if mode is None:
             self.unchecked_modes[started["mode"]] = None
             self._may_be_open = True

@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 from ...common.errors import UsageError
-from ...common.registry import MODES, mode_anywhere
 from ...common.wire.records import Base, Contribution, ContributionId, Counts, FirstInfo, Timing
+from ...drills.following import Follower
 from ...drills.history_lines import Line, Problem
 from ...ps.core import effects, events
 from ...ps.core.judgement import SOUND, Judgement
@@ -70,13 +70,13 @@ def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
         enters.setdefault(wrong[0], []).append(wrong[1])  # it was a member before, and had to wait: try again
 
 
-class _Replay:
+class _Replay(Follower):
     def __init__(self, lines: Sequence[Line], modes: Iterable[str], enters: Mapping[int, list[int]]) -> None:
+        super().__init__(modes)
         self.verdict = Verdict()
         self.replied_late: tuple[int, int] | None = None  # the first problem is of a START: position before, rank
         self._lines = lines
-        self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
-        self._goes_silent, self._came = _last_lines(lines), 0
+        self._goes_silent, self._came = _last_lines(lines), 0  # position of the newest line from outside
         self._offering: list[int] = []  # ranks that are members from the next event on
         self._due: deque[tuple[str, dict[str, Any]]] = deque()  # lines that follow from what was applied
         self._run: Run | None = None
@@ -86,7 +86,7 @@ class _Replay:
             self._offering += enters.get(at, ())
             for rank, incarnation in self._goes_silent.get(at, ()):
                 if rank in self._of_run.policy.members:
-                    self._apply(events.Disconnected(rank, incarnation), line)
+                    self._apply(events.Disconnected(rank, incarnation))
 
     @property
     def _of_run(self) -> Run:
@@ -95,22 +95,23 @@ class _Replay:
 
     def _takes(self, at: int, line: Line) -> bool:
         """Returns whether the run says the same, and notes the problem if not."""
+        self._line = line
         if line.op == "start":
-            self._begin(line)
+            self.feed(line)
             return True
         if line.op not in _DECIDED or self._run is None or line.fields.get("done") is False:
             return True
         if not self._due:
             for rank in self._offering:
-                self._offers(rank, line)
+                self._offers(rank)
             self._offering.clear()
             self._came = at
-            self._happens(at, line)
+            self.feed(line)
         op, fields = self._due.popleft() if self._due else ("", {})
         names = _DECIDED[line.op]
         if op != line.op or any(fields[name] != line[name] for name in names):
             recorded = ", ".join(f"{name} {line[name]}" for name in names)
-            self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
+            self.verdict.problem = line.problem(f"recorded: {line.op} {recorded}")
             now = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
             self.verdict.decided = f"{op} {now}" if op else "nothing"
             if line.op == "reply" and line["outcome"] == "START":
@@ -121,8 +122,8 @@ class _Replay:
 
     # ---- a run -------------------------------------------------------------------------------
 
-    def _begin(self, line: Line) -> None:
-        mode = self._modes.get(mode_anywhere(line["mode"]))
+    def _on_start(self, line: Line) -> None:
+        mode = self._mode_of(line.fields)
         if mode is None:
             raise UsageError(
                 f"{line.file}:{line.number}: mode {line['mode']} is not installed here",
@@ -146,8 +147,8 @@ class _Replay:
             }
             run.restore(line["version"], ("model", "optimizer"), {**saved, "num_joins": joins, "training": {}})
 
-    def _apply(self, event: events.Event, line: Line) -> list[effects.Effect]:
-        event.at = line["t"]
+    def _apply(self, event: events.Event) -> None:
+        event.at = self._line["t"]
         found = self._of_run.apply(event)
         for effect in found:
             if isinstance(effect, effects.Fact):
@@ -156,46 +157,11 @@ class _Replay:
                     self._due.append((op, json.loads(json.dumps(fields))))
         for effect in found:
             if isinstance(effect, effects.AskForWeights):
-                self._apply(events.Brought(effect.rank, effect.incarnation), line)
-        return found
+                self._apply(events.Brought(effect.rank, effect.incarnation))
 
-    # ---- events from outside ---------------------------------------------------------------
+    # ---- events from outside: each line is made one again ------------------------------------
 
-    def _happens(self, at: int, line: Line) -> None:
-        """Make the line an event again."""
-        match line.op:
-            case "join":
-                self._joins(line)
-            case "leave" if line["how"] == "replaced":
-                joins = (item for item in self._lines[at:] if item.op == "join" and item["rank"] == line["rank"])
-                if (join := next(joins, None)) is not None:
-                    self._joins(join)
-            case "leave" if line["how"] == "finished":
-                self._apply(events.Finished(line["rank"], line["incarnation"]), line)
-            case "leave":
-                self._apply(events.Left(line["rank"], line["incarnation"], line["how"]), line)
-            case "control":
-                given = line.fields
-                controlled = events.Controlled(line["do"], given.get("rank"), given.get("name", ""), given.get("value"))
-                if "mode" in given:
-                    settings = {**given["options"], **asdict(self._of_run.policy.common)}
-                    self._of_run.options = replace(
-                        self._of_run.options, policy_of=partial(policy_of, settings=settings)
-                    )
-                self._apply(controlled, line)
-            case "accept":
-                self._contributes(line)
-            case "reply" if line["outcome"] == "START":
-                self._offer_all(at)
-            case "commit":
-                for rank in line["members"]:
-                    known = self._of_run.roster.workers.get(rank)
-                    if not self._due and known is not None and not known.has_offered:
-                        self._offers(rank, line)
-        if not self._due and line.op in ("commit", "reply"):
-            self._apply(events.Ticked(), line)
-
-    def _joins(self, line: Line) -> None:
+    def _on_join(self, line: Line) -> None:
         rank, incarnation = line["rank"], line["incarnation"]
         roster = self._of_run.roster
         if line.fields.get("resumed") and (known := roster.workers.get(rank)) is not None:
@@ -203,28 +169,34 @@ class _Replay:
         else:
             is_next = roster.num_joins.get(rank, 0) + 1 == incarnation
             before, process = 0 if is_next else incarnation - 1, f"{rank}.{incarnation}"
-            self._apply(events.HeartbeatBegan(process), line)
+            self._apply(events.HeartbeatBegan(process))
         this = self._of_run.incarnation
-        self._apply(events.Joined(line.number, rank, "", before, this, process), line)
+        self._apply(events.Joined(line.number, rank, "", before, this, process))
 
-    def _offers(self, rank: int, line: Line) -> None:
-        """Offer the worker's model, if it has not yet."""
-        worker = self._of_run.roster.workers.get(rank)
-        if worker is not None and ((worker.is_away and worker.is_resumed) or not worker.has_offered):
-            self._apply(events.Offered(rank, worker.incarnation, model="model", optimizer="optimizer"), line)
+    def _on_leave(self, line: Line) -> None:
+        rank, incarnation = line["rank"], line["incarnation"]
+        match line["how"]:
+            case "replaced":
+                joins = (item for item in self._lines[self._came :] if item.op == "join" and item["rank"] == rank)
+                if (join := next(joins, None)) is not None:
+                    self._on_join(join)
+            case "finished":
+                self._apply(events.Finished(rank, incarnation))
+            case how:
+                self._apply(events.Left(rank, incarnation, how))
 
-    def _offer_all(self, at: int) -> None:
-        """Offer the models of all workers that are admitted together with this line."""
-        for line in self._lines[at:]:
-            if self._due or line.op != "reply" or line["outcome"] != "START":
-                return
-            self._offers(line["rank"], line)
+    def _on_control(self, line: Line) -> None:
+        given = line.fields
+        if "mode" in given:
+            settings = {**given["options"], **asdict(self._of_run.policy.common)}
+            self._of_run.options = replace(self._of_run.options, policy_of=partial(policy_of, settings=settings))
+        self._apply(events.Controlled(line["do"], given.get("rank"), given.get("name", ""), given.get("value")))
 
-    def _contributes(self, line: Line) -> None:
+    def _on_accept(self, line: Line) -> None:
         rank, get = line["rank"], line.fields.get
         worker = self._of_run.roster.workers.get(rank)
         if worker is not None and worker.incarnation == line["incarnation"]:
-            self._offers(rank, line)
+            self._offers(rank)
         contribution = Contribution(
             ContributionId(rank, line["incarnation"], line["seq"]),
             self._of_run.policy.kind,
@@ -233,7 +205,32 @@ class _Replay:
             Timing(get("compute_s", 0.0), get("transfer_s", 0.0)),
             first=FirstInfo(run_steps=get("run_steps", 0)),
         )
-        self._apply(events.Contributed(contribution, _JUDGED.get(line["outcome"], SOUND)), line)
+        self._apply(events.Contributed(contribution, _JUDGED.get(line["outcome"], SOUND)))
+
+    def _on_commit(self, line: Line) -> None:
+        for rank in line["members"]:
+            known = self._of_run.roster.workers.get(rank)
+            if not self._due and known is not None and not known.has_offered:
+                self._offers(rank)
+        self._tick()
+
+    def _on_reply(self, line: Line) -> None:
+        """A START is sent to all workers that are admitted together."""
+        for other in self._lines[self._came :] if line["outcome"] == "START" else ():
+            if self._due or other.op != "reply" or other["outcome"] != "START":
+                break
+            self._offers(other["rank"])
+        self._tick()
+
+    def _tick(self) -> None:
+        if not self._due:
+            self._apply(events.Ticked())
+
+    def _offers(self, rank: int) -> None:
+        """Offer the worker's model, if it has not yet."""
+        worker = self._of_run.roster.workers.get(rank)
+        if worker is not None and ((worker.is_away and worker.is_resumed) or not worker.has_offered):
+            self._apply(events.Offered(rank, worker.incarnation, model="model", optimizer="optimizer"))
 
 
 def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
