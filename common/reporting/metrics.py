@@ -6,9 +6,9 @@ call read this table. A new metric is one `register(Metric(...))`, and changes n
     register(Metric("dropped", "dropped", "Contributions that came after their round had closed.",
                     read=lambda worker: worker.stats.dropped, over_workers=Fold.SUM, over_time=Fold.SUM))
 
-A server calls `read`: for a metric of a worker with a `WorkerSource` (ps/observe/reports.py), which has the rank's
-`stats`, its traffic and the policy; for a metric of the run with the engine. Everywhere else a metric is a value under
-its name. None means that the value is unknown.
+A server calls `read`: for a metric of a worker with a `WorkerSource` (ps/core/counting/sources.py), which has the
+rank's `stats`, its `traffic` and the policy; for a metric of the run with the engine. A simulation calls it with the
+same source. Everywhere else a metric is a value under its name. None means that the value is unknown.
 """
 
 from __future__ import annotations

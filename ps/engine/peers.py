@@ -19,6 +19,7 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment
 from ..core import effects
+from ..core.counting.sources import Traffic
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..policies.base import names
@@ -49,18 +50,6 @@ class Done:
 
 # What may be said on a stream; text: nothing yet, and why.
 Item = str | effects.AskForWeights | Go | Done
-
-
-@dataclass(eq=False, slots=True)
-class Traffic:
-    """Of one rank with this process, over all its incarnations; bytes with their framing, without Waiting messages."""
-
-    num_sent: int = 0  # by the worker
-    num_received: int = 0
-    num_peers: int = 0  # by the worker to other workers, as it says
-    transport: str = "grpc"
-    transport_reason: str = ""  # why it is no better one
-    codec: str = "raw"  # of the newest contribution
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from ...common.config.schema import Config
 from ...common.errors import CheckpointError
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
+from ..core.counting.sources import Traffic
 from ..snapshots.available import Available
 from ..snapshots.common import SnapshotName
 from ..snapshots.resume import new_incarnation, resume_model
 from ..tensors.model import names_of
 from .engine import Engine
-from .peers import Traffic
 
 log = get_logger()
 

@@ -44,7 +44,7 @@ from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine
 from .bus import Sink
-from .reports import WorkerSource, state_of
+from .reports import sources, state_of
 
 log = get_logger()
 
@@ -206,7 +206,7 @@ def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple
 
 def _values(engine: Engine, rank: int) -> dict[str, Value]:
     """A rank's metrics, with the bytes that it exchanged with this process alone."""
-    return values_of(shown_of_workers(Display.PROMETHEUS), WorkerSource(engine, rank, is_here=True))
+    return values_of(shown_of_workers(Display.PROMETHEUS), sources(engine, [rank], is_here=True)[0])
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import nsmallest
 
 from ...common.reporting.curve import Point
 from ...common.reporting.metrics import OF_WORKER, Value, over_workers, values_of
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
-from ..core.counting.stats import WorkerStats
+from ..core.counting.sources import Traffic, WorkerSource
 from ..engine.engine import Engine
-from ..engine.peers import Traffic
-from ..policies.base import Policy
 
 # The most workers in a status, so that sending and drawing it do not grow with the run. Making it adds up some numbers
 # of each worker, listed or not: 20 ms with 10,000.
@@ -19,42 +18,11 @@ _MOST_LISTED = 64
 _NO_TRAFFIC = Traffic()
 
 
-class WorkerSource:
-    """The source of one worker's metrics (`common/reporting/metrics.py`)."""
-
-    __slots__ = ("_engine", "_others", "rank", "stats", "traffic")
-
-    def __init__(self, engine: Engine, rank: int, is_here: bool = False) -> None:
-        """`is_here`: count only the bytes exchanged with this server process, not those with other shards."""
-        self._engine = engine
-        self._others = {} if is_here else engine.shard_states
-        self.rank = rank
-        self.stats: WorkerStats = engine.run.roster.stats[rank]
-        self.traffic = engine.traffic.get(rank, _NO_TRAFFIC)
-
-    @property
-    def policy(self) -> Policy:
-        return self._engine.run.policy
-
-    @property
-    def lead(self) -> int:
-        return self.policy.lead(self.rank) if self.rank in self.policy.members else 0
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.traffic.num_sent + (self._elsewhere(0) if self._others else 0)
-
-    @property
-    def bytes_received(self) -> int:
-        return self.traffic.num_received + (self._elsewhere(1) if self._others else 0)
-
-    @property
-    def peer_bytes(self) -> int:
-        return self.traffic.num_peers
-
-    def _elsewhere(self, direction: int) -> int:
-        """Bytes exchanged with other shards, by their newest reports."""
-        return sum(state.traffic.get(self.rank, (0, 0))[direction] for state in self._others.values())
+def sources(engine: Engine, ranks: Iterable[int], is_here: bool = False) -> list[WorkerSource]:
+    """The sources of these workers' metrics. `is_here`: without the bytes that they exchanged with other shards."""
+    policy, stats = engine.run.policy, engine.run.roster.stats
+    others = () if is_here else [state.traffic for state in engine.shard_states.values()]
+    return [WorkerSource(rank, policy, stats[rank], engine.traffic.get(rank, _NO_TRAFFIC), others) for rank in ranks]
 
 
 def status(engine: Engine) -> Status:
@@ -77,9 +45,9 @@ def status(engine: Engine) -> Status:
 
 def run_metrics(engine: Engine) -> dict[str, Value]:
     """The metrics of the run: its own, and those of all its workers added up."""
-    sources = [WorkerSource(engine, rank) for rank in engine.run.roster.stats]
+    workers = sources(engine, engine.run.roster.stats)
     own = values_of((metric for metric in Status.declared_metrics() if metric.of_run), engine)
-    return over_workers(lambda metric: list(map(metric.read, sources)) if metric.read else []) | own
+    return over_workers(lambda metric: list(map(metric.read, workers)) if metric.read else []) | own
 
 
 def _listed(engine: Engine) -> list[int]:
@@ -95,7 +63,7 @@ def _listed(engine: Engine) -> list[int]:
 def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[WorkerStatus]:
     """These ranks, with the bytes that they have exchanged with all shards. `why`: the reason that each waits for."""
     found = []
-    for source in (WorkerSource(engine, rank) for rank in ranks):
+    for source in sources(engine, ranks):
         traffic, rank = source.traffic, source.rank
         metrics = values_of(OF_WORKER.values(), source)
         found.append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from typing import NamedTuple
 
 from rich.table import Column, Table
 
@@ -14,8 +13,7 @@ from ...common.reporting.report import share, size
 from ...common.reporting.status import WorkerStatus
 from ...common.reporting.summary import Summary
 from ...common.wire.json_text import to_json
-from ...ps.core.counting.stats import WorkerStats
-from ...ps.policies.base import Policy
+from ...ps.core.counting.sources import Traffic, WorkerSource
 from ..run.simulation import Simulation
 from ..run.tally import CAUSES
 
@@ -165,23 +163,14 @@ def time_cells(runs: list[tuple[str, Simulation]]) -> tuple[list[str], list[list
     return ["mode", *_NAMES, "up", "down"], rows
 
 
-class _Source(NamedTuple):
-    """The source of a simulated worker's metrics, like a server's `WorkerSource`."""
-
-    rank: int
-    stats: WorkerStats
-    policy: Policy
-    bytes_sent: int
-    bytes_received: int
-    lead: int = 0
-    peer_bytes: int = 0
-
-
 def _workers(simulation: Simulation) -> list[WorkerStatus]:
     """Returns the workers that joined before the end."""
     found = []
     for worker in (worker for worker in simulation.workers if worker.incarnation):
+        traffic = Traffic(round(worker.num_sent), round(worker.num_received), transport="simulated")
         stats = simulation.run.roster.stats[worker.rank]
-        source = _Source(worker.rank, stats, simulation.policy, round(worker.num_sent), round(worker.num_received))
-        found.append(WorkerStatus(rank=worker.rank, transport="simulated", **values_of(OF_WORKER.values(), source)))
+        source = WorkerSource(worker.rank, simulation.policy, stats, traffic)
+        found.append(
+            WorkerStatus(rank=worker.rank, transport=traffic.transport, **values_of(OF_WORKER.values(), source))
+        )
     return found

@@ -28,6 +28,8 @@ from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.observe import reports
 from paramserver.ps.observe.metrics import MetricsSink
 from paramserver.ps.observe.trackers.base import metrics_of
+from paramserver.simulate.results.summary import summary as summary_of
+from paramserver.tests.simulate.worlds import simulated
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from starlette.testclient import TestClient
@@ -44,7 +46,7 @@ def crumbs() -> Iterator[None]:
     """The whole declaration."""
     register(
         Metric("crumb_s", "crumbs", "Seconds in which crumbs fell.", Unit.SECONDS, over_workers=Fold.SUM,
-               over_time=Fold.SUM, read=lambda worker: 2.5 * worker.stats.dropped)
+               over_time=Fold.SUM, read=lambda worker: 2.5 * worker.stats.dropped + worker.traffic.num_peers)
     )  # fmt: skip
     yield
     unregister("crumb_s")
@@ -77,6 +79,10 @@ def test_a_server_has_it_and_prometheus() -> None:
     assert json.loads(summary.text())["crumb_s"] == 7.5
     assert "# HELP paramserver_worker_crumb_seconds_total Seconds in which crumbs fell." in text
     assert 'paramserver_worker_crumb_seconds_total{rank="1"} 5.0' in text
+
+
+def test_a_simulation_has_it() -> None:
+    assert [worker.crumb_s for worker in summary_of(simulated("sync", 2, 3)).workers] == [0.0, 0.0]
 
 
 def test_trackers_and_terminal_have_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ class Worker:
     """What a worker knows. `unanswered` is the contribution (or None for a join) it waits for."""
 
     rank: int
-    step: int
+    seq: int
     base_version: int = 0  # of its next contribution
     held_version: int = 0  # of the weights in its model; delayed_update, that contribution is computed already
     is_fresh: bool = True  # nothing contributed since it joined
@@ -51,7 +51,7 @@ class Worker:
 
 @dataclass
 class ModelStore:
-    """Carries out decisions and refuses impossible ones. A contribution is (rank, step)."""
+    """Carries out decisions and refuses impossible ones. A contribution is (rank, seq)."""
 
     policy: Policy
     common: Common
@@ -77,7 +77,7 @@ class ModelStore:
         return len(self.live) < self.common.min_workers
 
     def lead(self, rank: int) -> int:
-        return self.live[rank].step - min(worker.step for worker in self.live.values())
+        return self.live[rank].seq - min(worker.seq for worker in self.live.values())
 
     # ---- carrying out ----
 
@@ -104,7 +104,7 @@ class ModelStore:
                 case Accept(rank):
                     self.undecided.remove(rank)
                     self.accepted[self.staged[rank]] += 1
-                    self.live[rank].step += 1
+                    self.live[rank].seq += 1
                     self.live[rank].counts_for_nothing = False
                     accepted_now.add(rank)
                 case Discard(rank):
@@ -175,7 +175,7 @@ class ModelStore:
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
         worker.counts_for_nothing, worker.generation = False, generation_of(self.policy, worker.rank)
-        assert self.policy.num_counted[worker.rank] == worker.step
+        assert self.policy.num_counted[worker.rank] == worker.seq
 
     def _may_be_replied(self, key: tuple[int, int] | None) -> bool:
         """It is folded, and no version holds it yet."""
@@ -195,7 +195,7 @@ class World:
         self.says_generations = True  # False: workers report of the newest
         self.events: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self.decided: list[list[Any]] = []
-        self.last_steps: dict[int, int] = {}
+        self.last_seqs: dict[int, int] = {}
         self.is_sound = True  # False from the first broken promise on
 
     def event(
@@ -218,12 +218,12 @@ class World:
 
     def join(self, rank: int) -> None:
         # A rank new to a running job starts where the slowest live one is, one that returns where it was.
-        slowest = min((worker.step for worker in self.store.live.values()), default=0)
-        step = self.last_steps.setdefault(rank, slowest)
-        if step < slowest:
+        slowest = min((worker.seq for worker in self.store.live.values()), default=0)
+        seq = self.last_seqs.setdefault(rank, slowest)
+        if seq < slowest:
             for worker in self.store.live.values():
                 worker.was_admitted_before_return = True
-        self.store.live[rank] = Worker(rank, step)
+        self.store.live[rank] = Worker(rank, seq)
         self.event("joined", rank)
 
     def leave(self, rank: int) -> None:
@@ -238,7 +238,7 @@ class World:
         worker = self.store.live[rank]
         base = worker.base_version if base_version is None else base_version
         contribution = contribution_of(
-            worker.step + 1, base, num_samples, generation=worker.generation * self.says_generations, failed=is_broken
+            worker.seq + 1, base, num_samples, generation=worker.generation * self.says_generations, failed=is_broken
         )
         key = (rank, contribution.id.seq)
         assert rank not in self.store.staged, "a worker that computes has nothing staged"
@@ -263,8 +263,8 @@ class World:
         if grown:
             self.store.accepted[key] += 1
             assert self.store.accepted[key] == 1, f"{key} accepted twice"
-            worker.step += 1
-            self.last_steps[rank] = worker.step
+            worker.seq += 1
+            self.last_seqs[rank] = worker.seq
             bound = lead_bound(self.policy)
             if bound is not None and not worker.was_admitted_before_return:
                 assert self.store.lead(rank) <= bound + 1 - self.common.delayed_update
@@ -272,15 +272,15 @@ class World:
             assert Discard(rank) in decisions or Wait(rank) in decisions, "neither accepted nor discarded"
         worker.counts_for_nothing = not grown
         self.store.carry_out(decisions, rank)
-        self.last_steps.update({item.rank: item.step for item in self.store.live.values()})
+        self.last_seqs.update({item.rank: item.seq for item in self.store.live.values()})
         self.check()
 
     def repeat(self, rank: int) -> None:
         worker = self.store.live[rank]
         self.store.forget(rank)
         held_back = self.store.staged.pop(rank, None)  # the original, where it waits to be folded
-        self.store.staged[rank] = (rank, worker.step)
-        worker.unanswered = contribution_of(worker.step, worker.base_version, num_samples=99)
+        self.store.staged[rank] = (rank, worker.seq)
+        worker.unanswered = contribution_of(worker.seq, worker.base_version, num_samples=99)
         worker.state, worker.is_repeat, worker.is_away, worker.counts_for_nothing = "waiting", True, False, False
         accepted = self.store.accepted.copy()
         if held_back is None:
@@ -298,12 +298,12 @@ class World:
         assert not any(isinstance(decision, Fold) and decision.rank == rank for decision in decisions)
         assert self.store.accepted == accepted
 
-    def refuse(self, rank: int, step: int, kind: str) -> None:
+    def refuse(self, rank: int, seq: int, kind: str) -> None:
         """A contribution that must be refused, whole and without effect on anyone."""
         held_back = self.store.staged.pop(rank, None)
-        self.store.staged[rank] = (rank, step)
+        self.store.staged[rank] = (rank, seq)
         version, last = self.policy.version, dict(self.policy.num_counted)
-        decisions = self.event("contributed", rank, contribution_of(step, version), rank=rank, held_back=held_back)
+        decisions = self.event("contributed", rank, contribution_of(seq, version), rank=rank, held_back=held_back)
         assert [type(decision) for decision in decisions] == [Discard, Refuse]
         assert decisions[1].kind == kind
         assert (self.policy.version, self.policy.num_counted) == (version, last)
@@ -311,7 +311,7 @@ class World:
     def reject(self, rank: int) -> None:
         """Its next contribution has come, and cannot be used."""
         worker = self.store.live[rank]
-        worker.unanswered = contribution_of(worker.step + 1, worker.base_version)
+        worker.unanswered = contribution_of(worker.seq + 1, worker.base_version)
         worker.state, worker.is_away, worker.counts_for_nothing = "waiting", False, True
         counted = dict(self.policy.num_counted)
         self.event("rejected", rank, rank=rank)
@@ -346,10 +346,10 @@ class World:
         store, policy = self.store, self.policy
         assert policy.version == store.version, "version is not the number of commits"
         assert set(policy.members) == set(store.live)
-        assert policy.num_counted == {rank: self.last_steps[rank] for rank in policy.num_counted}
+        assert policy.num_counted == {rank: self.last_seqs[rank] for rank in policy.num_counted}
         for rank, worker in store.live.items():
             assert policy.lead(rank) == store.lead(rank)
-            assert policy.num_counted[rank] == worker.step
+            assert policy.num_counted[rank] == worker.seq
             assert 0 <= policy.next_local_steps(rank) <= policy.local_steps
             assert 0 <= policy.steps_done(rank) <= self.common.training_steps
             assert policy.upload_position(rank) >= 0
@@ -379,8 +379,8 @@ class World:
         computing = {rank for rank in busy if self.store.live[rank].state != "finished"}  # or away, and asks again
         assert computing, f"{sorted(waiting)} wait, and nobody else will ever contribute"
         if lead_bound(self.policy) is not None:
-            slowest = min(worker.step for worker in self.store.live.values())
-            assert any(self.store.live[rank].step == slowest for rank in computing)
+            slowest = min(worker.seq for worker in self.store.live.values())
+            assert any(self.store.live[rank].seq == slowest for rank in computing)
 
     def replay(self) -> None:
         """The same events on a fresh policy give the same decisions."""
@@ -398,12 +398,12 @@ class World:
         for rank, worker in list(self.store.live.items()):
             if worker.is_away and worker.state == "waiting":
                 self.ask_again(rank)
-        for _ in range(2 * (MAX_RANK + 2) * (1 + max(self.last_steps.values(), default=0))):
+        for _ in range(2 * (MAX_RANK + 2) * (1 + max(self.last_seqs.values(), default=0))):
             if not self.store.staged and not self.store.in_mean:
                 break
             computing = [worker for worker in self.store.live.values() if worker.state == "computing"]
             assert computing, "something accepted is not committed, and nobody computes"
-            self.contribute(min(computing, key=lambda worker: (worker.step, worker.rank)).rank)
+            self.contribute(min(computing, key=lambda worker: (worker.seq, worker.rank)).rank)
         assert self.store.committed == set(self.store.accepted)
 
 

@@ -106,7 +106,7 @@ class Process:
             welcome.server_incarnation,
         )
         if welcome.resumed:
-            self.counted = welcome.step
+            self.counted = welcome.seq
             return True
         self.encoder, self.decoder, self.num_taken, self.sent = (
             CODEC.encoder(self.layout),

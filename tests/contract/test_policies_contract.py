@@ -86,9 +86,9 @@ class PolicyMachine(RuleBasedStateMachine):
     def skips_a_step(self, pick: int, gap: int) -> None:
         computing = self.ranks("computing")
         rank = computing[pick % len(computing)]
-        step = self.world.policy.num_counted[rank] + gap
-        if step >= 1:
-            self.world.refuse(rank, step, "SEQ_GAP")
+        seq = self.world.policy.num_counted[rank] + gap
+        if seq >= 1:
+            self.world.refuse(rank, seq, "SEQ_GAP")
             self.world.leave(rank)  # a refused call ends
 
     @precondition(lambda self: self.ranks("computing"))

@@ -30,10 +30,10 @@ def play_rounds(mode: str, arrivals: list[list[int]], num_samples: dict[int, int
     for rank in order:
         policy.joined(rank, 0.0)
     rounds = []
-    for step, arrival in enumerate(arrivals, 1):
+    for seq, arrival in enumerate(arrivals, 1):
         decided = Round()
         for rank in arrival:
-            for decision in policy.contributed(rank, contribution_of(step, policy.version, num_samples[rank]), 0.0):
+            for decision in policy.contributed(rank, contribution_of(seq, policy.version, num_samples[rank]), 0.0):
                 if isinstance(decision, Fold):
                     decided.folds.append(decision)
                 elif isinstance(decision, Commit):

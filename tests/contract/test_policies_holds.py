@@ -76,12 +76,12 @@ def test_finished_workers_hold_nobody_back(mode: str) -> None:
     policy = make_policy(mode, training_steps=4, num_workers=2, staleness=10)
     for rank in (0, 1):
         policy.joined(rank, 0.0)
-    for step in range(1, 5):
-        policy.contributed(0, contribution_of(step, policy.version), 0.0)
+    for seq in range(1, 5):
+        policy.contributed(0, contribution_of(seq, policy.version), 0.0)
         if policy.waiting(0.0):
-            policy.contributed(1, contribution_of(step, policy.version), 0.0)
-    for step in range(policy.num_counted[1] + 1, 5):
-        policy.contributed(1, contribution_of(step, policy.version), 0.0)
+            policy.contributed(1, contribution_of(seq, policy.version), 0.0)
+    for seq in range(policy.num_counted[1] + 1, 5):
+        policy.contributed(1, contribution_of(seq, policy.version), 0.0)
         assert policy.waiting(0.0) == {}
     assert policy.next_local_steps(0) == policy.next_local_steps(1) == 0
 

@@ -63,10 +63,10 @@ def test_a_restored_policy_decides_as_the_saved_one_would(mode: str, told: dict[
     assert restored.saved_state() == saved.saved_state()
     for rank in sorted(world.store.live):
         world.leave(rank)
-    for rank in sorted(world.last_steps):
+    for rank in sorted(world.last_seqs):
         world.join(rank)
         restored.joined(rank, world.now)
     world.says_generations = False  # those of one that goes on are others
     world.policy = Twins(saved, restored)  # type: ignore[assignment]
     # A rank that is new while nobody is live begins at 0 in a run, and at the others' in one that goes on.
-    play_on(world, data, sorted(world.last_steps))
+    play_on(world, data, sorted(world.last_seqs))

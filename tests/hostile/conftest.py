@@ -60,7 +60,7 @@ class Peer:
 
     def __init__(self, address: str, rank: int | None = None) -> None:
         self.rank = rank
-        self.step = self.version = 0
+        self.seq = self.version = 0
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._call: Any = self._channel.stream_stream(f"/{SERVICE}/Exchange")(iter(self._outgoing.get, None))
@@ -89,7 +89,7 @@ class Peer:
         return welcome
 
     def contribute(self) -> None:
-        self.send(*contribution(self.step + 1, self.version))
+        self.send(*contribution(self.seq + 1, self.version))
 
     def reply(self) -> str:
         received = self.receive("reply")
@@ -100,7 +100,7 @@ class Peer:
         left = received.header.weights.num_bytes - len(received.data)
         while left > 0:
             left -= len(self.receive(None).data)
-        self.step, self.version = received.header.result.seq, received.header.result.version
+        self.seq, self.version = received.header.result.seq, received.header.result.version
 
     def ended(self) -> tuple[str, str, str]:
         """(status, ps-reason, text) of a stream that the server ends."""
@@ -312,16 +312,16 @@ def initial_weights(layout: Layout = LAYOUT) -> Iterable[bytes]:
     return message_frames(header, [memoryview(bytes(layout.total_bytes))])
 
 
-def contribution_header(step: int, version: int = 0, layout: Layout = LAYOUT, **fields: Any) -> pb.WorkerMessage:
+def contribution_header(seq: int, version: int = 0, layout: Layout = LAYOUT, **fields: Any) -> pb.WorkerMessage:
     values = {
-        "seq": step, "version": version, "num_samples": 1, "wants_weights": True,
+        "seq": seq, "version": version, "num_samples": 1, "wants_weights": True,
         "num_bytes": layout.exchange_bytes, **fields,
     }  # fmt: skip
     return pb.WorkerMessage(contribution=contribution_proto(**values))
 
 
-def contribution(step: int, version: int = 0, layout: Layout = LAYOUT) -> Iterable[bytes]:
-    return message_frames(contribution_header(step, version, layout), [memoryview(bytes(layout.exchange_bytes))])
+def contribution(seq: int, version: int = 0, layout: Layout = LAYOUT) -> Iterable[bytes]:
+    return message_frames(contribution_header(seq, version, layout), [memoryview(bytes(layout.exchange_bytes))])
 
 
 # ---- the server --------------------------------------------------------------------------------------

@@ -20,12 +20,12 @@ def test_a_contribution_replayed_on_another_connection_counts_once(server, wire)
     """Whoever recorded a worker's bytes and plays them again fences that worker, and changes nothing else."""
     victim = server.peer(20)
     victim.join()
-    recorded = list(wire.contribution(victim.step + 1, victim.version))
+    recorded = list(wire.contribution(victim.seq + 1, victim.version))
     victim.send(*recorded)
     assert victim.reply() == "APPLIED"
     before = version(server)
     thief = server.peer(20)
-    assert thief.join().step == victim.step
+    assert thief.join().seq == victim.seq
     for _ in range(2):
         thief.send(*recorded)
         assert thief.reply() == "REPEATED"
@@ -41,7 +41,7 @@ def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire
     for peer in peers:
         peer.join()
     for peer in peers:
-        peer.send(*wire.contribution(peer.step + 1))
+        peer.send(*wire.contribution(peer.seq + 1))
     assert peers[1].reply() == "APPLIED"
     assert peers[0].ended()[1] == "REPLACED"
     assert version(server) == before + 1
@@ -52,7 +52,7 @@ def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire
 def test_a_step_that_is_not_the_next_one(server, wire, ahead):
     peer = server.peer(22)
     peer.join()
-    peer.send(*wire.contribution(peer.step + ahead))
+    peer.send(*wire.contribution(peer.seq + ahead))
     assert peer.ended()[1] == ("SEQ_GAP" if ahead < 2**62 else "BAD_REQUEST")  # no number that is counted to
     assert version(server) == peer.version
 
@@ -63,6 +63,6 @@ def test_a_version_that_nobody_was_given(server, wire, ahead):
     """It would make the contribution look computed in the future, in the staleness and in the history."""
     peer = server.peer(26)
     peer.join()
-    peer.send(*wire.contribution(peer.step + 1, peer.version + ahead))
+    peer.send(*wire.contribution(peer.seq + 1, peer.version + ahead))
     assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
     assert version(server) == peer.version

@@ -174,7 +174,7 @@ def exchanges(server: Server, rank: int) -> Any:
 def test_a_length_byte_by_byte(direct: Server) -> None:
     """Nothing is owed between two messages; who stops in the middle of one's length holds nobody up, and goes on."""
     peer = exchanges(direct, 48)
-    said = message(contribution_header(peer.step + 1, peer.version).SerializeToString())
+    said = message(contribution_header(peer.seq + 1, peer.version).SerializeToString())
     for byte in said[:-1]:
         peer.raw(bytes([byte]))
     exchanges(direct, 49)
@@ -193,7 +193,7 @@ def test_one_that_closes_its_socket_and_not_its_stream(direct: Server) -> None:
 def test_one_that_goes_on_over_the_stream(direct: Server) -> None:
     """What was left for the direct connection is read no more: nothing of it counts."""
     peer = exchanges(direct, 53)
-    Peer.send(peer, *contribution(peer.step + 1, peer.version))  # over gRPC
+    Peer.send(peer, *contribution(peer.seq + 1, peer.version))  # over gRPC
     peer.contribute()
     assert peer.reply() == "APPLIED"
     assert exchanges(direct, 54).version == peer.version + 1

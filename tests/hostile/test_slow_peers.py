@@ -109,7 +109,7 @@ def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
     if server.transport == "direct":
         peer = server.peer(71)
         peer.join()
-        header = wire.contribution_header(peer.step + 1, peer.version, in_shared_memory=True)
+        header = wire.contribution_header(peer.seq + 1, peer.version, in_shared_memory=True)
         peer.send(header.SerializeToString(), placed_frame(0, header.contribution.payload.num_bytes))
         return 71, peer.raw
     slow = server.raw_peer()
@@ -147,7 +147,7 @@ def asks_and_never_reads(server: Any, wire: Any) -> int:
         deaf = server.peer(70)
         deaf.join()
         for number in range(1, 40):
-            deaf.send(*wire.contribution(deaf.step + number, deaf.version))
+            deaf.send(*wire.contribution(deaf.seq + number, deaf.version))
         return 70
     deaf = server.raw_peer(room=False)
     deaf.call("Exchange")

@@ -120,7 +120,7 @@ def test_health_and_reflection_are_served(channel):
 def test_a_whole_run_with_generated_code_alone(channel):
     worker = ForeignWorker(channel, size=700)
     welcome = worker.join()
-    assert (welcome.rank, welcome.incarnation, welcome.step, welcome.settings.mode) == (0, 1, 0, "async")
+    assert (welcome.rank, welcome.incarnation, welcome.seq, welcome.settings.mode) == (0, 1, 0, "async")
     worker.offer()
     worker.receive("send_weights")
     start = [float(i) for i in range(700)]
@@ -191,7 +191,7 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
     worker.send(offset=0, data=bytes(16))
     worker.replies.cancel()
     second = ForeignWorker(channel, 8)
-    assert second.join().step == 0
+    assert second.join().seq == 0
     second.offer()
     reply = second.receive("reply")
     assert reply.reply.result.version == 0

@@ -51,7 +51,7 @@ def keep(place: Path, version: int, shards: int = 1, only: tuple[int, ...] | Non
         if shards > 1:
             entry = ShareEntry(shard=index, shards=shards, tensors=LAYOUT.specs, optimizer=SPEC)
         manifest = manifest_of(
-            capture(store), share.layout, spec, run=run, server_incarnation=1, mode="sync", steps={0: version},
+            capture(store), share.layout, spec, run=run, server_incarnation=1, mode="sync", contributions={0: version},
             num_joins={0: 1}, training={}, seed=0, share=entry, paramserver_version="0",
         )  # fmt: skip
         folder = place / f"shard-{index}-of-{shards}" if shards > 1 else place

@@ -53,7 +53,7 @@ def test_pruning_keeps_the_newest_that_all_shards_have(tmp_path: Path) -> None:
 
 def test_the_same_version_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
     snapshot(tmp_path, 4)
-    write(tmp_path, manifest_of(4, steps={0: 99}), files_of(4))
+    write(tmp_path, manifest_of(4, contributions={0: 99}), files_of(4))
     assert len(candidates(tmp_path)) == 1 and hidden(tmp_path) == []
     assert load(candidates(tmp_path)[0]).manifest.contributions == {0: 99}
 
@@ -64,5 +64,5 @@ def test_killed_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None
     assert candidates(tmp_path) == [old]
     found = load_newest(tmp_path)
     assert found is not None and found.manifest.version == 4
-    write(tmp_path, manifest_of(4, steps={0: 99}), files_of(4))
+    write(tmp_path, manifest_of(4, contributions={0: 99}), files_of(4))
     assert candidates(tmp_path) == [path] and hidden(tmp_path) == []

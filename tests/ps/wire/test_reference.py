@@ -89,7 +89,7 @@ class Follower(Worker):
         self.net = Net(40 if self.layout.fingerprint == SMALL.fingerprint else 3000)
         tensors = ModelTensors(self.net)
         self.down = Down(CODECS.load(codec)(), tensors, make_transfer(tensors))
-        self.mine, self.number, self.step, self.kinds_of_replies = bytearray(), 0, 0, []
+        self.mine, self.number, self.seq, self.kinds_of_replies = bytearray(), 0, 0, []
 
     async def join(self, offered: pb.Segment | None = None) -> None:
         names = tuple(spec.name for spec in self.layout.specs if spec.kind.name == "PARAMETER")
@@ -112,9 +112,9 @@ class Follower(Worker):
     is_delta = False
 
     def push(self, payload: torch.Tensor, **fields: Any) -> None:
-        self.step += 1
+        self.seq += 1
         told = {"reference": self.down.reference, "version": self.version, **fields}
-        header = self.header(self.step, **told)
+        header = self.header(self.seq, **told)
         self.stream.send(*message_frames(header, [as_bytes(payload)]))
 
     @property
@@ -130,7 +130,7 @@ class Follower(Worker):
         at = max(index for index, item in enumerate(self.stream.received) if item.kind == "reply")
         reply, pieces = self.stream.received[at].header, self.stream.received[at:]
         result, weights = reply.result, read_weights(reply.weights)
-        self.step, codec, number = result.seq, weights.codec, reply.weights.reference.number
+        self.seq, codec, number = result.seq, weights.codec, reply.weights.reference.number
         if result.outcome == pb.Reply.START:
             self.down.started()
 
@@ -264,7 +264,7 @@ def _kinds_with_losses(seed: int) -> list[str]:
                 worker.take()
                 worker.check(server)
                 continue
-            worker.step = worker.newest_reply.result.seq  # its reply was lost, or brought nothing
+            worker.seq = worker.newest_reply.result.seq  # its reply was lost, or brought nothing
             if fault == "torn":
                 says = order.choice([0, 2**64 - 1])  # or what nobody has
                 worker.number = reference.number = 0
@@ -272,7 +272,7 @@ def _kinds_with_losses(seed: int) -> list[str]:
                 worker.number, mine, payload = saved[max(0, len(saved) - order.randint(1, 8))]
                 worker.mine, reference.number = bytearray(mine), worker.number
                 reference._payload.copy_(payload)
-            worker.send(ask_again=pb.AskAgain(seq=worker.step, reference=says or worker.number))
+            worker.send(ask_again=pb.AskAgain(seq=worker.seq, reference=says or worker.number))
             await server.settle()
             worker.take()
             worker.check(server)

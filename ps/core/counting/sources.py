@@ -1,0 +1,48 @@
+"""What the metrics of a worker are read from, on a server and in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ...policies.base import Policy
+from .stats import WorkerStats
+
+
+@dataclass(eq=False, slots=True)
+class Traffic:
+    """Of one rank with this process, over all its incarnations; bytes with their framing, without Waiting messages."""
+
+    num_sent: int = 0  # by the worker
+    num_received: int = 0
+    num_peers: int = 0  # by the worker to other workers, as it says
+    transport: str = "grpc"
+    transport_reason: str = ""  # why it is no better one
+    codec: str = "raw"  # of the newest contribution
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSource:
+    """The source of one worker's metrics (`common/reporting/metrics.py`)."""
+
+    rank: int
+    policy: Policy
+    stats: WorkerStats
+    traffic: Traffic
+    others: Collection[Mapping[int, tuple[int, int]]] = ()  # of each other shard: (bytes sent, received) by rank
+
+    @property
+    def lead(self) -> int:
+        return self.policy.lead(self.rank) if self.rank in self.policy.members else 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.traffic.num_sent + sum(shard.get(self.rank, (0, 0))[0] for shard in self.others)
+
+    @property
+    def bytes_received(self) -> int:
+        return self.traffic.num_received + sum(shard.get(self.rank, (0, 0))[1] for shard in self.others)
+
+    @property
+    def peer_bytes(self) -> int:
+        return self.traffic.num_peers
