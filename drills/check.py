@@ -8,9 +8,9 @@ that a worker sees of one server never decrease.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .history_lines import Line, Problem, read_lines
+from .history_lines import Follower, Line, Problem, read_lines
 from .lineage import Lineage, Tally
 from .replay import Replay
 
@@ -25,6 +25,7 @@ class Verdict:
     lineage: Lineage
     unchecked_modes: tuple[str, ...] = ()  # whose rules are not installed
     deleted: tuple[str, ...] = ()  # deleted snapshots, as sentences
+    samples: Mapping[tuple[int, int], int] = field(default_factory=dict)  # in accepted contributions
     last_op: str = "end"  # of the server; any other means that its history is cut
 
     @property
@@ -52,7 +53,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
                 of_workers.append(line)
                 continue
             if server_file not in (None, name):
-                problems.append(line.problem(f"a server's history, and {server_file} is one already"))
+                problems.append(Problem(name, line.number, f"a server's history, and {server_file} is one already"))
                 break
             server_file, last_op = name, line.op
             replay.feed(line)
@@ -63,16 +64,15 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         problems += replay.problems + _check_workers(of_workers, replay)
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
-    return Verdict(
-        problems, tally, num_lines, replay.lineage, tuple(replay.unchecked_modes), tuple(replay.deleted), last_op
-    )
+    unchecked, deleted = tuple(replay.unchecked_modes), tuple(replay.deleted)
+    return Verdict(problems, tally, num_lines, replay.lineage, unchecked, deleted, replay.samples, last_op)
 
 
-class _WorkerReplay:
+class _WorkerReplay(Follower):
     """One rank of one run, over all its processes."""
 
     def __init__(self, server: Replay) -> None:
-        self.problems: list[Problem] = []
+        super().__init__()
         self.run: str | None = None  # from its start line on
         self._committed = {(rank, number) for _, rank, number in server.ever_committed}
         self._cut = server.cut
@@ -81,21 +81,15 @@ class _WorkerReplay:
         self._highest: dict[int, int] = {}  # server incarnation to the highest version seen of it
         self._sent: set[int] = set()
 
-    def feed(self, line: Line) -> None:
-        getattr(self, f"_on_{line.op}")(line)
-
-    def _report(self, line: Line, message: str) -> None:
-        self.problems.append(line.problem(message))
-
     def _on_start(self, line: Line) -> None:
         rank, incarnation, server, version = (
             line[key] for key in ("rank", "incarnation", "server_incarnation", "version")
         )
         self.run = line["run"]
         if server < max(self._server.values(), default=0):
-            self._report(line, f"rank {rank} joins server incarnation {server} after a later one")
+            self._report(f"rank {rank} joins server incarnation {server} after a later one")
         self._server[incarnation] = server
-        self._saw(line, rank, incarnation, version, self._highest.get(server, 0))
+        self._saw(rank, incarnation, version, self._highest.get(server, 0))
 
     def _on_send(self, line: Line) -> None:
         self._sent.add(line["seq"])
@@ -104,20 +98,17 @@ class _WorkerReplay:
         rank, incarnation, number = line["rank"], line["incarnation"], line["seq"]
         if line["outcome"].lower() in ("applied", "repeated"):
             if number not in self._sent:
-                self._report(line, f"rank {rank} is told that contribution {number} was applied, and never sent it")
+                self._report(f"rank {rank} is told that contribution {number} was applied, and never sent it")
             if (rank, number) not in self._committed and not self._may_be_cut(rank, number, incarnation):
                 message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
-                self._report(line, message)
-        self._saw(line, rank, incarnation, line["version"], self._version_before(line))
+                self._report(message)
+        self._saw(rank, incarnation, line["version"], self._version_before(line))
 
     def _may_be_cut(self, rank: int, number: int, incarnation: int) -> bool:
         """Whether the server was killed, or its disk was full, before it wrote the line of this commit."""
         server = self._server.get(incarnation, max(self._server.values(), default=0))
         numbers = self._cut.get((self.run or "", server))
         return numbers is not None and number > numbers.get(rank, 0)
-
-    def _on_end(self, line: Line) -> None:
-        pass
 
     def _version_before(self, line: Line) -> int:
         """Returns the least version that the reply may have: the last of its incarnation.
@@ -130,9 +121,9 @@ class _WorkerReplay:
         self._server[incarnation] = server = max(self._server.values(), default=0)
         return self._highest.get(server, 0)
 
-    def _saw(self, line: Line, rank: int, incarnation: int, version: int, before: int) -> None:
+    def _saw(self, rank: int, incarnation: int, version: int, before: int) -> None:
         if version < before:
-            self._report(line, f"rank {rank} sees version {version} after version {before} of the same server")
+            self._report(f"rank {rank} sees version {version} after version {before} of the same server")
         server = self._server.get(incarnation, 0)
         self._seen[incarnation] = version
         self._highest[server] = max(version, self._highest.get(server, 0))

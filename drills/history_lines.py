@@ -1,4 +1,4 @@
-"""Reads history files (common/reporting/history.py) into checked lines. Pure: bytes in, lines and problems out.
+"""Reads history files (common/reporting/history.py) into checked lines, and follows them. Pure.
 
 A process that is killed in the middle of a write leaves a line without an end. That is allowed as the
 last line of a file, and before the `start` of the process that went on in the file; what the next
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.registry import MODES, mode_anywhere
 from ..common.wire.json_text import read_json
 
 # The fields that the lines of an operation must have, by role, with their kinds (`_KINDS`); others are not checked.
@@ -84,9 +85,6 @@ class Line:
     def __getitem__(self, key: str) -> Any:
         return self.fields[key]
 
-    def problem(self, message: str) -> Problem:
-        return Problem(self.file, self.number, message)
-
     @property
     def seqs(self) -> dict[int, int]:
         """`seqs` with ranks as numbers: JSON has texts as keys only."""
@@ -116,6 +114,31 @@ def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Prob
         else:
             found.append(Line(file, number, fields["role"], fields["op"], fields))
     return found, problems
+
+
+class Follower:
+    """Follows a history: calls `_on_<operation>` for one line after another, for the operations that a subclass has.
+
+    A history names no code to run: the user names the file of a mode, wherever it was in that run.
+    """
+
+    def __init__(self, modes: Iterable[str] = ()) -> None:
+        """`modes`: modes in the user's files, `FILE.py:NAME`, beside the installed ones."""
+        self.problems: list[Problem] = []
+        self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
+        self._line: Line  # the one that is followed
+
+    def feed(self, line: Line) -> None:
+        self._line = line
+        if (follow := getattr(self, f"_on_{line.op}", None)) is not None:
+            follow(line)
+
+    def _report(self, *messages: str | None) -> None:
+        self.problems += [Problem(self._line.file, self._line.number, message) for message in messages if message]
+
+    def _mode_of(self, fields: dict[str, Any]) -> str | None:
+        """Returns the mode that a start or a change of the mode names, None for one that is not known here."""
+        return self._modes.get(mode_anywhere(fields["mode"]))
 
 
 def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:

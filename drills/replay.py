@@ -24,8 +24,7 @@ from typing import Any
 
 from ..common.registry import MODES
 from ..ps.policies.rules import Rule
-from .following import Follower
-from .history_lines import Line, Problem
+from .history_lines import Follower, Line
 from .lineage import Lineage, Tally
 
 # Outcomes of a contribution that make it count, and those that the tally counts here.
@@ -53,10 +52,10 @@ class Replay(Follower):
 
     def __init__(self, modes: Iterable[str] = ()) -> None:
         super().__init__(modes)
-        self.problems: list[Problem] = []
         self.unchecked_modes: dict[str, None] = {}  # whose rules are not installed
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
         self.tally = Tally()
+        self.samples: dict[tuple[int, int], int] = {}  # in accepted contributions; of a redone one the newest counts
         self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
         self.run: str | None = None
         self.server_incarnation = 0
@@ -79,7 +78,8 @@ class Replay(Follower):
         if line.op == "end" and line.fields.get("begun") is False:
             return  # it was stopped while it waited for its other shards
         if self.run is None and line.op != "start":
-            self.problems.append(line.problem(f"{line.op} before any start"))
+            self._line = line
+            self._report(f"{line.op} before any start")
             self.run = ""
         super().feed(line)
 
@@ -89,9 +89,6 @@ class Replay(Follower):
         if self.run is not None:
             self._close_run()
         return self.tally
-
-    def _report(self, *messages: str | None) -> None:
-        self.problems += [self._line.problem(message) for message in messages if message]
 
     # ---- starts, snapshots, ends ----------------------------------------------------------
 
@@ -289,7 +286,9 @@ class Replay(Follower):
             self._report(*(rule.counted(rank, number, line["base_version"], self.version) for rule in self._rules))
             member.number, member.is_member, member.is_replied = number, True, False
             self._open.setdefault(rank, {})[number] = line["incarnation"]
-        if outcome == "skipped":
+        if outcome == "accepted":
+            self.samples[rank, number] = line.fields.get("samples") or 0
+        elif outcome == "skipped":
             self._skipped.add((rank, number))
 
     def _on_commit(self, line: Line) -> None:

@@ -80,15 +80,17 @@ class Server:
             publish=self._bus.publish,
             now=self._clock.now,
         )
+        self._run, self._model, self._tensors = self.engine.run, self.engine.model, self.engine.tensors
+        self._best = self.engine.best
         if old is not None:
-            self.engine.run.roster.restore(old.roster.num_joins)
+            self._run.roster.restore(old.roster.num_joins)
         self._found: tuple[int, ...] = ()  # versions of snapshots that all shards have something of
         self._evicted = tuple(sorted(old.roster.evicted)) if old is not None else ()
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
             self._attendance = Attendance(config, self.engine, self._assemble, self._lost)
-            self.engine.best.gather = lambda version, here: self._collect(here, version=version)
+            self._best.gather = lambda version, here: self._collect(here, version=version)
 
     def after(self, config: Config) -> Server:
         """The server that goes on where this one went back."""
@@ -121,21 +123,20 @@ class Server:
             "listening",
             address=self.address,
             security=security_text(config),
-            mode=engine.run.mode,
-            run=engine.run.name,
+            mode=self._run.mode,
+            run=self._run.name,
             **of,
         )
 
     def _begin(self) -> None:
         """The run stands where it begins."""
-        config, engine = self._config, self.engine
+        config, engine, run, model = self._config, self.engine, self._run, self._model
         if config.checkpoint.dir is not None:
-            engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
-        run = engine.run
+            engine.snapshots = Snapshots(model, self._tensors, config, engine.tell)
         engine.tell(
             RunStarted(
                 run.name, run.incarnation, run.mode, run.policy.version, run.policy.num_committed(),
-                config.run.workers, run.policy.staleness_bound, source=engine.model.source or None,
+                config.run.workers, run.policy.staleness_bound, source=model.source or None,
                 skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
                 common=asdict(run.policy.common),
                 found=self._found,
@@ -147,7 +148,7 @@ class Server:
             log.info(
                 "already_done",
                 steps=run.policy.min_steps_done,
-                weights=f"{engine.model.source}/weights.safetensors",
+                weights=f"{model.source}/weights.safetensors",
                 more="a larger number of --steps or --epochs goes on from there, another --checkpoint-dir begins anew",
             )
 
@@ -166,7 +167,7 @@ class Server:
             self.engine.end_with(error)
             return
         self._begin()
-        run = self.engine.run
+        run = self._run
         keep_out(run, self._evicted)
         num_joins = {} if name is not None else dict(run.roster.num_joins)
         shared = shared_config(self._config)
@@ -177,7 +178,7 @@ class Server:
         if self._config.checkpoint.dir is None:
             self.engine.end_with(
                 UnreachableError(
-                    f"shard {shard} was lost at version {self.engine.run.policy.version}, and no snapshots are kept",
+                    f"shard {shard} was lost at version {self._run.policy.version}, and no snapshots are kept",
                     fix="keep some (--checkpoint-dir), and start everything again",
                 )
             )
@@ -193,7 +194,7 @@ class Server:
         if self.goes_back:
             self._attendance.dismiss()
             return
-        error = self.engine.finished.exception() if self.engine.finished.done() else None
+        error = self.engine.error
         code = error.exit_code if isinstance(error, ParamServerError) else EXIT_BUG
         await self._attendance.stop(End(str(error), code) if error is not None else End())
 
@@ -201,11 +202,11 @@ class Server:
 
     async def serve(self) -> None:
         """Until every worker has finished, the run has failed, or a stop was requested."""
-        engine = self.engine
+        engine, finished = self.engine, self.engine.finished
         helpers = [
             asyncio.create_task(work)
             for work in (
-                engine.until(lambda: engine.finished.done() or self.goes_back),
+                engine.until(lambda: finished.done() or self.goes_back),
                 self.stop_requested.wait(),
                 self._nobody_comes(),
                 self._clock.every(_TICK_S, self._tick),
@@ -224,20 +225,20 @@ class Server:
         await self._wind_down()
         tensors = await self._final_tensors()
         lost = await self._write_tables() if tensors else None
-        await engine.best.written(is_cut_short=self.goes_back)
+        await self._best.written(is_cut_short=self.goes_back)
         await self._end_shards()
         await self._listening.stop(_STOP_S)  # heartbeats never end by themselves
         engine.close()
-        if engine.run.options.stop_when and not engine.run.curve.points:
-            log.warning("never_evaluated", reason=f"run.stop_when is '{engine.run.options.stop_when}'")
-        policy = engine.run.policy
+        policy, stop_when = self._run.policy, self._run.options.stop_when
+        if stop_when and not self._run.curve.points:
+            log.warning("never_evaluated", reason=f"run.stop_when is '{stop_when}'")
         engine.tell(RunEnded(policy.version, policy.num_committed(), self._has_begun))
         self._bus.close()
         if self.goes_back:
             return
         self._write_results(tensors)
-        if engine.finished.done():
-            engine.finished.result()
+        if engine.error is not None:
+            raise engine.error
         if lost is not None:
             raise lost
 
@@ -245,7 +246,7 @@ class Server:
         """Of a run that is done already: workers that are started with it are told so, for a while."""
         await self._was_done.wait()
         await self._clock.sleep(self._config.server.absent_s)
-        await self.engine.until(lambda: not self.engine.run.roster.workers)
+        await self.engine.until(lambda: not self._run.roster.workers)
 
     async def _wind_down(self) -> None:
         """Nothing more is decided: a last snapshot, and a moment for the workers to go."""
@@ -271,33 +272,34 @@ class Server:
 
     async def _final_tensors(self) -> dict[str, torch.Tensor]:
         """The weights to be saved, by name, of all shards."""
-        output, model = self._config.output, self.engine.model
+        output, model, tensors = self._config.output, self._model, self._tensors
         if output.save is None or self.goes_back or not model.has_weights:
             return {}
-        if self.engine.tensors.is_broken:
+        if tensors.is_broken:
             log.error("not_saved", reason="the weights are of no version: the work on them failed")
             return {}
         if self._attendance is None:
             return model.store.tensors(output.save_averaged)
         with contextlib.suppress(TimeoutError):
-            await self.engine.until(lambda: not self.engine.tensors.is_paused, self._config.server.drain_s)
-        if self.engine.tensors.is_paused:
+            await self.engine.until(lambda: not tensors.is_paused, self._config.server.drain_s)
+        if tensors.is_paused:
             log.error("not_saved", reason="a shard that was lost has not said how long its part of the last mean is")
             return {}
-        here = await self.engine.tensors.run(lambda: model.store.tensors(output.save_averaged))
+        here = await tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
             return await self._collect(here, averaged=output.save_averaged)
         except OutputError as error:
-            if not self.engine.finished.done() or self.engine.finished.exception() is None:
+            if self.engine.error is None:
                 raise
             log.error("not_saved", reason=error.message)  # the run has an error of its own to end with
             return {}
 
     async def _write_tables(self) -> ParamServerError | None:
         """Beside the weights; what became of it."""
-        if self.engine.model.store.tables is not None and not self.engine.tensors.is_broken:
+        if self._model.store.tables is not None and not self._tensors.is_broken:
             try:
-                await write_tables(self._config, self.engine)
+                addresses = self.engine.shard_addresses
+                await write_tables(self._config, self._run, self._model, self._tensors, addresses)
             except ParamServerError as error:
                 log.error("not_saved", reason=error.message)
                 return error
@@ -306,14 +308,13 @@ class Server:
     async def _collect(
         self, here: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
     ) -> dict[str, torch.Tensor]:
-        whole, addresses = self.engine.model.whole, self.engine.shard_addresses
+        whole, addresses = self._model.whole, self.engine.shard_addresses
         assert whole is not None
         return await collect(self._config, addresses, whole, here, averaged=averaged, version=version)
 
     def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
         """Weights, summary, table; whatever has been reached is written, also after a stop."""
-        engine = self.engine
-        if engine.model.has_weights:
-            summary = reports.summary(engine)
-            metadata = {"mode": summary.mode, "version": str(engine.model.store.version), "run": engine.run.name}
+        if self._model.has_weights:
+            summary = reports.summary(self.engine)
+            metadata = {"mode": summary.mode, "version": str(self._model.store.version), "run": self._run.name}
             write_results(self._config, summary, tensors, metadata)

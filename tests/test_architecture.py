@@ -570,6 +570,25 @@ def test_step_counts_training_steps_and_seq_contributions() -> None:
     assert not [line for line in lines if re.search(r"\bsteps?\b", line)]
 
 
+# Attributes of an attribute of the engine that code of the server uses: what a class uses often, it is given.
+MAX_REACHES = 16
+
+
+def reaches(tree: ast.AST) -> Iterator[str]:
+    """Chains such as `engine.model.store`, each once, at its longest."""
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            chain = ast.unparse(node)
+            if re.fullmatch(r"(self\.)?_?engine(\.\w+){2,}", chain):
+                yield chain
+
+
+def test_few_places_reach_through_the_engine() -> None:
+    found = [(name, chain) for name in in_folder("ps") for chain in reaches(tree_of(name))]
+    assert len(found) <= MAX_REACHES, found
+
+
 # Places in tests that reach for a private attribute of something else than self. `_replace` and `os._exit` are public.
 MAX_PRIVATE = 160
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES, load_config
 from ...common.registry import MODES
-from ...common.wire.json_text import read_json
 from ...ps.policies.base import Common
 from ..check_main import check_paths, describe, show
 from .job import Ending, Setup
@@ -144,17 +143,7 @@ def _audit(trial: Trial, verdict: Verdict) -> Account:
     epoch = Epoch(
         run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
     )
-    folder = trial.setup.folder
-    samples = _samples(folder / "history.jsonl", verdict.lineage.contributions()) if mode.may_scale else None
-    return audit(folder / "weights.safetensors", epoch, verdict.lineage, samples)
-
-
-def _samples(history: Path, contributions: set[tuple[int, int]]) -> int:
-    """Returns the number of samples in these contributions; where paces differ, some have fewer steps."""
-    found: dict[tuple[int, int], int] = {}
-    with history.open(encoding="utf-8") as lines:
-        for line in lines:
-            if '"op":"accept"' in line and (fields := read_json(line, nan=True, big=True))["outcome"] == "accepted":
-                # Of a redone contribution the newest line counts.
-                found[fields["rank"], fields["seq"]] = fields["samples"]
-    return sum(found[contribution] for contribution in contributions)
+    # Where paces differ, some contributions have fewer steps.
+    samples = [verdict.samples[contribution] for contribution in verdict.lineage.contributions()]
+    weights = trial.setup.folder / "weights.safetensors"
+    return audit(weights, epoch, verdict.lineage, sum(samples) if mode.may_scale else None)

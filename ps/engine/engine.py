@@ -28,7 +28,7 @@ from ..snapshots.snapshots import Snapshots
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .best import Best
-from .folding import Folding, Staged
+from .folding import Folding
 from .modes import options_of
 from .peers import Peer, ShardState, Streams, reasons
 from .states import States
@@ -137,6 +137,12 @@ class Engine:
         self.streams.end(error)
         self._resolve(error)
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the run ended with; None also while it goes on."""
+        is_over = self.finished.done() and not self.finished.cancelled()
+        return self.finished.exception() if is_over else None
+
     def _resolve(self, error: BaseException | None) -> None:
         if self.finished.done():
             return
@@ -236,12 +242,6 @@ class Engine:
         """The stream is over."""
         self.streams.detach(peer)
         self.notify()
-
-    def contributed(self, event: events.Contributed, staged: Staged | None) -> None:
-        """A contribution is here whole. `staged` are its tensors, None for a completion without a payload."""
-        if staged is not None:
-            self.folding.stage(event.contribution.id, staged)
-        self.offer(event)
 
     # ---- effects --------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ log = get_logger()
 def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
     """Bring the run to where this snapshot left it, if there is one; shard 0 also gives it a server incarnation that no
     other start of the run has had. Raises CheckpointError for a snapshot that this run cannot go on from."""
-    run, model = engine.run, engine.model
+    run, model, states = engine.run, engine.model, engine.states
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
@@ -33,7 +33,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
                 fix="resume in that mode, or begin anew with --resume never",
             )
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
-        engine.states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
+        states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
         _restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps

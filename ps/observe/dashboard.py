@@ -50,7 +50,7 @@ class DashboardSink(Sink):
 
     def begin(self, engine: Engine) -> None:
         """Also listens: BindError when the address cannot be had, AuthError when it may not be."""
-        self._engine, self._loop = engine, asyncio.get_running_loop()
+        self._engine, self._run, self._loop = engine, engine.run, asyncio.get_running_loop()
         self._dashboard.start()
         engine.dashboard = self._dashboard.address
         if self._config.log.format == "text":
@@ -62,7 +62,7 @@ class DashboardSink(Sink):
                 self._dashboard.push(tick)
             case RunStarted():
                 self._about = self._about_run(fact.run, fact.server_incarnation, time.time())
-                points = [reports.with_bytes(self._engine, point) for point in self._engine.run.curve.points]
+                points = [reports.with_bytes(self._engine, point) for point in self._run.curve.points]
                 evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
                 self._dashboard.begin(View(about=self._about, evaluations=evaluations), self._control, fact.version)
             case ControlTaken():
@@ -77,7 +77,7 @@ class DashboardSink(Sink):
 
     def _about_run(self, run_name: str, incarnation: int, started: float) -> About:
         """The run with its present mode, settings and controls; `started` in Unix seconds."""
-        config, run = self._config, self._engine.run
+        config, run = self._config, self._run
         settings = config.model_dump(mode="json", exclude={"security"})
         settings["run"]["mode"] = run.mode
         settings["policy"] |= {name: value for name, (_, value) in run.changed.items()}

@@ -98,12 +98,12 @@ class MetricsSink(Sink, Collector):
 
     def begin(self, engine: Engine) -> None:
         """Also listens: BindError when the address cannot be had."""
-        self._engine = engine
-        self._at_start = {rank: _values(engine, rank) for rank in engine.run.roster.stats}  # not changed later
-        if engine.config.checkpoint.dir is not None:
+        self._engine, self._run, self._model, self._config = engine, engine.run, engine.model, engine.config
+        self._at_start = {rank: _values(engine, rank) for rank in self._run.roster.stats}  # not changed later
+        if self._config.checkpoint.dir is not None:
             self._snapshot_at = time.time()
             with suppress(OSError):
-                self._snapshot_at = os.stat(engine.model.source).st_mtime
+                self._snapshot_at = os.stat(self._model.source).st_mtime
         self.registry.register(self)
         shown = CollectorRegistry()
         shown.register(_OnLoop(self, asyncio.get_running_loop()))
@@ -137,21 +137,21 @@ class MetricsSink(Sink, Collector):
     # ---- the run at the moment of the scrape --------------------------------------------------------
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        engine = self._engine
+        run, server = self._run, self._config.server
         about = {
-            "run": engine.run.name, "mode": engine.run.mode, "program_version": PROGRAM_VERSION,
-            "shard": str(engine.config.server.shard), "shards": str(engine.config.server.shards),
+            "run": run.name, "mode": run.mode, "program_version": PROGRAM_VERSION,
+            "shard": str(server.shard), "shards": str(server.shards),
         }  # fmt: skip
         info = GaugeMetricFamily("paramserver_info", "What runs; the value is always 1", labels=list(about))
         info.add_metric(list(about.values()), 1)
         yield info
         for metric in shown_of_run(Display.PROMETHEUS):
             if metric.read is not None:
-                yield GaugeMetricFamily(metric.prometheus_name, metric.help, value=metric.read(engine))
+                yield GaugeMetricFamily(metric.prometheus_name, metric.help, value=metric.read(self._engine))
         if (at := self._snapshot_at) is not None:
             text = "Unix time of the newest snapshot; before the first, of the start"
             yield GaugeMetricFamily("paramserver_snapshot_timestamp_seconds", text, value=at)
-        if engine.model.has_weights and (distances := engine.model.references.distances):
+        if self._model.has_weights and (distances := self._model.references.distances):
             text = "Relative distance of the weights to the reference of encoded replies; every 64th is measured"
             relative = GaugeMetricFamily("paramserver_reference_distance", text, labels=["codec"])
             for codec, distance in distances.items():
@@ -162,7 +162,7 @@ class MetricsSink(Sink, Collector):
         """Read all ranks, some in each turn of the event loop, so that the run goes on in between."""
         engine = self._engine
         found: list[_RankRead] = []
-        ranks = iter(list(engine.run.roster.stats))
+        ranks = iter(list(self._run.roster.stats))
         while some := list(islice(ranks, _AT_A_TIME)):
             if found:  # a few ranks are read in one moment
                 await asyncio.sleep(0)

@@ -30,7 +30,7 @@ class RecordingSink(Sink):
         self._last: Tick | None = None  # of a run that is over
 
     def begin(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._model = engine, engine.model
 
     def take(self, at: float, fact: Fact) -> None:
         if isinstance(fact, RunStarted):
@@ -49,7 +49,7 @@ class RecordingSink(Sink):
         if tick.is_over:
             self._last = tick
         elif not self._record.is_off:
-            whole = self._engine.model.whole  # set once
+            whole = self._model.whole  # set once
             self._record.writer.model = whole.fingerprint if whole is not None else ""
             self._record.writer.add(tick)
 

@@ -10,7 +10,10 @@ from ...common.reporting.metrics import OF_WORKER, Value, over_workers, values_o
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
 from ..core.counting.sources import Traffic, WorkerSource
+from ..core.run import Run
 from ..engine.engine import Engine
+from ..policies.shared.decisions import Outer
+from ..tensors.model import Model
 
 # The most workers in a status, so that sending and drawing it do not grow with the run. Making it adds up some numbers
 # of each worker, listed or not: 20 ms with 10,000.
@@ -20,24 +23,23 @@ _NO_TRAFFIC = Traffic()
 
 def sources(engine: Engine, ranks: Iterable[int], is_here: bool = False) -> list[WorkerSource]:
     """The sources of these workers' metrics. `is_here`: without the bytes that they exchanged with other shards."""
-    policy, stats = engine.run.policy, engine.run.roster.stats
+    policy, stats, traffic = engine.run.policy, engine.run.roster.stats, engine.traffic
     others = () if is_here else [state.traffic for state in engine.shard_states.values()]
-    return [WorkerSource(rank, policy, stats[rank], engine.traffic.get(rank, _NO_TRAFFIC), others) for rank in ranks]
+    return [WorkerSource(rank, policy, stats[rank], traffic.get(rank, _NO_TRAFFIC), others) for rank in ranks]
 
 
 def status(engine: Engine) -> Status:
     """The status of the run now."""
-    run, now = engine.run, engine.now()
-    is_one = engine.config.server.shards == 1
-    versions = [state.version for state in engine.shard_states.values()]
-    ranks = _listed(engine)
+    run, now, config, others = engine.run, engine.now(), engine.config, engine.shard_states
+    versions = [run.policy.version, *(state.version for state in others.values())]
+    ranks = _listed(run)
     return Status.of(
         mode=run.mode,
         evaluated=with_bytes(engine, run.curve.points[-1]) if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
         workers=_workers(engine, ranks, engine.waiting(now, ranks)),
         left_out=len(run.roster.stats) - len(ranks),
-        versions=[] if is_one else [run.policy.version, *versions],
+        versions=versions if config.server.shards > 1 else [],
         shard_bytes=[shard.lasting_bytes for shard in _shards(engine)],
         **run_metrics(engine),
     )
@@ -50,9 +52,9 @@ def run_metrics(engine: Engine) -> dict[str, Value]:
     return over_workers(lambda metric: list(map(metric.read, workers)) if metric.read else []) | own
 
 
-def _listed(engine: Engine) -> list[int]:
+def _listed(run: Run) -> list[int]:
     """The ranks in a status, ascending; of very many those that others may wait for."""
-    policy, stats = engine.run.policy, engine.run.roster.stats
+    policy, stats = run.policy, run.roster.stats
     if len(stats) <= _MOST_LISTED:
         return sorted(stats)
     if policy.members:
@@ -100,7 +102,7 @@ def summary(engine: Engine) -> Summary:
     values, final = run_metrics(engine), dict(run.final)
     if "loss" not in final and values["loss"] is not None:
         final["train_loss"] = values["loss"]
-    cosine, gain = _direction(engine)
+    cosine, gain = _direction(run.policy.outer, engine.model)
     steady_s, samples, steps = run.contributions.steady()
     found = Summary(
         mode=run.mode,
@@ -137,9 +139,8 @@ def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | Non
 
 def ended_by(engine: Engine) -> str:
     """Who stopped the run and why, or the error that it ended with; empty where it took all steps, or goes on."""
-    is_over = engine.finished.done() and not engine.finished.cancelled()
-    error = engine.finished.exception() if is_over else None
-    return engine.run.ended_by or ("" if error is None else str(error))
+    run, error = engine.run, engine.error
+    return run.ended_by or ("" if error is None else str(error))
 
 
 def with_bytes(engine: Engine, point: Point) -> Point:
@@ -147,9 +148,8 @@ def with_bytes(engine: Engine, point: Point) -> Point:
     return point.model_copy(update={"num_bytes": engine.bytes_when.get(point.version, point.num_bytes)})
 
 
-def _direction(engine: Engine) -> tuple[float | None, float | None]:
+def _direction(outer: Outer | None, model: Model) -> tuple[float | None, float | None]:
     """Cosine rho between successive means, and with the outer momentum mu the gain 1 + mu / (1 - mu rho)."""
-    outer, model = engine.run.policy.outer, engine.model
     direction = model.store.direction if model.has_weights else None
     if outer is None or direction is None or (cosine := direction.cosine) is None:
         return None, None

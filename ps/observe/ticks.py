@@ -25,6 +25,7 @@ from ..core.effects import (
     WorkerLeft,
 )
 from ..engine.engine import Engine
+from ..policies.base import Policy
 from . import reports
 from .bus import Sink
 from .history import line_of
@@ -57,11 +58,11 @@ class TickSink(Sink):
         self._has_snapshot = False
 
     def begin(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._run, self._tensors = engine, engine.run, engine.tensors
         self._began, self._unix_s = engine.now(), time.time() - engine.now()  # added to a fact's time
 
     def take(self, at: float, fact: Fact) -> None:
-        run = self._engine.run
+        run = self._run
         match fact:
             case ContributionTaken():
                 self._timeline.add(at - self._began, fact)
@@ -97,10 +98,10 @@ class TickSink(Sink):
             clock_s=clock_s,
             status=status,
             cost=reports.cost(engine, status.elapsed_s, status.wait_share, status.samples),
-            final=dict(engine.run.final),
-            staleness=dict(engine.run.contributions.staleness),
+            final=dict(self._run.final),
+            staleness=dict(self._run.contributions.staleness),
             durable_version=engine.durable_version if self._has_snapshot else None,
-            waits=_waits(engine, status.workers),
+            waits=_waits(self._run.policy, status.workers),
             spans=[*self._timeline.taken(), *self._server_spans(clock_s)],
             events=self._events,
             evaluations=self._evaluations,
@@ -112,14 +113,14 @@ class TickSink(Sink):
 
     def _server_spans(self, clock_s: float) -> list[Span]:
         """The time of the server's tensor work since the last tick, as one span."""
-        total_s = self._engine.tensors.busy_s
+        total_s = self._tensors.busy_s
         busy_s, self._busy_s = total_s - self._busy_s, total_s
         return [Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4))] if busy_s > 0 else []
 
 
-def _waits(engine: Engine, workers: list[WorkerStatus]) -> list[Wait]:
+def _waits(policy: Policy, workers: list[WorkerStatus]) -> list[Wait]:
     waiting = [worker for worker in workers if worker.waiting_for]
-    holders = engine.run.policy.holders() if waiting else ()
+    holders = policy.holders() if waiting else ()
     return [
         Wait(rank=worker.rank, ranks=[rank for rank in holders if rank != worker.rank], why=worker.waiting_for)
         for worker in waiting

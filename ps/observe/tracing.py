@@ -29,7 +29,7 @@ class TracingSink(Sink):
         self._taken: dict[tuple[int, int, int], tuple[int, int]] = {}  # by identity: when, on which version
 
     def begin(self, engine: Engine) -> None:
-        self._engine, self._run = engine, engine.run.name
+        self._run, self._tensors, self._now = engine.run, engine.tensors, engine.now
         self._unix_s = time.time() - engine.now()  # what is added to a fact's time
 
     def take(self, at: float, fact: Fact) -> None:
@@ -39,7 +39,7 @@ class TracingSink(Sink):
                 self._taken.clear()
             self._taken[fact.contribution.id] = now, fact.contribution.base.version
         elif isinstance(fact, Commit):
-            self._engine.tensors.submit(lambda: None, lambda _: self._made(fact, now))
+            self._tensors.submit(lambda: None, lambda _: self._made(fact, now))
         elif isinstance(fact, SendReply):
             self._replied(fact, now)
 
@@ -48,9 +48,9 @@ class TracingSink(Sink):
 
     def _made(self, commit: Commit, begun: int) -> None:
         """The tensor work of the version is done."""
-        ended = self._ns(self._engine.now())
+        ended = self._ns(self._now())
         for rank, incarnation, seq in commit.contributions:
-            above = self._traces.of_others(ids_of(self._run, rank, incarnation, seq))
+            above = self._traces.of_others(ids_of(self._run.name, rank, incarnation, seq))
             self._traces.below(above, "apply", begun, ended, {"paramserver.version": commit.version}, serves=True)
 
     def _replied(self, reply: SendReply, now: int) -> None:
@@ -67,7 +67,7 @@ class TracingSink(Sink):
             "paramserver.version": result.version,
             "paramserver.staleness": result.staleness,
         }
-        above = self._traces.of_others(ids_of(self._run, reply.rank, reply.incarnation, result.seq))
+        above = self._traces.of_others(ids_of(self._run.name, reply.rank, reply.incarnation, result.seq))
         span = self._traces.below(above, "contribution", taken, now, about, serves=True)
         if result.gate_wait_s > 0:
             self._traces.below(span, "wait", now - int(result.gate_wait_s * 1e9), now)

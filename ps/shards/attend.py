@@ -69,13 +69,14 @@ class Attendance:
         self, config: Config, engine: Engine, on_complete: Callable[[], object], on_lost: Callable[[int], object]
     ) -> None:
         self._config, self._engine = config, engine
+        run, model = engine.run, engine.model
         self._num_shards = config.server.shards
         self._coordinator = engine.sequencer = Coordinator(
             self._num_shards,
             happens=engine.happens,
             now=engine.now,
-            judge=lambda parts: judge_whole(engine.model.store.sanity.limits, parts),
-            digest=engine.run.digest,
+            judge=lambda parts: judge_whole(model.store.sanity.limits, parts),
+            digest=run.digest,
         )
         self.lines: dict[int, Line] = {}
         self._first = FirstMessages("Register", config.server.join_timeout_s, self._num_shards + _MAX_UNNAMED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,14 +26,17 @@ from ...common.tensors.sharding import divide
 from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PayloadReader, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
-from ..engine.engine import Engine
+from ..core.run import Run
 from ..snapshots.resharding import put_together
+from ..tensors.model import Model
+from ..tensors.thread import TensorThread
 from .link import open_channel
 
 log = get_logger()
 
 # Until the first message, which may wait for other pulls, and between two messages of 1 MiB. A model may take any time.
 _FIRST_S, _PROGRESS_S = 300.0, 60.0
+_Pull = Callable[[int, bytes], Awaitable[bytes]]  # (table, ids): the rows of this shard
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 _NOBODY = 2**32 - 1  # a rank whose bytes are not counted
 _DTYPES = {"float64": "F64", "float32": "F32"}  # as safetensors names them
@@ -93,21 +96,25 @@ async def _pull(
 # ---- tables of rows -------------------------------------------------------------------------------
 
 
-async def write_tables(config: Config, engine: Engine) -> None:
+async def write_tables(config: Config, run: Run, model: Model, tensors: TensorThread, addresses: Sequence[str]) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. OutputError where that fails."""
-    path, optimizer = config.output.tables, engine.model.whole_optimizer
-    assert path is not None and optimizer is not None
-    metadata = {"mode": config.run.mode, "version": str(engine.run.policy.version), "run": engine.run.name}
+    path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
+    assert path is not None and optimizer is not None and own_tables is not None
+    metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
+
+    def pull(table: int, ids: bytes) -> Awaitable[bytes]:
+        return tensors.run(partial(own_tables.pull, table, ids, MAX_DATA_BYTES))
+
     # Wider numbers first, so that all of them lie at a multiple of their size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)
     try:
         with replacing(Path(path)) as file:
             file.write(_header([table for _, table in tables], metadata))
-            async for block in _blocks(config, engine, tables):
+            async for block in _blocks(config, run.name, addresses or ("",), pull, tables):
                 await asyncio.to_thread(file.write, block)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="free some space and run again") from None
-    log.info("saved", path=path, version=engine.run.policy.version)
+    log.info("saved", path=path, version=run.policy.version)
 
 
 def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
@@ -124,11 +131,11 @@ def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-async def _blocks(config: Config, engine: Engine, tables: list[tuple[int, TableSpec]]) -> AsyncIterator[bytes]:
-    """The rows of all tables, in order."""
-    credentials, addresses = Credentials.read(config.security), engine.shard_addresses or ("",)
-    own_tables = engine.model.store.tables
-    assert own_tables is not None
+async def _blocks(
+    config: Config, run: str, addresses: Sequence[str], pull: _Pull, tables: list[tuple[int, TableSpec]]
+) -> AsyncIterator[bytes]:
+    """The rows of all tables, in order; `pull` reads those of this shard."""
+    credentials = Credentials.read(config.security)
     async with contextlib.AsyncExitStack() as channels:
         calls = []
         for address in addresses[1:]:
@@ -141,9 +148,9 @@ async def _blocks(config: Config, engine: Engine, tables: list[tuple[int, TableS
                 for first in range(part.first, part.end, at_once := MAX_DATA_BYTES // table.row_bytes):
                     ids = bytes(as_bytes(torch.arange(first, min(part.end, first + at_once))))
                     if not shard:
-                        yield await engine.tensors.run(partial(own_tables.pull, index, ids, MAX_DATA_BYTES))
+                        yield await pull(index, ids)
                         continue
-                    request = pb.RowsRequest(run=engine.run.name, rank=_NOBODY, table=index, ids=ids)
+                    request = pb.RowsRequest(run=run, rank=_NOBODY, table=index, ids=ids)
                     try:
                         reply = await calls[shard - 1](request, timeout=_FIRST_S, metadata=credentials.metadata)
                     except grpc.aio.AioRpcError as error:

@@ -157,15 +157,16 @@ class ShardServer:
         engine = self._engine = Engine(
             config, make_policy(config), name=begin.run, publish=self._bus.publish, options=options, now=self._clock.now
         )
-        follower = Follower(happens=engine.happens, digest=engine.run.digest)
+        run, model = engine.run, engine.model
+        follower = Follower(happens=engine.happens, digest=run.digest)
         engine.sequencer = follower
         go_on(engine, config, available, begin.snapshot)
-        engine.run.name, engine.run.incarnation = begin.run, begin.server_incarnation
+        run.name, run.incarnation = begin.run, begin.server_incarnation
         if begin.num_joins:
-            engine.run.roster.restore(begin.num_joins)
-        keep_out(engine.run, begin.evicted)
+            run.roster.restore(begin.num_joins)
+        keep_out(run, begin.evicted)
         if config.checkpoint.dir is not None:
-            engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
+            engine.snapshots = Snapshots(model, engine.tensors, config, engine.tell)
         self._link.carry(follower)
         return engine, follower
 
@@ -227,8 +228,7 @@ class ShardServer:
         await self._listening.stop(_STOP_S)
         if engine is not None:
             engine.close()
-            if engine.finished.done():  # the error has been reported
-                engine.finished.exception()
+            _ = engine.error  # it has been reported
         self._bus.close()
 
 

@@ -18,7 +18,7 @@ from ..engine.peers import Done, Go, Peer
 from .delivery import Delivery
 from .joining import Joining
 from .partial_transfers import PartialTransfers
-from .receiver import Receiver
+from .receiver import Destination, Receiver
 from .small import SmallExchanges
 from .stream import Stream
 from .transports import Transport
@@ -28,8 +28,8 @@ class Conversation:
     """A worker's conversation on one stream. `run` carries it out; call `close` after it."""
 
     def __init__(self, engine: Engine, config: Config, stream: Stream, partials: PartialTransfers) -> None:
-        self._engine = engine
-        self._join_timeout_s = config.server.join_timeout_s
+        self._engine, self._model = engine, engine.model
+        self._config = config
         self._stream = stream
         self._partials = partials
         self._peer: Peer | None = None
@@ -39,16 +39,20 @@ class Conversation:
         peer = self._peer = await joining.seat(self._stream, context)
         if peer is None:
             return
-        delivery = Delivery(self._engine, self._stream, peer)
+        engine, model, tensors = self._engine, self._model, self._engine.tensors
+        folding, states = engine.folding, engine.states
+        delivery = Delivery(self._stream, peer, model, tensors, folding, states)
         transport = await joining.meet(self._stream, peer, delivery.transport, context)
         if transport is None:
             return
         self._transport = delivery.transport = transport
         if not peer.is_resumed and not await self._hear_out(peer, delivery):
             return
-        goodbye = await self._exchange(
-            peer, delivery, Receiver(self._engine, self._stream, peer, transport, self._partials)
+        destination = Destination(
+            engine.run, model, tensors, folding, states, self._config.limits.state_bytes, engine.offer, engine.now
         )
+        receiver = Receiver(destination, self._stream, peer, transport, self._partials)
+        goodbye = await self._exchange(peer, delivery, receiver)
         if goodbye is not None:
             self._leave(peer, goodbye.of(pb.Leave))
 
@@ -77,7 +81,7 @@ class Conversation:
 
     async def _exchange(self, peer: Peer, delivery: Delivery, receiver: Receiver) -> Frame | None:
         """Contributions and replies until the worker goes; its goodbye, or None when its stream ended instead."""
-        model, connection = self._engine.model, self._stream.direct
+        model, connection = self._model, self._stream.direct
         small: SmallExchanges | None = None
         if connection is not None and model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES:
             small = SmallExchanges(connection, self._stream, peer, receiver, delivery.whole)
@@ -120,10 +124,10 @@ class Conversation:
 
     async def _take_initial_weights(self, peer: Peer) -> bool:
         await self._stream.say(pb.ServerMessage(send_weights=pb.SendWeights()))
-        first = await self._stream.read_within(self._join_timeout_s, "initial_weights")
+        first = await self._stream.read_within(self._config.server.join_timeout_s, "initial_weights")
         if first is None:
             return False
-        model = self._engine.model
+        model = self._model
         layout = model.layout
         assert layout is not None
         num_bytes = first.of(pb.InitialWeights).payload_bytes
@@ -133,7 +137,7 @@ class Conversation:
             )
         try:
             weights = model.new_memory()
-            await asyncio.to_thread(model.prepare_tables, self._engine.config.run.seed)
+            await asyncio.to_thread(model.prepare_tables, self._config.run.seed)
         except (MemoryError, RuntimeError):  # numpy's and torch's
             raise refusal(
                 Reason.LIMIT_EXCEEDED,

@@ -13,10 +13,13 @@ from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, message_fram
 from ...common.wire.messages import reply_message, write_weights
 from ...common.wire.records import ReferenceInfo, Reply, WeightsInfo
 from ...proto import parameter_server_pb2 as pb
-from ..engine.engine import Engine
+from ..engine.folding import Folding
 from ..engine.peers import Done, Go, Item, Peer
+from ..engine.states import States
+from ..tensors.model import Model
 from ..tensors.replies.publication import Publication
 from ..tensors.replies.reference import News
+from ..tensors.thread import TensorThread
 from .stream import Stream
 from .transports import Header, Transport
 
@@ -32,11 +35,12 @@ def _secret_of(*group: object) -> bytes:
 class Delivery:
     """Sends to one worker. A START goes over the stream, whatever the `transport`: it also has the frozen tensors."""
 
-    def __init__(self, engine: Engine, stream: Stream, peer: Peer) -> None:
-        self._engine = engine
-        self._stream = stream
-        self._peer = peer
-        self._frames = Transport(engine, stream)
+    def __init__(
+        self, stream: Stream, peer: Peer, model: Model, tensors: TensorThread, folding: Folding, states: States
+    ) -> None:
+        self._stream, self._peer, self._model = stream, peer, model
+        self._tensors, self._codec_memories, self._states = tensors, folding.codec_memories, states
+        self._frames = Transport(model, stream)
         self.transport = self._frames
 
     def whole(self, item: Item) -> bytes | None:
@@ -51,7 +55,7 @@ class Delivery:
         message = self._message(effect.reply)
         if payload is None:
             return frame(message)
-        message.reply.weights.num_bytes = self._engine.model.store.layout.exchange_bytes
+        message.reply.weights.num_bytes = self._model.store.layout.exchange_bytes
         return frame(message, 0, [payload])
 
     def _message(self, reply: Reply) -> pb.ServerMessage:
@@ -63,7 +67,7 @@ class Delivery:
     async def reply(self, go: Go) -> None:
         effect = go.effect
         version = effect.reply.result.version
-        script = self._engine.states.at(self._peer.rank, effect.reply.result.seq) if effect.is_start else None
+        script = self._states.at(self._peer.rank, effect.reply.result.seq) if effect.is_start else None
 
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
             message = self._message(effect.reply)
@@ -100,7 +104,7 @@ class Delivery:
             await self._stream.say(pb.ServerMessage(state=piece))
 
     async def _start(self, header: Header, go: Go) -> None:
-        model = self._engine.model
+        model = self._model
         frozen = model.frozen_bytes()
         if go.news is not None:
             await self._send_news(header, go.news, [frozen])
@@ -113,7 +117,7 @@ class Delivery:
         self, transport: Transport, header: Header, version: int, go: Go | None = None, more_bytes: int = 0
     ) -> None:
         """Send the weights of `version`, or newer weights; `more_bytes` of the payload follow."""
-        model, base = self._engine.model, self._peer.base
+        model, base = self._model, self._peer.base
         num_bytes = model.store.layout.exchange_bytes
         if num_bytes <= INLINE_BYTES:
             payload = (go.payload if go is not None else None) or model.small_payload()
@@ -127,7 +131,7 @@ class Delivery:
     async def _publication(self, as_frames: bool, version: int, go: Go | None) -> Publication:
         """The version to send, which the caller gives back to the publisher."""
         retained = go.held if go is not None else None
-        return retained or await self._engine.model.publisher.acquire(version, as_frames)
+        return retained or await self._model.publisher.acquire(version, as_frames)
 
     async def _write(self, header: pb.ServerMessage, pieces: Sequence[memoryview]) -> None:
         """Send a payload of this worker alone; copies each frame."""
@@ -141,7 +145,7 @@ class Delivery:
         pieces = [*news.pieces, *more]
         num_bytes = sum(map(len, pieces))
         message = header(news.version, num_bytes, None)
-        left_out = tuple(tuple(self._engine.model.positions_of(tensors)) for tensors in news.left_out)
+        left_out = tuple(tuple(self._model.positions_of(tensors)) for tensors in news.left_out)
         checked, crc = (0, None) if news.checked is None else (news.checked.number, news.checked.check)
         reference = ReferenceInfo(news.number, 0 if crc is None else checked, crc or 0, left_out)
         write_weights(WeightsInfo(num_bytes, news.codec, reference=reference), message.reply.weights)
@@ -149,8 +153,8 @@ class Delivery:
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
         """Send the weights in this worker's codec, whose memory has what the worker has: no frames are shared."""
-        model, tensors = self._engine.model, self._engine.tensors
-        memory, version = self._engine.folding.codec_memories.of(self._peer.rank), go.effect.reply.result.version
+        model, tensors = self._model, self._tensors
+        memory, version = self._codec_memories.of(self._peer.rank), go.effect.reply.result.version
         encode = partial(memory.encode, codec)
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             encoded = await tensors.run(partial(encode, copy_of(memoryview(go.payload or model.small_payload()))))

@@ -42,7 +42,8 @@ class Joining:
     """Takes workers into one run."""
 
     def __init__(self, engine: Engine, config: Config, port: Port | None) -> None:
-        self._engine = engine
+        self._engine, self._run, self._model = engine, engine.run, engine.model
+        self._folding, self._tensors = engine.folding, engine.tensors
         self._config = config
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
@@ -65,7 +66,7 @@ class Joining:
         peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
         stream.rank, peer.hang_up = peer.rank, stream.end
         if peer.is_resumed:
-            engine.tensors.submit(partial(engine.folding.codec_memories.of(peer.rank).resumed, join.replies_taken))
+            self._tensors.submit(partial(self._folding.codec_memories.of(peer.rank).resumed, join.replies_taken))
         return peer
 
     def _join(self, join: pb.Join, rank: int | None) -> Peer:
@@ -84,7 +85,7 @@ class Joining:
 
     async def _find(self, join: pb.Join, rank: int | None) -> Peer:
         """The peer on a shard other than the coordinator, which announces it here before it tells the worker."""
-        server, run = self._config.server, self._engine.run
+        server, run = self._config.server, self._run
         shard, lease_s = f"shard {server.shard}", run.options.lease_s
         if not join.seated or rank is None:
             problem = f"this is {shard} of {server.shards}: workers join the coordinator"
@@ -106,7 +107,7 @@ class Joining:
     ) -> Transport | None:
         """Welcome the worker, and receive what it trains. Returns the transport of its payloads, which is `transport`
         unless it has offered a better one; None when it has gone instead."""
-        engine, run = self._engine, self._engine.run
+        engine, run = self._engine, self._run
         ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
         welcome = pb.Welcome(
             run=run.name, rank=peer.rank, incarnation=peer.incarnation, seq=peer.number,
@@ -123,7 +124,7 @@ class Joining:
                 if ticket is None or not ticket.arrived.done():
                     raise refusal(Reason.BAD_REQUEST, "Model.direct without a direct connection")
                 stream.go_direct(ticket.arrived.result())
-                ticket, transport = None, DirectTransport(transport.engine, stream)
+                ticket, transport = None, DirectTransport(self._model, stream)
         finally:
             if ticket is not None:
                 ticket.drop()
@@ -137,10 +138,10 @@ class Joining:
         layout, optimizer = await _read_model(offered)
         why_no_better = shown(offered.transport_reason, _MAX_REASON)
         if offered.HasField("segment"):
-            share = engine.model.share_of(layout)
+            share = self._model.share_of(layout)
             transport, refused = await self._probe.open(transport, share.layout, offered.segment)
             why_no_better = refused or why_no_better
-        engine.model.check(peer.rank, layout, optimizer)
+        self._model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
         self._agree_on_codecs(peer, offered)
         peer.takes_frames = transport.as_frames
@@ -151,18 +152,18 @@ class Joining:
 
     def _check_kind(self, offered: pb.Model) -> None:
         """Refuse a worker that cannot send this mode's contributions."""
-        mode, kind, problem = self._config.run.mode, _kind_of(self._engine.run.policy), ""
+        mode, kind, problem = self._config.run.mode, _kind_of(self._run.policy), ""
         if kind in _OF_DELTAS and kind != offered.contribution:
             name = pb.RunSettings.ContributionKind.Name(kind)
             problem = f"workers of mode {mode} send deltas (RunSettings.{name}), and this worker does not say so"
-        elif self._engine.run.policy.kind.has_peers and not offered.rendezvous:
+        elif self._run.policy.kind.has_peers and not offered.rendezvous:
             problem = f"mode {mode} averages among workers, and this worker sent no Model.rendezvous"
         if problem:
             raise refusal(Reason.BAD_REQUEST, problem, fix="install the same version of paramserver on both")
 
     def _agree_on_codecs(self, peer: Peer, offered: pb.Model) -> None:
         """Set the codecs of the worker's contributions and replies; refuses codecs that the run cannot have."""
-        run, reply_codec = self._engine.run, codec_named(offered.reply_codec)
+        run, reply_codec = self._run, codec_named(offered.reply_codec)
         peer.reply_codec = None if reply_codec.is_identity else reply_codec
         if peer.reply_codec is not None and run.policy.compensation is not None:
             raise refusal(
@@ -182,7 +183,7 @@ class Joining:
 
     def _warn_of_momentum(self, codec: Codec) -> None:
         """Warn once of outer momentum that suits this codec badly."""
-        outer = self._engine.run.policy.outer
+        outer = self._run.policy.outer
         if outer is None or codec.suits_outer_momentum or not outer.arguments.get("momentum") or self._has_warned:
             return
         self._has_warned = True

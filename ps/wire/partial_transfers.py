@@ -25,13 +25,13 @@ class PartialTransfers:
     as anybody waits for that."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._model, self._tensors = engine, engine.model, engine.tensors
         self._uploads: dict[int, tuple[int, Upload]] = {}  # by rank, with the contribution's sequence number
         engine.folding.on_drop.append(self.drop)
 
     def keep(self, peer: Peer, seq: int, upload: Upload) -> bool:
         """Keep the upload of a lost stream; False: it stays the caller's."""
-        staging = self._engine.model.staging
+        staging = self._model.staging
         is_worth_it = upload.num_bytes > _LEAST_BYTES and upload.ranges and not upload.is_complete
         if not is_worth_it or not staging.is_own(upload.payload) or staging.num_waiting:
             return False
@@ -52,7 +52,7 @@ class PartialTransfers:
             )
         if (upload := self._of(peer.rank, seq)) is None:
             return None
-        ranges, crc = upload.ranges, await engine.tensors.run(upload.check_sum)
+        ranges, crc = upload.ranges, await self._tensors.run(upload.check_sum)
         if self._of(peer.rank, seq) is not upload:
             return None
         borders = [border for found in ranges for border in found]

@@ -49,7 +49,8 @@ class ParameterServerService:
     def __init__(
         self, engine: Engine, config: Config, attend: Attend | None = None, direct: Port | None = None
     ) -> None:
-        self._engine = engine
+        self._engine, self._run, self._model = engine, engine.run, engine.model
+        self._tensors, self._best, self._traffic = engine.tensors, engine.best, engine.traffic
         self._config = config
         self._attend = attend or self._not_the_coordinator
         self._watch = Watch()
@@ -77,7 +78,7 @@ class ParameterServerService:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _stream(self, context: grpc.aio.ServicerContext) -> Stream:
-        model = self._engine.model
+        model = self._model
         return Stream(
             context, self._config.limits, self._watch, lambda: model.has_weights and model.staging.num_waiting > 0
         )
@@ -95,7 +96,7 @@ class ParameterServerService:
         self, heartbeats: AsyncIterator[pb.HeartbeatRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.HeartbeatReply]:
         """A process is alive as long as it keeps this call open and sends heartbeats."""
-        process, engine, run = "", self._engine, self._engine.run
+        process, engine, run = "", self._engine, self._run
         try:
             heartbeat = await self._first_heartbeats.of(heartbeats)
             while heartbeat is not None:
@@ -133,7 +134,7 @@ class ParameterServerService:
         await self._carry(stream, self._send_snapshot(stream, request))
 
     async def _send_snapshot(self, stream: Stream, request: pb.PullRequest) -> None:
-        run, model = self._engine.run, self._engine.model
+        run, model = self._run, self._model
         async with self._pulls:
             self._check_weights()
             if request.averaged and model.store.averaged is None:
@@ -141,13 +142,13 @@ class ParameterServerService:
                 raise refusal(Reason.BAD_REQUEST, "no averaged weights are kept", fix=fix)
             tensors: Sequence[pb.TensorSpec] = []
             if request.optimizer:
-                version, state = await self._engine.tensors.run(partial(optimizer_tensors, model))
+                version, state = await self._tensors.run(partial(optimizer_tensors, model))
                 payload = memoryview(await asyncio.to_thread(save, state))
             else:
                 if request.keep or request.HasField("version"):
                     version, weights = await self._kept(request)
                 else:
-                    version, weights = await self._engine.tensors.run(partial(model.copy, request.averaged))
+                    version, weights = await self._tensors.run(partial(model.copy, request.averaged))
                 tensors, payload = layout_to_proto(model.store.layout), as_bytes(weights)
             snapshot = pb.Snapshot(run=run.name, version=version, payload_bytes=len(payload), tensors=tensors)
             await stream.say(pb.ServerMessage(snapshot=snapshot))
@@ -156,7 +157,7 @@ class ParameterServerService:
             await stream.flush()
 
     def _check_weights(self) -> None:
-        if not self._engine.model.has_weights:
+        if not self._model.has_weights:
             raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
 
     async def _kept(self, request: pb.PullRequest) -> tuple[int, torch.Tensor]:
@@ -164,10 +165,10 @@ class ParameterServerService:
         engine, version = self._engine, request.version
         if request.keep:
             engine.offer(events.CopyAsked())
-            version = engine.run.policy.version
+            version = self._run.policy.version
         with contextlib.suppress(TimeoutError):
-            await engine.until(lambda: engine.best.get(version) is not None, _KEPT_S)
-        if (found := engine.best.get(version)) is None:
+            await engine.until(lambda: self._best.get(version) is not None, _KEPT_S)
+        if (found := self._best.get(version)) is None:
             raise refusal(Reason.NOT_READY, f"version {version} is not kept", fix="ask for another")
         return version, found
 
@@ -177,18 +178,18 @@ class ParameterServerService:
         try:
             if why := engine.why_not_ready():  # a new coordinator learns from its shards which run it is
                 raise refusal(Reason.NOT_READY, f"{why}: there are no rows yet", fix="ask again in a moment")
-            if request.run != engine.run.name:  # another shard may not know the run's name yet
+            if request.run != self._run.name:  # another shard may not know the run's name yet
                 reason = Reason.NOT_READY if self._config.server.shard else Reason.RUN_MISMATCH
-                raise refusal(reason, f"this server runs {engine.run.name}, not {request.run[:40]!a}")
+                raise refusal(reason, f"this server runs {self._run.name}, not {request.run[:40]!a}")
             if not request.ids:
                 return pb.RowsReply(shards=engine.shard_addresses)
             self._check_weights()
-            if (tables := engine.model.store.tables) is None:
+            if (tables := self._model.store.tables) is None:
                 raise refusal(Reason.BAD_REQUEST, "this run has no tables of rows")
-            rows = await engine.tensors.run(partial(tables.pull, request.table, request.ids, MAX_DATA_BYTES))
+            rows = await self._tensors.run(partial(tables.pull, request.table, request.ids, MAX_DATA_BYTES))
         except ParamServerError as error:
             await refuse(context, error, rank=request.rank)
-        if (traffic := engine.traffic.get(request.rank)) is not None:
+        if (traffic := self._traffic.get(request.rank)) is not None:
             traffic.num_sent += len(request.ids)
             traffic.num_received += len(rows)
         return pb.RowsReply(rows=rows)
@@ -230,7 +231,7 @@ class ParameterServerService:
 
     async def status(self, _: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
         """Where the run stands."""
-        status, run = reports.status(self._engine), self._engine.run
+        status, run = reports.status(self._engine), self._run
         return pb.StatusReply(
             run=run.name, settings=settings_of(self._config, run), version=status.version, step=status.step,
             status=to_json(status.fields()),

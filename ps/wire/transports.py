@@ -18,7 +18,7 @@ from ...common.wire.direct import Placed, placed_messages
 from ...common.wire.frames import frame, left_out_frame, payload_frames
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
-from ..engine.engine import Engine
+from ..tensors.model import Model
 from ..tensors.replies.publication import Publication, Range, cut
 from ..tensors.staging import Payload
 from .stream import Stream
@@ -40,8 +40,8 @@ class Transport:
     name: ClassVar[str] = "grpc"  # for people
     as_frames: ClassVar[bool] = True  # False: the weights' memory is read, not the shared frames
 
-    def __init__(self, engine: Engine, stream: Stream) -> None:
-        self.engine = engine
+    def __init__(self, model: Model, stream: Stream) -> None:
+        self.model = model
         self.stream = stream
         self.reading: Publication | None = None  # that the worker has not said to have taken
         self.left_out: Sequence[Range] = ()  # bytes of the next weights that the worker has already
@@ -73,7 +73,7 @@ class Transport:
             yield raw
 
     def _release(self, publication: Publication) -> None:
-        self.engine.model.publisher.release(publication, as_frames=self.as_frames)
+        self.model.publisher.release(publication, as_frames=self.as_frames)
 
     def taken(self) -> None:
         """The worker has read the weights in shared memory, or is gone."""
@@ -110,8 +110,8 @@ class SharedTransport(Transport):
     name = "shared memory"
     as_frames = False
 
-    def __init__(self, engine: Engine, stream: Stream, segment: Segment) -> None:
-        super().__init__(engine, stream)
+    def __init__(self, model: Model, stream: Stream, segment: Segment) -> None:
+        super().__init__(model, stream)
         self.segment = segment
 
     def carries(self, codec: Codec) -> bool:
@@ -161,7 +161,7 @@ class Probe:
                 raise SegmentError("the server shares no memory (server.shared_memory)")
             if offered.num_bytes < layout.exchange_bytes:
                 raise SegmentError(f"{offered.num_bytes} bytes, a contribution has {layout.exchange_bytes}")
-            transport = SharedTransport(known.engine, known.stream, open_segment(offered))
+            transport = SharedTransport(known.model, known.stream, open_segment(offered))
         except SegmentError as error:
             reason = str(error)
             log.info("not_shared", rank=known.stream.rank, reason=reason)

@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 from ...common.errors import UsageError
 from ...common.wire.records import Base, Contribution, ContributionId, Counts, FirstInfo, Timing
-from ...drills.following import Follower
-from ...drills.history_lines import Line, Problem
+from ...drills.history_lines import Follower, Line, Problem
 from ...ps.core import effects, events
 from ...ps.core.judgement import SOUND, Judgement
 from ...ps.core.run import Run
@@ -60,7 +60,7 @@ def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
 
     Raises UsageError for an unknown mode.
     """
-    of_server = [line for line in lines if line.role == "server"]
+    of_server = list(dropwhile(lambda line: line.op != "start", (line for line in lines if line.role == "server")))
     enters = _named_first(of_server)
     while True:
         found = _Replay(of_server, modes, enters)
@@ -79,19 +79,14 @@ class _Replay(Follower):
         self._goes_silent, self._came = _last_lines(lines), 0  # position of the newest line from outside
         self._offering: list[int] = []  # ranks that are members from the next event on
         self._due: deque[tuple[str, dict[str, Any]]] = deque()  # lines that follow from what was applied
-        self._run: Run | None = None
+        self._run: Run
         for at, line in enumerate(lines):
             if not self._takes(at, line):
                 break
             self._offering += enters.get(at, ())
             for rank, incarnation in self._goes_silent.get(at, ()):
-                if rank in self._of_run.policy.members:
+                if rank in self._run.policy.members:
                     self._apply(events.Disconnected(rank, incarnation))
-
-    @property
-    def _of_run(self) -> Run:
-        assert self._run is not None
-        return self._run
 
     def _takes(self, at: int, line: Line) -> bool:
         """Returns whether the run says the same, and notes the problem if not."""
@@ -99,7 +94,7 @@ class _Replay(Follower):
         if line.op == "start":
             self.feed(line)
             return True
-        if line.op not in _DECIDED or self._run is None or line.fields.get("done") is False:
+        if line.op not in _DECIDED or line.fields.get("done") is False:
             return True
         if not self._due:
             for rank in self._offering:
@@ -111,7 +106,7 @@ class _Replay(Follower):
         names = _DECIDED[line.op]
         if op != line.op or any(fields[name] != line[name] for name in names):
             recorded = ", ".join(f"{name} {line[name]}" for name in names)
-            self.verdict.problem = line.problem(f"recorded: {line.op} {recorded}")
+            self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
             now = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
             self.verdict.decided = f"{op} {now}" if op else "nothing"
             if line.op == "reply" and line["outcome"] == "START":
@@ -138,18 +133,13 @@ class _Replay(Follower):
             if type(policy).saved_state is not Policy.saved_state:
                 note = f"mode {mode} keeps more in a snapshot than the history tells: what follows a restart may differ"
                 self.verdict.notes = list(dict.fromkeys([*self.verdict.notes, note]))
-            joins = dict.fromkeys(line.seqs, 0)
-            saved = {
-                "run": run.name,
-                "server_incarnation": run.incarnation - 1,
-                "policy": {},
-                "contributions": line.seqs,
-            }
-            run.restore(line["version"], ("model", "optimizer"), {**saved, "num_joins": joins, "training": {}})
+            saved = {"run": run.name, "server_incarnation": run.incarnation - 1, "policy": {}, "training": {}}
+            saved |= {"contributions": line.seqs, "num_joins": dict.fromkeys(line.seqs, 0)}
+            run.restore(line["version"], ("model", "optimizer"), saved)
 
     def _apply(self, event: events.Event) -> None:
         event.at = self._line["t"]
-        found = self._of_run.apply(event)
+        found = self._run.apply(event)
         for effect in found:
             if isinstance(effect, effects.Fact):
                 op, fields = line_of(effect)
@@ -163,14 +153,14 @@ class _Replay(Follower):
 
     def _on_join(self, line: Line) -> None:
         rank, incarnation = line["rank"], line["incarnation"]
-        roster = self._of_run.roster
+        roster = self._run.roster
         if line.fields.get("resumed") and (known := roster.workers.get(rank)) is not None:
             before, process = known.incarnation, known.process
         else:
             is_next = roster.num_joins.get(rank, 0) + 1 == incarnation
             before, process = 0 if is_next else incarnation - 1, f"{rank}.{incarnation}"
             self._apply(events.HeartbeatBegan(process))
-        this = self._of_run.incarnation
+        this = self._run.incarnation
         self._apply(events.Joined(line.number, rank, "", before, this, process))
 
     def _on_leave(self, line: Line) -> None:
@@ -188,18 +178,18 @@ class _Replay(Follower):
     def _on_control(self, line: Line) -> None:
         given = line.fields
         if "mode" in given:
-            settings = {**given["options"], **asdict(self._of_run.policy.common)}
-            self._of_run.options = replace(self._of_run.options, policy_of=partial(policy_of, settings=settings))
+            settings = {**given["options"], **asdict(self._run.policy.common)}
+            self._run.options = replace(self._run.options, policy_of=partial(policy_of, settings=settings))
         self._apply(events.Controlled(line["do"], given.get("rank"), given.get("name", ""), given.get("value")))
 
     def _on_accept(self, line: Line) -> None:
         rank, get = line["rank"], line.fields.get
-        worker = self._of_run.roster.workers.get(rank)
+        worker = self._run.roster.workers.get(rank)
         if worker is not None and worker.incarnation == line["incarnation"]:
             self._offers(rank)
         contribution = Contribution(
             ContributionId(rank, line["incarnation"], line["seq"]),
-            self._of_run.policy.kind,
+            self._run.policy.kind,
             Counts(get("samples", None) or 1, get("num_steps"), part=get("part", 0)),
             Base(line["base_version"]),
             Timing(get("compute_s", 0.0), get("transfer_s", 0.0)),
@@ -209,7 +199,7 @@ class _Replay(Follower):
 
     def _on_commit(self, line: Line) -> None:
         for rank in line["members"]:
-            known = self._of_run.roster.workers.get(rank)
+            known = self._run.roster.workers.get(rank)
             if not self._due and known is not None and not known.has_offered:
                 self._offers(rank)
         self._tick()
@@ -228,7 +218,7 @@ class _Replay(Follower):
 
     def _offers(self, rank: int) -> None:
         """Offer the worker's model, if it has not yet."""
-        worker = self._of_run.roster.workers.get(rank)
+        worker = self._run.roster.workers.get(rank)
         if worker is not None and ((worker.is_away and worker.is_resumed) or not worker.has_offered):
             self._apply(events.Offered(rank, worker.incarnation, model="model", optimizer="optimizer"))
 

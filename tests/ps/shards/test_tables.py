@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
 from paramserver.common.tensors.tables import make_spec
+from paramserver.ps.core.run import Run
 from paramserver.ps.shards import gather as module
 from paramserver.ps.shards.gather import write_tables
+from paramserver.ps.tensors.model import Model
 from paramserver.ps.tensors.tables import Tables
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -32,10 +34,9 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
     tables = Tables(SPECS, 5)
     store, run = SimpleNamespace(tables=tables), SimpleNamespace(name="run", policy=SimpleNamespace(version=3))
     model = SimpleNamespace(store=store, whole_optimizer=SimpleNamespace(tables=tuple(SPECS)))
-    engine: Any = SimpleNamespace(model=model, run=run, tensors=TensorThread(lambda _: None), shard_addresses=())
 
     async def write() -> None:
-        await write_tables(config, engine)
+        await write_tables(config, cast(Run, run), cast(Model, model), TensorThread(lambda _: None), ())
 
     asyncio.run(write())
     return {name.removeprefix("weight/"): tensor for name, tensor in tables.state().items() if "weight" in name}
