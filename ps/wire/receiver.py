@@ -307,7 +307,7 @@ class Receiver:
         self._rejected = peer.codecs[codec.name]
         if self._run.policy.fragments > 1 and isinstance(codec, ByTensor):
             codec = only_rest(codec, self._without)
-        num_bytes = payload_bytes(codec, store.layout)
+        num_bytes = store.layout.exchange_bytes if codec.is_identity else payload_bytes(codec, store.layout)
         if header.num_bytes != num_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,

@@ -60,8 +60,7 @@ def test_what_a_restart_takes_back_is_made_again() -> None:
 
 
 def test_the_samples_of_a_contribution_that_was_made_again_are_those_of_the_newest_line() -> None:
-    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", incarnation=2), *joined(0)]
-    lines += applied(0, 1, 1, 0)
+    lines = [line for n in (1, 2) for line in (start("async", incarnation=n), *joined(0), *applied(0, 1, 1, 0))]
     lines[3]["samples"], lines[-3]["samples"] = 9, 4
     assert verdict_of(lines).samples == {(0, 1): 4}
 

@@ -56,7 +56,7 @@ def test_a_transport_brings_payloads_straight_to_where_they_belong(codec: str) -
         worker, transports = Worker(server, 0), []
 
         async def open_direct(known: Transport, *_: Any) -> tuple[Transport, str]:
-            transports.append(Direct(known.engine, known.stream))
+            transports.append(Direct(known.model, known.stream))
             return transports[0], ""
 
         server.service._joining._probe.open = open_direct
