@@ -228,3 +228,14 @@ def _check_delayed_update(mode: str, options: Any) -> None:
     if staleness < least:
         message = f"{setting} and staleness {staleness}: the step computed during an exchange is one ahead"
         raise UsageError(message, fix=f"--staleness {least} or more")
+
+
+def check_codec_of_peers(codec: str, zero: int, outstanding: int) -> None:
+    """Raises UsageError where workers that average among themselves cannot encode gradients so; `codec` is not raw."""
+    name, value = ("worker.zero", zero) if zero else ("policy.staleness", outstanding)
+    if codec == AUTO:
+        message = "worker.codec is auto, which measures the link to the server, and workers average among themselves"
+        raise UsageError(message, fix="name the codec, the same for all workers: --set worker.codec=q4")
+    if value:
+        message = f"worker.codec is {codec} and {name} is {value}: peers encode whole gradients, one step after another"
+        raise UsageError(message, fix=f"leave one of them out: --set {name}=0, or --set worker.codec=raw")

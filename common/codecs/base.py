@@ -214,13 +214,11 @@ def check_codecs(
             fix=_or_differences("codec", up),
         )
     _check_own(mode, up, optimizers)
-    for name, arguments in () if kind.worker_steps or up.optimizer is not None else optimizers:
+    for name, arguments in optimizers if kind.steps_along_mean_gradient and up.optimizer is None else ():
         if not up.suits_adaptive and name not in _LINEAR:
-            why = (
-                f"the server's {name} divides every gradient by its usual size, and most of them are 0 or all alike now"
-            )
+            why = f"{name} divides every gradient by its usual size, and most of them are 0 or all alike now"
         elif not up.suits_momentum and arguments.get("momentum"):
-            why = f"the server's {name} has momentum {arguments['momentum']}, and adds up what comes late"
+            why = f"{name} has momentum {arguments['momentum']}, and adds up what comes late"
         else:
             continue
         raise UsageError(

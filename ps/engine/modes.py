@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.registry import AUTO, CODECS, MODES, check_mode, check_zero
+from ...common.registry import AUTO, CODECS, MODES, check_codec_of_peers, check_mode, check_zero
 from ..core.state import Options
 from ..policies.base import Common, Policy
 
@@ -41,13 +41,14 @@ def _check_peers(config: Config) -> None:
     worker, mode = config.worker, config.run.mode
     for name, value, none in (
         ("store.polyak", config.store.polyak, None),
-        ("worker.codec", worker.codec, "raw"),
         ("worker.reply_codec", worker.reply_codec, "raw"),
     ):
         if value != none:
             message = f"{name} is {value}, and workers of mode {mode} average among themselves"
             raise UsageError(message, fix="leave it out, or --mode sync, where all gradients pass the server")
     outstanding = getattr(config.policy.options(mode), "staleness", 0)
+    if worker.codec != "raw":
+        check_codec_of_peers(worker.codec, worker.zero, outstanding)
     if config.run.steps is not None and outstanding >= config.run.steps:
         message = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
         raise UsageError(f"{message}: weights would stay as they began to the end", fix="--staleness 1, or more steps")

@@ -76,7 +76,7 @@ def difference(cluster, versions):
     return max(float((got[key] - expected[key]).abs().max()) for key in expected)
 
 
-def start(cluster, num_workers, steps, *arguments, checkpoints=False, flags=()):
+def start(cluster, num_workers, steps, *arguments, checkpoints=False, flags=(), **env):
     (cluster.folder / "script.py").write_text(SCRIPT)
     kept = ["--checkpoint-dir", "kept", "--checkpoint-every", "5"] if checkpoints else []
     server = cluster.server(
@@ -84,7 +84,7 @@ def start(cluster, num_workers, steps, *arguments, checkpoints=False, flags=()):
         "--history", "h.jsonl", *kept, *flags,
     )  # fmt: skip
     script = cluster.folder / "script.py"
-    return server, lambda rank: cluster.script(rank, script, str(cluster.folder), *arguments)
+    return server, lambda rank, **more: cluster.script(rank, script, str(cluster.folder), *arguments, **env, **more)
 
 
 def versions_of(cluster):

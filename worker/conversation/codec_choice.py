@@ -11,6 +11,7 @@ from ...common.tensors.layout import Layout
 from ...common.wire.records import COUNTED, Reply, ResidualInfo
 from ..session import Progress
 from ..transports.auto.measuring import Auto, Passed, round_trip_s
+from ..transports.encoding import Encoding
 from .shard_set import ShardSet
 
 log = get_logger()
@@ -21,13 +22,15 @@ class CodecChoice:
 
     def __init__(self, config: WorkerConfig, shards: ShardSet) -> None:
         self._config, self._shards = config, shards
+        self.configured = config.codec
+        self.encoding: Encoding | None = None  # of gradients that travel between peers
         self.auto = Auto(config.reply_codec, config.max_mbit) if config.codec == AUTO else None
         self._passed: list[Passed] = []  # with the newest contribution
         self._num_lost, self._norm_lost = 0, 0.0  # residuals
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        return (self._config.codec,) if self.auto is None else self.auto.candidates
+        return (self._shards.codec,) if self.auto is None else self.auto.candidates
 
     @property
     def holds_back(self) -> bool:
@@ -82,14 +85,18 @@ class CodecChoice:
     @property
     def residual(self) -> ResidualInfo:
         """The residual of all parts, and the lost ones."""
-        norm = math.hypot(*(shard.up.encoding.norm for shard in self._shards.all))
+        norm = math.hypot(*(encoding.norm for encoding in self._encodings))
         return ResidualInfo(norm, self._num_lost, self._norm_lost)
+
+    @property
+    def _encodings(self) -> list[Encoding]:
+        return [shard.up.encoding for shard in self._shards.all] if self.encoding is None else [self.encoding]
 
     def count_lost(self, rank: int | None) -> None:
         """Count residuals that are gone: of one part or of all, that is once."""
-        found = [lost for shard in self._shards.all if (lost := shard.up.encoding.take_lost()) is not None]
+        found = [lost for encoding in self._encodings if (lost := encoding.take_lost()) is not None]
         if not found:
             return
-        norm, codec = math.hypot(*found), self._shards.first.up.encoding.codec.name
+        norm, codec = math.hypot(*found), self._encodings[0].codec.name
         self._num_lost, self._norm_lost = self._num_lost + 1, self._norm_lost + norm
         log.info("residual_lost", rank=rank, codec=codec, norm=f"{norm:.4g}", num=self._num_lost)

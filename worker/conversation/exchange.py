@@ -60,6 +60,7 @@ class Exchange:
         self.codec_choice = CodecChoice(config, self.shards)
         self._membership.join()
         self.settings: Settings = read_settings(self._membership.welcome.settings)
+        self.shards.codec = "raw" if self.settings.kind.has_peers else config.codec  # between peers they are encoded
         self.shards.has_fragments = self.settings.fragments > 1
         self.shards.replaced = lambda: self.codec_choice.count_lost(self.progress.rank)
 

@@ -94,11 +94,11 @@ class Shard:
         self._sent_hyperparameters = self._sent_state = None
         return welcome
 
-    def set_model(self, model: ModelTensors, tables: tuple[TableSpec, ...]) -> None:
-        """The part of the model that lies here, and the rows of the tables."""
+    def set_model(self, model: ModelTensors, tables: tuple[TableSpec, ...], codec: str) -> None:
+        """The part of the model that lies here, the rows of the tables, and the codec of contributions."""
         self.model, self.tables = model, tables
         self.transfer = make_transfer(model)
-        self.up = Up(first_codec(self._config.codec), model, self.transfer, self.stream.send)
+        self.up = Up(first_codec(codec), model, self.transfer, self.stream.send)
         self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
 
     def moved(self, model: ModelTensors) -> None:

@@ -39,6 +39,7 @@ class ShardSet:
         self._make = make
         self.all = [make(0, "")]
         self.has_fragments = False
+        self.codec = ""  # of contributions; auto: the first that it chooses
         self._addresses: list[str] = []
         self._helpers: list[Helper] = []  # threads for the shards beyond the first
         self._model: ModelTensors | None = None
@@ -81,7 +82,7 @@ class ShardSet:
         self._model, self.optimizer = model, optimizer
         self._shares = divide(model.layout, len(self.all))
         for shard, share in zip(self.all, self._shares, strict=True):
-            shard.set_model(part_of(model, share), share.optimizer(optimizer).tables)
+            shard.set_model(part_of(model, share), share.optimizer(optimizer).tables, self.codec)
             shard.has_fragments = self.has_fragments
 
     def moved(self) -> None:

@@ -18,8 +18,10 @@ from dataclasses import replace
 
 import torch
 
+from ...common.codecs.base import check_codecs
 from ...common.errors import DivergedError, UsageError
 from ...common.kinds import ContributionKind
+from ...common.registry import CODECS
 from ...common.tensors.clipping import clip
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
@@ -34,6 +36,7 @@ from .collectives.backends import computed, without_watchdog
 from .collectives.rendezvous import Broken
 from .consistency import ConsistencyCheck
 from .early import MIN_MODEL_BYTES, ReadyGradients
+from .encoded_mean import EncodedMean
 from .group import Group, Unsound
 from .group_lifecycle import GroupLifecycle
 from .state_transfer import StateTransfer
@@ -53,7 +56,9 @@ class AllReduceStrategy(Strategy):
     def __init__(self, exchange: Exchange, may_leave_early: bool) -> None:
         """`may_leave_early`: gradients may be averaged during backward."""
         super().__init__(exchange)
-        self._may_leave_early = may_leave_early
+        self._codec = exchange.codec_choice.configured
+        self._encoded: EncodedMean | None = None  # where gradients are encoded
+        self._may_leave_early = may_leave_early and self._codec == "raw"
         self._lifecycle = GroupLifecycle(exchange)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
@@ -67,8 +72,19 @@ class AllReduceStrategy(Strategy):
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         if self._device.type == "cuda":  # groups are made on other threads, again and again
             without_watchdog()
+        if self._codec != "raw":
+            self._encoded = self._encoded_mean(optimizer)
         if self._may_leave_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._ready_gradients = ReadyGradients(model, self._leave_early)
+
+    def _encoded_mean(self, optimizer: OptimizerSpec) -> EncodedMean:
+        codec, raw = CODECS.load(self._codec)(), CODECS.load("raw")()
+        arguments = [group.hyperparameters for group in optimizer.groups]
+        groups = list(zip(optimizer.classes, arguments, strict=True))
+        check_codecs(self.settings.mode, self.settings.kind, codec, raw, groups)
+        found = EncodedMean(codec, self._model, self._of_sum)
+        self._exchange.codec_choice.encoding = found.encoding
+        return found
 
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Returns when this worker has the weights of the newest version, and the optimizer state."""
@@ -83,7 +99,7 @@ class AllReduceStrategy(Strategy):
         )
         self._make_parts(optimizer, step)
         config = self._exchange.config
-        self._check = ConsistencyCheck(self._lifecycle, self._step, (config.zero, config.zero_copies))
+        self._check = ConsistencyCheck(self._lifecycle, self._step, (config.zero, config.zero_copies), self._codec)
         self._enter()
 
     def _make_parts(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
@@ -138,6 +154,10 @@ class AllReduceStrategy(Strategy):
         while True:
             reply = self._round(gradients, outgoing, is_right)
             outcome = reply.result.outcome
+            if self._encoded is not None and outcome in COUNTED:
+                self._encoded.encoding.commit()
+            elif self._encoded is not None and outcome is Outcome.START:
+                self._encoded.encoding.start()
             if outcome in COUNTED and not self._confirmed.is_done:
                 self._form_group()  # where it fails, the next completion says so
             if outcome in COUNTED or outcome is Outcome.START:
@@ -153,7 +173,7 @@ class AllReduceStrategy(Strategy):
         assert group is not None
         try:
             metadata, num_samples = self._metadata(outgoing), max(1, outgoing.contribution.counts.num_samples)
-            mean = self._lifecycle.run(lambda: group.average(gradients, num_samples, metadata, is_right))
+            mean = self._lifecycle.run(lambda: self._average(group, gradients, num_samples, metadata, is_right))
             self._check.check(group, outgoing, self._norm())
         except Unsound as unsound:
             raise self._diverged(unsound.index) from None
@@ -169,6 +189,13 @@ class AllReduceStrategy(Strategy):
         if reply.result.outcome in COUNTED:
             self._take_step(mean)
         return reply
+
+    def _average(
+        self, group: Group, gradients: Mean, num_samples: int, metadata: Sequence[int], is_right: bool
+    ) -> Mean:
+        if self._encoded is not None:
+            return self._encoded.average(group, gradients, num_samples, metadata)
+        return group.average(gradients, num_samples, metadata, is_right)
 
     def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
         return self._check.metadata(outgoing, self._step.version)

@@ -92,10 +92,11 @@ class Plan:
         found = torch.stack([item.to(torch.float32) for _, item in sums]).isfinite().tolist()
         looked_at = [index for (index, _), is_finite in zip(sums, found, strict=True) if not is_finite]
         held = ((index, tensors.get(index)) for index in sorted(looked_at))
-        return next((index for index, item in held if item is not None and not _is_finite(item)), None)
+        return next((index for index, item in held if item is not None and not is_finite(item)), None)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor Inf."""
     return bool(torch.isfinite(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()).all())
 
 

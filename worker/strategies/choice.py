@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...common.errors import UsageError
-from ...common.registry import WITHIN_WORKER, check_zero
+from ...common.registry import WITHIN_WORKER, check_codec_of_peers, check_zero
 from ..conversation.exchange import Exchange
 from .base import Exchanger, Strategy
 from .delayed_update import DelayedUpdate, Overlapped
@@ -25,6 +25,8 @@ def make_strategy(exchange: Exchange, may_send_early: bool) -> Strategy:
         check_zero(zero, settings.mode, has_peers, settings.outstanding)
     if not has_peers:
         return make_server_strategy(exchange, exchange if may_send_early else None)
+    if exchange.config.codec != "raw":
+        check_codec_of_peers(exchange.config.codec, zero, settings.outstanding)
     # These load torch.distributed.
     if settings.outstanding:
         from .collectives.delayed import Delayed

@@ -17,22 +17,31 @@ from .group_lifecycle import GroupLifecycle
 from .undoable_step import UndoableStep
 
 _NUM_SAMPLED = 16  # elements of a tensor
+_ZERO_BITS = 8  # of the settings that are compared
 _MAY_DIFFER = 1e-3  # weights of members, relatively
 
 
 class ConsistencyCheck:
-    """Of one peer. `zero` is (worker.zero, worker.zero_copies)."""
+    """Of one peer. `zero` is (worker.zero, worker.zero_copies), `codec` is worker.codec."""
 
-    def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int]) -> None:
-        self._lifecycle, self._step, self._zero = lifecycle, step, zero
+    def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int], codec: str) -> None:
+        self._lifecycle, self._step, self._zero, self._codec = lifecycle, step, zero, codec
         self._weights = Watch(step.model)
 
     def check_setup(self, group: Group, initial_state: Any) -> None:
-        """Raises UsageError where this member divides otherwise than the lowest, or begins with another optimizer state
-        than most. Raises Broken."""
+        """Raises UsageError where this member divides or encodes otherwise than the lowest, or begins with another
+        optimizer state than most. Raises Broken."""
         stage, copies = self._zero
         rank, ranks = group.generation.members[group.index], group.generation.members
-        divisions = self._lifecycle.run(lambda: group.gather_numbers(10 * stage + copies))
+        settings = 10 * stage + copies + (crc32(self._codec.encode()) << _ZERO_BITS)
+        found = self._lifecycle.run(lambda: group.gather_numbers(settings))
+        codecs, divisions = [item >> _ZERO_BITS for item in found], [item % (1 << _ZERO_BITS) for item in found]
+        if codecs[group.index] != codecs[0]:
+            raise UsageError(
+                f"worker.codec is {self._codec} for rank {rank}, and another one for rank {ranks[0]}, with which it is "
+                "to average",
+                fix="start all workers with the same",
+            )
         if divisions[group.index] != divisions[0]:
             raise UsageError(
                 f"{_zero_words(stage, copies)} for rank {rank}, and {_zero_words(*divmod(divisions[0], 10))} for "

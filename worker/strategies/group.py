@@ -148,6 +148,17 @@ class Group:
         self._announced = announced
         return [plan.places.get(index) for index in range(len(tensors))]
 
+    def announce(self, tensors: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int]) -> Announced:
+        """Exchange the announcements of an average whose tensors go otherwise, as `gather_payloads`. Raises Broken."""
+        return self._announce(tensors, num_samples, metadata, True)[0]
+
+    def gather_payloads(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The payload of each member, uint8 [n], by its index; all have the same size. Raises Broken."""
+        found = [torch.empty_like(payload) for _ in self.generation.members]
+        self.num_sent += payload.nbytes * (len(found) - 1)
+        self._wait(lambda: self._torch_group("_metadata").allgather([found], [payload]).wait())
+        return found
+
     def ready(self, index: int, gradient: torch.Tensor) -> None:
         """A tensor of the next average is complete: it leaves when its bucket is full."""
         plan = self._plan

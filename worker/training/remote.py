@@ -315,9 +315,8 @@ def check_alone(mode: str, num_optimizers: int, config: Config) -> None:
     fix = "use --mode sync"
     if num_optimizers > 1:
         raise UsageError(f"session.optimizers() in mode {mode}: a round is one step of one optimizer", fix=fix)
-    for name in ("codec", "reply_codec"):
-        if (value := getattr(config.worker, name)) != "raw":
-            raise UsageError(f"worker.{name} is {value}, and workers of mode {mode} send no gradients", fix=fix)
+    if (codec := config.worker.reply_codec) != "raw":
+        raise UsageError(f"worker.reply_codec is {codec}, and workers of mode {mode} receive no weights", fix=fix)
 
 
 def _check_forward(model: nn.Module) -> None:

@@ -1,0 +1,64 @@
+"""The mean of the peers' gradients where each peer sends its own encoded (`worker.codec` in mode allreduce).
+
+Each peer encodes its gradient with error feedback (`transports/encoding.py`) and sends it to every other peer. All
+decode all payloads in the order of the members, so the mean has the same bits everywhere. A gradient that has to be
+averaged once more, in the next generation, is sent as the same bytes. The residual changes when the round counts.
+
+A peer of N sends N - 1 payloads. A sum of raw gradients sends 2 (N - 1) / N, so a codec has to save more than N / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...common.codecs.base import Codec, take_payload
+from ...common.kinds import ContributionKind
+from ...common.tensors.layout import Kind, new_payload
+from ..tensors.staged import make_transfer
+from ..tensors.transfer import ModelTensors
+from ..transports.encoding import Encoding
+from .buckets import is_finite
+from .group import Group, Unsound
+
+
+class EncodedMean:
+    """Of one peer; `encoding` has its residual. `of_sum`: indices of tensors that are summed, not averaged."""
+
+    def __init__(self, codec: Codec, model: ModelTensors, of_sum: frozenset[int]) -> None:
+        self.encoding = Encoding(codec, model.layout, model.num_exchanged)
+        self._model, self._transfer, self._of_sum = model, make_transfer(model), of_sum
+        self._sum = new_payload(model.layout.exchange_bytes)
+        self._decoded = new_payload(model.layout.exchange_bytes)
+
+    def average(
+        self, group: Group, gradients: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int]
+    ) -> list[torch.Tensor | None]:
+        """As `Group.average`. The result is overwritten by the next call."""
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and gradient.is_floating_point() and not is_finite(gradient):
+                raise Unsound(index)
+        if self.encoding.payload is None:
+            (stretch,) = self._transfer.gather(ContributionKind.GRADIENT)
+            self.encoding.whole(stretch)
+        assert self.encoding.payload is not None
+        announced = group.announce(gradients, num_samples, metadata)
+        payloads = group.gather_payloads(torch.frombuffer(self.encoding.payload, dtype=torch.uint8))
+        for member, payload in enumerate(payloads):
+            codec, layout = self.encoding.codec, self._model.layout
+            take_payload(codec, codec.decoder(layout), layout, payload, self._decoded)
+            self._add(member, announced.samples[member] / sum(announced.samples))
+        found = self._model.views(self._sum)
+        return [item if index in announced.present else None for index, item in enumerate(found)]
+
+    def _add(self, member: int, share: float) -> None:
+        """Add the decoded tensors of a member to the mean. Buffers without a mean are the lowest member's."""
+        sums, decoded = self._model.views(self._sum), self._model.views(self._decoded)
+        for index, (entry, total, item) in enumerate(zip(self._model.layout.entries, sums, decoded, strict=False)):
+            is_mean = entry.spec.kind is Kind.PARAMETER or entry.spec.averaged
+            factor = 1.0 if index in self._of_sum else share
+            if member == 0:
+                torch.mul(item, factor, out=total) if is_mean else total.copy_(item)
+            elif is_mean:
+                total.add_(item, alpha=factor)
