@@ -15,9 +15,12 @@ from paramserver.worker.strategies.choice import make_strategy
 
 
 @pytest.mark.parametrize(
-    ("settings", "metadata"),
+    ("settings", "message"),
     [
-        ({"worker": {"codec": "topk"}}, "worker.codec is topk, and workers of mode allreduce average among themselves"),
+        (
+            {"worker": {"reply_codec": "q4"}},
+            "worker.reply_codec is q4, and workers of mode allreduce average among themselves",
+        ),
         ({"worker": {"codec": "auto"}}, "worker.codec is auto"),
         ({"worker": {"zero": 3}}, "worker.zero is 3 in mode allreduce: fully_shard's collectives are of processes"),
         ({"worker": {"reply_codec": "int8"}}, "worker.reply_codec is int8"),
@@ -34,10 +37,10 @@ from paramserver.worker.strategies.choice import make_strategy
         ),
     ],
 )
-def test_a_setting_of_what_passes_the_server_is_refused(settings, metadata):
+def test_a_setting_of_what_passes_the_server_is_refused(settings, message):
     with pytest.raises(UsageError) as found:
         make_policy(Config.model_validate(settings | {"run": {"mode": "allreduce", **settings.get("run", {})}}))
-    assert metadata in found.value.message
+    assert message in found.value.message
     assert found.value.fix
 
 
