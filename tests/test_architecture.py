@@ -511,8 +511,9 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 
 # ---- size and names ----------------------------------------------------------------------------------
 
-# Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 40_000
+# Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks, and a new
+# capability adds its own lines.
+MAX_PRODUCT_LINES = 40_000 + 100  # encoded gradients between peers
 MAX_TEST_LINES = 43_400
 
 
