@@ -19,6 +19,7 @@ Examples
   ps-bench codecs --codec int8,q4       encoding and decoding on one core
   ps-bench policies --workers 64,10000  what deciding costs, by mode
   ps-bench xor --baselines ray              worker-steps per second of a small task
+  sudo ps-bench race --plot race.svg    held-out loss on a slow link, beside DDP
 
 Tables go to standard output; --keep writes the metrics to benchmarks/results
 under their date and machine. PS_... in the environment is left out: what a
@@ -35,7 +36,7 @@ from typing import Annotated
 import typer
 
 from ..common.config.cli import Drained, make_app, run_app
-from ..common.errors import UsageError
+from ..common.errors import UsageError, did_you_mean
 from .options import (
     BaselinesOption,
     DeviceOption,
@@ -51,8 +52,10 @@ from .options import (
     check_task,
     check_transport,
     checked,
+    fractions,
     numbers,
     prepare,
+    quantity,
     show,
 )
 
@@ -394,6 +397,56 @@ def xor(
     from .measures.xor import XorOptions, measure_xor
 
     show(measure_xor(XorOptions(workers, steps, runs, batch_size, mode, optimizer), names), json_path, keep)
+
+
+@app.command(help="A training on slow links by our modes and by baselines: held-out loss over time and bytes. As root.")
+def race(
+    bandwidth: Annotated[str, typer.Option(help="Of each worker's link, each way.", rich_help_panel=_RUN)] = "100mbit",
+    latency: Annotated[str, typer.Option(help="From host to host and back.", rich_help_panel=_RUN)] = "20ms",
+    server_bandwidth: Annotated[
+        str | None, typer.Option(help="Of the server's link; none: unlimited.", rich_help_panel=_RUN)
+    ] = None,
+    workers: Annotated[int, typer.Option(min=2, max=16, help="Worker processes.", rich_help_panel=_RUN)] = 2,
+    unequal: Annotated[
+        bool, typer.Option("--unequal", help="The last worker is three times slower.", rich_help_panel=_RUN)
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each run.", rich_help_panel=_RUN)] = 120,
+    lr: Annotated[str, typer.Option(help="Tried by every side.", rich_help_panel=_RUN)] = "0.001,0.002,0.004",
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs with each rate.", rich_help_panel=_RUN)] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="The middle rate and one seed.", rich_help_panel=_RUN)] = False,
+    target: Annotated[
+        float | None, typer.Option(min=0, help="Held-out loss; none: plain DDP's best.", rich_help_panel=_RUN)
+    ] = None,
+    mode: Annotated[str, typer.Option("--mode", help="Ours, e.g. sync,diloco-q4.", rich_help_panel=_RUN)] = "all",
+    peers: BaselinesOption = "ddp,ddp-bf16,ddp-powersgd,ddp-localsgd,torchft,hivemind",
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.svg|png", help="Draw the curves.", rich_help_panel=_OUTPUT)
+    ] = None,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    from .output.plot import check_plot
+
+    names, rates = check_baselines(peers), fractions(lr, "--lr")
+    check_plot(plot, sweep=True, suffixes=(".svg", ".png"))
+    mbit = {"mbit": 1.0, "kbit": 1e-3, "gbit": 1e3}
+    rate, ping = quantity(bandwidth, "--bandwidth", mbit, "100mbit"), quantity(latency, "--latency", {"ms": 1}, "20ms")
+    server_rate = quantity(server_bandwidth, "--server-bandwidth", mbit, "1gbit") if server_bandwidth else 0.0
+    if min(rate, server_rate or 1) < 1:
+        raise UsageError("a link below 1 Mbit/s carries not one exchange in these seconds", fix="--bandwidth 10mbit")
+    checked("sync", "adamw", json_path, keep)
+    from .measures.race import OURS, RaceOptions, measure_race
+    from .rig.links import check_links
+
+    modes = tuple(OURS) if mode == "all" else tuple(dict.fromkeys(part.strip() for part in mode.split(",")))
+    for name in modes:
+        if name not in OURS:
+            raise UsageError(f"--mode: no side of a race is '{name}'", fix=did_you_mean(name, OURS))
+    check_links()
+    if quick:
+        rates, seeds = rates[len(rates) // 2 :][:1], 1
+    options = RaceOptions(rate, server_rate, ping, workers, seconds, rates, seeds, unequal, target, modes)
+    show(measure_race(options, names), json_path, keep, plot)
 
 
 def _drain(*_: object) -> None:

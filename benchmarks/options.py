@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import TYPE_CHECKING, Annotated
@@ -88,6 +89,25 @@ def checked(mode: str, optimizer: str, json_path: str | None, keep: bool) -> tup
     return mode, find_optimizer(optimizer).__name__.lower()
 
 
+def quantity(text: str, flag: str, units: dict[str, float], example: str) -> float:
+    """`100mbit` or `20ms` in the first of `units`, by how many of it each is. UsageError for anything else."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text.strip().lower())
+    if not found:
+        raise UsageError(f"{flag} {text}: no number with a unit of {', '.join(units)}", fix=f"e.g. {flag} {example}")
+    return float(found[1]) * units[found[2]]
+
+
+def fractions(text: str, flag: str) -> tuple[float, ...]:
+    """`0.001,0.002`. UsageError for what is no number above 0."""
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < number < math.inf for number in found):
+        raise UsageError(f"{flag} {text}: not numbers above 0, with commas", fix=f"e.g. {flag} 0.001,0.002")
+    return found
+
+
 def check_task(name: str) -> str:
     """A built-in task or FILE.py:NAME, as the configuration takes it. UsageError otherwise."""
     from ..common.registry import TASKS
@@ -113,7 +133,7 @@ def prepare(json_path: str | None, keep: bool) -> None:
 def show(report: Report, json_path: str | None, keep: bool, plot: str | None = None) -> None:
     """Print the table, and write metrics and picture on request."""
     from ..common.reporting.report import report_console
-    from .output.plot import can_plot, plot_sweep
+    from .output.plot import can_plot, draw
     from .output.report import kept_path
 
     console = report_console()
@@ -121,10 +141,10 @@ def show(report: Report, json_path: str | None, keep: bool, plot: str | None = N
     if json_path is not None:
         report.write(json_path)
     if plot is not None:
-        plot_sweep(report, plot)
+        draw(report, plot)
     if keep:
         path = kept_path(report.kept_name, ".json")
         report.write(str(path))
-        if report.is_sweep and can_plot():
-            plot_sweep(report, str(path.with_suffix(".png")))
+        if report.has_picture and can_plot():
+            draw(report, str(path.with_suffix(".png")))
         console.print(f"kept as {path.name}", style="dim")

@@ -14,25 +14,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
-import random
 import re
-import select
-import struct
 import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+from .rig.relay import Way, relay, tun
+
 HOST, PEER, PORT = "10.213.78.1", "10.213.78.2", 5299
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 SCRIPT = """
 import sys, time, torch, paramserver
 torch.set_num_threads(1)
@@ -50,52 +45,6 @@ with paramserver.connect() as session:
 
 def _run(*argv: str) -> None:
     subprocess.run(argv, check=True)
-
-
-class Way:
-    """One direction: packets read at `source` are written to `target` later, or dropped."""
-
-    def __init__(self, source: int, target: int, rate: float, delay_s: float, loss: float) -> None:
-        self.source, self._target = source, target
-        self._rate, self._delay_s, self._loss = rate * 1e6 / 8, delay_s, loss / 100
-        self._queue_s = max(0.02, 4 * delay_s)
-        self._free_at = 0.0  # when all that is queued will have left
-        self._on_its_way: deque[tuple[float, bytes]] = deque()
-        self._chance = random.Random(0)
-
-    def take(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(64):
-                packet, now = os.read(self.source, 2048), time.monotonic()
-                if self._free_at > now + self._queue_s or self._chance.random() < self._loss:
-                    continue
-                self._free_at = max(self._free_at, now) + len(packet) / self._rate
-                self._on_its_way.append((self._free_at + self._delay_s, packet))
-
-    def pass_on(self, now: float) -> float:
-        """Deliver the packets that are due, and return the time of the next."""
-        while self._on_its_way and self._on_its_way[0][0] <= now:
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._target, self._on_its_way.popleft()[1])
-        return self._on_its_way[0][0] if self._on_its_way else now + 1
-
-
-def relay(ways: list[Way]) -> None:
-    """Relay packets until this process is killed."""
-    while True:
-        now = time.monotonic()
-        due = min(way.pass_on(now) for way in ways)
-        readable, _, _ = select.select([way.source for way in ways], [], [], max(0.0, due - time.monotonic()))
-        for way in ways:
-            if way.source in readable:
-                way.take()
-
-
-def tun(name: str) -> int:
-    """Returns a new layer-3 device, and the descriptor of its packets."""
-    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
-    return descriptor
 
 
 @contextlib.contextmanager

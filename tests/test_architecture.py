@@ -514,7 +514,7 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks, and a new
 # capability adds its own lines.
 MAX_PRODUCT_LINES = 40_000 + 100  # encoded gradients between peers
-MAX_TEST_LINES = 43_500
+MAX_TEST_LINES = 43_600
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -7,9 +7,10 @@ A class with a name, what it needs, and one method for each measurement it takes
     round(num_floats, workers)   part round: all workers have contributed and have the new weights
     allreduce(sizes, workers)    the mean or sum of tensors over all workers, a part for each size in bytes
     profile(size, workers)       parts forward, backward, step and whole of a transformer's training step
+    race(racer)                  a module to call and an optimizer to step, in which the exchange is (racer.py)
     xor(options)                 part step: the xor task, asynchronous, s per step of all workers together
 
-Each returns a contestant (turns.py). Wherever there is a choice it is the peer's fastest way: one
+All but `race` return a contestant (turns.py). Wherever there is a choice it is the peer's fastest way: one
 flat tensor instead of many, no optimizer where none is said, results left where they arrive.
 """
 
@@ -31,13 +32,14 @@ class Peer:
     install: ClassVar[str]
     modules: ClassVar[tuple[str, ...]] = ()
     programs: ClassVar[tuple[str, ...]] = ()
+    only: ClassVar[tuple[str, ...]] = ()  # measurements, of a variant of another peer
 
     @property
     def is_installed(self) -> bool:
         return all(map(shutil.which, self.programs)) and all(map(_has_module, self.modules))
 
     def offers(self, what: str) -> bool:
-        return hasattr(self, what)
+        return hasattr(self, what) and what in (self.only or (what,))
 
     def running(self) -> AbstractContextManager[Any]:
         """Run what this baseline needs during its measurements."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..rig.links import DEVICE
+from ..rig.racer import Racer
 from ..rig.reducing import StepSize, by_size, step_parts, transformer
 from ..rig.team import meeting_point, slowest, team
 from ..rig.turns import Measured, timed
@@ -33,6 +35,21 @@ class DataParallel(Peer):
     def allreduce(self, sizes: Sequence[int], workers: int) -> Iterator[Measured]:
         with meeting_point() as store, team(workers, reduce_life, store, workers, sizes) as members:
             yield lambda count: slowest(members.turns(count))
+
+    @contextmanager
+    def race(self, racer: Racer) -> Iterator[tuple[Any, Any]]:
+        from torch.nn.parallel import DistributedDataParallel
+
+        with process_group(racer.rank, (racer.folder / "store").as_uri(), racer.workers, DEVICE):
+            module = DistributedDataParallel(racer.model, gradient_as_bucket_view=True)
+            self.hooked(module)
+            yield module, self.stepping(racer.optimizer())
+
+    def hooked(self, module: Any) -> None:
+        """Register what a variant of it does with gradients."""
+
+    def stepping(self, optimizer: Any) -> Any:
+        return optimizer
 
     @contextmanager
     def profile(self, size: StepSize, workers: int) -> Iterator[Measured]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..rig.reducing import by_size
-from ..rig.team import meeting_point, slowest, stay_on_loopback, team
+from ..rig.team import meeting_point, slowest, stay_on, team
 from ..rig.turns import Measured, in_parts, timed
 from .base import Peer
 
@@ -47,9 +47,9 @@ class Gloo(Peer):
 
 
 @contextmanager
-def process_group(rank: int, store: str, num_members: int) -> Iterator[Any]:
-    """torch.distributed with Gloo over loopback, in this process, until the block ends."""
-    stay_on_loopback()
+def process_group(rank: int, store: str, num_members: int, device: str = "lo") -> Iterator[Any]:
+    """torch.distributed with Gloo over this network device, in this process, until the block ends."""
+    stay_on(device)
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_members)

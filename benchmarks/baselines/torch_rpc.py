@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..rig.team import meeting_point, stay_on_loopback, team
+from ..rig.team import meeting_point, stay_on, team
 from ..rig.turns import Measured, in_parts, timed
 from .base import Peer
 
@@ -44,7 +44,7 @@ class TorchRpc(Peer):
 @contextmanager
 def rpc_life(rank: int, store: str, num_floats: int, one_call: bool) -> Iterator[Measured]:
     """Rank 0 calls, rank 1 serves. `one_call`: gradients there and weights back at once."""
-    stay_on_loopback()
+    stay_on("lo")
     warnings.simplefilter("ignore")  # torch warns of itself
     import torch
     from torch.distributed import rpc

@@ -1,4 +1,4 @@
-"""The sweep as a picture: what each contestant carries, by size."""
+"""Results as a picture: what each contestant carries, by size; a race's held-out loss, over time and over bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...common.reporting.output import check_writable
 if TYPE_CHECKING:
     from .report import Report
 
-_SIZE_INCHES, _DPI = (9, 5.5), 120
+_SIZE_INCHES, _RACE_INCHES, _DPI = (9, 5.5), (12, 5), 120
 
 
-def check_plot(path: str | None, sweep: bool) -> None:
+def check_plot(path: str | None, sweep: bool, suffixes: tuple[str, ...] = (".png",)) -> None:
     """Raise UsageError or OutputError now for what could not be drawn at the end."""
     if path is None:
         return
@@ -22,8 +22,9 @@ def check_plot(path: str | None, sweep: bool) -> None:
         raise UsageError("--plot draws a sweep", fix="add --sweep")
     if not can_plot():
         raise UsageError("--plot needs matplotlib, which is not installed", fix="pip install matplotlib")
-    if not path.endswith(".png"):
-        raise UsageError(f"--plot {path}: the picture is a PNG", fix=f"--plot {path}.png")
+    if not path.endswith(suffixes):
+        kinds = " or ".join(suffix[1:].upper() for suffix in suffixes)
+        raise UsageError(f"--plot {path}: the picture is a {kinds}", fix=f"--plot {path}{suffixes[0]}")
     check_writable(path)
 
 
@@ -31,12 +32,24 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot_sweep(report: Report, path: str) -> None:
-    """Megabytes there and back through the time of an exchange, or what a link of a ring carries in an all-reduce;
-    OutputError when `path` cannot be written."""
+def draw(report: Report, path: str) -> None:
+    """OutputError when `path` cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = _race(report) if report.what == "race" else _sweep(report)
+    try:
+        figure.savefig(path, dpi=_DPI, bbox_inches="tight")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}", fix="choose a path you may write to") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _sweep(report: Report) -> Any:
+    """Megabytes there and back through the time of an exchange, or what a link of a ring carries in an all-reduce."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=_SIZE_INCHES)
@@ -50,12 +63,33 @@ def plot_sweep(report: Report, path: str) -> None:
     axes.set_title(f"{what} by size; {report.title}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(path, dpi=_DPI, bbox_inches="tight")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}", fix="choose a path you may write to") from None
-    finally:
-        pyplot.close(figure)
+    return figure
+
+
+def _race(report: Report) -> Any:
+    """A line for each side, the mean of its seeds, in one colour in both: ours whole, baselines dashed."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    sides, config = report.results["sides"], report.config
+    figure, (by_time, by_bytes) = pyplot.subplots(1, 2, figsize=_RACE_INCHES, sharey=True)
+    order = {name: index for index, name in enumerate(config["sides"])}
+    for name, side in sides.items():
+        seconds, link_mb, losses = zip(*side["curve"], strict=True)
+        style = "-" if name in config["modes"] else "--"
+        for axes, values in ((by_time, seconds), (by_bytes, link_mb)):
+            colour = matplotlib.colormaps["tab20"](order[name] * 2 % 20 + order[name] // 10)  # dark, then light
+            axes.plot(values, losses, style, color=colour, label=f"{name}: {side['loss']:.2f}", linewidth=1.8)
+    by_time.set(xlabel="time, s", ylabel="held-out loss, nats a byte")
+    by_bytes.set(xlabel="a worker's link, up and down, MB", xscale="log", xlim=(0.1, None))
+    for axes in (by_time, by_bytes):
+        axes.grid(True, which="major", alpha=0.3)
+        if target := report.results.get("target_loss"):
+            axes.axhline(target, color="grey", linewidth=1, linestyle=":", label="the target")
+    by_bytes.legend(loc="center left", bbox_to_anchor=(1, 0.5), title="final loss, best first")
+    link = f"{config['workers']} workers, each on a link of {config['bandwidth_mbit']:g} Mbit/s"
+    figure.suptitle(f"{link}, {config['latency_ms']:g} ms; {report.title}", fontsize=10)
+    return figure
 
 
 def curves(sizes: list[dict[str, Any]]) -> list[tuple[str, bool, list[tuple[float, float]]]]:

@@ -35,6 +35,10 @@ class Report:
         return bool(self.config.get("sweep"))
 
     @property
+    def has_picture(self) -> bool:
+        return self.is_sweep or self.what == "race"
+
+    @property
     def kept_name(self) -> str:
         return f"{self.what}-sweep" if self.is_sweep else self.what
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,25 +80,44 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server(*flags: str) -> Iterator[ServerProcess]:
-    """`ps-server` on a free loopback port with these flags, stopped at the end of the block. It keeps nothing on record
-    unless they say so.
+def running_server(*flags: str, prefix: Sequence[str] = (), listen: str = "127.0.0.1:0") -> Iterator[ServerProcess]:
+    """`ps-server` on a free port with these flags, by default of loopback, stopped at the end of the block.
+
+    It keeps nothing on record unless they say so.
 
     It may still be starting when the block begins, so that several start side by side.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--no-store", *flags],
-        env={**clean_environment(), "PS_LOG__FORMAT": "json"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    server = ServerProcess(process)
+    server = None
     try:
+        with undisturbed():
+            process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "paramserver.ps", "--listen", listen, "--no-store", *flags],
+                env={**clean_environment(), "PS_LOG__FORMAT": "json"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            server = ServerProcess(process)
         yield server
     finally:
-        server.stop()
+        if server is not None:
+            server.stop()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block: a process that it starts is known by then, and is ended."""
+    came: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [(each, signal.signal(each, lambda got, _: came.append(got))) for each in signals]
+    try:
+        yield
+    finally:
+        for each, handler in before:
+            signal.signal(each, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 @contextmanager

@@ -119,9 +119,9 @@ def meeting_point() -> Iterator[str]:
         yield (Path(folder) / "store").as_uri()
 
 
-def stay_on_loopback() -> None:
-    """Make torch.distributed use loopback; call it in a member, before it starts."""
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+def stay_on(device: str) -> None:
+    """Make torch.distributed use this network device; call it in a member, before it starts."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device}
 
 
 def _live(life: Life, rank: int, arguments: tuple[Any, ...], barrier: Any, link: Connection) -> None:

@@ -20,7 +20,7 @@ from ...output.machine import memory_of
 from ...output.report import Report
 from ...output.tables import number_table, page
 from ...rig.server_process import running_server
-from ...rig.team import stay_on_loopback, team
+from ...rig.team import stay_on, team
 from ...rig.turns import Measured, Samples
 
 _NUM_STEPS = 3
@@ -68,7 +68,7 @@ def _of_run(mb: int, stage: int, workers: int) -> dict[str, float]:
 @contextmanager
 def held_life(rank: int, address: str, stage: int, workers: int, mb: int, port: int) -> Iterator[Measured]:
     """A worker, or one of the processes of one; parts are bytes."""
-    stay_on_loopback()
+    stay_on("lo")
     os.environ |= {"PS_WORKER__ZERO": str(stage), "PS_WORKER__ZERO_COPIES": "1"}
     if stage == _ALL_DIVIDED:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1"}
