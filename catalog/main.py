@@ -40,10 +40,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a file instead of the terminal.")]
 
 
-def _file(given: Path | None) -> Path:
+def _file(path: Path | None) -> Path:
     from ..common.runstore.schema import FILE
 
-    return given or Path(os.environ.get("PS_OUTPUT__TRACK_DIR") or "runs") / FILE
+    return path or Path(os.environ.get("PS_OUTPUT__TRACK_DIR") or "runs") / FILE
 
 
 @app.command("list")

@@ -16,9 +16,9 @@ _COLUMNS, _ROWS = 72, 16
 _OVER = {"step": "step", "time": "elapsed_s", "samples": "samples", "bytes": "num_bytes"}
 
 
-def plot(path: Path, name: str, what: tuple[str, str], out: Path | None, *, as_json: bool) -> None:
+def plot(path: Path, name: str, axes: tuple[str, str], out: Path | None, *, as_json: bool) -> None:
     """Plot a metric over an axis (`what`) as text, JSON, SVG or PNG. Raises UsageError."""
-    metric, over = what
+    metric, over = axes
     if over not in _OVER:
         raise UsageError(f"--over {over} is not one of {', '.join(_OVER)}", fix="--over step")
     with RunStore(path) as store:

@@ -33,11 +33,11 @@ class Family:
     """
 
     def __init__(
-        self, package: str, noun: str, support: frozenset[str] = frozenset(), base: str = "", more: tuple[str, ...] = ()
+        self, package: str, noun: str, support: frozenset[str] = frozenset(), base: str = "", *others: str
     ) -> None:
         self.package = package
         self.noun = noun
-        self.packages = (package, *more)
+        self.packages = (package, *others)
         self._support = support
         self._base = base
 
@@ -93,7 +93,7 @@ class Family:
 
 
 _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
-MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", ("paramserver.ps.policies.averaging",))
+MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", "paramserver.ps.policies.averaging")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}))
 AUTO = "auto"  # as worker.codec: one of them, after what is measured; raw until then
@@ -104,7 +104,7 @@ def first_codec(name: str) -> Any:
     return CODECS.load("raw" if name == AUTO else name)()
 
 
-TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), more=("paramserver.drills.tasks",))
+TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), "", "paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 TRACKERS = Family("paramserver.ps.observe.trackers", "tracker", frozenset({"base"}))
 
@@ -198,13 +198,13 @@ def check_fragments(mode: str, options: Any, delayed_update: bool) -> None:
         raise UsageError(message, fix=f"--local-steps {-(-options.local_steps // num) * num}, or other --fragments")
     if not hasattr(options, "overlap_steps"):
         return
-    given = sorted({"overlap_steps", "merge", "merge_alpha"} & options.model_fields_set)
-    if given and not delayed_update:
-        setting = f"policy.{given[0]} is {getattr(options, given[0])}"
+    chosen = sorted({"overlap_steps", "merge", "merge_alpha"} & options.model_fields_set)
+    if chosen and not delayed_update:
+        setting = f"policy.{chosen[0]} is {getattr(options, chosen[0])}"
         raise UsageError(
             f"{setting}, and workers of mode {mode} wait for every exchange", fix="--delayed-update, or leave it out"
         )
-    if "merge_alpha" in given and options.merge != "blend":
+    if "merge_alpha" in chosen and options.merge != "blend":
         message = f"policy.merge_alpha is {options.merge_alpha:g}, and policy.merge is {options.merge}, which has none"
         raise UsageError(message, fix="--merge blend, or leave it out")
     most = options.local_steps // num

@@ -85,8 +85,8 @@ def _checked(text: str, source: str) -> str:
 
 def shows_token(value: str | bytes, token: str) -> bool:
     """Whether this `authorization` is right; takes as long for a near miss as for any other."""
-    given = value if isinstance(value, bytes) else value.encode("utf-8", errors="replace")
-    scheme, _, rest = given.partition(b" ")
+    header = value if isinstance(value, bytes) else value.encode("utf-8", errors="replace")
+    scheme, _, rest = header.partition(b" ")
     return hmac.compare_digest(rest, token.encode()) and scheme.lower() == b"bearer"
 
 

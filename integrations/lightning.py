@@ -43,7 +43,7 @@ class ParameterServerStrategy(ParallelStrategy):
 
     def __init__(self, address: str | None = None, rank: int | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self._place = address, rank
+        self._connection_options = address, rank
         self._batch_size = 1
         self._begins: tuple[int, int, int] | None = None  # its step, that it goes on from, and that of the run
         self._saved: dict[str, Any] | None = None  # of the run, in the checkpoint
@@ -66,7 +66,7 @@ class ParameterServerStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         if self.session is None and self._trainer.state.fn == TrainerFn.FITTING:
-            self.session = connect(*self._place)
+            self.session = connect(*self._connection_options)
             vars(rank_zero_only)["rank"] = self.global_rank
         super().setup_environment()
 

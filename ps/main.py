@@ -69,9 +69,9 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
         sys.__excepthook__(kind, error, trace)
 
 
-def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    if not issubclass(what.exc_type, asyncio.CancelledError):
-        sys.__unraisablehook__(what)
+def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    if not issubclass(unraisable.exc_type, asyncio.CancelledError):
+        sys.__unraisablehook__(unraisable)
 
 
 def _allow_connections() -> None:
@@ -103,14 +103,14 @@ class _Signals:
     is half made. They are heard when the loop runs; the second means now."""
 
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.received: list[int] = []
         self.server: Server | ShardServer | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
 
     def _hear(self, number: int) -> None:
-        self.heard.append(number)
-        if len(self.heard) > 1:
+        self.received.append(number)
+        if len(self.received) > 1:
             os._exit(128 + number)
         if self.server is not None:
             self.server.stop_requested.set()
@@ -154,7 +154,7 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
     signals.server = server
     await server.start()
     await server.serve()
-    while server.goes_back and not signals.heard:
+    while server.goes_back and not signals.received:
         # Where it listened: workers and shards look for it there, and people for its dashboard.
         dashboard = (isinstance(server, Server) and server.engine.dashboard) or config.server.web
         listening = config.server.model_copy(update={"listen": server.address, "web": dashboard})
@@ -162,9 +162,9 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
         signals.server = server = server.after(config)
         await server.start()
         await server.serve()
-    if signals.heard:
-        get_logger().info("stopped", signal=signal.Signals(signals.heard[0]).name, **_how_to_go_on(config))
-        raise KeyboardInterrupt if signals.heard[0] == signal.SIGINT else Drained
+    if signals.received:
+        get_logger().info("stopped", signal=signal.Signals(signals.received[0]).name, **_how_to_go_on(config))
+        raise KeyboardInterrupt if signals.received[0] == signal.SIGINT else Drained
 
 
 def _how_to_go_on(config: Config) -> dict[str, str]:

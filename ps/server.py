@@ -90,7 +90,7 @@ class Server:
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
             self._attendance = Attendance(config, self.engine, self._assemble, self._lost)
-            self._best.gather = lambda version, here: self._collect(here, version=version)
+            self._best.gather = lambda version, tensors: self._collect(tensors, version=version)
 
     def after(self, config: Config) -> Server:
         """The server that goes on where this one went back."""
@@ -116,16 +116,16 @@ class Server:
             self._begin()
         self._bus.begin(engine)
         await self._listening.serve(service.handler())
-        of = {"shards": config.server.shards} if self._attendance is not None else {}
-        of |= {"direct_port": port} if (port := self._listening.direct.number) else {}
-        of |= {name: steps for name in ("steps", "epochs") if (steps := getattr(config.run, name)) is not None}
+        optional = {"shards": config.server.shards} if self._attendance is not None else {}
+        optional |= {"direct_port": port} if (port := self._listening.direct.number) else {}
+        optional |= {name: steps for name in ("steps", "epochs") if (steps := getattr(config.run, name)) is not None}
         log.info(
             "listening",
             address=self.address,
             security=security_text(config),
             mode=self._run.mode,
             run=self._run.name,
-            **of,
+            **optional,
         )
 
     def _begin(self) -> None:
@@ -158,10 +158,10 @@ class Server:
         """All shards are here: begin, or go on from what all of them have."""
         assert self._attendance is not None
         try:
-            held = {0: self._available.entries, **self._attendance.snapshots}
-            common = set.intersection(*({entry.name.version for entry in entries} for entries in held.values()))
+            by_shard = {0: self._available.entries, **self._attendance.snapshots}
+            common = set.intersection(*({entry.name.version for entry in entries} for entries in by_shard.values()))
             self._found = tuple(sorted(common, reverse=True))
-            name = choose_common(held) if self._config.checkpoint.resume != "never" else None
+            name = choose_common(by_shard) if self._config.checkpoint.resume != "never" else None
             go_on(self.engine, self._config, self._available, name)
         except ParamServerError as error:
             self.engine.end_with(error)
@@ -285,9 +285,9 @@ class Server:
         if tensors.is_paused:
             log.error("not_saved", reason="a shard that was lost has not said how long its part of the last mean is")
             return {}
-        here = await tensors.run(lambda: model.store.tensors(output.save_averaged))
+        local_tensors = await tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
-            return await self._collect(here, averaged=output.save_averaged)
+            return await self._collect(local_tensors, averaged=output.save_averaged)
         except OutputError as error:
             if self.engine.error is None:
                 raise
@@ -306,11 +306,11 @@ class Server:
         return None
 
     async def _collect(
-        self, here: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
+        self, local_tensors: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
     ) -> dict[str, torch.Tensor]:
         whole, addresses = self._model.whole, self.engine.shard_addresses
         assert whole is not None
-        return await collect(self._config, addresses, whole, here, averaged=averaged, version=version)
+        return await collect(self._config, addresses, whole, local_tensors, averaged=averaged, version=version)
 
     def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
         """Weights, summary, table; whatever has been reached is written, also after a stop."""

@@ -244,25 +244,25 @@ async def _sse(runs: Runs, feed: Feed) -> AsyncIterator[str]:
 
 
 async def _websocket(runs: Runs, websocket: WebSocket) -> None:
-    gone: asyncio.Future[None] | None = None
+    disconnected: asyncio.Future[None] | None = None
     try:
         feed = runs.feed(websocket.query_params.get("run", "live"))
         async with runs.viewer():
             await websocket.accept()
-            gone = asyncio.ensure_future(_disconnected(websocket))
-            async for message in _until(runs, feed, gone):
+            disconnected = asyncio.ensure_future(_disconnected(websocket))
+            async for message in _until(runs, feed, disconnected):
                 if message is not None:
                     head = f'{{"event":"{message.kind}","number":{message.number},"data":'
                     await websocket.send_text(f"{head}{message.data}}}")
-            if not gone.done():
+            if not disconnected.done():
                 await websocket.close()
     except HTTPException as error:
         await websocket.close(1008 if error.status_code == 404 else 1013, error.detail)
     except WebSocketDisconnect:
         pass
     finally:
-        if gone is not None:
-            gone.cancel()
+        if disconnected is not None:
+            disconnected.cancel()
 
 
 async def _disconnected(websocket: WebSocket) -> None:
@@ -271,11 +271,11 @@ async def _disconnected(websocket: WebSocket) -> None:
         pass
 
 
-async def _until(runs: Runs, feed: Feed, gone: asyncio.Future[None] | None = None) -> AsyncIterator[Message | None]:
+async def _until(runs: Runs, feed: Feed, closed: asyncio.Future[None] | None = None) -> AsyncIterator[Message | None]:
     """Yields a feed's messages until it or the dashboard ends, or the viewer is gone; None as a keep-alive."""
     messages = feed.messages(runs.again(feed))
     stopped: asyncio.Future[object] = asyncio.ensure_future(runs.stopped.wait())
-    ends: set[asyncio.Future[Any]] = {stopped} if gone is None else {stopped, gone}
+    ends: set[asyncio.Future[Any]] = {stopped} if closed is None else {stopped, closed}
     coming: asyncio.Future[Message | None] | None = None
     try:
         while True:

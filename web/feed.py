@@ -93,12 +93,12 @@ class Feed:
             return
         self._num_viewers += 1
         try:
-            async for message in self._news():
+            async for message in self._changes():
                 yield message
         finally:
             self._num_viewers -= 1
 
-    async def _news(self) -> AsyncIterator[Message]:
+    async def _changes(self) -> AsyncIterator[Message]:
         """Yields the whole, then ticks until the run is over."""
         seen = -1
         while True:

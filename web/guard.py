@@ -68,12 +68,12 @@ class Guard:
             return refusal(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
         if int(headers.get("content-length") or 0) > _MAX_BODY_BYTES:
             return refusal(413, f"a body has {_MAX_BODY_BYTES} bytes at most", "nothing here takes that many")
-        if scope["type"] == "http" and scope["path"] in _PAGES and (given := _query_token(scope)):
-            if not self._is_token(given):
+        if scope["type"] == "http" and scope["path"] in _PAGES and (token := _query_token(scope)):
+            if not self._is_token(token):
                 return refusal(
                     403, "the token in this address is not this server's", "take the address it printed last"
                 )
-            return self._logged_in(scope["path"], given, headers)
+            return self._logged_in(scope["path"], token, headers)
         is_read = scope["type"] == "websocket" or scope.get("method") in _READS
         if (self._is_open or not is_read) and not scope["state"]["may_control"]:
             fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
@@ -98,8 +98,8 @@ class Guard:
             return False
         return cookie is not None and self._is_token(cookie.value)
 
-    def _is_token(self, given: str) -> bool:
-        found = [hmac.compare_digest(given.encode(), token.encode()) for token in self._tokens]  # all, in constant time
+    def _is_token(self, value: str) -> bool:
+        found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # all, in constant time
         return any(found)
 
 
@@ -136,11 +136,11 @@ def _query_token(scope: Scope) -> str:
 
 def _with_headers(scope: Scope, send: Send) -> Send:
     """Add headers. The connection ends after a request that may have a body, so that its rest is not read."""
-    more = _HEADERS if scope.get("method") in _READS else [*_HEADERS, (b"connection", b"close")]
+    headers = _HEADERS if scope.get("method") in _READS else [*_HEADERS, (b"connection", b"close")]
 
     async def sends(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *more]
+            message["headers"] = [*message.get("headers", []), *headers]
         await send(message)
 
     return sends

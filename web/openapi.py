@@ -119,19 +119,19 @@ def _many(name: str) -> dict[str, Any]:
     return {"type": "array", "items": _ref(name)}
 
 
-def _answers(what: str, schema: dict[str, Any], media: str, refusals: dict[str, str]) -> dict[str, Any]:
+def _responses(description: str, schema: dict[str, Any], media: str, refusals: dict[str, str]) -> dict[str, Any]:
     why = {"application/json": {"schema": _ref("Refusal")}}
     refused = {code: {"description": text, "content": why} for code, text in (_REFUSALS | refusals).items()}
-    return {"200": {"description": what, "content": {media: {"schema": schema}}}, **refused}
+    return {"200": {"description": description, "content": {media: {"schema": schema}}}, **refused}
 
 
-def _get(what: str, schema: dict[str, Any], *parameters: dict[str, Any], media: str = "application/json") -> Any:
+def _get(summary: str, schema: dict[str, Any], *parameters: dict[str, Any], media: str = "application/json") -> Any:
     refusals = {"404": "no such run"} if parameters else {}
     if _QUERY in parameters:
         refusals["503"] = "as many look as may"
-    answers = _answers(what, schema, media, refusals)
-    return {"get": {"summary": what, "parameters": list(parameters), "security": [{}, {"token": []}],
-                    "responses": answers}}  # fmt: skip
+    responses = _responses(summary, schema, media, refusals)
+    return {"get": {"summary": summary, "parameters": list(parameters), "security": [{}, {"token": []}],
+                    "responses": responses}}  # fmt: skip
 
 
 def _control() -> dict[str, Any]:
@@ -151,5 +151,5 @@ def _control() -> dict[str, Any]:
         "parameters": [_RUN],
         "security": [{"token": []}],
         "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": _answers("what came of it", _ref("Done"), "application/json", refusals),
+        "responses": _responses("what came of it", _ref("Done"), "application/json", refusals),
     }

@@ -111,9 +111,9 @@ class DirectCall(asyncio.Protocol):
         end = LENGTH_BYTES + length_of(self._came)
         await self._until(end)
         message, self._came = bytes(self._came[LENGTH_BYTES:end]), self._came[end:]
-        if placed := parse(messages.pb.ServerMessage, message).placed:
-            await self._until(placed)
-            self._came = self._came[placed:]
+        if num_bytes := parse(messages.pb.ServerMessage, message).out_of_band:
+            await self._until(num_bytes)
+            self._came = self._came[num_bytes:]
         return message
 
     async def write(self, raw: bytes) -> None:
@@ -179,10 +179,10 @@ class Player:
     async def _take(self, received: Frame) -> None:
         """Read a reply and its weights, without using them."""
         reply = read_reply(received.of(messages.pb.Reply))
-        left = (reply.weights.num_bytes if reply.weights is not None else 0) - len(received.data) - received.placed
+        left = (reply.weights.num_bytes if reply.weights is not None else 0) - len(received.data) - received.out_of_band
         while left > 0:
             piece = await self._receive(None)
-            left -= len(piece.data) + piece.placed
+            left -= len(piece.data) + piece.out_of_band
         self._progress.replied(reply)
 
     async def _send(self, frames: Any) -> None:

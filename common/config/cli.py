@@ -149,9 +149,9 @@ def _with_flags(program: str, command: Callable[..., int | None], modes: list[st
     ]
     _, config, *others = inspect.signature(command, eval_str=True).parameters.values()
 
-    def with_flags(**given: Any) -> int | None:
+    def with_flags(**arguments: Any) -> int | None:
         gc.enable()
-        return command({key: given.pop(name) for name, key in names.items()}, **given)
+        return command({key: arguments.pop(name) for name, key in names.items()}, **arguments)
 
     parameters = [config, *made, *others]
     with_flags.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

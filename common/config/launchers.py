@@ -116,8 +116,8 @@ def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
     workers = _first(environ, engine.workers)
     if workers is None or workers.value == "1":
         return None
-    here = _first(environ, engine.local_workers)
-    if (here is not None and here.value == workers.value) or (engine.name == "Slurm" and _is_one(environ)):
+    local = _first(environ, engine.local_workers)
+    if (local is not None and local.value == workers.value) or (engine.name == "Slurm" and _is_one(environ)):
         return Variable(DEFAULT_ADDRESS, workers.name)
     if environ.get("MASTER_ADDR"):
         return Variable(_address(environ["MASTER_ADDR"]), "MASTER_ADDR")

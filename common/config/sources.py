@@ -63,9 +63,9 @@ class Resolved:
         """Options of modes that were set and are read by none of these, nor by one that may take over from them."""
         loaded = {mode: MODES.load(mode).compatible_modes for mode in [*MODES.names(), *self.config.run.modes]}
         kins = {loaded.get(mode, "") for mode in modes} - {""}
-        here = {*modes} | {mode for mode, compatible_modes in loaded.items() if compatible_modes in kins}
+        active = {*modes} | {mode for mode, compatible_modes in loaded.items() if compatible_modes in kins}
         found = {key: _readers(key, self.config.run.modes) for key in self.origins}
-        return [key for key, readers in found.items() if readers and not {*readers} & here]
+        return [key for key, readers in found.items() if readers and not {*readers} & active]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(key, value, origin) for every setting, for --print-config."""

@@ -39,7 +39,7 @@ def write_report(
     runs: Sequence[tuple[str, Summary]],
     notes: Sequence[str] = (),
     differences: Mapping[str, Sequence[object]] | None = None,
-    more: tuple[Sequence[Table], Sequence[Picture]] = ((), ()),
+    extra: tuple[Sequence[Table], Sequence[Picture]] = ((), ()),
     target: Condition | None = None,
 ) -> None:
     """`report.html` and `report.md` in a directory, which is made: what the runs say in sentences, a table of all, what
@@ -47,7 +47,7 @@ def write_report(
     evaluations; of the training loss where a run has none), where matplotlib is installed as PNG too, and bars. Runs
     of one name are the same with several seeds. `more` tables, and pictures (without a mark), stand behind these.
     Without a `target` it is what every run has reached. OutputError where it cannot be written."""
-    tables = [comparison_cells(runs, target or target_of(runs)), *more[0]]
+    tables = [comparison_cells(runs, target or target_of(runs)), *extra[0]]
     if differences:
         head = ["setting", *(label for label, _ in runs)]
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
@@ -63,16 +63,16 @@ def write_report(
     pictures = _pictures(runs, target or target_of(runs))
     prepare_report(directory)
     remarks = [*notes, *([_TRAINED] if TRAINED in _shown(runs) else [])]
-    for file, name, unit, curves, line in [*pictures, *((*picture, None) for picture in more[1])]:
+    for file, name, unit, curves, line in [*pictures, *((*picture, None) for picture in extra[1])]:
         parts += [f"<h2>{escape(name)} over {unit}</h2>", svg(curves, unit, line)]
         if not png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
             remarks += [_NO_PNG] if _NO_PNG not in remarks else []
         else:
             lines += ["", f"![{name} over {unit}]({file})"]
     for measure in run_measures(runs):
-        of = spreads(runs, measure.get)
-        if any(spread.high for spread in of.values()):
-            bars = [(label, *spread, spread.text(measure.write)) for label, spread in of.items()]
+        by_name = spreads(runs, measure.get)
+        if any(spread.high for spread in by_name.values()):
+            bars = [(label, *spread, spread.text(measure.write)) for label, spread in by_name.items()]
             parts += [f"<h2>{escape(measure.name)}</h2>", bar_svg(bars)]
     for label, run, name in _drawn(runs):
         lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | bytes |", "| --- | --- | --- | --- |"]

@@ -81,10 +81,10 @@ class Curve:
 
     def lacks(self) -> str:
         """What is asked for and is in no metric of the newest point, as a phrase; or empty."""
-        asked = [self.best_of, condition(self.stop_when).metric if self.stop_when is not None else None]
-        there = self.points[-1].metrics if self.points else {}
-        missing = [name for name in asked if name is not None and name not in there]
-        return f"{' and '.join(missing)}: the evaluation gave {', '.join(there) or 'nothing'}" if missing else ""
+        wanted = [self.best_of, condition(self.stop_when).metric if self.stop_when is not None else None]
+        measured = self.points[-1].metrics if self.points else {}
+        missing = [name for name in wanted if name is not None and name not in measured]
+        return f"{' and '.join(missing)}: the evaluation gave {', '.join(measured) or 'nothing'}" if missing else ""
 
     def _value(self, point: Point) -> float:
         return point.metrics.get(self.metric, math.nan)

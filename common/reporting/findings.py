@@ -92,9 +92,9 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
 def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[str], dict[str, Spread]]:
     """Who came to it, and when; those of which one run did not are named."""
     missed = list(dict.fromkeys(name for name, run in runs if run.reached(target) is None))
-    there = [(name, run) for name, run in runs if name not in missed]
+    reaching = [(name, run) for name, run in runs if name not in missed]
     sentences = []
-    reached = spreads(there, lambda run: run.seconds_to(target))
+    reached = spreads(reaching, lambda run: run.seconds_to(target))
     goal = str(target) if is_told else f"{target.metric} {short_number(target.bound)}, which every run reached"
     if len(reached) > 1:
         sentences.append(_best(f"seconds to {goal}", reached, False, _seconds))
@@ -117,10 +117,10 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
         if min(spread.low for spread in steps.values()) > 0:
             metrics.append(("steps until then", steps, OF_RUN["step"].text, False))
     why = [
-        f"{write(of[first].mean)} {words} instead of {write(of[last].mean)}"
-        for words, of, write, is_more_better in metrics
-        if not of[first].overlaps(of[last]) and (of[first].mean > of[last].mean) == is_more_better
-        and write(of[first].mean) != write(of[last].mean)
+        f"{write(by_name[first].mean)} {words} instead of {write(by_name[last].mean)}"
+        for words, by_name, write, is_more_better in metrics
+        if not by_name[first].overlaps(by_name[last]) and (by_name[first].mean > by_name[last].mean) == is_more_better
+        and write(by_name[first].mean) != write(by_name[last].mean)
     ]  # fmt: skip
     return f"{first} was faster than {last} with {', '.join(why)}." if why else ""
 
@@ -133,24 +133,25 @@ def _costs(runs: Runs) -> tuple[str, dict[str, Spread]] | None:
     return paid[0].currency, spreads(runs, lambda run: run.cost.total if run.cost else 0.0)
 
 
-def _best(words: str, of: dict[str, Spread], is_more_better: bool, write: Callable[[float], str]) -> str:
-    ranked = sorted(of, key=lambda name: of[name].mean, reverse=is_more_better)
+def _best(words: str, by_name: dict[str, Spread], is_more_better: bool, write: Callable[[float], str]) -> str:
+    ranked = sorted(by_name, key=lambda name: by_name[name].mean, reverse=is_more_better)
     first, others = ranked[0], ranked[1:]
-    equal = [name for name in others if of[name].overlaps(of[first])]
-    rest = ", ".join(f"{name} {of[name].text(write)}" for name in others)
+    equal = [name for name in others if by_name[name].overlaps(by_name[first])]
+    rest = ", ".join(f"{name} {by_name[name].text(write)}" for name in others)
     if len(equal) == len(others):
-        return f"{words.capitalize()}: no difference beyond the spread; {first} {of[first].text(write)}, {rest}."
+        return f"{words.capitalize()}: no difference beyond the spread; {first} {by_name[first].text(write)}, {rest}."
     but = f" (not beyond the spread of {', '.join(equal)})" if equal else ""
-    return f"{words.capitalize()}: {first} is best{but} with {of[first].text(write)}; {rest}."
+    return f"{words.capitalize()}: {first} is best{but} with {by_name[first].text(write)}; {rest}."
 
 
-def _range(words: str, of: dict[str, Spread], write: Callable[[float], str]) -> str:
+def _range(words: str, by_name: dict[str, Spread], write: Callable[[float], str]) -> str:
     """The ends; empty where all are equal."""
-    most, least = max(of, key=lambda name: of[name].mean), min(of, key=lambda name: of[name].mean)
-    if of[most].mean == of[least].mean:
+    most, least = max(by_name, key=lambda name: by_name[name].mean), min(by_name, key=lambda name: by_name[name].mean)
+    if by_name[most].mean == by_name[least].mean:
         return ""
-    times = f", {of[most].mean / of[least].mean:.1f} times as much" if of[least].mean > 0 else ""
-    return f"{words}: least in {least}, {write(of[least].mean)}; most in {most}, {write(of[most].mean)}{times}."
+    low, high = by_name[least].mean, by_name[most].mean
+    times = f", {high / low:.1f} times as much" if low > 0 else ""
+    return f"{words}: least in {least}, {write(low)}; most in {most}, {write(high)}{times}."
 
 
 def _seconds(value: float) -> str:

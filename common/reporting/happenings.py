@@ -36,9 +36,9 @@ def _sentence(kind: str, rank: int | None, fields: Mapping[str, Any]) -> str:
             return f"step {fields['step']}: {metrics}{', the best so far' if fields.get('best') else ''}"
         case "control":
             return (
-                str(fields["told"])
+                str(fields["result"])
                 if fields["done"]
-                else f"{fields['do']} was asked for and not done: {fields['told']}"
+                else f"{fields['do']} was asked for and not done: {fields['result']}"
             )
         case "end":
             return str(fields.get("reason") or f"the run is over, at version {fields['version']}")

@@ -88,18 +88,18 @@ class _Logger:
     """structlog's logger, loaded with its first line: a command line with a mistake in it has none."""
 
     @cached_property
-    def _own(self) -> Any:
+    def _logger(self) -> Any:
         import structlog
 
         return structlog.get_logger()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._logger, name)
 
     def routine(self, event: str, **fields: Any) -> None:
         """An event of one worker's normal life, of level debug. Programs, which read JSON, get it at level info too:
         the launcher lives by some."""
-        self._own.info(event, **{_ROUTINE: True}, **fields)
+        self._logger.info(event, **{_ROUTINE: True}, **fields)
 
 
 def get_logger() -> Any:

@@ -217,7 +217,7 @@ _TABLE = Display.SUMMARY | Display.PROMETHEUS
 _NOWHERE, _DASHBOARD, _TERMINAL, _SUMMARY = Display.NOWHERE, Display.DASHBOARD, Display.TERMINAL, Display.SUMMARY
 
 
-def _counted(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **more: Any) -> Metric:
+def _counted(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **options: Any) -> Metric:
     """A sum in the statistics of a rank."""
     kept = {
         "read": attrgetter(f"stats.{name}"),
@@ -226,11 +226,11 @@ def _counted(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **more: 
         "display": _TABLE,
         "display_run": _NOWHERE,
     }
-    return Metric(name, label, text, unit, **{**kept, **more})
+    return Metric(name, label, text, unit, **{**kept, **options})
 
 
-def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **more: Any) -> Metric:
-    return Metric(name, label, text, unit, of_run=True, **{"display": Display.PROMETHEUS, **more})
+def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **options: Any) -> Metric:
+    return Metric(name, label, text, unit, of_run=True, **{"display": Display.PROMETHEUS, **options})
 
 
 _RARE: dict[str, Any] = {"is_rare": True, "over_workers": None}

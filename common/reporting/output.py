@@ -78,10 +78,10 @@ def replacing(path: Path, mode: int = 0o666, is_synced: bool = True) -> Iterator
 
 def _remove_leftovers(path: Path) -> None:
     """Of processes that were killed while they wrote `path`; one that writes holds a lock."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{_TEMPORARY}"):
-        with suppress(OSError), left.open("rb") as file:
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_TEMPORARY}"):
+        with suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+            leftover.unlink()
 
 
 def write_best(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

@@ -185,8 +185,8 @@ def status_line(status: Status, job: str = "") -> str:
 
 def status_metrics(status: Status, width: int, job: str = "") -> list[str]:
     """The parts of `status_line`, as many as fit; what is not known yet is left out."""
-    of = f"/{status.steps:,}" if status.steps else ""
-    parts = {"job": job, "step": f"step {status.step:,}{of}", "version": f"version {status.version:,}"}
+    total = f"/{status.steps:,}" if status.steps else ""
+    parts = {"job": job, "step": f"step {status.step:,}{total}", "version": f"version {status.version:,}"}
     if status.loss is not None:
         parts["loss"] = f"training loss {short_number(status.loss)}"
     if (point := status.evaluated) is not None:
@@ -221,8 +221,8 @@ def _transports(summary: Summary) -> str:
         how = worker.transport if worker.codec == "raw" else f"{worker.transport}, {worker.codec}"
         ranks.setdefault((how, why), []).append(str(worker.rank))
     shown = []
-    for (transport, why), of in ranks.items():
-        whose = f": rank {', '.join(of)}" if len(ranks) > 1 else ""
+    for (transport, why), ranks_of in ranks.items():
+        whose = f": rank {', '.join(ranks_of)}" if len(ranks) > 1 else ""
         shown.append(f"{transport}{whose}{f' ({why})' if why else ''}")
     return f"transport {'; '.join(shown)}"
 

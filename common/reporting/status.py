@@ -128,5 +128,5 @@ class Status(Measured):
         waiting = [worker for worker in self.workers if worker.waiting_for]
         if not waiting:
             return ""
-        more = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
-        return f"worker {waiting[0].rank}: {waiting[0].waiting_for}{more}"
+        rest = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
+        return f"worker {waiting[0].rank}: {waiting[0].waiting_for}{rest}"

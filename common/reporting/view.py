@@ -146,7 +146,8 @@ class View(BaseModel):
 
         The run store may have the first events of this start already.
         """
-        rows = [at for at, of in enumerate(before.series["version"]) if of is not None and of <= version]
+        versions = enumerate(before.series["version"])
+        rows = [at for at, reached in versions if reached is not None and reached <= version]
         self.series = {name: [values[at] for at in rows] for name, values in before.series.items()}
         kept = [point for point in before.evaluations if point.version <= version]
         self.evaluations = kept if len(kept) >= len(self.evaluations) else self.evaluations

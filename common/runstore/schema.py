@@ -79,8 +79,8 @@ OF_A_RUN = ("documents", "series", "worker_series", "events", "evaluations", "sn
 
 def metrics_in(table: str) -> list[Metric]:
     """The metrics that a row of the table has."""
-    of: type[Measured] = WorkerStatus if table == "worker_series" else Status
-    return of.declared_metrics()
+    record: type[Measured] = WorkerStatus if table == "worker_series" else Status
+    return record.declared_metrics()
 
 
 class StoreError(OutputError):

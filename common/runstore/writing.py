@@ -142,25 +142,26 @@ class RunWriter:
 
     def _put_on_record(self, db: sqlite3.Connection) -> None:
         """A run that goes on loses what it had beyond the version that it goes on from."""
-        of = self._beginning
+        beginning = self._beginning
         db.execute(
             "INSERT INTO runs (id, project, mode, work, starts, started_at, heard_at, heartbeat_s, host, process) "
             "VALUES (:run, :project, :mode, :work, 1, :at, :at, :heartbeat_s, :host, :process) "
             "ON CONFLICT (id) DO UPDATE SET starts = starts + 1, ended_at = NULL, ended_by = '', mode = :mode, "
             "heard_at = :at, heartbeat_s = :heartbeat_s, host = :host, process = :process, version = :version",
             {
-                "run": of.run, "project": of.project, "mode": of.mode, "work": of.work, "at": time.time(),
-                "heartbeat_s": of.heartbeat_s, "host": this_host(), "process": this_process(), "version": of.version,
+                "run": beginning.run, "project": beginning.project, "mode": beginning.mode, "work": beginning.work,
+                "at": time.time(), "heartbeat_s": beginning.heartbeat_s, "host": this_host(),
+                "process": this_process(), "version": beginning.version,
             },
         )  # fmt: skip
-        self._key, self._stride = db.execute("SELECT key, stride FROM runs WHERE id = ?", (of.run,)).fetchone()
+        self._key, self._stride = db.execute("SELECT key, stride FROM runs WHERE id = ?", (beginning.run,)).fetchone()
         for table in ("series", "evaluations", "snapshots"):
-            db.execute(f"DELETE FROM {table} WHERE run = ? AND version > ?", (self._key, of.version))
+            db.execute(f"DELETE FROM {table} WHERE run = ? AND version > ?", (self._key, beginning.version))
         self._tick, self._num_kept = self._row(db, "SELECT coalesce(max(tick), 0), count(*) FROM series WHERE run = ?")
         (self._num_events,) = self._row(db, "SELECT coalesce(max(number), 0) FROM events WHERE run = ?")
         db.execute("DELETE FROM worker_series WHERE run = ? AND tick > ?", (self._key, self._tick))
         db.execute("DELETE FROM documents WHERE run = ? AND name = 'summary'", (self._key,))
-        for name, body in {"config": of.config, "machine": of.machine, "code": of.code}.items():
+        for name, body in {"config": beginning.config, "machine": beginning.machine, "code": beginning.code}.items():
             self._put_document(db, name, to_json(body))
 
     def _put_tick(self, db: sqlite3.Connection, tick: Tick, has_status: bool) -> None:

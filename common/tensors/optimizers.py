@@ -108,9 +108,9 @@ class OptimizerSpec:
 
     def _numbers(self) -> dict[tuple[str, str], Any]:
         """Every hyperparameter by the group or table that it is of, and its name."""
-        of = [(f"group {index}", group.hyperparameters) for index, group in enumerate(self.groups)]
-        of += [(f"table '{table.name}'", table.hyperparameters) for table in self.tables]
-        return {(name, key): value for name, values in of for key, value in sorted(values.items())}
+        groups = [(f"group {index}", group.hyperparameters) for index, group in enumerate(self.groups)]
+        groups += [(f"table '{table.name}'", table.hyperparameters) for table in self.tables]
+        return {(name, key): value for name, values in groups for key, value in sorted(values.items())}
 
     def differences(self, other: OptimizerSpec) -> list[str]:
         """Returns how `other` differs, as sentences; empty when both mean the same."""

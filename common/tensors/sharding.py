@@ -58,8 +58,8 @@ class Share:
         names = {part.spec.name: part.name for part in self.parts}  # of a tensor there is one part at most
         groups = []
         for group in whole.groups:
-            here = tuple(names[tensor] for tensor in group.tensors if tensor in names)
-            groups.append(GroupSpec(here, group.hyperparameters))
+            local_names = tuple(names[tensor] for tensor in group.tensors if tensor in names)
+            groups.append(GroupSpec(local_names, group.hyperparameters))
         tables = tuple(table.part(self.number, self.count) for table in whole.tables)
         return OptimizerSpec(whole.name, tuple(groups), tables, whole.reduction)
 

@@ -91,8 +91,8 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
             table.grad = _sparse(ids, start[ids] * scale, 4)
             plain_step(cls)(optimizer)
     except Exception as error:  # torch's classes fail in their own ways on sparse gradients
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"optimizer '{name}' cannot step rows: {what}", fix=f"{usable} can") from None
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"optimizer '{name}' cannot step rows: {problem}", fix=f"{usable} can") from None
     state = [value for value in optimizer.state[table].values() if isinstance(value, torch.Tensor)]
     if not torch.equal(table[::2], start[::2]) or any(
         tensor.is_sparse or (tensor.dim() and len(tensor) != 4) for tensor in state
@@ -180,9 +180,9 @@ class Table:
                 raise ValueError(f"{key} of table '{self.spec.name}' is {value.dtype} {list(value.shape)}")
         optimizer_state = self.torch.state[self.weight]
         for key, value in state.items():
-            there = self.weight.detach() if key == WEIGHT else optimizer_state.get(key)
-            if isinstance(there, torch.Tensor):
-                there.copy_(value)
+            current = self.weight.detach() if key == WEIGHT else optimizer_state.get(key)
+            if isinstance(current, torch.Tensor):
+                current.copy_(value)
             else:
                 optimizer_state[key] = value.clone() if value.dim() else value.item()
 
@@ -196,13 +196,13 @@ def _fill(weight: torch.Tensor, spec: TableSpec, seed: int) -> None:
     first, num = spec.first * spec.dim, len(flat)
     counts = np.arange(_AT_ONCE, dtype=np.uint64)
     for at in range(0, num, _AT_ONCE):
-        here = counts[: num - at] + np.uint64(first + at)
-        here *= np.uint64(0x9E3779B97F4A7C15)
-        here ^= salt
+        bits = counts[: num - at] + np.uint64(first + at)
+        bits *= np.uint64(0x9E3779B97F4A7C15)
+        bits ^= salt
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-            here ^= here >> np.uint64(shift)
-            here *= np.uint64(factor)
-        total = here & low
+            bits ^= bits >> np.uint64(shift)
+            bits *= np.uint64(factor)
+        total = bits & low
         for shift in (16, 32, 48):
-            total += (here >> np.uint64(shift)) & low
+            total += (bits >> np.uint64(shift)) & low
         flat[at : at + _AT_ONCE] = (total.astype(np.float64) - 131070.0) * scale

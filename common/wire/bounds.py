@@ -25,14 +25,14 @@ class TooMuchError(Exception):
 def check_items(raw: bytes | memoryview, descriptor: Any) -> None:
     """`raw` as a message of `descriptor`. Raises TooMuchError, and ValueError or IndexError for what is no protobuf
     or uses its old groups."""
-    left = MAX_ITEMS
+    num_left = MAX_ITEMS
     pending = [(0, len(raw), descriptor)]
     while pending:
         at, end, descriptor = pending.pop()
         fields = _fields_of(descriptor)
         while at < end:
-            left -= 1
-            if left < 0:
+            num_left -= 1
+            if num_left < 0:
                 raise TooMuchError
             tag, at = read_varint(raw, at)
             wire_type = tag & 7
@@ -44,9 +44,9 @@ def check_items(raw: bytes | memoryview, descriptor: Any) -> None:
                     raise ValueError("truncated")
                 inner = fields.get(tag >> 3)
                 if inner is _PACKED:
-                    left -= length
+                    num_left -= length
                 elif inner is not None:
-                    left -= _ITEMS_OF_A_MESSAGE
+                    num_left -= _ITEMS_OF_A_MESSAGE
                     pending.append((at, at + length, inner))
                 at += length
             elif wire_type in (_FIXED64, _FIXED32):

@@ -127,8 +127,8 @@ def _check_welcome(welcome: pb.Welcome) -> None:
 def _check_partial_transfer(message: pb.PartialTransfer) -> None:
     ranges = message.ranges
     if len(ranges) % 2 or any(first >= second for first, second in pairwise(ranges)):
-        what = f"PartialTransfer.ranges are {len(ranges)} borders that do not ascend in pairs"
-        raise refusal(Reason.BAD_REQUEST, what)
+        problem = f"PartialTransfer.ranges are {len(ranges)} borders that do not ascend in pairs"
+        raise refusal(Reason.BAD_REQUEST, problem)
 
 
 def _check_reply(reply: pb.Reply) -> None:

@@ -6,7 +6,7 @@
     messages ...                       <->  messages ...
 
 A message is its length, 4 bytes little-endian, and the protobuf bytes that the stream would carry. After one that says
-`placed` its bytes follow as they are, so that they are received where they belong. The stream it belongs to stays
+`out_of_band` its bytes follow as they are, so that they are received where they belong. The stream it belongs to stays
 open: it says why a conversation has ended, and each of the two ends with the other.
 """
 
@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .frames import CHUNK_BYTES, placed_frame, stretches
+from .frames import CHUNK_BYTES, out_of_band_frame, stretches
 
 HELLO = b"paramserver direct 1\n"
 TICKET_BYTES = 32
@@ -26,13 +26,13 @@ TICKET_S = 10.0
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
 # So much of a payload follows one message: what has come whole is looked through while the rest is on its way.
-PLACED_BYTES = 8 * CHUNK_BYTES
+OUT_OF_BAND_BYTES = 8 * CHUNK_BYTES
 # A probe after 4 s of silence and then each 2 s, three times; bytes that nobody acknowledges, ms.
 _NOTICED = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
-class Placed(NamedTuple):
-    """A message that says `placed`, and the bytes that follow it."""
+class OutOfBand(NamedTuple):
+    """A message that says `out_of_band`, and the bytes that follow it."""
 
     frame: bytes
     pieces: list[memoryview]
@@ -44,17 +44,17 @@ def length_of(prefix: bytes | bytearray | memoryview, at: int = 0) -> int:
     return found
 
 
-def on_the_wire(message: bytes | Placed) -> list[bytes | memoryview]:
+def on_the_wire(message: bytes | OutOfBand) -> list[bytes | memoryview]:
     """What is written for it, in order."""
-    if isinstance(message, Placed):
+    if isinstance(message, OutOfBand):
         return [_LENGTH.pack(len(message.frame)) + message.frame, *message.pieces]
     return [_LENGTH.pack(len(message)), message] if len(message) > 4096 else [_LENGTH.pack(len(message)) + message]
 
 
-def placed_messages(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[Placed]:
-    """The pieces of a payload, in order from `offset`, as messages of at most PLACED_BYTES."""
-    for at, parts in stretches(pieces, offset, PLACED_BYTES):
-        yield Placed(placed_frame(at, sum(map(len, parts))), parts)
+def out_of_band_messages(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[OutOfBand]:
+    """The pieces of a payload, in order from `offset`, as messages of at most OUT_OF_BAND_BYTES."""
+    for at, parts in stretches(pieces, offset, OUT_OF_BAND_BYTES):
+        yield OutOfBand(out_of_band_frame(at, sum(map(len, parts))), parts)
 
 
 def shut_down(connection: socket.socket, how: int) -> None:

@@ -27,10 +27,10 @@ INLINE_BYTES = 64 << 10
 # gRPC refuses larger messages before they are allocated: one chunk, and room for a manifest.
 MAX_MESSAGE_BYTES = MAX_DATA_BYTES + (4 << 20)
 
-_PLACED_TAG = bytes([pb.WorkerMessage.PLACED_FIELD_NUMBER << 3])
+_OUT_OF_BAND_TAG = bytes([pb.WorkerMessage.OUT_OF_BAND_FIELD_NUMBER << 3])
 _OFFSET_TAG = bytes([pb.WorkerMessage.OFFSET_FIELD_NUMBER << 3])
 _DATA_TAG = bytes([pb.WorkerMessage.DATA_FIELD_NUMBER << 3 | 2])
-assert pb.ServerMessage.PLACED_FIELD_NUMBER == pb.WorkerMessage.PLACED_FIELD_NUMBER
+assert pb.ServerMessage.OUT_OF_BAND_FIELD_NUMBER == pb.WorkerMessage.OUT_OF_BAND_FIELD_NUMBER
 assert pb.ServerMessage.OFFSET_FIELD_NUMBER == pb.WorkerMessage.OFFSET_FIELD_NUMBER
 assert pb.ServerMessage.DATA_FIELD_NUMBER == pb.WorkerMessage.DATA_FIELD_NUMBER
 assert pb.ServerMessage.LEFT_OUT_FIELD_NUMBER == pb.WorkerMessage.LEFT_OUT_FIELD_NUMBER
@@ -57,7 +57,7 @@ class Frame(NamedTuple):
     header: Message | None  # the submessage `kind`
     offset: int
     data: memoryview
-    placed: int = 0  # bytes from `offset` that lie in the sender's segment
+    out_of_band: int = 0  # bytes from `offset` in the sender's segment, or behind the message
     left_out: int = 0  # bytes from `offset` that do not travel
 
     def of(self, message: type[Header]) -> Header:
@@ -115,9 +115,9 @@ def payload_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: i
     return (frame(None, at, parts) for at, parts in stretches(pieces, offset, chunk_bytes))
 
 
-def placed_frame(offset: int, num_bytes: int) -> bytes:
+def out_of_band_frame(offset: int, num_bytes: int) -> bytes:
     """A message that says where so many bytes of the payload are to be had: in the segment, or right behind it."""
-    return b"".join((_PLACED_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
+    return b"".join((_OUT_OF_BAND_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
 
 
 def left_out_frame(offset: int, num_bytes: int) -> bytes:
@@ -157,7 +157,7 @@ def _parse_whole(message_class: Callable[[], Any], raw: bytes) -> Frame:
         raise refusal(Reason.BAD_REQUEST, f"a message of {len(raw)} bytes is not valid protobuf") from None
     kind = message.WhichOneof("kind")
     header = getattr(message, kind) if kind else None
-    return Frame(kind, header, message.offset, memoryview(message.data), message.placed, message.left_out)
+    return Frame(kind, header, message.offset, memoryview(message.data), message.out_of_band, message.left_out)
 
 
 def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
@@ -171,7 +171,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     view = memoryview(raw)
     data = view[:0]
     rest: list[memoryview] = []
-    offset = placed = left_out = at = 0
+    offset = out_of_band = left_out = at = 0
     end = len(raw)
     num_fields = 0
     try:
@@ -181,7 +181,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
             number, wire_type = tag >> 3, tag & 7
             if wire_type not in (0, 2) or num_fields == _MAX_FIELDS:
                 # Nothing of ours looks like that: leave the judgement to protobuf.
-                rest, offset, placed, left_out, data = [view], 0, 0, 0, view[:0]
+                rest, offset, out_of_band, left_out, data = [view], 0, 0, 0, view[:0]
                 break
             num_fields += 1
             if wire_type == 0:
@@ -190,7 +190,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                     offset = value & 0xFFFFFFFFFFFFFFFF
                     continue
                 if number == 13:
-                    placed = value & 0xFFFFFFFFFFFFFFFF
+                    out_of_band = value & 0xFFFFFFFFFFFFFFFF
                     continue
                 if number == 16:
                     left_out = value & 0xFFFFFFFFFFFFFFFF
@@ -205,7 +205,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
                     continue
             rest.append(view[start:at])
         if not rest:
-            return Frame(None, None, offset, data, placed, left_out)
+            return Frame(None, None, offset, data, out_of_band, left_out)
         message = message_class()
         header = rest[0] if len(rest) == 1 else b"".join(rest)
         if len(header) > UNCOUNTED_BYTES:
@@ -215,34 +215,35 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
         raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes with more than {MAX_ITEMS} fields") from None
     except (ValueError, IndexError, DecodeError):
         raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes is not valid protobuf") from None
-    if message.offset or message.data or message.placed or message.left_out:  # a group or fixed field came before them
-        offset, data, placed = message.offset, memoryview(message.data), message.placed
+    # A group or fixed field came before them.
+    if message.offset or message.data or message.out_of_band or message.left_out:
+        offset, data, out_of_band = message.offset, memoryview(message.data), message.out_of_band
         left_out = message.left_out
     kind = message.WhichOneof("kind")
-    return Frame(kind, getattr(message, kind) if kind else None, offset, data, placed, left_out)
+    return Frame(kind, getattr(message, kind) if kind else None, offset, data, out_of_band, left_out)
 
 
 class PayloadReader:
     """Collects the pieces of one announced payload, in any order, no byte twice.
 
     Bytes that came in a message are handed to `write(offset, data)`; those that lie in the sender's
-    segment to `place(offset, num_bytes)`; those that were left out to `leave(offset, num_bytes)`, or they are zeros and
-    written. Raises a BAD_REQUEST refusal for a piece that overlaps another, goes past the end, or is placed where there
-    is no segment.
+    segment to `receive_out_of_band(offset, num_bytes)`. Bytes that were left out go to `leave(offset, num_bytes)`;
+    without `leave`, zeros are written. Raises a BAD_REQUEST refusal for a piece that overlaps another, goes past the
+    end, or is out of band in a payload that is not.
     """
 
     def __init__(
         self,
         num_bytes: int,
         write: Callable[[int, memoryview], None],
-        place: Callable[[int, int], object] | None = None,
+        receive_out_of_band: Callable[[int, int], object] | None = None,
         leave: Callable[[int, int], object] | None = None,
     ) -> None:
         self.num_bytes = num_bytes
         self.received = 0
         self._pieces_left = _MAX_PIECES + (num_bytes >> 10)
         self._write = write
-        self._place = place
+        self._receive_out_of_band = receive_out_of_band
         self._leave = leave
         # What has come, as disjoint ranges: their first bytes in order, and the end of each.
         self._starts: list[int] = []
@@ -264,19 +265,19 @@ class PayloadReader:
 
     def forget(self) -> None:
         """No more pieces. Whoever was handed them may own this reader: it lets go, for the memory's sake."""
-        self._write, self._place = _refuse_piece, None
+        self._write, self._receive_out_of_band = _refuse_piece, None
 
     def feed(self, piece: Frame) -> None:
-        sizes = len(piece.data), piece.placed, piece.left_out
+        sizes = len(piece.data), piece.out_of_band, piece.left_out
         num_bytes = max(sizes)
         if num_bytes == 0:
             if piece.kind is None and self.num_bytes:
                 raise refusal(Reason.BAD_REQUEST, "an empty piece of a payload")
             return
-        is_written = not piece.placed and (self._leave is None or not piece.left_out)
+        is_written = not piece.out_of_band and (self._leave is None or not piece.left_out)
         if sum(sizes) > num_bytes or (is_written and num_bytes > MAX_DATA_BYTES):
             raise refusal(Reason.BAD_REQUEST, f"a piece of {num_bytes} bytes; at most {MAX_DATA_BYTES}, or placed")
-        if piece.placed and self._place is None:
+        if piece.out_of_band and self._receive_out_of_band is None:
             raise refusal(Reason.BAD_REQUEST, "a piece placed in a segment, for a payload that is not in one")
         self._pieces_left -= 1
         if self._pieces_left < 0:
@@ -285,8 +286,8 @@ class PayloadReader:
         self.received += num_bytes
         if is_written:
             self._write(piece.offset, piece.data or memoryview(_ZEROS)[:num_bytes])
-        elif piece.placed and self._place is not None:
-            self._place(piece.offset, piece.placed)
+        elif piece.out_of_band and self._receive_out_of_band is not None:
+            self._receive_out_of_band(piece.offset, piece.out_of_band)
         elif self._leave is not None:
             self._leave(piece.offset, piece.left_out)
 

@@ -1,6 +1,6 @@
 """Between the records (`records.py`) and the messages of the same names: for each topic what reads and what writes it.
 
-A field that has the value which an absent one stands for is not written."""
+A field that has the value which an absent one stands for is not target."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def _write_training(training: TrainingInfo, message: pb.TrainingInfo) -> None:
 
 
 def _read_training(message: pb.TrainingInfo) -> TrainingInfo:
-    told = tuple(hyperparameters_from_proto(message.hyperparameters)) if message.hyperparameters else ()
-    return TrainingInfo(told, message.clip_norm, message.loss, message.wants_weights, message.evaluates)
+    hyperparameters = tuple(hyperparameters_from_proto(message.hyperparameters)) if message.hyperparameters else ()
+    return TrainingInfo(hyperparameters, message.clip_norm, message.loss, message.wants_weights, message.evaluates)
 
 
 def write_residual(residual: ResidualInfo, message: pb.ResidualInfo) -> None:
@@ -184,13 +184,13 @@ def _read_first(message: pb.FirstInfo) -> FirstInfo:
 
 
 def position_message(position: Position) -> pb.Position:
-    told: dict[str, Any] = {} if position.epoch is None else {"epoch": position.epoch}
+    fields: dict[str, Any] = {} if position.epoch is None else {"epoch": position.epoch}
     return pb.Position(
         step=position.step,
         local_steps=position.local_steps,
         batches=position.batches,
         epoch_batches=position.epoch_batches,
-        **told,
+        **fields,
     )
 
 
@@ -262,9 +262,9 @@ def write_weights(weights: WeightsInfo, message: pb.WeightsInfo) -> None:
     if weights.segment is not None:
         message.segment.CopyFrom(weights.segment)
     if (reference := weights.reference) is not None:
-        to = message.reference
-        to.number, to.checked, to.crc = reference.number, reference.checked, reference.crc
-        to.left_out.extend(pb.LeftOut(tensors=tensors) for tensors in reference.left_out)
+        target = message.reference
+        target.number, target.checked, target.crc = reference.number, reference.checked, reference.crc
+        target.left_out.extend(pb.LeftOut(tensors=tensors) for tensors in reference.left_out)
 
 
 def read_weights(message: pb.WeightsInfo) -> WeightsInfo:

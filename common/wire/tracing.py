@@ -35,13 +35,13 @@ class Ids(RandomIdGenerator):
     """Random ones, but for the span of an exchange, whose ids are given."""
 
     def __init__(self) -> None:
-        self.given: tuple[int, int] | None = None
+        self.fixed: tuple[int, int] | None = None
 
     def generate_trace_id(self) -> int:
-        return self.given[0] if self.given else int(super().generate_trace_id())
+        return self.fixed[0] if self.fixed else int(super().generate_trace_id())
 
     def generate_span_id(self) -> int:
-        return self.given[1] if self.given else int(super().generate_span_id())
+        return self.fixed[1] if self.fixed else int(super().generate_span_id())
 
 
 class _Exporter(SpanExporter):
@@ -77,13 +77,13 @@ class Traces:
 
     def exchange(self, ids: tuple[int, int], begun: int, ended: int, attributes: dict[str, Any]) -> Context:
         """The span of a whole exchange; what it consists of goes below."""
-        self._ids.given = ids
+        self._ids.fixed = ids
         try:
             span = self._tracer.start_span(
                 "exchange", Context(), trace.SpanKind.CLIENT, attributes=attributes, start_time=begun
             )
         finally:
-            self._ids.given = None
+            self._ids.fixed = None
         span.end(ended)
         return trace.set_span_in_context(span, Context())
 

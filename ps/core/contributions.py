@@ -135,9 +135,9 @@ class Contributions:
         if math.isfinite(training.loss):
             stats.loss = training.loss
         if (first := contribution.first) is not None and not worker.num_contributed:
-            found += self._data.told(rank, contribution.base.version, first.num_samples, first.digest)
-        if contribution.counts.num_training_steps is None and (told := policy.told_steps(rank)) is not None:
-            counts = replace(contribution.counts, num_training_steps=told)
+            found += self._data.record(rank, contribution.base.version, first.num_samples, first.digest)
+        if contribution.counts.num_training_steps is None and (num_assigned := policy.assigned_steps(rank)) is not None:
+            counts = replace(contribution.counts, num_training_steps=num_assigned)
             contribution = event.contribution = replace(contribution, counts=counts)
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version = policy.num_counted[rank], policy.version
@@ -162,33 +162,35 @@ class Contributions:
         """It comes from nobody who may contribute now."""
         return [effects.Discard(event.contribution.id), self._note(event, "refused", self.policy.version)]
 
-    def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, in_it: int, found: list[Effect]) -> None:
-        """Keep it until it is folded, and say what was not sound about it. `in_it`: its training steps."""
+    def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, steps: int, found: list[Effect]) -> None:
+        """Keep a contribution that counts until it is folded, and log a problem that was found in it.
+
+        `steps` is its number of training steps."""
         rank, judged, contribution = worker.rank, event.judgement, event.contribution
         worker.num_contributed += 1
-        counts, told = contribution.counts, worker.hyperparameters
+        counts, hyperparameters = contribution.counts, worker.hyperparameters
         num_steps = self.policy.local_steps if counts.num_training_steps is None else counts.num_training_steps
-        self._pending[rank] = Pending(contribution, told, num_steps, worker.num_contributed, judged)
-        self.rates.counted(rank, told, contribution.first.rates if contribution.first is not None else ())
-        stats.accepted(worker.staleness, counts.num_samples, self.policy.lead(rank), event.at, in_it)
+        self._pending[rank] = Pending(contribution, hyperparameters, num_steps, worker.num_contributed, judged)
+        self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
+        stats.accepted(worker.staleness, counts.num_samples, self.policy.lead(rank), event.at, steps)
         self.staleness[bin_of(worker.staleness)] += 1
         self._ended_at = event.at
-        if self._first is None and (steps := self.policy.min_steps_done) > self._begun_steps:
-            self._first = event.at, steps, *self._sums()
+        if self._first is None and (min_steps := self.policy.min_steps_done) > self._begun_steps:
+            self._first = event.at, min_steps, *self._sums()
         if self._empty:
             self._empty.pop(rank, None)
         if judged.is_clipped:
             stats.clipped += 1
-            found.append(Log("debug", "clipped", {"rank": rank, "seq": contribution.id.seq, "reason": judged.what}))
+            found.append(Log("debug", "clipped", {"rank": rank, "seq": contribution.id.seq, "reason": judged.problem}))
         if not contribution.kind.has_payload:
             found.append(effects.Discard(contribution.id, is_counted=True))
         elif judged.is_taken:
             found.append(effects.Keep(contribution.id))
         else:
             stats.skipped += 1
-            self._empty[rank] = f"{judged.what} ({judged.limit}): counted as a contribution, nothing folded"
-            said = {"rank": rank, "seq": contribution.id.seq, "reason": judged.what}
-            found.append(Log("warning", "skipped", said))
+            self._empty[rank] = f"{judged.problem} ({judged.limit}): counted as a contribution, nothing folded"
+            fields = {"rank": rank, "seq": contribution.id.seq, "reason": judged.problem}
+            found.append(Log("warning", "skipped", fields))
             found.append(effects.Discard(contribution.id, is_counted=True))
 
     def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
@@ -199,13 +201,13 @@ class Contributions:
         stats.rejected += 1
         stats.rejected_in_a_row += 1
         row, limit = stats.rejected_in_a_row, self._max_rejected
-        yield Log("warning", "rejected", {"rank": rank, "reason": found.what, "in_a_row": row, "limit": limit})
+        yield Log("warning", "rejected", {"rank": rank, "reason": found.problem, "in_a_row": row, "limit": limit})
         if found.action == "halt":
             yield effects.End(halted(rank, event.contribution.id.seq, version, found))
         elif row >= limit:
             yield effects.End(rejected_too_often(rank, row, limit, version, found))
         else:
-            self._rejected_for[rank] = f"{found.what}: nothing folded"
+            self._rejected_for[rank] = f"{found.problem}: nothing folded"
             yield from self.perform(self.policy.rejected(rank, event.at), event.at)
 
     def asked_again(self, worker: Worker, event: AskedAgain) -> list[Effect]:
@@ -259,7 +261,7 @@ class Contributions:
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
-        hyperparameters, clip_norm = self._drawn_and_told(in_mean)
+        hyperparameters, clip_norm = self._commit_drawn(in_mean)
         if policy.has_rounds and policy.kind.holds_gradients and not self._clip_norms_differed:
             self._compare_clip_norms(in_mean, clip_norm, found)
         if (outer := policy.outer) is not None:
@@ -270,9 +272,9 @@ class Contributions:
                 found.append(Log("info", "outer_optimizer", told_of))
         if hyperparameters is not None and decision.momentum_among != self._momentum_among:
             self._momentum_among = decision.momentum_among
-            told_momentum = max(group.get("momentum", 0.0) for group in hyperparameters)
-            if told_momentum:
-                found.append(self._less_momentum(told_momentum))
+            configured = max(group.get("momentum", 0.0) for group in hyperparameters)
+            if configured:
+                found.append(self._less_momentum(configured))
         lr_scale = self.lr_scale
         if decision.scales:
             lr_scale *= decision.lr_scale(
@@ -285,7 +287,7 @@ class Contributions:
             clip_norm if policy.kind.holds_gradients else 0.0,
         ))  # fmt: skip
 
-    def _drawn_and_told(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
+    def _commit_drawn(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
         """Batches of these are in a version now; the hyperparameters and the clip_norm that it is made with, as workers
         say."""
         policy = self.policy
@@ -301,8 +303,8 @@ class Contributions:
             self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
         # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
         # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
-        told = [pending for pending in in_mean if pending.hyperparameters is not None]
-        newest = max(told, key=lambda pending: (pending.num_contributed, -pending.rank), default=None)
+        candidates = [pending for pending in in_mean if pending.hyperparameters is not None]
+        newest = max(candidates, key=lambda pending: (pending.num_contributed, -pending.rank), default=None)
         return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
 
     def _compare_clip_norms(self, in_mean: list[Pending], used: float, found: list[Effect]) -> None:
@@ -315,11 +317,12 @@ class Contributions:
             fields = {"norms": norms, "used": f"{used or 'none'}", "meaning": meaning}
             found.append(Log("warning", "clip_norms_differ", fields))
 
-    def _less_momentum(self, told: float) -> Effect:
+    def _less_momentum(self, configured: float) -> Effect:
         num_workers = self._momentum_among
-        used = round(momentum_left(told, num_workers), 4)
+        used = round(momentum_left(configured, num_workers), 4)
         meaning = "late gradients are momentum by themselves; policy.late_momentum=false leaves it as told"
-        return Log("info", "momentum", {"told": told, "used": used, "workers": num_workers, "meaning": meaning})
+        fields = {"configured": configured, "used": used, "workers": num_workers, "meaning": meaning}
+        return Log("info", "momentum", fields)
 
     def _reply(self, decision: Reply, at: float, found: list[Effect]) -> None:
         rank, outcome = decision.rank, decision.outcome
@@ -352,7 +355,7 @@ class Contributions:
                 self._data.twins.pop(rank, None) if self._data.twins else None,
             ),
             group=self._group(rank),
-            start=StartInfo(self.drawn.place(rank, steps_done), policy.in_step_of(rank), self.rates.of(rank))
+            start=StartInfo(self.drawn.num_batches(rank, steps_done), policy.in_step_of(rank), self.rates.of(rank))
             if is_start
             else None,
         )  # fmt: skip

@@ -42,24 +42,24 @@ def offered(run: Ending) -> list[str]:
 
 def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
     """The fact that a control was taken or refused, then its effects."""
-    what = {"drain": _drain, "evict": _evict, "pause": _pause, "resume": _resume, "snapshot": _snapshot, "set": _set}
+    known = {"drain": _drain, "evict": _evict, "pause": _pause, "resume": _resume, "snapshot": _snapshot, "set": _set}
     found: list[Effect] = []
     try:
-        if event.do not in what:
+        if event.do not in known:
             raise CannotError(f"nothing is called '{event.do[:40]}'; there are: {', '.join(offered(run))}")
         if run.is_closed or run.is_done or run.policy.is_stopping:
             raise CannotError("the run is ending")
-        told = what[event.do](run, event, found)
+        result = known[event.do](run, event, found)
     except CannotError as why:
         yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, str(why), False)
         return
-    yield Log("info", "control", {"asked": told})
-    now: dict[str, Any] = {}
+    yield Log("info", "control", {"result": result})
+    mode_fields: dict[str, Any] = {}
     if event.do == "set" and event.name == MODE:
         policy = run.policy
         options = policy.options.model_dump(mode="json")
-        now = {"mode": run.mode, "staleness": policy.staleness_bound, "options": options}
-    yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, told, True, now)
+        mode_fields = {"mode": run.mode, "staleness": policy.staleness_bound, "options": options}
+    yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, result, True, mode_fields)
     yield from found
 
 
@@ -141,8 +141,8 @@ def _member(run: Ending, rank: int | None) -> int:
 
 def _ranks(ranks: Any) -> str:
     known = sorted(ranks)
-    more = f" and {len(known) - 20} more" if len(known) > 20 else ""
-    return (", ".join(map(str, known[:20])) or "none") + more
+    rest = f" and {len(known) - 20} more" if len(known) > 20 else ""
+    return (", ".join(map(str, known[:20])) or "none") + rest
 
 
 def keep_out(run: RunState, ranks: Iterable[int]) -> None:

@@ -198,9 +198,9 @@ class ControlTaken(Fact):
     rank: int | None
     name: str
     value: Any
-    told: str
+    result: str
     is_done: bool
-    now: dict[str, Any] = field(default_factory=dict)  # of another mode: what the start line has of one
+    mode_fields: dict[str, Any] = field(default_factory=dict)  # of another mode: what the start line has of one
 
 
 # ---- snapshots, and the end -------------------------------------------------------------------------

@@ -89,10 +89,10 @@ class Ending(Saving):
             self.lost_at[rank] = at
         yield from self._end_if_over(at)
 
-    def _pass_on(self, gone: Worker) -> Iterator[Effect]:
+    def _pass_on(self, departed: Worker) -> Iterator[Effect]:
         """Asks another worker for the initial weights where their initializer left. Else the model is dropped."""
         heirs = [worker for worker in self.roster.workers.values() if worker.has_offered]
-        if self.initializer is gone:
+        if self.initializer is departed:
             self.initializer = None
             if heirs:
                 yield self._ask_for_weights(heirs[0])
@@ -137,10 +137,10 @@ class Ending(Saving):
 
     def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
         """The run has its weights, and not their evaluation."""
-        what = f"failed after the last training step: {reason}"
+        account = f"failed after the last training step: {reason}"
         if how != "failed":
-            what = f"was lost while it evaluated the final weights: {reason}"
-        self.failure = ParamServerError(f"rank {rank} {what}")
+            account = f"was lost while it evaluated the final weights: {reason}"
+        self.failure = ParamServerError(f"rank {rank} {account}")
         self.failure.exit_code = exit_code
         self.ended_by = self.failure.message
         yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
@@ -170,12 +170,12 @@ class Ending(Saving):
         live = list(roster.workers.values())
         able = [worker.rank for worker in live if worker.can_evaluate and self.failure is None]
         self.evaluator = min(able, default=None)
-        told = tuple((worker.rank, worker.incarnation) for worker in live)
-        yield effects.TellDone(told, self.evaluator, self.policy.version)
+        recipients = tuple((worker.rank, worker.incarnation) for worker in live)
+        yield effects.TellDone(recipients, self.evaluator, self.policy.version)
 
-    def _without_weights(self, what: str) -> ParamServerError:
+    def _without_weights(self, reason: str) -> ParamServerError:
         return ParamServerError(
-            f"the weights of version {self.policy.version} are not here, and {what}",
+            f"the weights of version {self.policy.version} are not here, and {reason}",
             fix="keep snapshots (--checkpoint-dir) to go on from; give the run as many --steps as its loops take",
         )
 

@@ -43,28 +43,28 @@ class Evaluations:
         self, step: int, metrics: dict[str, float], at: float, version: int | None = None
     ) -> Iterator[Effect]:
         """Of this version, or of the final one, which may have been evaluated before."""
-        of = self._run.policy.version if version is None else version
-        if self._run.curve.points and self._run.curve.points[-1].version == of:
+        evaluated = self._run.policy.version if version is None else version
+        if self._run.curve.points and self._run.curve.points[-1].version == evaluated:
             return
         elapsed_s = round(self._run.contributions.elapsed_s(at, self._run.is_over), 3)
         samples = total_or_unknown([stats_entry.known_samples for stats_entry in self._run.roster.stats.values()])
         is_best = self._run.curve.add(
-            Point(step=step, version=of, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
+            Point(step=step, version=evaluated, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
         )
-        yield effects.Evaluated(of, step, elapsed_s, metrics, is_best, samples)
+        yield effects.Evaluated(evaluated, step, elapsed_s, metrics, is_best, samples)
         if version is not None:
-            yield Log("info", "evaluated", {"step": step, "version": of, "best": is_best, **metrics})
+            yield Log("info", "evaluated", {"step": step, "version": evaluated, "best": is_best, **metrics})
         if (lacks := self._run.curve.lacks()) and len(self._run.curve.points) == 1:
             yield Log("warning", "no_such_metric", {"reason": lacks})
 
     def _failed(self, event: events.MetricsReceived) -> Iterator[Effect]:
         if self._run.failure is not None:
             return
-        who = "the evaluator" if event.rank is None else f"rank {event.rank}"
-        self._run.failure = ParamServerError(f"{who} failed in the evaluation at step {event.step}: {event.failure}")
+        source = "the evaluator" if event.rank is None else f"rank {event.rank}"
+        self._run.failure = ParamServerError(f"{source} failed in the evaluation at step {event.step}: {event.failure}")
         self._run.failure.exit_code = event.exit_code
-        told = {"rank": event.rank, "reason": self._run.failure.message, "exit_code": event.exit_code}
-        yield Log("error", "run_failed", told)
+        fields = {"rank": event.rank, "reason": self._run.failure.message, "exit_code": event.exit_code}
+        yield Log("error", "run_failed", fields)
         yield from self._run.stop(self._run.failure.message, event.at)
 
 

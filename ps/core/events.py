@@ -130,7 +130,7 @@ class HeartbeatStopped(Event):
 
 
 @dataclass(slots=True)
-class Heard(Event):
+class Heartbeat(Event):
     """A heartbeat."""
 
     rank: int
@@ -238,7 +238,7 @@ class Failed(Event):
 
 KINDS: tuple[type[Event], ...] = (
     Joined, Disconnected, Left, Expelled, Finished, StopAsked, MetricsReceived, CopyAsked, HeartbeatBegan,
-    HeartbeatStopped, Heard,
+    HeartbeatStopped, Heartbeat,
     Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
     Failed,
 )  # fmt: skip
@@ -271,11 +271,11 @@ def differences(event: Event, other: Event) -> list[str]:
 def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for name in mine.keys() - _OWN:
-        here, there = mine[name], theirs[name]
-        if isinstance(here, dict) and isinstance(there, dict):
-            found += _differences(here, there)
-        elif here != there:
-            found.append(f"{name} {here} and {there}")
+        own_value, other_value = mine[name], theirs[name]
+        if isinstance(own_value, dict) and isinstance(other_value, dict):
+            found += _differences(own_value, other_value)
+        elif own_value != other_value:
+            found.append(f"{name} {own_value} and {other_value}")
     return sorted(found)
 
 

@@ -52,7 +52,7 @@ class Judgement(NamedTuple):
     """
 
     action: Literal["take", "reject", "skip", "halt"]
-    what: str = ""
+    problem: str = ""
     limit: str = ""
     is_clipped: bool = False
     norm: float = 0.0  # of this shard's part of a gradient, where there are several and store.max_norm is set
@@ -71,8 +71,8 @@ def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Liter
     if not is_finite:
         return limits.on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {limits.on_nonfinite}"
     if limits.max_norm is not None and norm > limits.max_norm:
-        what = f"a gradient of norm {norm:.4g}"
-        return limits.on_large, what, f"store.max_norm is {limits.max_norm:g}, store.on_large is {limits.on_large}"
+        problem = f"a gradient of norm {norm:.4g}"
+        return limits.on_large, problem, f"store.max_norm is {limits.max_norm:g}, store.on_large is {limits.on_large}"
     return "take", "", ""
 
 
@@ -84,12 +84,12 @@ def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
         return worst
     taken = next((part for part in parts if part.is_clipped), worst)
     norm = math.hypot(*(part.norm for part in parts))
-    action, what, limit = decide(limits, True, norm)
+    action, problem, limit = decide(limits, True, norm)
     if action == "take":
         return taken
     if action == "clip":
-        return Judgement("take", what, limit, is_clipped=True, scale=limits.factor(norm))
-    return Judgement(action, what, limit)
+        return Judgement("take", problem, limit, is_clipped=True, scale=limits.factor(norm))
+    return Judgement(action, problem, limit)
 
 
 # ---- what the run says about it -------------------------------------------------------------
@@ -98,7 +98,7 @@ def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
 def halted(rank: int, number: int, version: int, judgement: Judgement) -> DivergedError:
     """The end of a run that is told to end at the first of these."""
     return DivergedError(
-        f"rank {rank} sent {judgement.what} as its contribution {number} ({judgement.limit}); nothing of it was "
+        f"rank {rank} sent {judgement.problem} as its contribution {number} ({judgement.limit}); nothing of it was "
         f"applied, the weights are at version {version}",
         fix="lower --lr, clip gradients, look at the rank's data; or let the server reject, skip or clip these",
         reason=Reason.DIVERGED,
@@ -108,7 +108,7 @@ def halted(rank: int, number: int, version: int, judgement: Judgement) -> Diverg
 def rejected_too_often(rank: int, in_a_row: int, limit: int, version: int, judgement: Judgement) -> DivergedError:
     """The end of a run one of whose workers sends nothing else any more."""
     return DivergedError(
-        f"rank {rank} sent {in_a_row} contributions with {judgement.what} in a row (store.max_nonfinite is {limit}; "
+        f"rank {rank} sent {in_a_row} contributions with {judgement.problem} in a row (store.max_nonfinite is {limit}; "
         f"{judgement.limit}); the server's weights are finite, at version {version}",
         fix="lower --lr, clip gradients, or look at the rank's data",
         reason=Reason.DIVERGED,
@@ -124,11 +124,11 @@ def overflowed(
     """The end of a run whose weights a step along finite values has made NaN or Inf. `contributions` of the version:
     (rank, incarnation, number); `hyperparameters` that it was made with."""
     named = [f"{number} of rank {rank}" for rank, _, number in contributions[:_MOST_NAMED]]
-    more = f" and {len(contributions) - _MOST_NAMED} more" if len(contributions) > _MOST_NAMED else ""
-    given = ", ".join(f"{key} {hyperparameters[key]:g}" for key in ("lr", "eps") if key in hyperparameters)
+    rest = f" and {len(contributions) - _MOST_NAMED} more" if len(contributions) > _MOST_NAMED else ""
+    settings = ", ".join(f"{key} {hyperparameters[key]:g}" for key in ("lr", "eps") if key in hyperparameters)
     return DivergedError(
         f"the weights overflowed: version {version} has {where}, made of finite values in contribution "
-        f"{', '.join(named)}{more}{f' ({given})' if given else ''}; version {version - 1} was the last that is finite",
+        f"{', '.join(named)}{rest}{f' ({settings})' if settings else ''}; the last finite version is {version - 1}",
         fix="lower --lr, or clip gradients (--clip-norm); give Adam an eps above 0; the "
         "newest snapshot (--checkpoint-dir) is unchanged",
         reason=Reason.DIVERGED,

@@ -58,7 +58,7 @@ class Outbox(Generic[Message]):
     def __init__(self) -> None:
         self.on_put: Callable[[], object] = lambda: None  # called for each new message
         self.num_put = 0
-        self.num_heard = 0  # of the other side's
+        self.num_received = 0  # of the other side's
         self._kept: deque[tuple[int, Message]] = deque()
 
     def put(self, message: Message) -> int:
@@ -68,7 +68,7 @@ class Outbox(Generic[Message]):
         self.on_put()
         return self.num_put
 
-    def has_been_heard(self, number: int) -> None:
+    def acknowledge(self, number: int) -> None:
         """The other side has all up to this one."""
         while self._kept and self._kept[0][0] <= number:
             self._kept.popleft()
@@ -84,11 +84,11 @@ class Outbox(Generic[Message]):
 
     def hear(self, number: int) -> bool:
         """Whether the other side's message with this number is new; it came twice otherwise. Refuses a gap."""
-        if number > self.num_heard + 1:
-            raise refusal(Reason.BAD_REQUEST, f"message {number} after {self.num_heard}: some were lost")
-        if number <= self.num_heard:
+        if number > self.num_received + 1:
+            raise refusal(Reason.BAD_REQUEST, f"message {number} after {self.num_received}: some were lost")
+        if number <= self.num_received:
             return False
-        self.num_heard = number
+        self.num_received = number
         return True
 
 
@@ -120,8 +120,8 @@ class Gather:
         """The worker is gone, or begins again as another incarnation."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
         of_rank = self._found.pop(rank, {})
-        if left := {key: found for key, found in of_rank.items() if _incarnation(found) > incarnation}:
-            self._found[rank] = left
+        if newer := {key: found for key, found in of_rank.items() if _incarnation(found) > incarnation}:
+            self._found[rank] = newer
 
     def missing(self, rank: int) -> tuple[str, list[int]]:
         """The kind of event of this rank that some shard waits for, and the shards that it has not come to."""
@@ -204,9 +204,9 @@ class Coordinator(Sequencer):
         """What has happened when these have come, one to each shard."""
         first = parts[0]
         for shard, other in enumerate(parts[1:], 1):
-            if isinstance(first, events.AboutAWorker) and (told := events.differences(first, other)):
-                what = f"shards 0 and {shard} were told different things: {'; '.join(told)}"
-                return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, what)
+            if isinstance(first, events.AboutAWorker) and (differences := events.differences(first, other)):
+                message = f"shards 0 and {shard} were told different things: {'; '.join(differences)}"
+                return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, message)
         if isinstance(first, events.Contributed):
             judgements = [part.judgement for part in parts if isinstance(part, events.Contributed)]
             return replace(first, judgement=self._judge(judgements))
@@ -230,17 +230,17 @@ class Coordinator(Sequencer):
         if is_compared(self._num_applied, effects):
             self._compare(0, Digest(self._num_applied, self._digest()))
 
-    def _compare(self, shard: int, said: Digest) -> None:
-        found = self._digests.setdefault(said.num_events, {})
-        found[shard] = said.digest
+    def _compare(self, shard: int, reported: Digest) -> None:
+        found = self._digests.setdefault(reported.num_events, {})
+        found[shard] = reported.digest
         if len(set(found.values())) > 1 and not self._do_differ:
             self._do_differ = True
             shown = ", ".join(f"shard {item} {digest}" for item, digest in sorted(found.items()))
-            message = f"the shards are not in the same state after event {said.num_events}: {shown}"
+            message = f"the shards are not in the same state after event {reported.num_events}: {shown}"
             fix = "report this with the history; snapshots of before are sound"
             self.offer(events.Failed(message, exit_code=1, fix=fix))
         if len(found) > len(self.outboxes):
-            del self._digests[said.num_events]
+            del self._digests[reported.num_events]
 
 
 class Follower(Sequencer):

@@ -76,7 +76,7 @@ class Roster:
         self.num_finished = 0  # of those
         self._ranks: list[int] = []  # of those, ascending
         self._ranks_of: dict[str, dict[int, None]] = {}  # of those, by process
-        self._heard: OrderedDict[int, None] = OrderedDict()  # of those that have a lease, who was heard last comes last
+        self._leased: OrderedDict[int, None] = OrderedDict()  # ranks with a lease, the last heard from comes last
         self.stats: dict[int, WorkerStats] = {}
         self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
         self._limit = limit
@@ -143,7 +143,7 @@ class Roster:
 
     def _free_rank(self) -> int:
         # Ranks ascend, so those below the first gap are where they would be without one.
-        rank = bisect_left(range(len(self._ranks)), 1, key=lambda place: int(self._ranks[place] > place))
+        rank = bisect_left(range(len(self._ranks)), 1, key=lambda position: int(self._ranks[position] > position))
         if self.num_workers is not None and rank >= self.num_workers:
             raise refusal(
                 Reason.RUN_FULL,
@@ -162,7 +162,7 @@ class Roster:
         del self._ranks_of[worker.process][rank]
         if not self._ranks_of[worker.process]:
             del self._ranks_of[worker.process]
-        self._heard.pop(rank, None)
+        self._leased.pop(rank, None)
         self.num_finished -= worker.is_finished
 
     def finished(self, worker: Worker) -> None:
@@ -193,12 +193,12 @@ class Roster:
         seats = [self.workers[rank] for rank in self._ranks_of.get(process, ())]
         return next((worker for worker in seats if worker.is_away), None)
 
-    def heard(self, rank: int, process: str, now: float) -> None:
+    def heartbeat(self, rank: int, process: str, now: float) -> None:
         """A heartbeat: from the first one on, the worker has a lease."""
         if self.is_member(rank, process):
             self.workers[rank].heard_at = now
-            self._heard[rank] = None
-            self._heard.move_to_end(rank)
+            self._leased[rank] = None
+            self._leased.move_to_end(rank)
 
     def is_member(self, rank: int, process: str) -> bool:
         """Whether this process holds the rank."""
@@ -208,18 +208,18 @@ class Roster:
         """Something of its exchange came: as good as a heartbeat, for who has a lease."""
         if worker.heard_at is not None:
             worker.heard_at = now
-            self._heard.move_to_end(worker.rank)
+            self._leased.move_to_end(worker.rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
         """Workers whose lease has ended, by rank, with the seconds since they were heard; to be asked every `_LOOK_S`.
         The time in which this process was frozen itself does not count: nobody could be heard then."""
         if pause_s := self._standstill.look(now):
-            for rank in self._heard:
+            for rank in self._leased:
                 worker = self.workers[rank]
                 assert worker.heard_at is not None
                 worker.heard_at = min(now, worker.heard_at + pause_s)
         found = []
-        for rank in self._heard:
+        for rank in self._leased:
             worker = self.workers[rank]
             assert worker.heard_at is not None
             if now - worker.heard_at <= self._lease_s:

@@ -55,7 +55,7 @@ class Run(Ending):
             events.Joined: self._joined,
             events.HeartbeatBegan: self._heartbeat_began,
             events.HeartbeatStopped: self._heartbeat_stopped,
-            events.Heard: self._heard,
+            events.Heartbeat: self._heartbeat,
             events.MetricsReceived: self._evaluations.received,
             events.CopyAsked: self._copy_asked,
             events.Measured: lambda event: [effects.Clip(event.version, event.norm)],
@@ -94,11 +94,11 @@ class Run(Ending):
             yield Log("info", "evaluator", {"meaning": "a process that does not train evaluates"})
 
     def _heartbeat_stopped(self, event: events.HeartbeatStopped) -> Iterable[Effect]:
-        gone = self.roster.heartbeat_stopped(event.process)
-        return () if gone is None else self._leave(gone, "closed", "connection lost", event.at)
+        departed = self.roster.heartbeat_stopped(event.process)
+        return () if departed is None else self._leave(departed, "closed", "connection lost", event.at)
 
-    def _heard(self, event: events.Heard) -> Iterable[Effect]:
-        self.roster.heard(event.rank, event.process, event.at)
+    def _heartbeat(self, event: events.Heartbeat) -> Iterable[Effect]:
+        self.roster.heartbeat(event.rank, event.process, event.at)
         return ()
 
     def _copy_asked(self, event: events.CopyAsked) -> Iterable[Effect]:
@@ -165,9 +165,9 @@ class Run(Ending):
         worker.model, worker.rendezvous = (event.model, event.optimizer), event.rendezvous
         if self.model != worker.model:
             if self.model is not None and (self.model[0] != event.model or not self.may_change_optimizer):
-                what = "model" if self.model[0] != event.model else "optimizer"
-                reason = Reason.MODEL_MISMATCH if what == "model" else Reason.OPTIMIZER_MISMATCH
-                message = f"the {what} of rank {worker.rank} differs from the run's, which is that of its first worker"
+                part = "model" if self.model[0] != event.model else "optimizer"
+                reason = Reason.MODEL_MISMATCH if part == "model" else Reason.OPTIMIZER_MISMATCH
+                message = f"the {part} of rank {worker.rank} differs from the run's, which is that of its first worker"
                 yield from self.expel(worker, refusal(reason, message), event.at)
                 return
             self.model = worker.model
@@ -225,15 +225,16 @@ class Run(Ending):
             error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
             return [*self.contributions.refuse(event), *self.expel(worker, error, event.at)]
         first = event.contribution.first
-        told = list(self.length.told(worker.rank, first.run_steps)) if first is not None and first.run_steps else []
+        run_steps = first.run_steps if first is not None else 0
+        announced = list(self.length.announced(worker.rank, run_steps)) if run_steps else []
         found = self._after(self.contributions.taken(worker, event), event.at)
-        return told + found if told else found
+        return announced + found if announced else found
 
     def _asked_again(self, worker: Worker, event: events.AskedAgain) -> Iterable[Effect]:
         seq, counted = event.seq, self.policy.num_counted.get(worker.rank, 0)
         if worker.rank not in self.policy.members or seq != counted:
-            what = f"rank {worker.rank} asks again about contribution {seq}; the last that counts is {counted}"
-            return self.expel(worker, refusal(Reason.SEQ_GAP, what), event.at)
+            message = f"rank {worker.rank} asks again about contribution {seq}; the last that counts is {counted}"
+            return self.expel(worker, refusal(Reason.SEQ_GAP, message), event.at)
         return self._after(self.contributions.asked_again(worker, event), event.at)
 
     # ---- snapshots ------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class RunState:
         its own accord; by another length than before that one is asked again."""
         counted = self.policy.num_counted
         is_complete = len(counted) >= (self.options.num_workers or 1)
-        ranks = counted.keys() - (() if self.length.is_asked_anew else self.policy.out)
+        ranks = counted.keys() - (() if self.length.is_reconfigured else self.policy.out)
         return is_complete and all(map(self.policy.is_through, ranks))
 
     @property

@@ -119,7 +119,7 @@ class Engine:
         if self.model.has_weights:
             self.model.staging.look_again()  # who left may have been folded before others
 
-    def broke(self, what: str, error: BaseException, **fields: object) -> None:
+    def broke(self, task: str, error: BaseException, **fields: object) -> None:
         """The run or the weights are half changed: the run ends, and nothing of it is kept. Weights that are not
         finite are no mistake of ours."""
         self.is_broken = True
@@ -130,8 +130,8 @@ class Engine:
         if frames := traceback.extract_tb(error.__traceback__):
             fields["where"] = f"{frames[-1].filename}:{frames[-1].lineno}"
         text = f"{type(error).__name__}: {error}"
-        log.error(f"{what}_failed", error=text, meaning="no snapshot is taken of this", **fields)
-        self.end_with(ParamServerError(f"the server failed on {what}: {text}"))
+        log.error(f"{task}_failed", error=text, meaning="no snapshot is taken of this", **fields)
+        self.end_with(ParamServerError(f"the server failed on {task}: {text}"))
 
     def end_with(self, error: ParamServerError) -> None:
         self.streams.end(error)
@@ -260,7 +260,7 @@ class Engine:
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
             effects.SendReply: self._reply,
-            effects.KeepWeights: lambda asked: self.best.keep(asked.version),
+            effects.KeepWeights: lambda effect: self.best.keep(effect.version),
             effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
             effects.Fence: self._fence,
@@ -310,9 +310,9 @@ class Engine:
         self.states.counted(id, self.run.policy.committed_of(id.rank))
 
     def _evaluated(self, found: effects.Evaluated) -> None:
-        here = sum(value.num_sent + value.num_received for value in self.traffic.values())
+        own_bytes = sum(value.num_sent + value.num_received for value in self.traffic.values())
         elsewhere = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
-        self.bytes_when[found.version] = here + sum(elsewhere)
+        self.bytes_when[found.version] = own_bytes + sum(elsewhere)
         self.best.evaluated(found.version, found.is_best)
 
     def _prune(self, prune: effects.Prune) -> None:
@@ -355,7 +355,7 @@ class Engine:
                 stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
                 stats[str(rank)]["peer_bytes"] = traffic.num_peers
         states = self.states.saved(effect.saved["contributions"])
-        places = {str(rank): kept.place for rank, kept in states.items()}
+        places = {str(rank): kept.position for rank, kept in states.items()}
         training = {**effect.saved["training"], "stats": stats, "places": places}
         self.snapshots.take(
             {**effect.saved, "training": training},
@@ -379,13 +379,13 @@ class Engine:
     def state(self) -> ShardState:
         """What this process holds of the model, and what has passed through it."""
         model = self.model
-        held = dict(model.store.num_bytes) if model.has_weights else {}
+        memory = dict(model.store.num_bytes) if model.has_weights else {}
         if model.has_weights and (num_bytes := model.references.num_bytes):
-            held["references"] = num_bytes
+            memory["references"] = num_bytes
         if model.has_weights and model.delivered is not None:
-            held["delivered"] = model.delivered.num_bytes
+            memory["delivered"] = model.delivered.num_bytes
         traffic = {rank: (value.num_sent, value.num_received) for rank, value in self.traffic.items()}
-        return ShardState(self.run.policy.version, held, traffic)
+        return ShardState(self.run.policy.version, memory, traffic)
 
     def elapsed_s(self) -> float:
         """Of training, over all starts of the server."""

@@ -25,7 +25,7 @@ from ..core.run import Run
 from ..policies.base import names
 from ..tensors.model import Model
 from ..tensors.replies.publication import Publication
-from ..tensors.replies.reference import News
+from ..tensors.replies.reference import ReferenceUpdate
 from ..tensors.thread import TensorThread
 
 
@@ -36,8 +36,8 @@ class Go:
 
     effect: effects.SendReply
     payload: bytes | None = None
-    held: Publication | None = None
-    news: News | None = None
+    publication: Publication | None = None
+    update: ReferenceUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ class Streams:
         self.peers.pop(peer.seat, None)
         while not peer.outbox.empty():
             item = peer.outbox.get_nowait()
-            if isinstance(item, Go) and item.held is not None:
-                self._model.publisher.release(item.held, _go_as_frames(peer, item.effect))
+            if isinstance(item, Go) and item.publication is not None:
+                self._model.publisher.release(item.publication, _go_as_frames(peer, item.effect))
 
     def end(self, error: ParamServerError) -> None:
         """All of them, with this refusal."""
@@ -161,10 +161,10 @@ class Streams:
             if peer.rank == rank and peer.incarnation <= incarnation:
                 peer.end()
 
-    def ask_for_weights(self, asked: effects.AskForWeights) -> None:
-        if (peer := self.peers.get((asked.rank, asked.incarnation))) is not None:
+    def ask_for_weights(self, effect: effects.AskForWeights) -> None:
+        if (peer := self.peers.get((effect.rank, effect.incarnation))) is not None:
             peer.state = "uploading"
-            peer.say(asked)
+            peer.say(effect)
 
     def reply(self, effect: effects.SendReply) -> None:
         version = effect.reply.result.version
@@ -183,13 +183,13 @@ class Streams:
         elif peer.encodes(effect) and peer.has_reference:
             assert isinstance(peer.reply_codec, ByTensor)
             reference = self._model.references.of(peer.reply_codec, version)
-            news = reference.news(0 if effect.is_start else peer.reference)
-            self._tensors.then(partial(peer.say, Go(effect, news=news)))
+            update = reference.update_from(0 if effect.is_start else peer.reference)
+            self._tensors.then(partial(peer.say, Go(effect, update=update)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(effect, payload=self._model.small_payload())))
         elif self._are_parts or effect.is_evaluated or delivered is not None:  # those of just this version
-            held = self._model.publisher.hold(as_frames=_go_as_frames(peer, effect))
-            peer.say(Go(effect, held=held))
+            publication = self._model.publisher.hold(as_frames=_go_as_frames(peer, effect))
+            peer.say(Go(effect, publication=publication))
         else:
             peer.say(Go(effect))
 

@@ -37,8 +37,8 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
         _restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps
-            of, left = ("", "") if steps is None else (f" of {steps}", f", {steps - done} are left")
-            message = f"training steps are counted: {done}{of} are done by the slowest rank{left}"
+            total, rest = ("", "") if steps is None else (f" of {steps}", f", {steps - done} are left")
+            message = f"training steps are counted: {done}{total} are done by the slowest rank{rest}"
             log.warning("mode_changed", now=config.run.mode, snapshot=saved["mode"], meaning=message)
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
     engine.skipped_snapshots = [str(path) for path in available.skipped]

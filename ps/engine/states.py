@@ -12,7 +12,7 @@ from ...common.wire.records import ContributionId
 class Kept(NamedTuple):
     """When a contribution began: fields of Position in the proto, and the script's state."""
 
-    place: dict[str, int]
+    position: dict[str, int]
     payload: bytes
 
 
@@ -23,20 +23,20 @@ class States:
         self._staged: dict[ContributionId, tuple[dict[str, int], bytes | None]] = {}
         self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
-    def stage(self, id: ContributionId, place: dict[str, int], payload: bytes | None) -> None:
+    def stage(self, id: ContributionId, position: dict[str, int], payload: bytes | None) -> None:
         """It came with this contribution; no payload: that of the rank's one before that counts."""
-        self._staged[id] = (place, payload)
+        self._staged[id] = (position, payload)
 
     def counted(self, id: ContributionId, num_committed: int) -> None:
         """The contribution counts; of its rank so many are in a version."""
         rank, kept = id.rank, self._of_rank.get(id.rank, {})
-        place, payload = self._staged.pop(id, (None, None))
+        position, payload = self._staged.pop(id, (None, None))
         if payload is None and kept:
             payload = kept[max(kept)].payload
-        if place is None or payload is None:
+        if position is None or payload is None:
             self._of_rank.pop(rank, None)  # of a script that remembers nothing
             return
-        kept[id.seq] = Kept(place, payload)
+        kept[id.seq] = Kept(position, payload)
         oldest = max((number for number in kept if number <= num_committed), default=0)
         self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
 
@@ -47,7 +47,7 @@ class States:
     def fence(self, rank: int, incarnation: int) -> None:
         """What came from this incarnation of a rank, or an older one, and has not happened, never will."""
         self._staged = {
-            item: told for item, told in self._staged.items() if item.rank != rank or item.incarnation > incarnation
+            item: state for item, state in self._staged.items() if item.rank != rank or item.incarnation > incarnation
         }
 
     def at(self, rank: int, number: int) -> Kept | None:
@@ -64,6 +64,6 @@ class States:
     def restore(self, contributions: Mapping[int, int], places: Any, payloads: Mapping[int, bytes]) -> None:
         """Of a snapshot. A place that is not what it should be is none."""
         for rank, payload in payloads.items():
-            place = places.get(str(rank)) if isinstance(places, dict) else None
-            if isinstance(place, dict) and all(type(number) is int and number >= 0 for number in place.values()):
-                self._of_rank[rank] = {contributions.get(rank, 0): Kept(place, payload)}
+            position = places.get(str(rank)) if isinstance(places, dict) else None
+            if isinstance(position, dict) and all(type(number) is int and number >= 0 for number in position.values()):
+                self._of_rank[rank] = {contributions.get(rank, 0): Kept(position, payload)}

@@ -112,9 +112,9 @@ class DashboardSink(Sink):
         if outcome is None or outcome.done():
             return
         if fact.is_done:
-            outcome.set_result(fact.told)
+            outcome.set_result(fact.result)
         else:
-            outcome.set_exception(ValueError(fact.told))
+            outcome.set_exception(ValueError(fact.result))
 
 
 def read_control(fields: dict[str, Any]) -> Controlled:

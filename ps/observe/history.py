@@ -59,8 +59,8 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             }  # fmt: skip
         case effects.ControlTaken(number, do, rank, name, value):
             return "control", {
-                "do": do, "rank": rank, "name": name, "value": value, "told": fact.told, "done": fact.is_done,
-                **fact.now,
+                "do": do, "rank": rank, "name": name, "value": value, "result": fact.result, "done": fact.is_done,
+                **fact.mode_fields,
             }  # fmt: skip
         case effects.Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "seq": number, "resumed": is_resumed}

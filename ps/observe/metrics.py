@@ -82,17 +82,17 @@ class MetricsSink(Sink, Collector):
         self._address = address
         self.server: _HttpServer | None = None  # while it listens
         self._snapshot_at: float | None = None  # Unix time of the newest snapshot, or of the start
-        self.registry = to = CollectorRegistry()  # read on the event loop only
-        self._joins = _counter(to, "joins", "Workers let in: at first, again, or resumed", kind=JOINS)
-        self._departures = _counter(to, "departures", "Workers gone, and how", how=DEPARTURES)
-        self._contributions = _counter(to, "contributions", "What became of each", outcome=OUTCOMES)
-        self._updates = _counter(to, "updates", "Versions of the weights made; rounds, where there are")
-        self._in_update = _histogram(to, "update_contributions", "Contributions in one update", _CONTRIBUTIONS)
+        self.registry = registry = CollectorRegistry()  # read on the event loop only
+        self._joins = _counter(registry, "joins", "Workers let in: at first, again, or resumed", kind=JOINS)
+        self._departures = _counter(registry, "departures", "Workers gone, and how", how=DEPARTURES)
+        self._contributions = _counter(registry, "contributions", "What became of each", outcome=OUTCOMES)
+        self._updates = _counter(registry, "updates", "Versions of the weights made; rounds, where there are")
+        self._in_update = _histogram(registry, "update_contributions", "Contributions in one update", _CONTRIBUTIONS)
         self._staleness = _histogram(
-            to, "staleness_versions", "Versions an accepted contribution was behind", _VERSIONS
+            registry, "staleness_versions", "Versions an accepted contribution was behind", _VERSIONS
         )
         self._exchanges = _histogram(
-            to, "exchange_seconds", "From a contribution's leaving until the reply was there, as the worker saw it",
+            registry, "exchange_seconds", "From a contribution's departure to its reply, as measured by the worker",
             _SECONDS,
         )  # fmt: skip
 

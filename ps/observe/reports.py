@@ -48,8 +48,8 @@ def status(engine: Engine) -> Status:
 def run_metrics(engine: Engine) -> dict[str, Value]:
     """The metrics of the run: its own, and those of all its workers added up."""
     workers = sources(engine, engine.run.roster.stats)
-    own = values_of((metric for metric in Status.declared_metrics() if metric.of_run), engine)
-    return over_workers(lambda metric: list(map(metric.read, workers)) if metric.read else []) | own
+    of_run = values_of((metric for metric in Status.declared_metrics() if metric.of_run), engine)
+    return over_workers(lambda metric: list(map(metric.read, workers)) if metric.read else []) | of_run
 
 
 def _listed(run: Run) -> list[int]:

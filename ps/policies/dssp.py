@@ -38,7 +38,7 @@ class DsspPolicy(SspPolicy):
     def __init__(self, common: Common, options: DsspOptions) -> None:
         super().__init__(common, options)
         self._times: dict[int, tuple[float, float | None]] = {}  # by rank: of its newest contribution; the one before
-        self._more: dict[int, int] = {}  # contributions that a rank may begin beyond `staleness`
+        self._extra: dict[int, int] = {}  # contributions that a rank may begin beyond `staleness`
         self._begins: set[int] = set()  # ranks that do
 
     @classmethod
@@ -61,7 +61,7 @@ class DsspPolicy(SspPolicy):
 
     def _left(self, rank: int) -> list[Decision]:
         self._times.pop(rank, None)
-        self._more.pop(rank, None)
+        self._extra.pop(rank, None)
         self._begins.discard(rank)
         return super()._left(rank)
 
@@ -70,12 +70,12 @@ class DsspPolicy(SspPolicy):
         self._begins.discard(rank)
         ahead = self._ahead(rank)
         if ahead <= self.options.staleness:
-            self._more.pop(rank, None)
+            self._extra.pop(rank, None)
             return
-        if not self._more.get(rank) and self._standing.most == self.num_counted[rank]:
-            self._more[rank] = self._most_useful(rank)
-        if self._more.get(rank):
-            self._more[rank] -= 1
+        if not self._extra.get(rank) and self._standing.most == self.num_counted[rank]:
+            self._extra[rank] = self._most_useful(rank)
+        if self._extra.get(rank):
+            self._extra[rank] -= 1
             self._begins.add(rank)
 
     def _most_useful(self, rank: int) -> int:
@@ -96,8 +96,8 @@ class DsspPolicy(SspPolicy):
 def most_useful(mine: float, my_interval: float, other: float, interval: float, most: int) -> int:
     """r of 0 to `most` for which mine + r my_interval is nearest to some other + (k + 1) interval, k >= 0."""
 
-    def wait_s(more: int) -> float:
-        at = mine + more * my_interval - other
+    def wait_s(extra: int) -> float:
+        at = mine + extra * my_interval - other
         before = max(1, floor(at / interval)) if interval > 0 else 1
         return min(abs(before * interval - at), abs((before + 1) * interval - at))
 

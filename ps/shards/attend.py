@@ -52,7 +52,7 @@ class Line:
     is_dismissed: bool = False
     call: grpc.aio.ServicerContext | None = None  # the newest
     giving_up: asyncio.TimerHandle | None = None  # while its call has broken off
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stay(self) -> None:
         """Do not give it up, or not any more."""
@@ -93,7 +93,7 @@ class Attendance:
             first = await self._first.of(reports)
             if first is None:
                 return
-            register = LINES.read(first.said)
+            register = LINES.read(first.message)
             if not isinstance(register, Register):
                 raise refusal(Reason.BAD_REQUEST, "the first report of a shard is not Register")
             check_shard(context, register.shard)
@@ -104,7 +104,7 @@ class Attendance:
             line.stay()
             if not self._absent() and not self._has_begun:
                 self._on_complete()
-            await self._converse(line, register.heard, reports, context)
+            await self._converse(line, register.num_received, reports, context)
         except ParamServerError as error:
             await refuse(context, error, shard=line.register.shard if line is not None else -1)
         finally:
@@ -135,7 +135,7 @@ class Attendance:
         if self._has_begun:
             raise refusal(Reason.NOT_READY, f"shard {shard} has just been lost; the others are about to go back")
         line = self.lines[shard] = Line(register, self._coordinator.outboxes[shard])
-        line.outbox.on_put = line.news.set
+        line.outbox.on_put = line.changed.set
         log.info("shard_joined", shard=shard, shards=num, address=register.address, missing=self._absent())
         return line
 
@@ -143,12 +143,12 @@ class Attendance:
         """The line of a process that calls again."""
         line, run = self.lines.get(register.shard), self._engine.run
         is_ours = (register.run, register.server_incarnation) == (run.name, run.incarnation) and self._has_begun
-        if line is None or not is_ours or not line.outbox.can_go_on_after(register.heard):
+        if line is None or not is_ours or not line.outbox.can_go_on_after(register.num_received):
             problem = f"shard {register.shard} was away too long, or the coordinator is another"
             raise refusal(Reason.RUN_MISMATCH, problem)
-        line.first = GoOn(line.outbox.num_heard)
-        line.news.set()
-        log.info("shard_back", shard=register.shard, missed=len(line.outbox.after(register.heard)))
+        line.first = GoOn(line.outbox.num_received)
+        line.changed.set()
+        log.info("shard_back", shard=register.shard, missed=len(line.outbox.after(register.num_received)))
         return line
 
     def _ended(self, line: Line) -> None:
@@ -192,7 +192,7 @@ class Attendance:
         self._engine.shard_addresses = ("", *addresses)
         for line in self.lines.values():
             line.first = order
-            line.news.set()
+            line.changed.set()
 
     async def stop(self, end: End) -> None:
         """The run is over: tell the others, and give them a moment for their last reports."""
@@ -209,14 +209,15 @@ class Attendance:
         self._has_begun = False  # a shard that is lost from here on is no loss
         for line in self.lines.values():
             line.is_dismissed = True
-            line.news.set()
+            line.changed.set()
 
     # ---- a call -----------------------------------------------------------------------------------
 
     async def _converse(
-        self, line: Line, heard: int, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext
+        self, line: Line, num_received: int, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext
     ) -> None:
-        tasks = [asyncio.create_task(self._hear(line, reports)), asyncio.create_task(self._tell(line, heard, context))]
+        talks = self._hear(line, reports), self._tell(line, num_received, context)
+        tasks = [asyncio.create_task(talk) for talk in talks]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if line.is_dismissed:  # the shard has last reports of its own
@@ -231,8 +232,8 @@ class Attendance:
     async def _hear(self, line: Line, reports: AsyncIterator[pb.ShardReport]) -> None:
         shard = line.register.shard
         async for message in reports:
-            line.outbox.has_been_heard(message.heard)
-            report = LINES.read(message.said)
+            line.outbox.acknowledge(message.num_received)
+            report = LINES.read(message.message)
             if isinstance(report, Digest | Event):
                 self._coordinator.hear(shard, message.number, report)
             elif line.outbox.hear(message.number):
@@ -253,25 +254,26 @@ class Attendance:
             case _:
                 raise refusal(Reason.BAD_REQUEST, f"a shard reported {type(report).__name__}")
 
-    async def _tell(self, line: Line, heard: int, context: grpc.aio.ServicerContext) -> None:
+    async def _tell(self, line: Line, num_received: int, context: grpc.aio.ServicerContext) -> None:
         """Send the orders that the shard has not heard, as they come, until it is dismissed."""
 
         async def write(number: int, order: Order) -> None:
-            await context.write(pb.ShardOrder(number=number, heard=line.outbox.num_heard, said=LINES.write(order)))
+            num_here = line.outbox.num_received
+            await context.write(pb.ShardOrder(number=number, num_received=num_here, message=LINES.write(order)))
 
         has_begun = False
         while True:
-            line.news.clear()
+            line.changed.clear()
             if line.first is not None and not has_begun:
                 has_begun = True
                 await write(0, line.first)
-            while has_begun and (missed := line.outbox.after(heard)):
+            while has_begun and (missed := line.outbox.after(num_received)):
                 for number, event in missed:
                     await write(number, event)
-                    heard = number
+                    num_received = number
             if line.is_dismissed:
                 break
-            await line.news.wait()
+            await line.changed.wait()
         if line.last is not None:
             await write(0, line.last)
 

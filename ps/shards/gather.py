@@ -50,7 +50,7 @@ async def collect(
     config: Config,
     addresses: Sequence[str],
     whole: Layout,
-    here: dict[str, torch.Tensor],
+    local_tensors: dict[str, torch.Tensor],
     *,
     averaged: bool = False,
     version: int | None = None,
@@ -60,7 +60,7 @@ async def collect(
 
     Raises OutputError for a shard that does not reply.
     """
-    parts, credentials = [here], Credentials.read(config.security)
+    parts, credentials = [local_tensors], Credentials.read(config.security)
     request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
     for shard, address in enumerate(addresses[1:], start=1):

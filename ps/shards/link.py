@@ -66,7 +66,7 @@ class Link:
         self._channel = open_channel(self._address, self._credentials, _OPTIONS)
         self._clock = clock
         self._num_calls = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._is_over = False  # nothing more is reported
         self._call: grpc.aio.StreamStreamCall | None = None
         self._follower: Follower | None = None  # once the run has begun
@@ -74,7 +74,7 @@ class Link:
     def carry(self, follower: Follower) -> None:
         """Send the reports of this follower from now on."""
         self._follower = follower
-        follower.outbox.on_put = self._news.set
+        follower.outbox.on_put = self._changed.set
 
     async def register(self, register: Register) -> BeginRun | End:
         """Register until the coordinator takes this shard in and names the run, or says that it cannot begin. That may
@@ -100,7 +100,7 @@ class Link:
         deadline, reason = self._clock.now() + limit_s, ""
         while True:
             if self._follower is not None:
-                register = replace(register, heard=self._follower.outbox.num_heard)
+                register = replace(register, num_received=self._follower.outbox.num_received)
             try:
                 return await self._begin_call(register)
             except LinkLost as lost:
@@ -122,7 +122,7 @@ class Link:
             # The call has a connection of its own, where gRPC must accept this certificate and no other.
             self._channel = open_channel(self._address, replace(self._credentials, ca=certificate), _OPTIONS)
         self._num_calls += 1
-        self._news.set()  # the reports on the call before, which has broken off, end
+        self._changed.set()  # the reports on the call before, which has broken off, end
         self._call = self._channel.stream_stream(
             f"/{SERVICE}/Attend", pb.ShardReport.SerializeToString, pb.ShardOrder.FromString
         )(self._reports(register, self._num_calls), metadata=self._credentials.metadata)
@@ -189,30 +189,30 @@ class Link:
             if code is not grpc.StatusCode.OK:
                 raise LinkLost(f"{code.name}: {shown(await self._call.details() or '', 500)}")
             raise LinkLost("the coordinator has ended the connection")
-        order: Order = LINES.read(message.said)
+        order: Order = LINES.read(message.message)
         if self._follower is not None:
-            self._follower.outbox.has_been_heard(order.heard if isinstance(order, GoOn) else message.heard)
+            self._follower.outbox.acknowledge(order.num_received if isinstance(order, GoOn) else message.num_received)
         return message.number, order
 
     async def _reports(self, register: Register, call: int) -> AsyncIterator[pb.ShardReport]:
         """The reports on one connection, while there is no newer one: gRPC reads on after a call has ended."""
-        yield pb.ShardReport(said=LINES.write(register))
+        yield pb.ShardReport(message=LINES.write(register))
         sent = 0
         while call == self._num_calls:
-            self._news.clear()
+            self._changed.clear()
             if self._follower is not None:
                 outbox = self._follower.outbox
                 for number, report in outbox.after(sent):
-                    yield pb.ShardReport(number=number, heard=outbox.num_heard, said=LINES.write(report))
+                    yield pb.ShardReport(number=number, num_received=outbox.num_received, message=LINES.write(report))
                     sent = number
             if self._is_over:
                 return
-            await self._news.wait()
+            await self._changed.wait()
 
     async def finish(self) -> None:
         """Nothing more is reported; returns when the coordinator has heard everything, or does not reply."""
         self._is_over = True
-        self._news.set()
+        self._changed.set()
         with contextlib.suppress(LinkLost, ParamServerError, TimeoutError):
             async with asyncio.timeout(_FINISH_S):
                 while True:

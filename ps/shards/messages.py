@@ -29,7 +29,7 @@ class Register:
     program_version: str = ""
     run: str = ""
     server_incarnation: int = 0
-    heard: int = 0
+    num_received: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BeginRun:
 class GoOn:
     """The first order on a new connection of a process that is known; the coordinator has `heard` so many reports."""
 
-    heard: int
+    num_received: int
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,10 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
         sections = read_json(text, nan=True)
         if sections.keys() != {*_SHARED, "options"}:
             raise ValueError(f"it has {shown(', '.join(sections))}, and {', '.join(_SHARED)} and options are shared")
-        given = sections.pop("options")
+        options = sections.pop("options")
         sections["run"] = own_modes(config.run.modes, sections["run"])
         shared = Config.model_validate(config.model_dump() | sections)
-        return shared, _OPTIONS.validate_python({**given, "policy_of": options_of(shared).policy_of})
+        return shared, _OPTIONS.validate_python({**options, "policy_of": options_of(shared).policy_of})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         text = shown(str(error).replace("\n", " "), _MOST_SHOWN)
         raise UsageError(

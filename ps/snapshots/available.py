@@ -51,7 +51,7 @@ def _shard_dir(directory: Path, shard: int, num_shards: int) -> Path:
 class _Moment:
     """The snapshots in `place` of one moment of a run with `num_shards` shards."""
 
-    place: Path
+    directory: Path
     num_shards: int
     age: tuple[int, int]  # server incarnation, version
     paths: dict[int, Path]  # the snapshots to read, by shard; of a run divided as this one, its own alone
@@ -74,8 +74,8 @@ class _Moment:
             if len(names) > 1:
                 problem = f"its parts are of different runs, {' and '.join(sorted(name.run for name in names))}"
             elif self.missing:
-                of = ", ".join(map(str, self.missing))
-                problem = f"the part of shard {of} of {self.num_shards} is not in {self.place}"
+                missing = ", ".join(map(str, self.missing))
+                problem = f"the part of shard {missing} of {self.num_shards} is not in {self.directory}"
         except CheckpointError as error:
             problem = error.message
         if problem:
@@ -94,26 +94,26 @@ class Available:
     def __init__(self, config: Config) -> None:
         self._shard, self._num_shards = config.server.shard, config.server.shards
         options = config.checkpoint
-        place = options.dir if options.resume in (None, "latest") else options.resume
-        self._place = Path(place) if options.resume != "never" and place is not None else None
-        self._moments = self._look(self._place) if self._place is not None else []
+        directory = options.dir if options.resume in (None, "latest") else options.resume
+        self._directory = Path(directory) if options.resume != "never" and directory is not None else None
+        self._moments = self._look(self._directory) if self._directory is not None else []
         self.skipped: list[Path] = []  # newer than the one loaded, and of no use
         if options.resume not in (None, "never") and not self._moments:
             raise CheckpointError(
-                f"there is no snapshot in {place} to go on from (checkpoint.resume is {options.resume})",
+                f"there is no snapshot in {directory} to go on from (checkpoint.resume is {options.resume})",
                 fix="name a directory that ps-server --checkpoint-dir wrote to, or begin anew without --resume",
             )
 
-    def _look(self, place: Path) -> list[_Moment]:
+    def _look(self, directory: Path) -> list[_Moment]:
         here = self._num_shards
-        own = candidates(_shard_dir(place, self._shard, here))
-        found = [_Moment(place, here, age_of(path), {self._shard: path}) for path in own]
-        for num_shards in _other_numbers(place, here):
-            parts = [_by_age(_shard_dir(place, shard, num_shards)) for shard in range(num_shards)]
+        local_paths = candidates(_shard_dir(directory, self._shard, here))
+        found = [_Moment(directory, here, age_of(path), {self._shard: path}) for path in local_paths]
+        for num_shards in _other_numbers(directory, here):
+            parts = [_by_age(_shard_dir(directory, shard, num_shards)) for shard in range(num_shards)]
             for age in set().union(*parts):
-                paths = {shard: of[age] for shard, of in enumerate(parts) if age in of}
+                paths = {shard: by_age[age] for shard, by_age in enumerate(parts) if age in by_age}
                 missing = tuple(shard for shard in range(num_shards) if shard not in paths)
-                found.append(_Moment(place, num_shards, age, paths, missing))
+                found.append(_Moment(directory, num_shards, age, paths, missing))
         return sorted(found, key=lambda moment: moment.age, reverse=True)  # of two of one age, this division's first
 
     @property
@@ -135,7 +135,7 @@ class Available:
         if not self._moments:
             return None
         raise CheckpointError(
-            f"no snapshot in {self._place} can be used: " + "; ".join(entry.problem for entry in self.entries),
+            f"no snapshot in {self._directory} can be used: " + "; ".join(entry.problem for entry in self.entries),
             fix="put back a copy of one, or begin anew with checkpoint.resume=never",
         )
 
@@ -144,7 +144,7 @@ class Available:
         once the store has been restored."""
         moment = next((moment for moment in self._moments if moment.entry.is_whole and moment.entry.name == name), None)
         if moment is None:
-            raise CheckpointError(f"there is no whole snapshot of version {name.version} in {self._place}")
+            raise CheckpointError(f"there is no whole snapshot of version {name.version} in {self._directory}")
         newer = [item for item in self._moments if item.age > moment.age]
         self.skipped = [moment.path for moment in newer if not moment.entry.is_whole]
         if moment.num_shards == self._num_shards:
@@ -158,7 +158,7 @@ def _by_age(directory: Path) -> dict[tuple[int, int], Path]:
     return {age_of(path): path for path in reversed(candidates(directory))}  # of one and its .old, the new one
 
 
-def _other_numbers(place: Path, num_shards: int) -> list[int]:
+def _other_numbers(directory: Path, num_shards: int) -> list[int]:
     """Numbers of shards, other than this one, of which there are snapshots of at least one shard."""
-    names = [_NAME.fullmatch(path.name) for path in place.iterdir()] if place.is_dir() else []
+    names = [_NAME.fullmatch(path.name) for path in directory.iterdir()] if directory.is_dir() else []
     return sorted(({int(name[2]) for name in names if name is not None} | {1}) - {num_shards})

@@ -33,19 +33,19 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 _BEGUN, _SERVER = "begun", ".server"
 
 
-def candidates(place: Path) -> list[Path]:
+def candidates(location: Path) -> list[Path]:
     """The snapshots at `place`, one of them or a directory of them, newest first; none where there is nothing.
 
     Newest is the highest server incarnation, then the highest version (`SnapshotName`); clocks play no part. Raises
     CheckpointError where it may not look.
     """
     try:
-        if _NAME.fullmatch(place.name) or (place / MANIFEST).exists():
-            return [place] if place.is_dir() else []
-        found = [path for path in place.iterdir() if _NAME.fullmatch(path.name)] if place.exists() else []
+        if _NAME.fullmatch(location.name) or (location / MANIFEST).exists():
+            return [location] if location.is_dir() else []
+        found = [path for path in location.iterdir() if _NAME.fullmatch(path.name)] if location.exists() else []
     except OSError as error:
         raise CheckpointError(
-            f"cannot look for snapshots in {place}: {error.strerror}", fix="name a directory that you may read"
+            f"cannot look for snapshots in {location}: {error.strerror}", fix="name a directory that you may read"
         ) from None
     return sorted(found, key=lambda path: (age_of(path), path.suffix != ".old"), reverse=True)
 

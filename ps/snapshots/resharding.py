@@ -80,8 +80,9 @@ def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> d
             values = {
                 part.spec.name: tensors[part.name] for share in before for part in share.parts if part.name in tensors
             }
-            here = {part.name: values[part.spec.name].clone() for part in share.parts if part.spec.name in values}
+            whole = {part.name: part.spec.name for part in share.parts if part.spec.name in values}
+            shard_tensors = {name: values[source].clone() for name, source in whole.items()}
         else:
-            here = put_together([tensors], before, share)
-        found |= {f"{key}/{name}": tensor for name, tensor in here.items()}
+            shard_tensors = put_together([tensors], before, share)
+        found |= {f"{key}/{name}": tensor for name, tensor in shard_tensors.items()}
     return found

@@ -152,13 +152,13 @@ class FlatOptimizer:
             _has_lines(cls, group.hyperparameters) for cls, group in zip(spec.classes, spec.groups, strict=True)
         ]
         entries = {entry.spec.name: entry for entry in layout.entries}
-        held = [
+        hyperparameters = [
             sorted((entries[name] for name in group.tensors if entries[name].num_bytes), key=_offset)
             for group in spec.groups
         ]
         # Of each window, the flats of each group.
         self._windows = [
-            [list(self._build(index, group, held[group])) for group in range(len(held))]
+            [list(self._build(index, group, hyperparameters[group])) for group in range(len(hyperparameters))]
             for index in range(len(windows))
         ]
         groups = [

@@ -184,8 +184,8 @@ class Model:
         self._check_size(share, optimizer)
         self.whole, self.whole_optimizer = whole, optimizer
         self.share, self.optimizer = share, share.optimizer(optimizer)
-        of = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
-        log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **of)
+        fields = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
+        log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **fields)
         if server.shard == 0:
             self._name_buffers(whole)
         if optimizer.tables and server.shard == 0:
@@ -199,8 +199,8 @@ class Model:
         """Log the buffers that are not averaged: statistics in a layer of a user's own may have to be."""
         names = [spec.name for spec in whole.specs if not spec.averaged]
         if names and self._config.store.buffers == "average":  # otherwise all of them are alike
-            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-            log.info("buffers_not_averaged", buffers=", ".join(names[:_NUM_NAMED]) + more, meaning=_NOT_AVERAGED)
+            rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+            log.info("buffers_not_averaged", buffers=", ".join(names[:_NUM_NAMED]) + rest, meaning=_NOT_AVERAGED)
 
     def change(self, optimizer: OptimizerSpec) -> None:
         """Adopt the optimizer of the first worker of a run that goes on."""

@@ -147,7 +147,7 @@ class Sanity:
         if action == "clip":
             for row in rows:
                 _zero_unsound(row)
-            return judgement._replace(what=problem, limit=limit, is_clipped=True)
+            return judgement._replace(problem=problem, limit=limit, is_clipped=True)
         assert action != "take"
         return Judgement(action, problem, limit)
 

@@ -156,9 +156,9 @@ class Connection:
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start and self._end == _BUFFER_BYTES:
-            left = bytes(self._view[self._start : self._end])
-            self._view[: len(left)] = left
-            self._start, self._end = 0, len(left)
+            unread = bytes(self._view[self._start : self._end])
+            self._view[: len(unread)] = unread
+            self._start, self._end = 0, len(unread)
         num_bytes = self._receive(self._view[self._end :])
         self._end += num_bytes
         return num_bytes > 0

@@ -18,7 +18,7 @@ from ..engine.peers import Done, Go, Item, Peer
 from ..engine.states import States
 from ..tensors.model import Model
 from ..tensors.replies.publication import Publication
-from ..tensors.replies.reference import News
+from ..tensors.replies.reference import ReferenceUpdate
 from ..tensors.thread import TensorThread
 from .stream import Stream
 from .transports import Header, Transport
@@ -74,7 +74,7 @@ class Delivery:
             message.reply.result.version = version
             write_weights(WeightsInfo(num_bytes, segment=segment), message.reply.weights)
             if script is not None:
-                message.reply.start.position.CopyFrom(pb.Position(**script.place))
+                message.reply.start.position.CopyFrom(pb.Position(**script.position))
             return message
 
         if (raw := self.whole(go)) is not None:
@@ -82,8 +82,8 @@ class Delivery:
         elif effect.is_start:
             await self._send_state(script.payload if script is not None else b"")
             await self._start(header, go)
-        elif go.news is not None:
-            await self._send_news(header, go.news)
+        elif go.update is not None:
+            await self._send_update(header, go.update)
         elif self._peer.reply_codec is not None and self._peer.encodes(effect):
             await self._send_encoded(self._peer.reply_codec, header, go)
         else:
@@ -106,8 +106,8 @@ class Delivery:
     async def _start(self, header: Header, go: Go) -> None:
         model = self._model
         frozen = model.frozen_bytes()
-        if go.news is not None:
-            await self._send_news(header, go.news, [frozen])
+        if go.update is not None:
+            await self._send_update(header, go.update, [frozen])
             return
         await self._send(self._frames, header, go.effect.reply.result.version, go, len(frozen))
         for raw in payload_frames([frozen], offset=model.store.layout.exchange_bytes):
@@ -130,7 +130,7 @@ class Delivery:
 
     async def _publication(self, as_frames: bool, version: int, go: Go | None) -> Publication:
         """The version to send, which the caller gives back to the publisher."""
-        retained = go.held if go is not None else None
+        retained = go.publication if go is not None else None
         return retained or await self._model.publisher.acquire(version, as_frames)
 
     async def _write(self, header: pb.ServerMessage, pieces: Sequence[memoryview]) -> None:
@@ -140,15 +140,15 @@ class Delivery:
 
     # ---- encoded --------------------------------------------------------------------------------
 
-    async def _send_news(self, header: Header, news: News, more: Sequence[memoryview] = ()) -> None:
+    async def _send_update(self, header: Header, update: ReferenceUpdate, rest: Sequence[memoryview] = ()) -> None:
         """Send the differences that lead to a reference, or the whole reference, and `more` of the payload."""
-        pieces = [*news.pieces, *more]
+        pieces = [*update.pieces, *rest]
         num_bytes = sum(map(len, pieces))
-        message = header(news.version, num_bytes, None)
-        left_out = tuple(tuple(self._model.positions_of(tensors)) for tensors in news.left_out)
-        checked, crc = (0, None) if news.checked is None else (news.checked.number, news.checked.check)
-        reference = ReferenceInfo(news.number, 0 if crc is None else checked, crc or 0, left_out)
-        write_weights(WeightsInfo(num_bytes, news.codec, reference=reference), message.reply.weights)
+        message = header(update.version, num_bytes, None)
+        left_out = tuple(tuple(self._model.positions_of(tensors)) for tensors in update.left_out)
+        checked, crc = (0, None) if update.checked is None else (update.checked.number, update.checked.check)
+        reference = ReferenceInfo(update.number, 0 if crc is None else checked, crc or 0, left_out)
+        write_weights(WeightsInfo(num_bytes, update.codec, reference=reference), message.reply.weights)
         await self._write(message, pieces)
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:

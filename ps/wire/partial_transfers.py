@@ -50,10 +50,10 @@ class PartialTransfers:
             await engine.until(
                 lambda: all(seat == peer.seat or seat[0] != peer.rank for seat in engine.peers), _ENDED_S
             )
-        if (upload := self._of(peer.rank, seq)) is None:
+        if (upload := self._upload_of(peer.rank, seq)) is None:
             return None
         ranges, crc = upload.ranges, await self._tensors.run(upload.check_sum)
-        if self._of(peer.rank, seq) is not upload:
+        if self._upload_of(peer.rank, seq) is not upload:
             return None
         borders = [border for found in ranges for border in found]
         return pb.PartialTransfer(
@@ -63,13 +63,13 @@ class PartialTransfers:
     def take(self, rank: int, seq: int) -> Upload:
         """The upload, which is the caller's from here on. StreamLost where its memory was needed: the worker joins
         again, and a refusal would end its membership."""
-        if (upload := self._of(rank, seq)) is None:
+        if (upload := self._upload_of(rank, seq)) is None:
             log.info("not_continued", rank=rank, seq=seq, meaning="the memory is used: the worker joins again")
             raise StreamLost
         del self._uploads[rank]
         return upload
 
-    def _of(self, rank: int, seq: int) -> Upload | None:
+    def _upload_of(self, rank: int, seq: int) -> Upload | None:
         kept_seq, upload = self._uploads.get(rank, (0, None))
         return upload if kept_seq == seq else None
 

@@ -222,8 +222,8 @@ class Receiver:
         upload, contribution = self._upload, self._contribution
         if upload is None:
             raise refusal(Reason.BAD_REQUEST, "a piece of a payload that no Begin or Contribution announced")
-        if received.placed and upload.in_segment:
-            await self._transport.fetch(upload.target[received.offset :][: received.placed])
+        if received.out_of_band and upload.in_segment:
+            await self._transport.fetch(upload.target[received.offset :][: received.out_of_band])
         upload.feed(received)
         if contribution is None or not upload.is_complete:
             return False

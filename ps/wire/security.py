@@ -219,10 +219,10 @@ class TokenCheck(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         if handler_call_details.method.startswith(_HEALTH):
             return await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata).get("authorization")
-        if given is None:
+        header = dict(handler_call_details.invocation_metadata).get("authorization")
+        if header is None:
             return self._refusing("the server asks for a token, and the call has none")
-        if not shows_token(given, self._token):
+        if not shows_token(header, self._token):
             return self._refusing("the call's token is not the server's")
         return await continuation(handler_call_details)
 

@@ -112,7 +112,7 @@ class ParameterServerService:
                         log.warning("metrics_ignored", process=process, reason=reason)
                 is_member = heartbeat.run == run.name and run.roster.is_member(heartbeat.rank, heartbeat.process)
                 if is_member:
-                    engine.offer(events.Heard(heartbeat.rank, heartbeat.process))
+                    engine.offer(events.Heartbeat(heartbeat.rank, heartbeat.process))
                 yield pb.HeartbeatReply(
                     is_gone=run.is_done or run.is_closed if heartbeat.evaluates else not is_member,
                     lease_s=self._config.server.lease_s,

@@ -19,8 +19,8 @@ from google.protobuf.message import Message
 from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.wire.checks import check_header
-from ...common.wire.direct import Placed, on_the_wire
-from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, parse, placed_frame
+from ...common.wire.direct import OutOfBand, on_the_wire
+from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, out_of_band_frame, parse
 from ...proto import parameter_server_pb2 as pb
 from .connection import Connection, is_large
 from .limits import Allowance, Pace, Watch
@@ -101,15 +101,15 @@ class Stream:
         received = parse(pb.WorkerMessage, raw)
         if self._pace is not None:
             self._pace.take(len(raw))
-        self.num_received += len(raw) + received.placed
+        self.num_received += len(raw) + received.out_of_band
         if (received.kind or "") not in kinds:
             expected = " or ".join(kind or "a piece of a payload" for kind in kinds)
             raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a payload'}, expected {expected}")
         if received.header is not None:
             self._take_header(received.header)
         if self._owed and received.kind != "rows":
-            num_placed = received.placed if self._direct is None else 0
-            self._take_piece(len(received.data) + num_placed + received.left_out)
+            num_out_of_band = received.out_of_band if self._direct is None else 0
+            self._take_piece(len(received.data) + num_out_of_band + received.left_out)
         return received
 
     def take_now(self, raw: bytes, take: Callable[[Frame], bool]) -> bool:
@@ -222,13 +222,13 @@ class Stream:
 
     # ---- out ------------------------------------------------------------------------------
 
-    async def write(self, message: bytes | Placed) -> None:
+    async def write(self, message: bytes | OutOfBand) -> None:
         """Send a message, on a direct connection perhaps with bytes that follow it. Returns when the connection has
         taken the message before, so that the caller goes on while this one leaves."""
         self.num_sent += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
         await self._write(message)
 
-    async def _write(self, message: bytes | Placed) -> None:
+    async def _write(self, message: bytes | OutOfBand) -> None:
         await self.flush()
         if self._direct is not None:
             self._write_direct(self._direct, message)
@@ -236,15 +236,15 @@ class Stream:
             self._writing_since = self._time()
             self._writing = asyncio.ensure_future(self._context.write(message))
 
-    def _write_direct(self, connection: Connection, message: bytes | Placed) -> None:
+    def _write_direct(self, connection: Connection, message: bytes | OutOfBand) -> None:
         pieces = on_the_wire(message)
         try:
-            left = pieces if is_large(pieces) else connection.send_now(pieces)
+            unsent = pieces if is_large(pieces) else connection.send_now(pieces)
         except OSError as error:
             raise StreamLost from error
-        if left:
+        if unsent:
             self._writing_since = self._time()
-            self._writing = asyncio.ensure_future(connection.send(left))
+            self._writing = asyncio.ensure_future(connection.send(unsent))
 
     def write_now(self, raw: bytes, is_counted: bool = True) -> bool:
         """Send a message over the direct connection at once; False where the message before has not been taken yet."""
@@ -268,10 +268,10 @@ class Stream:
         num_sent, self.num_sent = self.num_sent, 0
         return num_sent
 
-    async def write_placed(self, start: int, end: int) -> None:
+    async def write_out_of_band(self, start: int, end: int) -> None:
         """Say that these bytes of a payload lie in shared memory; they count as sent."""
         self.num_sent += end - start
-        await self.write(placed_frame(start, end - start))
+        await self.write(out_of_band_frame(start, end - start))
 
     async def wait(self, result: Awaitable[Result], why: Callable[[], str]) -> Result:
         """The result; until it is there the worker is told every second why it waits."""

@@ -2,7 +2,7 @@
 a direct connection, or in memory that both processes map.
 
 A contribution that comes otherwise than in messages is announced with `in_segment`, and each piece of it is a message
-that says `placed`.
+that says `out_of_band`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 from ...common.codecs.base import Codec
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
-from ...common.wire.direct import Placed, placed_messages
+from ...common.wire.direct import OutOfBand, out_of_band_messages
 from ...common.wire.frames import frame, left_out_frame, payload_frames
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
@@ -67,7 +67,7 @@ class Transport:
         finally:
             self._release(publication)
 
-    async def _messages(self, publication: Publication) -> AsyncIterator[bytes | Placed]:
+    async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
         """The messages of a payload, as the weights are made."""
         async for raw in publication.frames(self.left_out):
             yield raw
@@ -94,13 +94,13 @@ class DirectTransport(Transport):
     async def fetch(self, target: memoryview) -> None:
         await self.stream.receive_into(target)
 
-    async def _messages(self, publication: Publication) -> AsyncIterator[bytes | Placed]:
+    async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
         async for made in publication.progress():
             for start, end, is_left_out in cut(*made, self.left_out):
                 if is_left_out:
                     yield left_out_frame(start, end - start)
                 else:
-                    for message in placed_messages([publication.segment.bytes[start:end]], start):
+                    for message in out_of_band_messages([publication.segment.bytes[start:end]], start):
                         yield message
 
 
@@ -130,7 +130,7 @@ class SharedTransport(Transport):
                 if is_left_out:
                     await stream.write(left_out_frame(start, end - start))
                 elif address is not None:
-                    await stream.write_placed(start, end)
+                    await stream.write_out_of_band(start, end)
                 else:  # no more shared memory could be had
                     for raw in payload_frames([publication.segment.bytes[start:end]], offset=start):
                         await stream.write(raw)

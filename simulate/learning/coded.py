@@ -77,7 +77,7 @@ class Down:
         if isinstance(codec, ByTensor) and moves_reference(codec):
             model.references.replies(version, is_start)
             reference = model.references.of(codec, version)
-            (whole,) = reference.news(0).made
+            (whole,) = reference.update_from(0).made
             assert isinstance(whole, Whole)
             return self._kept(reference.number, whole.payload)
         if self._newest[0] == 2 * version + is_start:

@@ -17,7 +17,7 @@ from ...ps.core import effects
 
 INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: up to here a payload is in the message that announces it
 CHUNK_BYTES = 1 << 20  # of a payload in one message of a stream
-PLACED_BYTES = 8 << 20  # of a payload behind one message of a direct connection
+OUT_OF_BAND_BYTES = 8 << 20  # of a payload behind one message of a direct connection
 _DOUBLE = 8
 # A field's tag and number up to field 15, by the bits of the number; or a message of so many bytes, its kind and size.
 _FIELD = (0, *(1 + (bits + 6) // 7 for bits in range(1, 65)))
@@ -78,8 +78,8 @@ class Framing:
     def _up_size(self) -> int:
         """Of the message, what is the same in every one."""
         num, is_raw = self.up_bytes, self.codec == "raw"
-        is_placed = self.is_direct and is_raw and num > INLINE_BYTES
-        return _topic(_number(2, num) + _text(self.codec) + (2 if is_placed else 0))  # payload
+        is_out_of_band = self.is_direct and is_raw and num > INLINE_BYTES
+        return _topic(_number(2, num) + _text(self.codec) + (2 if is_out_of_band else 0))  # payload
 
     @cached_property
     def _up_payload(self) -> float:
@@ -104,8 +104,8 @@ class Framing:
         if num <= INLINE_BYTES:
             return num and 1 + _varint(num) + num
         size = num
-        for at in range(0, num, PLACED_BYTES if is_direct else CHUNK_BYTES):
-            piece = min(num - at, PLACED_BYTES if is_direct else CHUNK_BYTES)
+        for at in range(0, num, OUT_OF_BAND_BYTES if is_direct else CHUNK_BYTES):
+            piece = min(num - at, OUT_OF_BAND_BYTES if is_direct else CHUNK_BYTES)
             size += 1 + _varint(piece) + (1 + _varint(at) if is_direct or at else 0)
         return size
 

@@ -24,7 +24,7 @@ from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import as_bytes, new_payload
-from paramserver.common.wire.direct import Placed
+from paramserver.common.wire.direct import OutOfBand
 from paramserver.common.wire.frames import PayloadReader, parse
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.codec_memory import CodecMemory
@@ -113,7 +113,7 @@ class Pair:
         )
         reader.feed(first)
         for raw in frames[1:]:
-            if isinstance(raw, Placed):
+            if isinstance(raw, OutOfBand):
                 piece, raw = b"".join(raw.pieces), raw.frame
                 offset = parse(pb.WorkerMessage, raw).offset
                 target[offset : offset + len(piece)] = piece
@@ -204,7 +204,7 @@ def test_zeros_do_not_travel_to_a_server_that_knows_of_it(transport: str, codec:
 
 
 def num_bytes(frames: list[Any]) -> int:
-    return sum(sum(map(len, raw.pieces)) if isinstance(raw, Placed) else len(raw) for raw in frames)
+    return sum(sum(map(len, raw.pieces)) if isinstance(raw, OutOfBand) else len(raw) for raw in frames)
 
 
 def as_tensor(model: ModelTensors, start: int) -> torch.Tensor:

@@ -83,11 +83,11 @@ def test_a_segment_is_pinned_while_it_is_used_and_released_after(cuda: None) -> 
     tensors = ModelTensors(model_on("cuda"))
     transfer, segment = make_transfer(tensors), new_payload(tensors.layout.total_bytes)
     assert isinstance(transfer, StagedTransfer) and not segment.is_pinned()
-    list(transfer.place("gradient", segment))
+    list(transfer.gather_into("gradient", segment))
     assert transfer._pinned is not None and transfer._pinned.is_pinned and segment.is_pinned()
     transfer.leave_segment()
     assert not segment.is_pinned(), "the driver keeps the pages"
-    list(transfer.place("gradient", segment))  # and again: a segment that is left may be taken once more
+    list(transfer.gather_into("gradient", segment))  # and again: a segment that is left may be taken once more
     transfer.leave_segment()
     assert not segment.is_pinned()
 
@@ -106,9 +106,9 @@ def test_gradients_that_leave_early_are_those_that_leave_at_once(cuda: None) -> 
     transfer, segment = make_transfer(tensors), new_payload(tensors.layout.total_bytes)
     last = list(range(tensors.num_exchanged))[-2:]
     assert transfer.prepare(last, segment)
-    list(transfer.place("gradient", segment, last))
+    list(transfer.gather_into("gradient", segment, last))
     whole = new_payload(tensors.layout.total_bytes)
-    list(make_transfer(tensors).place("gradient", whole))
+    list(make_transfer(tensors).gather_into("gradient", whole))
     for index in last:
         entry = tensors.layout.entries[index]
         assert torch.equal(segment[entry.offset : entry.end], whole[entry.offset : entry.end])

@@ -196,12 +196,12 @@ class DirectPeer(Peer):
             if len(raw := self._file.read(length)) < length:
                 return None
             received = parse(pb.ServerMessage, raw)
-            data = memoryview(self._file.read(received.placed)) if received.placed else received.data
+            data = memoryview(self._file.read(received.out_of_band)) if received.out_of_band else received.data
         except OSError:
             return None
-        if len(data) < received.placed:
+        if len(data) < received.out_of_band:
             return None
-        return received._replace(data=data, placed=0)
+        return received._replace(data=data, out_of_band=0)
 
     def join(self) -> Any:
         self.send(join_bytes(self.rank), model_bytes())

@@ -40,7 +40,7 @@ KINDS = {
 _TABLE = """
 WorkerMessage     join model initial_weights contribution finish leave begin taken stop : part Stream.read
 WorkerMessage     state metrics rows optimizer ask_again : part Stream.read
-WorkerMessage     placed offset left_out : whole PayloadReader
+WorkerMessage     out_of_band offset left_out : whole PayloadReader
 WorkerMessage     data : bytes PayloadReader
 Join              run host device program_version process : text header
 Join              rank : whole header
@@ -129,7 +129,7 @@ Leave             exit_code : whole Conversation._leave
 FinalMetricsEntry key : text header
 FinalMetricsEntry value : real shown
 ServerMessage     welcome send_weights waiting reply final snapshot shared_memory state : part Shard._expect
-ServerMessage     placed offset left_out : whole PayloadReader
+ServerMessage     out_of_band offset left_out : whole PayloadReader
 ServerMessage     data : bytes PayloadReader
 Welcome           run : text header
 Welcome           rank seq : whole header
@@ -196,10 +196,10 @@ Final             weights : part header
 Snapshot          run : text header
 Snapshot          version payload_bytes : whole header
 Snapshot          tensors : part layout_from_proto
-ShardReport       number heard : whole Tape
-ShardReport       said : json Lines.read
-ShardOrder        number heard : whole Tape
-ShardOrder        said : json Lines.read
+ShardReport       number num_received : whole Tape
+ShardReport       message : json Lines.read
+ShardOrder        number num_received : whole Tape
+ShardOrder        message : json Lines.read
 PullRequest       averaged keep optimizer : flag any
 PullRequest       version : whole ParameterServerService._kept
 RowsRequest       run : text compared

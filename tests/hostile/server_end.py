@@ -170,7 +170,7 @@ class ShardEnd:
         text = hostile.random.choice(self._said)
         for _ in range(hostile.random.randint(1, 2)):
             text = hostile.json(text)
-        message = pb.ShardReport(number=1, said="")
+        message = pb.ShardReport(number=1, message="")
         hostile.spoil(message, 1)
         try:
             if hostile.random.random() < 0.2:
@@ -180,7 +180,7 @@ class ShardEnd:
             if isinstance(said, BeginRun):
                 with_shared(self._own, said.config)
             elif isinstance(said, Digest | events.Event):
-                self._coordinator.outboxes[1].has_been_heard(message.heard)
+                self._coordinator.outboxes[1].acknowledge(message.num_received)
                 self._coordinator.hear(1, message.number, said)
         except ParamServerError:
             self.num_refused += 1

@@ -26,7 +26,7 @@ async def ended(channel: grpc.aio.Channel, *reports: str, method: str = "Attend"
     """How a call ends that says these, and then nothing for ever."""
     call = channel.stream_stream(f"/{SERVICE}/{method}", pb.ShardReport.SerializeToString)()
     for said in reports:
-        await call.write(pb.ShardReport(said=said))
+        await call.write(pb.ShardReport(message=said))
     return await call.code(), await call.details()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.wire.direct import HELLO, TAKEN
-from paramserver.common.wire.frames import placed_frame
+from paramserver.common.wire.frames import out_of_band_frame
 from paramserver.proto import parameter_server_pb2 as pb
 
 from .conftest import Peer, Server, contribution, contribution_header, join_bytes, model_bytes
@@ -117,7 +117,8 @@ def test_bytes_placed_beyond_the_payload(server: Server, offset: int) -> None:
     peer, connection = direct_peer(server)
     header = contribution_header(1, 0)
     header.contribution.payload.in_shared_memory = True
-    connection.sendall(message(header.SerializeToString()) + message(placed_frame(offset, 1 << 30)) + bytes(1 << 20))
+    outside = message(out_of_band_frame(offset, 1 << 30))
+    connection.sendall(message(header.SerializeToString()) + outside + bytes(1 << 20))
     assert peer.ended()[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST")
     shows_it_works(server)
 
@@ -128,7 +129,7 @@ def test_one_that_stops_in_the_middle_of_a_payload(server: Server) -> None:
     peer, connection = direct_peer(server)
     header = contribution_header(1, 0)
     header.contribution.payload.in_shared_memory = True
-    placed = placed_frame(0, header.contribution.payload.num_bytes)
+    placed = out_of_band_frame(0, header.contribution.payload.num_bytes)
     connection.sendall(message(header.SerializeToString()) + message(placed) + bytes(1000))
     assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")
     assert is_drained(connection)

@@ -75,8 +75,8 @@ def pieces_of(random: random.Random) -> list[Frame]:
             random.choice([0, 1, 1024, 2048, 4095, 4096, *NUMBERS]),
             random.choice([0, 1, 1024, 4096, 5000]),
         )
-        placed = random.choice([0, 0, 0, 1, 1024, 2**63])
-        found.append(Frame(None, None, offset, memoryview(bytes(length)), placed))
+        out_of_band = random.choice([0, 0, 0, 1, 1024, 2**63])
+        found.append(Frame(None, None, offset, memoryview(bytes(length)), out_of_band))
     return found
 
 
@@ -137,7 +137,7 @@ def conversation(wire: Any) -> list[bytes]:
         contribution,
         pb.WorkerMessage(begin=pb.Begin(num_bytes=32)),
         pb.WorkerMessage(offset=16, data=bytes(16)),
-        pb.WorkerMessage(offset=16, placed=16),
+        pb.WorkerMessage(offset=16, out_of_band=16),
         pb.WorkerMessage(taken=pb.Taken()),
         pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1, can_evaluate=True)),
         pb.WorkerMessage(leave=pb.Leave(final_metrics={"loss": 0.5})),

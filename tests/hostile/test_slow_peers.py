@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.wire.direct import HELLO
-from paramserver.common.wire.frames import placed_frame
+from paramserver.common.wire.frames import out_of_band_frame
 
 both_transports = pytest.mark.parametrize(
     "server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True
@@ -110,7 +110,7 @@ def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
         peer = server.peer(71)
         peer.join()
         header = wire.contribution_header(peer.seq + 1, peer.version, in_shared_memory=True)
-        peer.send(header.SerializeToString(), placed_frame(0, header.contribution.payload.num_bytes))
+        peer.send(header.SerializeToString(), out_of_band_frame(0, header.contribution.payload.num_bytes))
         return 71, peer.raw
     slow = server.raw_peer()
     slow.call("Exchange")

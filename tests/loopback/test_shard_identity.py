@@ -41,7 +41,7 @@ def test_a_run_of_shards_is_for_their_certificates_only(cluster: Any, lab: Path)
     """A rank's certificate, another shard's, and a rank asked for with a shard's are refused; the run ends well."""
     settings = ("--mode", "async", "--workers", "1", "--steps", "5", "--shards", "2", *MUTUAL)
     server = cluster.server(*settings, "--save", "w.safetensors", *flags(lab, "shard-0"))
-    register = pb.ShardReport(said=LINES.write(Register(shard=1, shards=2, address="127.0.0.1:9")))
+    register = pb.ShardReport(message=LINES.write(Register(shard=1, shards=2, address="127.0.0.1:9")))
     denied = grpc.StatusCode.PERMISSION_DENIED
     token = (lab / "token").read_text().strip()
     for name, words in [

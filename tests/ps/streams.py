@@ -137,7 +137,7 @@ class Worker:
         assert self.segment is not None
         self.segment.payload.view(torch.float32).fill_(value)
         self.announce(seq, in_shared_memory=True)
-        self.send(placed=self.layout.exchange_bytes)
+        self.send(out_of_band=self.layout.exchange_bytes)
 
     def weights(self) -> torch.Tensor:
         """What came with the last reply, from wherever it lies."""
@@ -148,8 +148,8 @@ class Worker:
         if reply.header.weights.HasField("segment"):
             segment = open_segment(reply.header.weights.segment)
         for received in self.stream.received[at:]:
-            start, end = received.offset, received.offset + (received.placed or len(received.data))
-            as_bytes(payload)[start:end] = segment.bytes[start:end] if received.placed else received.data
+            start, end = received.offset, received.offset + (received.out_of_band or len(received.data))
+            as_bytes(payload)[start:end] = segment.bytes[start:end] if received.out_of_band else received.data
         return payload.view(torch.float32)
 
     def announce(self, seq: int = 1, **fields: Any) -> None:

@@ -52,7 +52,7 @@ def test_a_silent_worker_is_let_go_when_the_clock_says_so() -> None:
         engine = server.engine
         engine.offer(events.Joined(0, 0, process="p"))
         engine.offer(events.HeartbeatBegan("p"))
-        engine.offer(events.Heard(0, "p"))
+        engine.offer(events.Heartbeat(0, "p"))
         await clock.jump(99)
         assert list(engine.run.roster.workers) == [0]
         await clock.jump(2)

@@ -151,7 +151,7 @@ def test_the_same_bytes_as_of_a_model_in_one_process(
                     assert len(piece) <= window_bytes
                     streamed[stretch.offset : stretch.offset + len(piece)] = piece
                 assert streamed == sent
-                assert [end for _, end in transfer.place(kind, segment)][-1:] == [len(sent)]
+                assert [end for _, end in transfer.gather_into(kind, segment)][-1:] == [len(sent)]
                 assert bytes(segment.numpy()) == sent
             every = b"".join(bytes(item) for item in transfer.gather_all())
             assert every == b"".join(map(bytes, direct.gather_all()))

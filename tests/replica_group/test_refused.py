@@ -16,7 +16,7 @@ from paramserver.launch.plan.placement import place
 from paramserver.tests.forks import Run
 from paramserver.worker.replica_group.group import _compare
 from paramserver.worker.replica_group.rendezvous import find_member
-from paramserver.worker.replica_group.start import held_port
+from paramserver.worker.replica_group.start import reserved_port
 from paramserver.worker.replica_group.strategy import Grouped
 from paramserver.worker.strategies.direct import Direct
 
@@ -54,7 +54,7 @@ def test_nobody_says_who_it_is(environ: dict[str, str], said: str) -> None:
 
 
 def test_the_port_of_a_group_is_nobody_elses_until_its_store_listens_there() -> None:
-    with held_port() as held:
+    with reserved_port() as held:
         port = held.getsockname()[1]
         for _ in range(2):  # as a process that is started again
             store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)

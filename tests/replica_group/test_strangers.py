@@ -11,7 +11,7 @@ from paramserver.tests.certificates import certs, flags
 from paramserver.tests.forks import Run
 from paramserver.tests.strangers import listens, num_keys, on_other_addresses, silent
 from paramserver.worker.conversation.security import check_plaintext
-from paramserver.worker.replica_group.rendezvous import MeetingPoint, Member
+from paramserver.worker.replica_group.rendezvous import Member, Rendezvous
 
 SERVE = ("--mode", "sync", "--workers", "1", "--batch-size", "8", "--steps")
 
@@ -47,17 +47,17 @@ def test_where_there_is_no_token_and_processes_are_on_several_hosts_they_find_ea
 def test_only_this_user_can_read_where_processes_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     member = Member(0, 2, ("127.0.0.1", 29500), "0", is_host=True, is_on_one_host=True)
-    place = MeetingPoint(member, None)
-    secret = place.publish(("127.0.0.1", 1))
+    rendezvous = Rendezvous(member, None)
+    secret = rendezvous.publish(("127.0.0.1", 1))
     (folder,) = tmp_path.iterdir()
     (file,) = folder.iterdir()
     assert [item.stat().st_mode & 0o777 for item in (folder, file)] == [0o700, 0o600]
-    assert MeetingPoint(member._replace(rank=1), None).look_up(1) == (("127.0.0.1", 1), secret)
-    place.leave()
+    assert Rendezvous(member._replace(rank=1), None).look_up(1) == (("127.0.0.1", 1), secret)
+    rendezvous.leave()
     assert list(folder.iterdir()) == []
     folder.chmod(0o755)
     with pytest.raises(AuthError, match="can be written or read by other users") as raised:
-        MeetingPoint(member, None)
+        Rendezvous(member, None)
     assert "set TMPDIR" in str(raised.value.fix)
 
 

@@ -79,7 +79,7 @@ class Way:
             return False
         number, text = self.on_the_way.popleft()
         self.arrives(number, LINES.read(text))
-        self.outbox.has_been_heard(self.heard())
+        self.outbox.acknowledge(self.heard())
         return True
 
     def cut(self) -> None:
@@ -96,8 +96,8 @@ class Link:
         down, up = coordinator.outboxes[shard], follower.outbox
         self.is_up, self.is_held = True, False
         self.ways = [
-            Way(down, lambda: up.num_heard, follower.hear),
-            Way(up, lambda: down.num_heard, lambda number, said: hears(shard, number, said)),
+            Way(down, lambda: up.num_received, follower.hear),
+            Way(up, lambda: down.num_received, lambda number, said: hears(shard, number, said)),
         ]
 
     def pump(self) -> bool:

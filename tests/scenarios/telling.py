@@ -157,7 +157,7 @@ class Workers:
                 process = self.process_of(rank)
                 return events.HeartbeatStopped(process) if rest == "stops" else events.HeartbeatBegan(process)
             case "heard":
-                return events.Heard(rank, self.process_of(rank))
+                return events.Heartbeat(rank, self.process_of(rank))
         raise AssertionError(f"no such event: {verb}")
 
     def _contributed(self, rank: int, incarnation: int, rest: str) -> events.Contributed:

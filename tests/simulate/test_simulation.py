@@ -167,7 +167,7 @@ def test_the_report_shows_where_the_time_went(tmp_path: Path) -> None:
     for parts in zip(*curves.values(), strict=True):
         assert sum(part for _, part in parts) == pytest.approx(1.0)
     found = [(mode, summary(run)) for mode, run in runs]
-    write_report(str(tmp_path), "Simulated", found, more=([time_cells(runs)], pictures))
+    write_report(str(tmp_path), "Simulated", found, extra=([time_cells(runs)], pictures))
     html, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
     assert html.count("where the time of its workers went over") == 2 and "<h2>sync: where" in html
     assert "| mode | computing | waiting for the mode |" in text

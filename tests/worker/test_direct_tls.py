@@ -14,7 +14,7 @@ import pytest
 
 from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.security import Credentials
-from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES, Placed
+from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES, OutOfBand
 from paramserver.launch.certs.authority import issue, make_ca
 from paramserver.worker.conversation.direct import Direct
 
@@ -91,8 +91,8 @@ def test_two_threads_are_never_in_one_tls_connection_and_neither_waits_for_the_o
         target = bytearray(NUM_BYTES)
         reading = threading.Thread(target=direct.receive_into, args=(iter([memoryview(target)]),), daemon=True)
         reading.start()
-        frame = b"placed"
-        direct.send([Placed(frame, [memoryview(PAYLOAD)])])  # on a thread, while this one waits for what has not come
+        frame = b"out_of_band"
+        direct.send([OutOfBand(frame, [memoryview(PAYLOAD)])])  # while another thread waits to receive
         whole = len(frame).to_bytes(4, "little") + frame + PAYLOAD
         assert received(server, len(whole)) == whole
         server.sendall(PAYLOAD)

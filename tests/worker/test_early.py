@@ -38,7 +38,7 @@ class Receiver:
         if transport == "shared memory":
             way = SharedTransport()
             way.segment = self.payload
-        self._is_placed = way.segment is not None
+        self._is_out_of_band = way.segment is not None
         self.up = Up(CODECS.load(codec)(), model, self.transfer, self._come)
         self.up.encoding.ready(1)  # 1-bit Adam after its warm-up
         self.up.joined(way)
@@ -51,7 +51,7 @@ class Receiver:
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
 
-        place = (lambda offset, num_bytes: None) if self._is_placed else None
+        place = (lambda offset, num_bytes: None) if self._is_out_of_band else None
         self.reader = PayloadReader(len(target), write, place)
 
     def contribute(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ import queue
 import random
 import threading
 
-from paramserver.common.wire.direct import placed_messages
+from paramserver.common.wire.direct import out_of_band_messages
 from paramserver.common.wire.frames import frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.channel import next_frame
@@ -87,7 +87,7 @@ def test_a_direct_connection_counts_every_byte_in_small_pieces_both_ways() -> No
 
     echoing = threading.Thread(target=echo)
     echoing.start()
-    direct.send(placed_messages([memoryview(payload)]))
+    direct.send(out_of_band_messages([memoryview(payload)]))
     direct.half_close()
     echoing.join(10)
     received = bytearray(len(payload))

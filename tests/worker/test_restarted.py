@@ -10,8 +10,8 @@ from torch.optim import lr_scheduler
 
 from paramserver.common.errors import UsageError
 from paramserver.worker.session import Progress
-from paramserver.worker.training.place import restarted
-from paramserver.worker.training.place.restarted import Restarted, schedulers_of
+from paramserver.worker.training.position import restarted
+from paramserver.worker.training.position.restarted import Restarted, schedulers_of
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from paramserver.common.config.schema import SlowdownConfig
 from paramserver.common.kinds import ContributionKind
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.training.optimizer import ExchangeOptimizer
-from paramserver.worker.training.place.memory import Memory
-from paramserver.worker.training.place.steps import Steps
-from paramserver.worker.training.place.taken import Taken
+from paramserver.worker.training.position.memory import Memory
+from paramserver.worker.training.position.steps import Steps
+from paramserver.worker.training.position.taken import Taken
 from paramserver.worker.training.slowdown import Slowdown
 
 

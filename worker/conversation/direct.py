@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
-from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, Placed, length_of, on_the_wire, prepare, shut_down
+from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, OutOfBand, length_of, on_the_wire, prepare, shut_down
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from ..transports.limit import NO_LIMIT, Limit
 
@@ -33,7 +33,7 @@ _LINGER_S = 2.0
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # as gRPC looks for them
 _AROUND = ("no_grpc_proxy", "no_proxy")
 
-Message = bytes | Placed
+Message = bytes | OutOfBand
 
 
 class DirectError(Exception):
@@ -110,11 +110,11 @@ class Direct:
                 pieces = [piece[at : at + at_once] for piece in pieces for at in range(0, len(piece), at_once)]
             if isinstance(self._socket, ssl.SSLSocket):
                 for piece in pieces:
-                    left = memoryview(piece)
-                    while len(left):
-                        num_bytes = self._in_turn(self._socket.send, left)
+                    unsent = memoryview(piece)
+                    while len(unsent):
+                        num_bytes = self._in_turn(self._socket.send, unsent)
                         self._limit.sent(num_bytes)
-                        left = left[num_bytes:]
+                        unsent = unsent[num_bytes:]
                 continue
             while pieces:
                 num_bytes = self._socket.sendmsg(pieces[: 1 if self._limit.at_once else _SENT_AT_ONCE])
@@ -156,9 +156,9 @@ class Direct:
         if self._start == self._end:
             self._start = self._end = 0
         elif self._end == _BUFFER_BYTES:
-            left = self._end - self._start
-            self._buffer[:left] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, left
+            unread = self._end - self._start
+            self._buffer[:unread] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, unread
         self._end += self._receive(self._view[self._end :])
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
@@ -214,7 +214,7 @@ class Direct:
 
 
 def _num_bytes(messages: list[Message]) -> int:
-    return sum(sum(map(len, message.pieces)) if isinstance(message, Placed) else len(message) for message in messages)
+    return sum(sum(map(len, item.pieces)) if isinstance(item, OutOfBand) else len(item) for item in messages)
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:

@@ -226,15 +226,15 @@ def read_settings(message: pb.RunSettings) -> Settings:
     )
 
 
-def _train_settings(told: dict[str, Any]) -> TrainConfig:
+def _train_settings(settings: dict[str, Any]) -> TrainConfig:
     try:
-        return TrainConfig.model_validate(told)
+        return TrainConfig.model_validate(settings)
     except ValidationError as error:
-        what = "; ".join(
+        problems = "; ".join(
             f"train.{shown('.'.join(map(str, item['loc'])))}: {item['msg']}" for item in error.errors()[:5]
         )
         raise UsageError(
-            f"the server asks for training that this worker does not know ({what})",
+            f"the server asks for training that this worker does not know ({problems})",
             fix="install the same version of paramserver on both",
         ) from None
 

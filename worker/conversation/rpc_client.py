@@ -82,8 +82,8 @@ class RpcClient:
 
         def begin(num_bytes: int) -> Write:
             if num_bytes > most_bytes:
-                what = f"{num_bytes} bytes of an optimizer's state; of this model it has at most {most_bytes}"
-                raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
+                description = f"{num_bytes} bytes of an optimizer's state; of this model it has at most {most_bytes}"
+                raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
             payload.extend(bytes(num_bytes))
             return lambda offset, data: payload.__setitem__(slice(offset, offset + len(data)), data)
 

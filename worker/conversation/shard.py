@@ -141,8 +141,8 @@ class Shard:
             if received.kind == "state":
                 piece = received.of(pb.State)
                 if piece.offset != len(state):
-                    what = f"a piece of a State at {piece.offset} that does not follow {len(state)}"
-                    raise refusal(Reason.BAD_REQUEST, f"the server sent {what}")
+                    description = f"a piece of a State at {piece.offset} that does not follow {len(state)}"
+                    raise refusal(Reason.BAD_REQUEST, f"the server sent {description}")
                 state += piece.piece
                 continue
             pieces, num_bytes = self.transfer.gather_all(), self.model.layout.total_bytes
@@ -212,8 +212,8 @@ class Shard:
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         if memory is not None and len(memory) < num_bytes:
-            what = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
-            raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
+            description = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
+            raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
         is_in_place = memory is None and codec in ("", "raw") and reference is None
         targets = self.transfer.targets if is_in_place else None
         kept: list[tuple[int, int]] = []  # bytes [start, end) that do not come: the model has them
@@ -257,8 +257,8 @@ class Shard:
         def rows() -> torch.Tensor:
             received = bytearray(b"".join(reply.rows for reply in wait()))
             if len(received) != num_rows * spec.row_bytes:
-                what = f"{len(received)} bytes for {num_rows} rows of table '{spec.name}'"
-                raise refusal(Reason.BAD_REQUEST, f"the server sends {what}")
+                description = f"{len(received)} bytes for {num_rows} rows of table '{spec.name}'"
+                raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
             flat = torch.frombuffer(received, dtype=dtype) if received else torch.empty(0, dtype=dtype)
             return flat.view(-1, spec.dim)
 

@@ -204,8 +204,8 @@ class ShardSet:
             for full, tensor in state.items():
                 key, _, name = full.partition("/")
                 if name not in names or (tensor.dim() and tuple(tensor.shape) != shapes[name]):
-                    what = f"an optimizer's state '{shown(full)}' {list(tensor.shape)}"
-                    raise refusal(Reason.BAD_REQUEST, f"the server sends {what}, which this model does not have")
+                    description = f"an optimizer's state '{shown(full)}' {list(tensor.shape)}"
+                    raise refusal(Reason.BAD_REQUEST, f"the server sends {description}, which this model does not have")
                 found.setdefault(names[name], {}).setdefault(key, []).append(tensor)
         return {
             name: {key: torch.cat(parts) if parts[0].dim() else parts[0] for key, parts in state.items()}

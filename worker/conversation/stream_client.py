@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from ...common.errors import ParamServerError
-from ...common.wire.direct import Placed
+from ...common.wire.direct import OutOfBand
 from ...common.wire.frames import Frame, PayloadReader, parse
 from ...proto import parameter_server_pb2 as pb
 from ..transports.limit import Limit
@@ -65,12 +65,12 @@ class StreamClient:
         self.say(model=model)
         self._direct = self._connected
 
-    def send(self, frames: Iterable[bytes | Placed]) -> None:
+    def send(self, frames: Iterable[bytes | OutOfBand]) -> None:
         """Queue messages; a generator is drawn from only as fast as the connection takes them."""
         if self._direct is not None:
             self._direct.send(frames)
         else:
-            self._outgoing.put(frames)  # type: ignore[arg-type]  # Placed goes over a direct connection only
+            self._outgoing.put(frames)  # type: ignore[arg-type]  # OutOfBand goes over a direct connection only
 
     def say(self, **kind: Any) -> None:
         """Queue one small message, e.g. `say(leave={...})`, the fields of Leave."""
@@ -124,11 +124,11 @@ class StreamClient:
         """Receive the payload that `first` announces and pass it to `write(offset, data)` piece by piece, from the
         connection or from the segment that has its pieces; or receive it into `targets(offset, num_bytes)`.
         `leave(offset, num_bytes)` is called for bytes that do not come because the worker has them."""
-        place = None
+        receive_out_of_band = None
         if targets is not None and self._direct is not None:
             direct = self._direct
 
-            def place(offset: int, num_bytes: int) -> None:
+            def receive_out_of_band(offset: int, num_bytes: int) -> None:
                 try:
                     with uninterrupted:
                         direct.receive_into(targets(offset, num_bytes))
@@ -137,10 +137,10 @@ class StreamClient:
 
         if segment is not None:
 
-            def place(offset: int, num_bytes: int) -> None:
+            def receive_out_of_band(offset: int, num_bytes: int) -> None:
                 write(offset, segment[offset : offset + num_bytes])
 
-        collect(PayloadReader(num_bytes, write, place, leave), first, self.receive)
+        collect(PayloadReader(num_bytes, write, receive_out_of_band, leave), first, self.receive)
 
     def end_stream(self, timeout_s: float) -> None:
         """Half-close after pending messages, and wait for the server to agree; a lost server does not matter."""

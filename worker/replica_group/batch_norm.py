@@ -40,8 +40,8 @@ class GroupBatchNorm(nn.SyncBatchNorm):
         self._check_input_dim(input)
         axes, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        here = values.new_full((1,), values.numel() // values.shape[1])
-        sums, count = _Sum.apply(torch.cat([values.sum(axes), here])).split([values.shape[1], 1])
+        num_local = values.new_full((1,), values.numel() // values.shape[1])
+        sums, count = _Sum.apply(torch.cat([values.sum(axes), num_local])).split([values.shape[1], 1])
         count = count.detach()
         if count.item() < 2:  # as torch's other layers; its variance without bias would be no number
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

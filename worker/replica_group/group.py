@@ -27,7 +27,7 @@ from ..strategies.collectives import backends
 from ..strategies.collectives.cut import Address
 from ..strategies.collectives.rendezvous import collected, first_line
 from ..strategies.collectives.store import Kind, Store, StoreServer, connect
-from .rendezvous import MeetingPoint, Member, interface_of
+from .rendezvous import Member, Rendezvous, interface_of
 from .watch import Watch
 
 log = get_logger()
@@ -46,9 +46,9 @@ class Channel:
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of each process, as many of each, exact up to 2^53."""
-        own = torch.tensor(numbers, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        self.wait([self._begin(lambda: self._torch_group.allgather([found], [own]))])
+        local = torch.tensor(numbers, dtype=torch.float64)
+        found = [torch.empty_like(local) for _ in range(self.size)]
+        self.wait([self._begin(lambda: self._torch_group.allgather([found], [local]))])
         return [item.tolist() for item in found]
 
     def send_all(self, message: Mapping[str, Any]) -> None:
@@ -83,9 +83,9 @@ class Channel:
         """Group rank 0 ends with this error, and so do the others."""
         self.send_all({"error": error.message, "exit_code": error.exit_code})
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         """Begin to send a contiguous tensor of the host; returns a work to `wait` for."""
-        return self._begin(lambda: self._torch_group.send([tensor], to, tag))
+        return self._begin(lambda: self._torch_group.send([tensor], rank, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         """Begin to receive into a tensor, as `send`."""
@@ -126,12 +126,12 @@ class Group(Channel):
         self.rank, self.size = member.rank, member.size
         self._watch = Watch(self.rank, self.size)
         until = time.monotonic() + wait_s
-        place = MeetingPoint(member, token)
-        self._host = host = place.host
+        rendezvous = Rendezvous(member, token)
+        self._host = host = rendezvous.host
         check_plaintext(host, "the processes of this worker", trusts_network, "or keep them on one host")
         self._server = server = StoreServer(host) if member.is_leader else None
         try:
-            self._store = self._store_of(member, place, server, wait_s)
+            self._store = self._store_of(member, rendezvous, server, wait_s)
             info = {"device": backends.device_name(torch.device(device)), "settings": settings}
             found = self._collect(self._store, json.dumps(info, default=str), until - time.monotonic(), wait_s)
             _compare([item["settings"] for item in found], self.rank)
@@ -139,12 +139,12 @@ class Group(Channel):
             if server is not None:
                 self._watch.accept(server.peers, left_s)
             else:
-                find = partial(place.look_up, left_s)
+                find = partial(rendezvous.look_up, left_s)
                 self._watch.begin({0: connect(find, Kind.PEER, self.rank, member.name, left_s)})
         except (OSError, queue.Empty) as error:
             raise UnreachableError(f"group rank {self.rank}: no connection with group rank 0: {error}") from None
         finally:
-            place.leave()
+            rendezvous.leave()
         self.backend = backends.backend_of([item["device"] for item in found])
         self._device = torch.device(device if self.backend == "nccl" else "cpu")  # of what goes from one to another
         at = dist.ProcessGroupGloo.create_device(hostname=host)
@@ -167,12 +167,12 @@ class Group(Channel):
             log.info("not_over_nccl", inner=self.rank, reason=reason)
         log.routine("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
-    def _store_of(self, member: Member, place: MeetingPoint, server: StoreServer | None, wait_s: float) -> Store:
+    def _store_of(self, member: Member, rendezvous: Rendezvous, server: StoreServer | None, wait_s: float) -> Store:
         """A client of group rank 0's store. Raises UnreachableError."""
-        find: Callable[[], tuple[Address, bytes]] = partial(place.look_up, wait_s)
+        find: Callable[[], tuple[Address, bytes]] = partial(rendezvous.look_up, wait_s)
         try:
             if server is not None:
-                found = server.address, place.publish(server.address)
+                found = server.address, rendezvous.publish(server.address)
                 server.admit(member.name, found[1])
                 find = lambda: found  # noqa: E731
             return Store(find, member.name, member.rank, wait_s)
@@ -204,9 +204,9 @@ class Group(Channel):
 
     def average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
         """Replace each tensor by its sum over all processes, each multiplied by its `share`."""
-        own, memory = dict(enumerate(tensors)), self._memory.setdefault(len(tensors), {})
-        plan = Plan(own, share, True, memory, self._device, checks=False)
-        buckets = (plan.gather(number, own) for number in range(len(plan.buckets)))
+        by_index, memory = dict(enumerate(tensors)), self._memory.setdefault(len(tensors), {})
+        plan = Plan(by_index, share, True, memory, self._device, checks=False)
+        buckets = (plan.gather(number, by_index) for number in range(len(plan.buckets)))
         works = [self._begin(partial(self._data.allreduce, [bucket])) for bucket in buckets]
         for work, (indices, _) in zip(works, plan.buckets, strict=True):
             self.wait([work])

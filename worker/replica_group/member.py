@@ -36,9 +36,9 @@ class ProgressLink:
         self.begun: Begun | None = None
         self._num_starts = -1  # of the newest message
 
-    def message(self, begun: Callable[[], Begun | None], **more: Any) -> dict[str, Any]:
+    def message(self, begun: Callable[[], Begun | None], **fields: Any) -> dict[str, Any]:
         """Group rank 0's message, as JSON."""
-        found = {"progress": vars(self.progress), **more}
+        found = {"progress": vars(self.progress), **fields}
         if self._num_starts != self.progress.num_starts:
             self._num_starts, self.begun = self.progress.num_starts, begun()
             found["begun"] = self.begun and {

@@ -85,16 +85,16 @@ class Redistribution:
             tag, coming = self._request("fill", ranges, kind), []
             for rank in range(1, self._channel.size):
                 if pieces := self._pieces(ranges, rank, is_down=False):
-                    there = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
-                    self._under_way[tag].append(self._channel.receive(there, rank, tag))
-                    coming.append((there, pieces))
+                    part = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
+                    self._under_way[tag].append(self._channel.receive(part, rank, tag))
+                    coming.append((part, pieces))
         for piece in self._pieces(ranges, 0, is_down=False):
             self._copy(window[piece.at :][: piece.end - piece.first], piece, kind)
 
         def finish() -> None:
             self._done(tag)
-            for there, pieces in coming:
-                for here, piece in zip(_split(there, pieces), pieces, strict=True):
+            for part, pieces in coming:
+                for here, piece in zip(_split(part, pieces), pieces, strict=True):
                     window[piece.at :][: len(here)].copy_(here)
 
         return finish
@@ -108,7 +108,7 @@ class Redistribution:
                     flat = torch.cat([window[piece.at :][: piece.end - piece.first] for piece in pieces])
                     self._under_way[tag].append(self._channel.send(flat, rank, tag))
         for piece in self._pieces(ranges, 0, is_down=True):
-            self._place(piece).copy_(window[piece.at :][: piece.end - piece.first])
+            self._tensor_at(piece).copy_(window[piece.at :][: piece.end - piece.first])
         return partial(self._done, tag)
 
     def _done(self, tag: int) -> None:
@@ -135,7 +135,7 @@ class Redistribution:
                 self._channel.wait([self._channel.receive(flat, 0, self._num_requests)])
             for here, piece in zip(_split(flat, pieces), pieces, strict=True):
                 if is_down:
-                    self._place(piece).copy_(here)
+                    self._tensor_at(piece).copy_(here)
                 else:
                     self._copy(here, piece, kind)
             if not is_down:
@@ -158,14 +158,14 @@ class Redistribution:
                 found.append(Range(index, begin - borders[rank], stop - borders[rank], at + begin - first))
         return found
 
-    def _copy(self, there: torch.Tensor, piece: Range, kind: str) -> None:
+    def _copy(self, target: torch.Tensor, piece: Range, kind: str) -> None:
         part = self.find(kind, piece.tensor)
         if part is None:
-            there.zero_()
+            target.zero_()
         else:
-            there.copy_(_bytes(part.contiguous())[piece.first : piece.end])
+            target.copy_(_bytes(part.contiguous())[piece.first : piece.end])
 
-    def _place(self, piece: Range) -> torch.Tensor:
+    def _tensor_at(self, piece: Range) -> torch.Tensor:
         part = self.find("", piece.tensor)
         assert part is not None
         return _bytes(part)[piece.first : piece.end]
@@ -188,7 +188,7 @@ class RedistributedTransfer(DirectTransfer):
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         """Each piece is valid until the next one is drawn."""
         return [
-            Stretch(start, (piece for of in self._filled(kind, start, end) for piece in of.pieces))
+            Stretch(start, (piece for stretch in self._filled(kind, start, end) for piece in stretch.pieces))
             for start, end in self._stretches(indices)
         ]
 
@@ -197,9 +197,9 @@ class RedistributedTransfer(DirectTransfer):
             yield from self._filled(kind, start, end)
 
     def gather_all(self) -> Iterator[memoryview]:
-        return (piece for of in self._filled("", 0, self._model.layout.total_bytes) for piece in of.pieces)
+        return (piece for stretch in self._filled("", 0, self._model.layout.total_bytes) for piece in stretch.pieces)
 
-    def place(
+    def gather_into(
         self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
     ) -> Iterator[tuple[int, int]]:
         for start, end in self._stretches(indices):
@@ -236,16 +236,16 @@ class RedistributedTransfer(DirectTransfer):
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         for at, stop in _windows(offset, offset + num_bytes):
             if len(self._going) > 1:
-                self._gone(self._going.pop(0))
+                self._finish_window(self._going.pop(0))
             window, num_bytes = self._window(), stop - at
             yield as_bytes(window[:num_bytes])
             self._going.append((self._redistribution.spread(window[:num_bytes], self._ranges(at, stop)), window))
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         while self._going:
-            self._gone(self._going.pop(0))
+            self._finish_window(self._going.pop(0))
 
-    def _gone(self, going: tuple[Finish, torch.Tensor]) -> None:
+    def _finish_window(self, going: tuple[Finish, torch.Tensor]) -> None:
         finish, window = going
         finish()
         self._spare.append(window)

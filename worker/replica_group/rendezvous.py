@@ -79,7 +79,7 @@ def find_member(environ: Mapping[str, str]) -> Member:
     return Member(rank, size, (environ["MASTER_ADDR"], port), attempt, is_host, is_on_one_host)
 
 
-class MeetingPoint:
+class Rendezvous:
     """Where the processes of this worker find each other. Group rank 0 calls `publish`, the others `look_up`."""
 
     def __init__(self, member: Member, token: str | None) -> None:
@@ -139,18 +139,18 @@ class MeetingPoint:
         return self._store
 
 
-def _tcp_store(member: Member, own: str, timeout_s: float) -> dist.Store:
+def _tcp_store(member: Member, address: str, timeout_s: float) -> dist.Store:
     """The store that the environment names. If this process makes it, it listens on this process's own address, where a
     script's `init_process_group()` finds it too; the script may also have made it."""
     host, port = member.store
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if member.is_host:
         with contextlib.suppress(OSError):
-            family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            more = {"master_listen_fd": socket.create_server((own, port), family=family).detach()}
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            options = {"master_listen_fd": socket.create_server((address, port), family=family).detach()}
     return dist.TCPStore(
         host, port, is_master=member.is_host, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        multi_tenant=True, **more,
+        multi_tenant=True, **options,
     )  # fmt: skip
 
 

@@ -38,26 +38,26 @@ class Sharded:
     ) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._group = group
-        held = {id(tensor) for tensor in stepped}
+        trained = {id(tensor) for tensor in stepped}
         whole, made = nn.Module(), dict[int, torch.Tensor]()
         found = named_tensors(model)
         for name, item in found.items():
             if id(item) not in made:
                 shape = torch.empty(item.shape, dtype=item.dtype, device="meta")
                 is_parameter = isinstance(item, nn.Parameter)
-                needs = item.requires_grad or id(item) in held
+                needs = item.requires_grad or id(item) in trained
                 made[id(item)] = nn.Parameter(shape, requires_grad=needs) if is_parameter else shape
-            place, key = _place_of(whole, name, isinstance(item, nn.Parameter))
-            place[key] = made[id(item)]
+            registry, key = _place_of(whole, name, isinstance(item, nn.Parameter))
+            registry[key] = made[id(item)]
         self.whole = ModelTensors(whole, statistics=statistics_of(model, found, averaged_buffers))
         self.tensors = Local(model, self.whole.layout, found)
         borders = [
-            self._borders(entry, self.tensors.own[index]) for index, entry in enumerate(self.whole.layout.entries)
+            self._borders(entry, self.tensors.parts[index]) for index, entry in enumerate(self.whole.layout.entries)
         ]
         self._redistribution = redistribution = Redistribution(group.channel("exchange"), borders)
         self.whole.transfer_of = lambda part: RedistributedTransfer(part, redistribution)
-        own, num = sum(tensor.nbytes for tensor in self.tensors.tensors), self.whole.layout.total_bytes
-        log.routine("sharded", inner=group.rank, of=group.size, bytes=own, model_bytes=num)
+        num_bytes, model_bytes = sum(tensor.nbytes for tensor in self.tensors.tensors), self.whole.layout.total_bytes
+        log.routine("sharded", inner=group.rank, of=group.size, bytes=num_bytes, model_bytes=model_bytes)
 
     def exchanger(self, exchange: Exchange | None, settings: Settings) -> GroupMember:
         """The exchanger of all processes; `exchange` is group rank 0's."""
@@ -84,8 +84,8 @@ class Sharded:
         rows, row_bytes = tensor.shape[0], entry.num_bytes // max(1, tensor.shape[0])
         each = -(-rows // size)
         borders = [min(rows, rank * each) * row_bytes for rank in range(size + 1)]
-        here = borders[self._group.rank + 1] - borders[self._group.rank]
-        assert tensor.to_local().nbytes == here, (name, tensor.to_local().shape)
+        num_bytes = borders[self._group.rank + 1] - borders[self._group.rank]
+        assert tensor.to_local().nbytes == num_bytes, (name, tensor.to_local().shape)
         return borders
 
     def whole_in_each(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,13 +104,13 @@ class Local(ModelTensors):
     def __init__(self, model: nn.Module, whole: Layout, found: Mapping[str, torch.Tensor]) -> None:
         self.module = model
         homes = homes_of(model)
-        self.own = [found[entry.spec.name] for entry in whole.entries]
+        self.parts = [found[entry.spec.name] for entry in whole.entries]
         # A module may replace a tensor that is not divided; FSDP2 replaces divided ones, for a while.
         self._homes = [
             ({"": tensor}, "") if isinstance(tensor, DTensor) else homes.get(id(tensor), ({"": tensor}, ""))
-            for tensor in self.own
+            for tensor in self.parts
         ]
-        self.names = {id(tensor): entry.spec.name for tensor, entry in zip(self.own, whole.entries, strict=True)}
+        self.names = {id(tensor): entry.spec.name for tensor, entry in zip(self.parts, whole.entries, strict=True)}
         self.tensors, self.places = list[torch.Tensor](), list[int]()
         self._look()
         shapes = {
@@ -120,16 +120,16 @@ class Local(ModelTensors):
         assert [entry.spec.name for entry in self.layout.entries] == [entry.spec.name for entry in whole.entries]
 
     def _look(self) -> None:
-        self.tensors = [_local(tensor) for tensor in self.own]
+        self.tensors = [_local(tensor) for tensor in self.parts]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
 
     def has_moved(self) -> bool:
         for index, (kept, key) in enumerate(self._homes):
             tensor = kept.get(key)
-            if tensor is not self.own[index]:
-                check_still(self.layout.entries[index].spec, tensor, self.own[index])
+            if tensor is not self.parts[index]:
+                check_still(self.layout.entries[index].spec, tensor, self.parts[index])
                 assert tensor is not None
-                self.own[index] = tensor
+                self.parts[index] = tensor
         before = self.places
         self._look()
         if self.places == before:
@@ -140,7 +140,7 @@ class Local(ModelTensors):
         return True
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        gradient = self.own[index].grad
+        gradient = self.parts[index].grad
         return None if gradient is None else _local(gradient)
 
 
@@ -171,8 +171,9 @@ def divide(model: nn.Module, group: Group) -> nn.Module:
             users[id(item)] = users.get(id(item), 0) + 1
     for module in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]):
         for layer in module.children():
-            own = list(layer.parameters())
-            if own and not isinstance(layer, nn.ModuleList) and all(users[id(parameter)] == 1 for parameter in own):
+            parameters = list(layer.parameters())
+            is_alone = all(users[id(parameter)] == 1 for parameter in parameters)
+            if parameters and is_alone and not isinstance(layer, nn.ModuleList):
                 fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(size: int, command: Sequence[str]) -> int:
     """Start `size` processes and wait for all; the exit code."""
-    with held_port() as held:
-        return _run(size, command, held.getsockname()[1])
+    with reserved_port() as reserved:
+        return _run(size, command, reserved.getsockname()[1])
 
 
 def _run(size: int, command: Sequence[str], port: int) -> int:
@@ -58,9 +58,10 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
     for rank in range(size):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
         argv = [sys.executable, *command]
-        started.append(subprocess.Popen(argv, env=env | own, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent))
+        env |= variables
+        started.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent))
         if received:
             _end(started, received)
     return _wait(started)
@@ -92,13 +93,13 @@ def _end(started: list[subprocess.Popen[bytes]], number: int) -> None:
 _sent: set[tuple[int, int]] = set()  # signals by process: a second SIGTERM would end it at once
 
 
-def held_port() -> socket.socket:
+def reserved_port() -> socket.socket:
     """A bound socket that does not listen: the system gives its port to no other process, and group rank 0's store may
     listen there."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def _die_with_parent() -> None:

@@ -109,11 +109,11 @@ class Watch:
                 self._lost(word, seconds)
         return False
 
-    def _lost(self, gone: int, silent_s: float = 0.0) -> None:
+    def _lost(self, departed: int, silent_s: float = 0.0) -> None:
         if self._is_over:
             return
-        self._send(gone, silent_s)
-        whom = f"group rank {self._rank}: group rank {gone} of this worker's {self._size} processes"
+        self._send(departed, silent_s)
+        whom = f"group rank {self._rank}: group rank {departed} of this worker's {self._size} processes"
         message, why = f"{whom} has ended, and with it the worker", "its own last lines say why it ended"
         if silent_s:
             lease = f"(server.lease_s is {self._lease_s:g})"

@@ -65,22 +65,22 @@ class Plan:
         member where it is another one."""
         indices, bucket = self.buckets[number]
         for index in indices:
-            place, own = self.places[index], tensors.get(index)
-            is_float = place.dtype.is_floating_point
+            target, tensor = self.places[index], tensors.get(index)
+            is_float = target.dtype.is_floating_point
             is_summed = is_float and index not in self._of_lowest
-            if own is None or not (is_summed or self._is_lowest):
-                place.zero_()
+            if tensor is None or not (is_summed or self._is_lowest):
+                target.zero_()
                 continue
-            own = own.detach().to_dense() if own.is_sparse else own.detach()
+            tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
             share = 1.0 if index in self._of_sum else self.share
-            if is_summed and share != 1.0 and own.device == place.device:
-                torch.mul(own, share, out=place)
+            if is_summed and share != 1.0 and tensor.device == target.device:
+                torch.mul(tensor, share, out=target)
             else:
-                place.copy_(own)
+                target.copy_(tensor)
                 if is_summed and share != 1.0:
-                    place.mul_(share)
+                    target.mul_(share)
             if is_float and self._checks:
-                self._sums.append((index, place.sum()))
+                self._sums.append((index, target.sum()))
         return bucket
 
     def unsound(self, tensors: Mapping[int, torch.Tensor | None]) -> int | None:
@@ -91,8 +91,8 @@ class Plan:
         # A sum is read once, all of them come from a GPU at once, and it may overflow: then each element is looked at.
         found = torch.stack([item.to(torch.float32) for _, item in sums]).isfinite().tolist()
         looked_at = [index for (index, _), is_finite in zip(sums, found, strict=True) if not is_finite]
-        held = ((index, tensors.get(index)) for index in sorted(looked_at))
-        return next((index for index, item in held if item is not None and not is_finite(item)), None)
+        candidates = ((index, tensors.get(index)) for index in sorted(looked_at))
+        return next((index for index, item in candidates if item is not None and not is_finite(item)), None)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -51,7 +51,7 @@ class ConsistencyCheck:
         has_begun = self._step.version or self._step.has_stepped
         states = self._lifecycle.run(lambda: group.gather_numbers(0 if has_begun else 1 + _crc(initial_state)))
         initial = [state for state in states if state]
-        if (own := states[group.index]) and own != (most := _most_common(initial)):
+        if (local := states[group.index]) and local != (most := _most_common(initial)):
             raise UsageError(
                 f"the optimizer of rank {rank} begins with another state than that of rank "
                 f"{ranks[states.index(most)]}: their weights would go apart",
@@ -74,10 +74,10 @@ class ConsistencyCheck:
         index, ranks = group.index, group.generation.members
         if numbers[index] != (most := _most_common(numbers)):
             training = outgoing.contribution.training
-            own = ", ".join(f"{key} {value}" for key, value in training.hyperparameters[0].items() if key == "lr")
-            own += f", clip_grad_norm {training.clip_norm:g}" if training.clip_norm else ""
+            settings = ", ".join(f"{key} {value}" for key, value in training.hyperparameters[0].items() if key == "lr")
+            settings += f", clip_grad_norm {training.clip_norm:g}" if training.clip_norm else ""
             raise UsageError(
-                f"the optimizer of rank {ranks[index]} would step with other numbers ({own}) than that of rank "
+                f"the optimizer of rank {ranks[index]} would step with other numbers ({settings}) than that of rank "
                 f"{ranks[numbers.index(most)]}",
                 fix="let all scripts have the same schedule; session.state(scheduler=...) brings it where the run is",
             )

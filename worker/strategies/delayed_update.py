@@ -110,8 +110,8 @@ class DelayedUpdate(Strategy):
 
     def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
         exchange, shadow = self._exchange, self._shadow
-        known, own = exchange.progress, self.progress
-        known.version, known.local_steps, known.is_cut_short = base_version, own.local_steps, own.is_cut_short
+        known, progress = exchange.progress, self.progress
+        known.version, known.local_steps, known.is_cut_short = base_version, progress.local_steps, progress.is_cut_short
 
         def fly() -> Reply:
             shadow.settle()

@@ -44,9 +44,9 @@ class Direct(Strategy):
     def _check_model(self) -> None:
         self._find_model()
         if self._watch is not None and (changed := self._watch.changed()):
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
-                f"weights ('{changed[0]}'{more}) were changed between two steps, not by this optimizer: in mode "
+                f"weights ('{changed[0]}'{rest}) were changed between two steps, not by this optimizer: in mode "
                 f"{self.settings.mode} the server holds the weights, and the change would be lost",
                 fix="load or initialise weights before session.optimizer(), which takes them into the run; what a loop "
                 "changes for a while (to evaluate an average, say) it puts back before step()",

@@ -32,7 +32,7 @@ from ..tensors.packed import put_together, take_apart
 from .buckets import Plan, packed, unpack
 from .collectives import backends
 from .collectives.cut import Address, cut, listening
-from .collectives.rendezvous import Broken, Generation, Here, Rendezvous, come_together, first_line, store_of
+from .collectives.rendezvous import Broken, Generation, MemberInfo, Rendezvous, come_together, first_line, store_of
 
 _MEET_S = 10.0  # for all members of a generation to come together
 # For one collective. A member that waits longer for a slow one reports it to the server, which knows whether it lives.
@@ -93,8 +93,8 @@ class Group:
         host = rendezvous.address[0]
         try:
             gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=host))
-            here = Here(backends.device_name(device), rendezvous.address, (host, port))
-            members = come_together(store, generation, rank, here, meet_s)
+            local = MemberInfo(backends.device_name(device), rendezvous.address, (host, port))
+            members = come_together(store, generation, rank, local, meet_s)
         except Broken:
             store.close()
             raise
@@ -132,15 +132,15 @@ class Group:
         at once. `is_right`: the tensors that were `ready` have not changed. Raises Broken when the group is over,
         Unsound when a tensor of this member is not finite.
         """
-        own, guess = dict(enumerate(tensors)), self._plan
+        by_index, guess = dict(enumerate(tensors)), self._plan
         is_right |= not self._num_left
         if guess is not None:
-            self._leave_all(guess, own, is_right)
+            self._leave_all(guess, by_index, is_right)
         announced, all_are_right = self._announce(tensors, num_samples, metadata, is_right)
         is_hit = guess is not None and all_are_right and announced == self._announced
-        plan = guess if guess is not None and is_hit else self._plan_of(announced, own)
+        plan = guess if guess is not None and is_hit else self._plan_of(announced, by_index)
         if not is_hit:
-            self._leave_all(plan, own)
+            self._leave_all(plan, by_index)
             self._end_works()
         self._has_missed |= guess is not None and not is_hit
         # After a wrong guess only what was announced twice in a row is guessed. All members decide the same.

@@ -64,8 +64,8 @@ class GroupLifecycle:
             return False
         self.close_group()
         if self._rank not in info.members or not info.rendezvous:
-            what = f"a group of {len(info.members)} members without it, or with no GroupInfo.rendezvous"
-            raise refusal(Reason.BAD_REQUEST, f"the server sent rank {self._rank} {what}")
+            description = f"a group of {len(info.members)} members without it, or with no GroupInfo.rendezvous"
+            raise refusal(Reason.BAD_REQUEST, f"the server sent rank {self._rank} {description}")
         generation = Generation(info.generation, info.members, split_address(info.rendezvous), name, info.secret)
         self._generation = generation
         try:

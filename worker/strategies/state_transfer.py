@@ -51,8 +51,8 @@ class StateTransfer:
         """Give all members the weights of the newest version, and the optimizer state of a member that has both.
         Raises UnreachableError where nobody has them, Broken."""
         step, newest = self.step, self._exchange.progress.version
-        own = 2 * step.version + step.has_state
-        states = self._lifecycle.run(lambda: group.gather_numbers(own))
+        level = 2 * step.version + step.has_state
+        states = self._lifecycle.run(lambda: group.gather_numbers(level))
         best = max(states)
         if best // 2 != newest:
             raise version_is_lost(newest)
@@ -60,19 +60,19 @@ class StateTransfer:
             return
         source = states.index(best)
         values = self.broadcast(group, source)
-        if own != best:
+        if level != best:
             self.load(values)
             step.version, step.has_state = newest, bool(best % 2)
             self.log_loaded(group, source, version=newest)
 
-    def log_loaded(self, group: Group, source: int, **more: Any) -> None:
+    def log_loaded(self, group: Group, source: int, **fields: Any) -> None:
         ranks = group.generation.members
-        log.info("taught", rank=ranks[group.index], by=ranks[source], **more, bytes=group.num_broadcast)
+        log.info("taught", rank=ranks[group.index], by=ranks[source], **fields, bytes=group.num_broadcast)
 
     def broadcast(self, group: Group, source: int) -> dict[str, Any]:
         """The values of the member of this index."""
-        own = self.dump() if source == group.index else None
-        return self._lifecycle.run(lambda: group.broadcast_values(own, source))
+        local_state = self.dump() if source == group.index else None
+        return self._lifecycle.run(lambda: group.broadcast_values(local_state, source))
 
     def dump(self) -> dict[str, Any]:
         """Weights and optimizer state, for another member."""

@@ -124,8 +124,8 @@ class Overlap(Anchor):
             tensor.detach().copy_(new)
 
     def hide(self) -> None:
-        for tensor, own in zip(self._model.tensors, self._aside, strict=False):
-            tensor.detach().copy_(own)
+        for tensor, saved in zip(self._model.tensors, self._aside, strict=False):
+            tensor.detach().copy_(saved)
         self._aside = []
 
 

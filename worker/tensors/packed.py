@@ -19,7 +19,7 @@ from ...common.wire.json_text import read_json
 _TREE = "state"  # in the metadata
 _LENGTH_BYTES = 8  # of the file's header
 # Dicts of these classes keep their class; "$" marks values that are no plain dict or list.
-_KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": lambda of: Counter(of)}
+_KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter[Any]}
 
 
 def pack(values: Mapping[str, Any]) -> bytes:
@@ -44,7 +44,7 @@ def take_apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tor
             return value.item() if isinstance(value, np.number) else value
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             name = str(len(tensors))
-            tensors[name] = _own(value, seen)
+            tensors[name] = _on_host(value, seen)
             return {"$tensor": name}
         if isinstance(value, tuple):
             return {"$tuple": [take(item, f"{where}[{index}]") for index, item in enumerate(value)]}
@@ -53,21 +53,21 @@ def take_apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tor
         if type(value).__name__ in _KINDS and isinstance(value, dict):
             if type(value) is dict and all(type(key) is str and key[:1] != "$" for key in value):
                 return {key: take(item, f"{where}.{key}") for key, item in value.items()}
-            held = [[take(key, where), take(item, f"{where}[{key!r}]")] for key, item in value.items()]
-            return {"$" + type(value).__name__: held}
+            items = [[take(key, where), take(item, f"{where}[{key!r}]")] for key, item in value.items()]
+            return {"$" + type(value).__name__: items}
         raise _refused(where, f"of type {type(value).__name__}")
 
     return {name: take(value, name) for name, value in values.items()}, tensors
 
 
-def _refused(where: str, what: str) -> UsageError:
+def _refused(where: str, problem: str) -> UsageError:
     return UsageError(
-        f"session.state(): '{where}' is {what}, and only tensors and JSON travel (numbers, text, lists, dicts)",
+        f"session.state(): '{where}' is {problem}, and only tensors and JSON travel (numbers, text, lists, dicts)",
         fix="give session.state() an object whose state_dict() holds only these",
     )
 
 
-def _own(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
+def _on_host(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
     """The tensor on the host, alone in its memory."""
     tensor = value.detach().cpu()
     is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -99,11 +99,11 @@ def _give(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
-        ((mark, held),) = value.items()
+        ((mark, content),) = value.items()
         if mark == "$tensor":
-            return tensors[held]
+            return tensors[content]
         if mark == "$tuple":
-            return tuple(_give(number, tensors) for number in held)
+            return tuple(_give(number, tensors) for number in content)
         if mark[:1] == "$":
-            return _KINDS[mark[1:]]({_give(key, tensors): _give(item, tensors) for key, item in held})
+            return _KINDS[mark[1:]]({_give(key, tensors): _give(item, tensors) for key, item in content})
     return {key: _give(item, tensors) for key, item in value.items()}

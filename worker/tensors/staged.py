@@ -35,11 +35,11 @@ class PinnedMemory:
             self._succeeded("unregister", self._runtime.cudaHostUnregister(self._address))
 
     @staticmethod
-    def _succeeded(what: str, error: Any) -> bool:
+    def _succeeded(call: str, error: Any) -> bool:
         """`error` is CUDA's: 0 is none."""
         if int(error) == 0:
             return True
-        log.warning("not_pinned", call=what, cuda_error=int(error), meaning="copies to and from the GPU wait")
+        log.warning("not_pinned", call=call, cuda_error=int(error), meaning="copies to and from the GPU wait")
         return False
 
 
@@ -115,7 +115,7 @@ class StagedTransfer:
         self._copy_out(ContributionKind.WEIGHTS, [range(len(self._out_views))], self._out_views)
         return [as_bytes(self._out)]
 
-    def place(
+    def gather_into(
         self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
     ) -> Iterator[tuple[int, int]]:
         groups = self._model.stretches(indices)

@@ -27,7 +27,7 @@ from ...common.tensors.statistics import statistics_of
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 # Bytes that are copied before the server is notified: it checks them while the next ones are copied.
-_PLACED_AT_ONCE = 8 << 20
+_COPIED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
 
@@ -104,7 +104,7 @@ class ModelTensors:
     def has_moved(self) -> bool:
         """Look the tensors up again; True when any has moved since the last call (43 us for 300). Raises UsageError
         when one is no longer what was offered to the run."""
-        found = [held.get(key) for held, key in self._homes]
+        found = [home.get(key) for home, key in self._homes]
         is_same = all(map(operator.is_, found, self.tensors))
         if not is_same:
             for entry, tensor, old in zip(self.layout.entries, found, self.tensors, strict=True):
@@ -131,7 +131,7 @@ class ModelTensors:
     @cached_property
     def _trained(self) -> list[tuple[int, int]]:
         """Position of each parameter in the layout's specs and in `tensors`."""
-        places = {spec.name: place for place, spec in enumerate(self.layout.specs)}
+        places = {spec.name: position for position, spec in enumerate(self.layout.specs)}
         entries = enumerate(self.layout.entries)
         return [(places[item.spec.name], index) for index, item in entries if item.spec.kind is Kind.PARAMETER]
 
@@ -151,7 +151,7 @@ class ModelTensors:
 
     def without_gradient(self) -> tuple[int, ...]:
         """Positions in the layout's specs of parameters without a gradient: torch would not step them."""
-        return tuple(place for place, index in self._trained if self.gradient(index) is None)
+        return tuple(position for position, index in self._trained if self.gradient(index) is None)
 
     def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """The exchanged tensors in `payload`, uint8 [exchange_bytes]; shares memory.
@@ -304,7 +304,7 @@ class DirectTransfer:
                 pieces.append(as_bytes(tensor.contiguous()))
         return pieces
 
-    def place(
+    def gather_into(
         self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
     ) -> Iterator[tuple[int, int]]:
         """Copy the same to `segment`, uint8 [exchange_bytes]; yields (start, end) of bytes that are there. A gradient
@@ -317,27 +317,27 @@ class DirectTransfer:
             start = end = self._model.start_of(group.start)
             num_copied = 0
             for index, tensor in zip(group, self._model.sources(kind, group), strict=True):
-                if self._place(index, tensor):
+                if self._copy_to_segment(index, tensor):
                     num_copied += self._entries[index].num_bytes
                 end = self._entries[index].end
-                if num_copied >= _PLACED_AT_ONCE:
+                if num_copied >= _COPIED_AT_ONCE:
                     yield start, end
                     start, num_copied = end, 0
             if start < end:
                 yield start, end
 
-    def _place(self, index: int, tensor: torch.Tensor | None) -> bool:
+    def _copy_to_segment(self, index: int, tensor: torch.Tensor | None) -> bool:
         """Copy a tensor to its place; False when it is there already."""
-        place, owner = self._places[index], self._model.tensors[index]
+        view, owner = self._places[index], self._model.tensors[index]
         if tensor is None:
-            place.zero_()
-        elif tensor.data_ptr() == place.data_ptr():
+            view.zero_()
+        elif tensor.data_ptr() == view.data_ptr():
             return False
         else:
             if tensor.is_contiguous():
-                copy_bytes(as_bytes(place), as_bytes(tensor))
+                copy_bytes(as_bytes(view), as_bytes(tensor))
             else:
-                place.copy_(tensor.detach())
+                view.copy_(tensor.detach())
             if tensor is owner.grad and not tensor.requires_grad and self._model.may_lend:
                 owner.grad = self._lent[index]
         return True
@@ -381,9 +381,9 @@ class DirectTransfer:
 
     def leave_segment(self) -> None:
         """Leave the segment to the server. Gradients there move out, since the loop may add to them."""
-        for place, owner in zip(self._places, self._model.tensors, strict=False):
+        for view, owner in zip(self._places, self._model.tensors, strict=False):
             gradient = owner.grad
-            if gradient is not None and gradient.data_ptr() == place.data_ptr():
+            if gradient is not None and gradient.data_ptr() == view.data_ptr():
                 owner.grad = gradient.clone()
         self._segment, self._places, self._lent = None, [], []
 

@@ -35,8 +35,8 @@ from ..session import Length
 from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
 from .evaluation import Evaluation
-from .place.steps import Turns, after_the_end
-from .place.taken import Taken
+from .position.steps import Turns, after_the_end
+from .position.taken import Taken
 from .rows import Pull
 from .session import Session
 

@@ -12,8 +12,8 @@ import torch
 from ...common.errors import UsageError
 from ..session import Progress
 from .data import Loader, Shares, epoch_batches, seed_everything, sharded_batches, step_seed
-from .place.stream import check_stream
-from .place.taken import Hand, Taken
+from .position.stream import check_stream
+from .position.taken import Hand, Taken
 
 _NUM_DIGESTED = 64  # elements of each tensor
 
@@ -59,8 +59,8 @@ class Batches:
         """UsageError for what cannot be had of a data set without a length."""
         if self._shares.is_stream:
             has_steps = self._progress().total_steps is not None or self._taken.length.default is not None
-            asked = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
-            check_stream(self._shares.dataset, has_steps and self._taken.epoch is None and not self._epochs, asked)
+            options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
+            check_stream(self._shares.dataset, has_steps and self._taken.epoch is None and not self._epochs, options)
 
     def __iter__(self) -> Batches:
         if self._end is not None and self._at >= self._end:
@@ -70,13 +70,13 @@ class Batches:
     def __len__(self) -> int:
         """Batches left for this rank in the loop; of several to a step, as many as the newest step had."""
         if self._taken.epoch is not None:
-            return max(0, self._epoch_length - self._taken.asked - len(self.hand))
-        left = [] if self._end is None else [self._end - self._at]
+            return max(0, self._epoch_length - self._taken.num_drawn - len(self.hand))
+        limits = [] if self._end is None else [self._end - self._at]
         if (num_in_run := self._num_in_run) is not None:
-            left.append(num_in_run)
-        if not left:  # run.epochs: before the first step
-            left.append((self._taken.length.epochs or 0) * self._taken.epoch_batches - self._at)
-        return max(0, min(left))
+            limits.append(num_in_run)
+        if not limits:  # run.epochs: before the first step
+            limits.append((self._taken.length.epochs or 0) * self._taken.epoch_batches - self._at)
+        return max(0, min(limits))
 
     @property
     def _num_in_run(self) -> int | None:
@@ -158,7 +158,7 @@ class Batches:
             self._batches = sharded_batches(self._shares, lambda: self._division, taken.position, **self._options)
             return
         taken.epoch_length = max(taken.epoch_length, self._epoch_length)
-        self._batches = epoch_batches(self._shares, taken.epoch, self._division, taken.asked, self._loader)
+        self._batches = epoch_batches(self._shares, taken.epoch, self._division, taken.num_drawn, self._loader)
 
     def end(self) -> None:
         """Of the epoch."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
-from .place.stream import is_stream, share_of_few, streamed_batches
+from .position.stream import is_stream, share_of_few, streamed_batches
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
 

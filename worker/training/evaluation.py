@@ -14,8 +14,8 @@ from ...common.config.conditions import Every, every
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ..session import Progress
-from .place.memory import Generators
-from .place.taken import Taken
+from .position.memory import Generators
+from .position.taken import Taken
 
 log = get_logger()
 
@@ -33,7 +33,7 @@ class Evaluation:
         self._measure: Measure | None = None
         self.every: Every | None = None  # once it is `set`
         self._began_at = time.monotonic()
-        self._done: int | None = None  # intervals that were over when it was looked last
+        self._num_over: int | None = None  # intervals that were over when it was looked last
         self._is_told = not (wanted or is_needed)
 
     def set(self, measure: Measure, how_often: str | int | None) -> None:
@@ -51,21 +51,21 @@ class Evaluation:
 
     def begin(self, progress: Progress, taken: Taken) -> None:
         """Before a step: what is behind it is not due any more."""
-        if self._done is None and self._measure is not None:
-            self._done = self._over(progress, taken)
+        if self._num_over is None and self._measure is not None:
+            self._num_over = self._over(progress, taken)
 
     def is_due(self, progress: Progress, taken: Taken) -> bool:
         """After a step: an interval is over since it was asked last, and this worker is the one that evaluates."""
         if self._measure is None:
             if not self._is_told:
                 self._is_told = True
-                asked = "run.eval_every" if self._wanted else "run.stop_when or run.patience"
+                setting = "run.eval_every" if self._wanted else "run.stop_when or run.patience"
                 fix = "session.evaluate(fn), fn(model) giving a dict of metrics"
-                log.warning("not_evaluated", reason=f"{asked} asks for evaluations, and this script has none", fix=fix)
+                log.warning("not_evaluated", reason=f"{setting} is set, and this script does not evaluate", fix=fix)
             return False
         over = self._over(progress, taken)
-        is_due = self._done is not None and over > self._done
-        self._done = over  # it may have gone back
+        is_due = self._num_over is not None and over > self._num_over
+        self._num_over = over  # it may have gone back
         return is_due and not progress.worker_index and not progress.has_evaluator
 
     def _over(self, progress: Progress, taken: Taken) -> int:

@@ -16,7 +16,7 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import check_max_norm
 from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters, plain_step
 from ..session import Progress
-from .place.steps import Steps
+from .position.steps import Steps
 from .rows import refuse_scaler
 
 log = get_logger()
@@ -68,8 +68,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         """As torch's. Where the server steps, hyperparameters only; a warning says when that loses anything: the
         server's moments are those of its own steps."""
         if not self._steps_here:
-            here = {"run": self.progress.run, "steps": self.progress.position}
-            if state_dict["state"] and state_dict.get(_PLACE) != here:
+            position = {"run": self.progress.run, "steps": self.progress.position}
+            if state_dict["state"] and state_dict.get(_PLACE) != position:
                 log.warning(
                     "optimizer_state_not_loaded",
                     meaning="hyperparameters are taken; moments are the server's and stay as they are: in a new run "

@@ -31,10 +31,10 @@ from ..transports.auto.rule import ORDER
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
-from .place.memory import Memory
-from .place.restarted import Restarted
-from .place.steps import Steps
-from .place.taken import Taken
+from .position.memory import Memory
+from .position.restarted import Restarted
+from .position.steps import Steps
+from .position.taken import Taken
 from .rows import Pull
 from .session import Session
 from .slowdown import Slowdown
@@ -180,8 +180,8 @@ class RemoteSession(Session):
         # Among the processes of a worker SyncBatchNorm has all samples, among workers those of one.
         is_own = group_size == 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
         if names := batch_norms(self._model, with_synchronized=num > 1 and not is_own):
-            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-            log.warning("batch_norm", layers=", ".join(names[:_NUM_NAMED]) + more, meaning=_BATCH_NORM)
+            rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+            log.warning("batch_norm", layers=", ".join(names[:_NUM_NAMED]) + rest, meaning=_BATCH_NORM)
         return True
 
     def _check_codecs(self, described: OptimizerSpec) -> None:
@@ -270,8 +270,8 @@ class RemoteSession(Session):
         if self._progress.is_replaying and self._memory is not None:
             self._memory.replayed()
         if not self.is_done:
-            step, of = self._progress.position, self._progress.total_steps
-            log.routine("finished", step=step) if of is None else log.info("finished_early", step=step, of=of)
+            step, total = self._progress.position, self._progress.total_steps
+            log.routine("finished", step=step) if total is None else log.info("finished_early", step=step, of=total)
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(

@@ -21,9 +21,9 @@ from ..tensors.transfer import together
 from .batches import Batches, read_options
 from .data import Shares
 from .evaluation import Evaluation, Measure
-from .place.loaders import Source, source_of
-from .place.memory import Memory, stateful
-from .place.taken import Taken
+from .position.loaders import Source, source_of
+from .position.memory import Memory, stateful
+from .position.taken import Taken
 from .rows import Pull, Rows
 
 if TYPE_CHECKING:

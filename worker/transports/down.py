@@ -122,25 +122,25 @@ class Reference:
         self.number, memory = 0, as_bytes(payload)
 
         def both(offset: int, data: memoryview) -> None:
-            here = data[: max(0, len(memory) - offset)]  # frozen tensors come behind it
-            copy_bytes(memory[offset : offset + len(here)], here)
+            mapped = data[: max(0, len(memory) - offset)]  # frozen tensors come behind it
+            copy_bytes(memory[offset : offset + len(mapped)], mapped)
             write(offset, data)
 
         receive(both)
 
     def _take_differences(self, num_bytes: int, info: ReferenceInfo, payload: torch.Tensor, receive: Receive) -> None:
-        own = self.number
-        if not 0 < own <= info.number:
-            message = f"differences up to reference {info.number}; this worker has reference {own}"
+        first = self.number
+        if not 0 < first <= info.number:
+            message = f"differences up to reference {info.number}; this worker has reference {first}"
             raise refusal(Reason.BAD_REQUEST, message)
-        codecs = self._codecs(info, info.number - own)
+        codecs = self._codecs(info, info.number - first)
         sizes = [payload_bytes(codec, self._layout) for codec in codecs]
         if num_bytes != sum(sizes) or num_bytes > max(*sizes, 0, self._layout.exchange_bytes):
             raise _other_bytes(num_bytes, sum(sizes))
         encoded = self._encoded.lend(num_bytes)
         receive(_writer(encoded))
         self.number = at = 0
-        for number, codec, size in zip(range(own + 1, info.number + 1), codecs, sizes, strict=True):
+        for number, codec, size in zip(range(first + 1, info.number + 1), codecs, sizes, strict=True):
             difference = encoded[at : at + size]
             follow(codec, self._layout, difference.clone() if at else difference, payload)  # a clone is aligned
             at += size

@@ -14,8 +14,8 @@ from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
 from ...common.kinds import ContributionKind
 from ...common.registry import AUTO
-from ...common.wire.direct import Placed, placed_messages
-from ...common.wire.frames import INLINE_BYTES, left_out_frame, payload_frames, placed_frame, without_zeros
+from ...common.wire.direct import OutOfBand, out_of_band_messages
+from ...common.wire.frames import INLINE_BYTES, left_out_frame, out_of_band_frame, payload_frames, without_zeros
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.staged import Transfer
@@ -24,7 +24,7 @@ from ..tensors.transfer import Indices
 if TYPE_CHECKING:
     import torch
 
-Messages = Iterable[bytes | Placed]
+Messages = Iterable[bytes | OutOfBand]
 
 # Versions of the weights that a server has on their way at once, and one more, by default.
 _MAX_OPEN = 8
@@ -102,7 +102,7 @@ class DirectTransport(Transport):
         self.is_open, self.reason = not why_not, why_not
 
     def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
-        return self.messages(pieces, offset, lambda *payload: list(placed_messages(*payload)))
+        return self.messages(pieces, offset, lambda *payload: list(out_of_band_messages(*payload)))
 
 
 class SharedTransport(Transport):
@@ -157,8 +157,8 @@ class SharedTransport(Transport):
 
     def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Iterable[bytes]]:
         assert self.segment is not None
-        for start, end in transfer.place(kind, self.segment, indices):
-            yield [placed_frame(start, end - start)]
+        for start, end in transfer.gather_into(kind, self.segment, indices):
+            yield [out_of_band_frame(start, end - start)]
 
     def memory(self, address: pb.Segment) -> memoryview:
         """Memory is not shared any more when it cannot be opened."""

@@ -7,7 +7,7 @@ from itertools import chain
 
 from ...common.codecs.base import Codec, payload_bytes
 from ...common.kinds import ContributionKind
-from ...common.wire.direct import Placed
+from ...common.wire.direct import OutOfBand
 from ...common.wire.frames import INLINE_BYTES, frame
 from ...common.wire.messages import contribution_message
 from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo, changed
@@ -28,7 +28,7 @@ class Up:
     transport: Transport
 
     def __init__(
-        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes | Placed]], None]
+        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes | OutOfBand]], None]
     ) -> None:
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
         self.transfer, self._stretches = transfer, model.stretches
@@ -82,8 +82,8 @@ class Up:
 
     def _begin(self) -> None:
         codec = self.encoding.codec
-        is_placed = codec.is_identity and self._is_placed
-        begin = pb.Begin(num_bytes=self.num_bytes, codec=codec.name, in_shared_memory=is_placed)
+        is_out_of_band = codec.is_identity and self._is_out_of_band
+        begin = pb.Begin(num_bytes=self.num_bytes, codec=codec.name, in_shared_memory=is_out_of_band)
         self._send([frame(pb.WorkerMessage(begin=begin))])
 
     # ---- the contribution ---------------------------------------------------------------------
@@ -102,11 +102,11 @@ class Up:
             self._contribute_encoded(contribution, rest)
             return
         num_bytes = self._layout.exchange_bytes
-        announced = _announced(contribution, num_bytes, "raw", self._is_placed)
+        announced = _announced(contribution, num_bytes, "raw", self._is_out_of_band)
         may_continue = rest is None and self._partial and self.transport.segment is None and self.transfer.lies_here
         if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
             return
-        if rest is None and not self._is_placed and num_bytes <= INLINE_BYTES:
+        if rest is None and not self._is_out_of_band and num_bytes <= INLINE_BYTES:
             self._send([frame(announced, 0, self.transfer.gather(kind, None)[0].pieces)])
         else:
             self._send([frame(announced)])
@@ -155,12 +155,12 @@ class Up:
                 self._send(frames)
 
     @property
-    def _is_placed(self) -> bool:
+    def _is_out_of_band(self) -> bool:
         is_large = self._layout.exchange_bytes > INLINE_BYTES
         return self.transport.segment is not None or (self.transport.is_beside_stream and is_large)
 
 
-def _announced(contribution: Contribution, num_bytes: int, codec: str, is_placed: bool = False) -> pb.WorkerMessage:
+def _announced(contribution: Contribution, num_bytes: int, codec: str, is_outside: bool = False) -> pb.WorkerMessage:
     """The message that announces a payload of so many bytes."""
-    payload = PayloadInfo(codec, num_bytes, is_placed, contribution.payload.without_gradient)
+    payload = PayloadInfo(codec, num_bytes, is_outside, contribution.payload.without_gradient)
     return contribution_message(changed(contribution, payload=payload))

@@ -62,7 +62,7 @@ class Alone:
         incarnation = self.incarnations[rank]
         process = f"process {rank}.{incarnation}"
         asked: list[events.Event] = [events.Joined(rank, rank, process=process), events.HeartbeatBegan(process)]
-        asked += [events.Heard(rank, process), events.Offered(rank, incarnation, "model", "sgd")]
+        asked += [events.Heartbeat(rank, process), events.Offered(rank, incarnation, "model", "sgd")]
         return asked if self.run.has_weights else [*asked, events.Brought(rank, incarnation)]
 
     def left(self, rank: int) -> events.Event:

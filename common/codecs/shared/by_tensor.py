@@ -52,7 +52,7 @@ class ByTensor(SelfContained):
     goes_in_parts = has_feedback = True
     takes_weights = False
     largest = torch.finfo(torch.float32).max
-    half = torch.bfloat16  # of what is not encoded
+    fallback_dtype = torch.bfloat16  # of what is not encoded
     aligns = True  # every tensor; else only the first one of a dtype
     least: ClassVar[float] = 1024  # elements of a tensor that is encoded
     piece: ClassVar[int] = 1 << 17  # elements; 512 KiB of float32
@@ -87,7 +87,7 @@ class ByTensor(SelfContained):
 
     def short(self, dtype: torch.dtype) -> torch.dtype:
         """What it travels in where it is not encoded."""
-        return self.half if dtype.itemsize > _HALF_BYTES else dtype
+        return self.fallback_dtype if dtype.itemsize > _HALF_BYTES else dtype
 
     def encoded_bytes(self, layout: Layout) -> int:
         return max((piece.end for pieces in pieces_of(self, layout) for piece in pieces), default=0)

@@ -37,10 +37,10 @@ def approach(
     same each
     time: what it remembers of earlier ones need not be known to decode."""
     for piece in _pieces(codec, layout):
-        here = piece.of_payload(payload)
-        left = torch.sub(piece.of_payload(weights), here, out=ROOM.of("difference", here.shape, here.dtype))
-        encoder.write(piece, left, out)
-        _move(codec, piece, out, here)
+        known = piece.of_payload(payload)
+        difference = torch.sub(piece.of_payload(weights), known, out=ROOM.of("difference", known.shape, known.dtype))
+        encoder.write(piece, difference, out)
+        _move(codec, piece, out, known)
     encoder.commit()
     encoded_bytes, buffers = codec.encoded_bytes(layout), slice(layout.parameter_bytes, layout.exchange_bytes)
     payload[buffers].copy_(weights[buffers])
@@ -65,12 +65,12 @@ def check_sum(layout: Layout, payload: torch.Tensor) -> int:
 
 def distance(layout: Layout, weights: torch.Tensor, payload: torch.Tensor) -> float:
     """norm(weights - reference) / norm(weights), of the parameters; 0 where all weights are 0."""
-    left = of = 0.0
+    squared = total = 0.0
     for run in layout.runs_of(Kind.PARAMETER):
-        here = run.view(weights)
-        left += float((here - run.view(payload)).double().norm()) ** 2
-        of += float(here.double().norm()) ** 2
-    return math.sqrt(left / of) if of else 0.0
+        values = run.view(weights)
+        squared += float((values - run.view(payload)).double().norm()) ** 2
+        total += float(values.double().norm()) ** 2
+    return math.sqrt(squared / total) if total else 0.0
 
 
 def _pieces(codec: ByTensor, layout: Layout) -> Iterator[Piece]:

@@ -32,8 +32,8 @@ class PolicyConfig(Section):
     def options(self, mode: str) -> Any:
         """The options of a mode, an instance of its policy's `Options`: as set, or their defaults."""
         kind = MODES.load(mode).Options
-        given = self.model_extra or {}
-        return kind(**{name: given[name] for name in kind.model_fields if name in given})
+        extra = self.model_extra or {}
+        return kind(**{name: extra[name] for name in kind.model_fields if name in extra})
 
     def option(self, name: str, default: Any = None) -> Any:
         """The value that an option of any mode was set to; `default` where it was not."""
@@ -60,7 +60,7 @@ def own_modes(modes: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
     """
     mine = {mode_anywhere(mode): mode for mode in modes if is_in_file(mode)}
 
-    def here(mode: str) -> str:
+    def absolute(mode: str) -> str:
         name = mode_anywhere(mode)
         if is_in_file(mode) and name not in mine:
             raise UsageError(
@@ -69,19 +69,19 @@ def own_modes(modes: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
             )
         return mine[name] if is_in_file(mode) else mode
 
-    others = tuple(here(str(mode)) for mode in run.get("other_modes", ()))
-    return {**run, "mode": here(str(run["mode"])), "other_modes": others}
+    others = tuple(absolute(str(mode)) for mode in run.get("other_modes", ()))
+    return {**run, "mode": absolute(str(run["mode"])), "other_modes": others}
 
 
-def checked_options(given: Mapping[str, Any], modes: Iterable[str]) -> dict[str, Any]:
+def checked_options(values: Mapping[str, Any], modes: Iterable[str]) -> dict[str, Any]:
     """The options as the modes' classes take them: each as the first of `modes` that declares it says, else as any
     other that does. Raises ValidationError, and ValueError for one that no mode has."""
     checked: dict[str, Any] = {}
     for kind in mode_options(modes).values():
-        chosen = {name: given[name] for name in kind.model_fields if name in given and name not in checked}
+        chosen = {name: values[name] for name in kind.model_fields if name in values and name not in checked}
         options = kind.model_validate(chosen)
         checked |= {name: getattr(options, name) for name in chosen}
-    unknown = ", ".join(sorted(given.keys() - checked.keys()))
+    unknown = ", ".join(sorted(values.keys() - checked.keys()))
     if unknown:
         raise ValueError(f"no mode has the option {unknown}")
     return checked

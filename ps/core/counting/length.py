@@ -16,12 +16,12 @@ class Length:
     def __init__(self, policy: Policy, epochs: int | None) -> None:
         self.policy = policy
         self._epochs = epochs
-        self._asked = [policy.training_steps, epochs]  # of the configuration
+        self._configured = [policy.training_steps, epochs]  # of the configuration
         self.by: int | None = None
-        self.is_asked_anew = False  # it goes on from a snapshot of a run that was asked for something else
+        self.is_reconfigured = False  # it goes on from a snapshot of a run that was asked for something else
         self._others: set[int] = set()  # ranks that said another
 
-    def told(self, rank: int, steps: int) -> Iterator[Effect]:
+    def announced(self, rank: int, steps: int) -> Iterator[Effect]:
         """A worker knows its data set, or its task."""
         has, fields = self.policy.training_steps, {"rank": rank, "steps": steps}
         if has is None:
@@ -34,12 +34,12 @@ class Length:
             yield Log("warning", "lengths_differ", {**fields, "meaning": meaning, "fix": fix})
 
     def saved(self) -> dict[str, Any]:
-        told = None if self.by is None else [self.policy.training_steps, self._epochs]
-        return {"asked": self._asked, "length": told}
+        announced = None if self.by is None else [self.policy.training_steps, self._epochs]
+        return {"configured": self._configured, "length": announced}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """After the policy. What is not there is of an older snapshot, or asked of the workers again."""
-        self.is_asked_anew = saved.get("asked", self._asked) != self._asked
+        self.is_reconfigured = saved.get("configured", self._configured) != self._configured
         match saved.get("length"):
             case [int(steps), epochs] if self.policy.training_steps is None and epochs == self._epochs:
                 self.policy.training_steps, self.by = steps, min(self.policy.num_counted, default=0)

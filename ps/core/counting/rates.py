@@ -20,13 +20,13 @@ class Rates:
 
     def __init__(self) -> None:
         self._of_rank: dict[int, RateInfo] = {}
-        self._told: dict[int, _Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
+        self._newest: dict[int, _Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
 
     def counted(self, rank: int, hyperparameters: _Groups | None, first: Sequence[float]) -> None:
         """A contribution counts. `first`: what its process said of its own first step, with its first contribution."""
-        if hyperparameters is None or self._told.get(rank) is hyperparameters:
+        if hyperparameters is None or self._newest.get(rank) is hyperparameters:
             return
-        self._told[rank] = hyperparameters
+        self._newest[rank] = hyperparameters
         last = tuple(rate_of(group) for group in hyperparameters)
         known = self._of_rank.get(rank) or RateInfo(tuple(first) or last, last, 0)
         self._of_rank[rank] = RateInfo(known.first, last, known.num_changes + (last != known.last))
@@ -41,8 +41,8 @@ class Rates:
 
     def restore(self, saved: Any) -> None:
         """What is not there, or not what it should be, is not known."""
-        for rank, told in saved.items() if isinstance(saved, dict) else ():
-            match told:
+        for rank, groups in saved.items() if isinstance(saved, dict) else ():
+            match groups:
                 case [list(first), list(last), int(num_changes)] if rank.isdecimal() and _are_rates(first + last):
                     self._of_rank[int(rank)] = RateInfo(tuple(first), tuple(last), num_changes)
 

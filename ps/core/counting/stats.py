@@ -22,8 +22,8 @@ def bin_of(staleness: int) -> int:
 
 def restored_bins(saved: Any) -> Counter[int]:
     """From what a snapshot kept; what is not what it should be is counted from zero."""
-    told = saved.items() if isinstance(saved, dict) else ()
-    return Counter({bin_of(int(behind)): count for behind, count in told if behind.isdecimal() and type(count) is int})
+    items = saved.items() if isinstance(saved, dict) else ()
+    return Counter({bin_of(int(behind)): count for behind, count in items if behind.isdecimal() and type(count) is int})
 
 
 @dataclass(slots=True)

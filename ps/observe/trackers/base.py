@@ -97,8 +97,8 @@ class TrackerSink(Sink):
         """With the first metrics, and in the sink's thread: one that takes seconds to connect holds up nobody."""
         if not self._is_started:
             output, mode = self._config.output, self._config.run.mode
-            said = self._config.model_dump(mode="json", exclude={"security"})
-            self._tracker.start(TrackedRun(self._run, mode, output.project, output.track_dir, said, step))
+            settings = self._config.model_dump(mode="json", exclude={"security"})
+            self._tracker.start(TrackedRun(self._run, mode, output.project, output.track_dir, settings, step))
             self._is_started = True
 
     def flush(self) -> None:

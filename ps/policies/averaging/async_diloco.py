@@ -84,50 +84,50 @@ class AsyncDilocoOptions(OverlapOptions, OuterOptions):
 class Speeds:
     """Local steps by second of live workers. Asking for the fastest changes nothing and looks at nobody."""
 
-    _of: dict[int, float] = field(default_factory=dict)
+    _by_rank: dict[int, float] = field(default_factory=dict)
     _heap: list[tuple[float, int]] = field(default_factory=list)  # (- speed, rank), some of them no longer so
 
     def measured(self, rank: int, speed: float) -> None:
-        self._of[rank] = speed = (1 - _NEWEST) * self._of.get(rank, speed) + _NEWEST * speed
+        self._by_rank[rank] = speed = (1 - _NEWEST) * self._by_rank.get(rank, speed) + _NEWEST * speed
         heappush(self._heap, (-speed, rank))
         self._tidy()
 
     def forget(self, rank: int) -> None:
-        if self._of.pop(rank, None) is not None:
+        if self._by_rank.pop(rank, None) is not None:
             self._tidy()
 
     def share(self, rank: int) -> float:
         """Of the fastest's, 0 to 1; 1 while nothing is known of it."""
-        speed = self._of.get(rank)
+        speed = self._by_rank.get(rank)
         return 1.0 if speed is None else speed / -self._heap[0][0]
 
     def _tidy(self) -> None:
-        while self._heap and self._of.get(self._heap[0][1]) != -self._heap[0][0]:
+        while self._heap and self._by_rank.get(self._heap[0][1]) != -self._heap[0][0]:
             heappop(self._heap)
-        if len(self._heap) > 2 * len(self._of) + 64:
-            self._heap = sorted((-speed, rank) for rank, speed in self._of.items())
+        if len(self._heap) > 2 * len(self._by_rank) + 64:
+            self._heap = sorted((-speed, rank) for rank, speed in self._by_rank.items())
 
 
 @dataclass
 class Weights:
     """The newest weight of each live worker; of one that has none yet, the others' mean."""
 
-    _of: dict[int, float] = field(default_factory=dict)
+    _by_rank: dict[int, float] = field(default_factory=dict)
     _sum: float = 0.0
 
     def put(self, rank: int, weight: float) -> None:
-        self._sum += weight - self._of.get(rank, 0.0)
-        self._of[rank] = weight
+        self._sum += weight - self._by_rank.get(rank, 0.0)
+        self._by_rank[rank] = weight
 
     def forget(self, rank: int) -> None:
-        self._sum -= self._of.pop(rank, 0.0)
-        if not self._of:
+        self._sum -= self._by_rank.pop(rank, 0.0)
+        if not self._by_rank:
             self._sum = 0.0  # and not what rounding has left
 
     def share(self, contributed: Collection[float], num_missing: int) -> float:
         """Of what was contributed, by some who are live and others, in what all of them would."""
         num, whole = len(contributed), len(contributed) + num_missing
-        total = self._sum * whole / len(self._of) if self._of else 0.0
+        total = self._sum * whole / len(self._by_rank) if self._by_rank else 0.0
         return min(1.0, sum(contributed) / total) if total > 0 else num / whole
 
 
@@ -150,7 +150,7 @@ class AsyncDilocoPolicy(Policy):
         # delayed_update: when the newest contribution of a rank came, after which it went on
         self._handed_over: dict[int, float] = {}
         self._speeds, self._weights = Speeds(), Weights()
-        self._by_steps, self._placed = Standing(), dict[int, int]()  # live ranks by training steps done
+        self._by_steps, self._ranked_steps = Standing(), dict[int, int]()  # live ranks by training steps done
 
     @classmethod
     def summary(cls, options: AsyncDilocoOptions) -> str:
@@ -163,11 +163,11 @@ class AsyncDilocoPolicy(Policy):
 
     @property
     def outer(self) -> Outer:
-        momentum, said = self.options.outer_momentum, "as policy.outer_momentum says"
+        momentum, reason = self.options.outer_momentum, "as policy.outer_momentum says"
         if self.options.outer_delay is not None:
             numbers = {"lr": self.options.outer_lr, "momentum": _DELAYED if momentum is None else momentum}
             return Outer("DelayedNesterov", numbers, f"it moves with every {self.options.outer_delay} deltas")
-        return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, said)))
+        return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, reason)))
 
     @property
     def merge(self) -> Merge:
@@ -182,7 +182,7 @@ class AsyncDilocoPolicy(Policy):
         wanted = ceil(self.options.local_steps * self._speeds.share(rank)) or 1
         return most if most < wanted else wanted
 
-    def told_steps(self, rank: int) -> int | None:
+    def assigned_steps(self, rank: int) -> int | None:
         return self._replied[rank][1] if rank in self._replied else None
 
     @property
@@ -200,17 +200,17 @@ class AsyncDilocoPolicy(Policy):
         super().restore(version, contributions, state)
         self._since_moved = state.get("since_moved", 0)
 
-    def _place(self, rank: int) -> None:
+    def _rank_by_steps(self, rank: int) -> None:
         steps = self.steps_done(rank)
-        if rank in self._placed:
-            self._by_steps.move(rank, self._placed[rank], steps)
+        if rank in self._ranked_steps:
+            self._by_steps.move(rank, self._ranked_steps[rank], steps)
         else:
             self._by_steps.add(rank, steps)
-        self._placed[rank] = steps
+        self._ranked_steps[rank] = steps
 
     def _unplace(self, rank: int) -> None:
-        if rank in self._placed:
-            self._by_steps.remove(rank, self._placed.pop(rank))
+        if rank in self._ranked_steps:
+            self._by_steps.remove(rank, self._ranked_steps.pop(rank))
 
     # ---- who comes and goes -----------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class AsyncDilocoPolicy(Policy):
         return super().joined(rank, now)
 
     def _joined(self, rank: int) -> list[Decision]:
-        self._place(rank)
+        self._rank_by_steps(rank)
         self._is_missing(rank)
         return []
 
@@ -252,13 +252,13 @@ class AsyncDilocoPolicy(Policy):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank = member.rank
         replied = self._replied.pop(rank, None)
-        replied_at, told = replied if replied is not None else (now, self.next_local_steps(rank))
+        replied_at, assigned = replied if replied is not None else (now, self.next_local_steps(rank))
         num_steps = contribution.counts.num_training_steps
-        steps = told if num_steps is None else num_steps
+        steps = assigned if num_steps is None else num_steps
         self._count(member)
         self._too_many.pop(rank, None)  # counted here, and not when the version is there
         self._offsets[rank] = self._offsets.get(rank, self._offset) - (self.local_steps - steps)
-        self._place(rank)
+        self._rank_by_steps(rank)
         self._missing.pop(rank, None)
         if self.common.delayed_update:
             self._handed_over[rank] = now

@@ -133,8 +133,8 @@ class DilocoPolicy(RoundPolicy):
         return self.options.outer(*self._momentum())
 
     def _momentum(self) -> tuple[float, str]:
-        if (told := self.options.outer_momentum) is not None:
-            return told, "as policy.outer_momentum says"
+        if (configured := self.options.outer_momentum) is not None:
+            return configured, "as policy.outer_momentum says"
         if self.common.keeps_most:
             return 0.0, "worker.codec keeps most of every difference for later, which momentum would add up"
         if self.training_steps is None:

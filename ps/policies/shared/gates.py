@@ -61,9 +61,9 @@ class Gates(Ledger):
     def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
         """Why each waiting worker waits, or each of `ranks`."""
         all_wait = self._why_all_wait()
-        asked = self._waiting.ranks if ranks is None else [rank for rank in ranks if rank in self._waiting.ranks]
+        selected = self._waiting.ranks if ranks is None else [rank for rank in ranks if rank in self._waiting.ranks]
         sentences: dict[object, str] = {}  # each is made once
-        return {rank: all_wait or self._why_waits(rank, now, sentences) for rank in sorted(asked)}
+        return {rank: all_wait or self._why_waits(rank, now, sentences) for rank in sorted(selected)}
 
     def waiting_reason(self, now: float) -> str:
         """What everyone waits for, as one sentence; empty when somebody may compute."""

@@ -76,7 +76,7 @@ class Ledger(Traits):
         most, left = self.local_steps, self.training_steps - self.steps_done(rank)
         return most if most < left else left
 
-    def told_steps(self, rank: int) -> int | None:
+    def assigned_steps(self, rank: int) -> int | None:
         """Training steps that the worker was told for its next contribution, where they differ from rank to rank. None:
         `local_steps`, or as many as were left."""
         return None

@@ -118,9 +118,9 @@ class RoundPolicy(Policy):
             return []
         if rank in self._vacant:
             self._vacant.remove(rank)
-        elif not self.has_fixed_set or self._has_room(place := bisect_left(self._order, rank)):
+        elif not self.has_fixed_set or self._has_room(position := bisect_left(self._order, rank)):
             insort(self._order, rank)
-        elif place < self._num_folded:
+        elif position < self._num_folded:
             self._late.add(rank)
             return []
         else:
@@ -141,18 +141,18 @@ class RoundPolicy(Policy):
         elif self.has_fixed_set and rank not in self.out:
             self._vacant.add(rank)
         else:
-            place = bisect_left(self._order, rank)
-            del self._order[place]
-            self._num_folded -= place < self._num_folded
+            position = bisect_left(self._order, rank)
+            del self._order[position]
+            self._num_folded -= position < self._num_folded
         return self._fold_next() if self.has_fixed_set else []
 
-    def _has_room(self, place: int) -> bool:
+    def _has_room(self, position: int) -> bool:
         """Whether a rank can still be folded at this place of the order. Behind it uploads may have got all memory."""
         first, most = self._num_folded, self.common.max_staged
-        if place < first:
+        if position < first:
             return False
-        is_behind_them = place == len(self._order) or not self.has_started
-        return is_behind_them or most is None or place - first >= most or len(self._order) - first < most
+        is_behind_them = position == len(self._order) or not self.has_started
+        return is_behind_them or most is None or position - first >= most or len(self._order) - first < most
 
     def _is_missing_no_more(self, rank: int) -> None:
         del self._missing[bisect_left(self._missing, rank)]
@@ -203,8 +203,9 @@ class RoundPolicy(Policy):
             return None
         if not num_missing:
             live = self._num_in_round()
-            gone = contributed - live
-            return f"{live} of {live} live workers contributed" + (f", and {gone} before leaving" if gone else "")
+            departed = contributed - live
+            others = f", and {departed} before leaving" if departed else ""
+            return f"{live} of {live} live workers contributed{others}"
         if num_missing <= self.options.backup_workers:
             return f"{contributed} contributed, {num_missing} of {self.options.backup_workers} backup workers did not"
         timeout_s = self.options.straggler_timeout_s

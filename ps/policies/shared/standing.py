@@ -18,9 +18,9 @@ class Standing:
     _numbers: list[int] = field(default_factory=list)  # a heap of those, and of some where nobody is any more
 
     def add(self, rank: int, number: int) -> None:
-        there = self._ranks.get(number)
-        if there is not None:
-            there[rank] = None
+        ranks = self._ranks.get(number)
+        if ranks is not None:
+            ranks[rank] = None
             return
         self._ranks[number] = {rank: None}
         if len(self._numbers) > 2 * len(self._ranks) + _SPARE:
@@ -32,9 +32,9 @@ class Standing:
             self.least = number
 
     def remove(self, rank: int, number: int) -> None:
-        there = self._ranks[number]
-        del there[rank]
-        if there:
+        ranks = self._ranks[number]
+        del ranks[rank]
+        if ranks:
             return
         del self._ranks[number]
         if number == self.least:

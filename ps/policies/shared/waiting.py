@@ -37,21 +37,21 @@ class Waiting:
 
     def due(self, progress: int) -> list[int]:
         """Ranks whose gate may be open now, ascending; those of which it is not are `shut` again."""
-        asked = self._to_ask
+        candidates = self._to_ask
         while self._bounds and self._bounds[0] <= progress:
-            asked |= self._until.pop(heappop(self._bounds)) & self.ranks
-        if len(asked) == 1:  # as nearly always
-            return [asked.pop()]
-        found = sorted(asked)
-        asked.clear()
+            candidates |= self._until.pop(heappop(self._bounds)) & self.ranks
+        if len(candidates) == 1:  # as nearly always
+            return [candidates.pop()]
+        found = sorted(candidates)
+        candidates.clear()
         return found
 
     def shut(self, rank: int, until: int | None) -> None:
         """It is asked again when progress has come to `until`; None: after the next event."""
         if until is None:
             self._to_ask.add(rank)
-        elif (there := self._until.get(until)) is not None:
-            there.add(rank)
+        elif (ranks := self._until.get(until)) is not None:
+            ranks.add(rank)
         else:
             self._until[until] = {rank}
             heappush(self._bounds, until)

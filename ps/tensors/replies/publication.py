@@ -85,7 +85,7 @@ class Publication:
         self._frames: list[tuple[bytes, int, int]] = []  # with the range of the payload in each
         self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def made(self, num_bytes: int) -> None:
         """The first `num_bytes` are made. Called on the tensor thread."""
@@ -98,7 +98,7 @@ class Publication:
         done = 0
         while done < self.num_bytes:
             while self.ready <= done:
-                await self._news.wait()
+                await self._changed.wait()
             start, done = done, self.ready
             yield start, done
 
@@ -108,7 +108,7 @@ class Publication:
         num_sent = 0
         while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
             while num_sent == len(self._frames):
-                await self._news.wait()
+                await self._changed.wait()
             raw, start, end = self._frames[num_sent]
             is_left_out = any(first <= start and end <= last for first, last in left_out)
             yield left_out_frame(start, end - start) if is_left_out else raw
@@ -136,8 +136,8 @@ class Publication:
 
     def _wake(self) -> None:
         if self.num_users or self.num_readers:  # the encoder goes on when its readers have left
-            self._news.set()
-            self._news = asyncio.Event()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     def forget_frames(self) -> None:
         """Drop frames that nobody needs any more."""

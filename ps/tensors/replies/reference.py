@@ -46,7 +46,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class ReferenceUpdate:
     """Leads one worker to reference `number`, which was made of `version`."""
 
     number: int
@@ -101,14 +101,14 @@ class Reference:
 
         self._tensors.submit(work)
 
-    def news(self, known: int) -> News:
+    def update_from(self, known: int) -> ReferenceUpdate:
         """The news for a worker that has reference `known`, 0: none."""
         first = self._ring[0].number - 1 if self._ring else self.number
         if not first <= known <= self.number:
-            return News(self.number, self.version, "", (self._make_whole(),))
+            return ReferenceUpdate(self.number, self.version, "", (self._make_whole(),))
         made = tuple(difference for difference in self._ring if difference.number > known)
         checked = [difference for difference in made if difference.number % _CHECKED_EVERY == 0]
-        return News(self.number, self.version, self._codec.name, made, checked[-1] if checked else None)
+        return ReferenceUpdate(self.number, self.version, self._codec.name, made, checked[-1] if checked else None)
 
     def _make_whole(self) -> Whole:
         """A copy of the reference, shared by all workers that receive it at this time."""

@@ -27,7 +27,7 @@ def piece(offset: int, num_bytes: int, kind: str | None = None) -> Frame:
     return Frame(kind, None, offset, memoryview(bytes(num_bytes)))
 
 
-def placed(offset: int, num_bytes: int) -> Frame:
+def out_of_band(offset: int, num_bytes: int) -> Frame:
     return Frame(None, None, offset, memoryview(b""), num_bytes)
 
 
@@ -45,8 +45,8 @@ def placed(offset: int, num_bytes: int) -> Frame:
         ([piece(2**64 - 1, 4)], "goes past the end"),
         ([piece(0, 4), piece(4, 0)], "an empty piece"),
         ([piece(0, 0)], "an empty piece"),
-        ([placed(0, 10)], "not in one"),
-        ([piece(0, 4), placed(4, 6)], "not in one"),
+        ([out_of_band(0, 10)], "not in one"),
+        ([piece(0, 4), out_of_band(4, 6)], "not in one"),
     ],
 )
 def test_pieces_out_of_place_are_refused(pieces: list[Frame], says: str) -> None:
@@ -110,14 +110,18 @@ def test_zeros_are_found_and_the_rest_arrives(stretches: list[tuple[int, bool]],
 
 
 @pytest.mark.parametrize(
-    "wrong", [placed(2, 4), placed(8, 3), placed(2**64 - 1, 2**64 - 1), Frame(None, None, 4, memoryview(b"ab"), 2)]
+    "wrong",
+    [
+        *(out_of_band(*wrong) for wrong in ((2, 4), (8, 3), (2**64 - 1,) * 2)),
+        Frame(None, None, 4, memoryview(b"ab"), 2),
+    ],
 )
 def test_placed_pieces_are_held_to_the_same_rules(wrong: Frame) -> None:
     told: list[tuple[int, int]] = []
     reader = PayloadReader(10, lambda *_: pytest.fail("nothing came by message"), lambda *piece: told.append(piece))
-    reader.feed(placed(0, 4))
+    reader.feed(out_of_band(0, 4))
     refused_as_bad_request(lambda: reader.feed(wrong))
-    reader.feed(placed(4, 6))
+    reader.feed(out_of_band(4, 6))
     assert told == [(0, 4), (4, 6)]
     assert reader.is_complete
 
@@ -162,12 +166,13 @@ def test_whatever_comes_the_payload_is_whole_or_refused(num_bytes: int, attempts
         write(offset, memoryview(payload)[offset : offset + length])
 
     reader = PayloadReader(num_bytes, write, place)
-    for offset, length, is_placed in [*attempts, *((at, 1, False) for at in range(num_bytes))]:
+    for offset, length, is_out_of_band in [*attempts, *((at, 1, False) for at in range(num_bytes))]:
         fits = length > 0 and offset + length <= num_bytes and written.keys().isdisjoint(range(offset, offset + length))
         before = dict(written)
         content = (payload + b"zzz")[offset : offset + length].ljust(length, b"z")
         with contextlib.nullcontext() if fits else pytest.raises(ParamServerError):
-            reader.feed(placed(offset, length) if is_placed else Frame(None, None, offset, memoryview(content)))
+            written_frame = Frame(None, None, offset, memoryview(content))
+            reader.feed(out_of_band(offset, length) if is_out_of_band else written_frame)
         assert len(written) == reader.received
         assert fits or written == before
     assert reader.is_complete

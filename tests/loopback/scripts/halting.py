@@ -25,7 +25,7 @@ def halt(where: str) -> None:
         time.sleep(1000)
 
 
-place, write = DirectTransfer.place, DirectTransfer.write
+place, write = DirectTransfer.gather_into, DirectTransfer.write
 
 
 def placing(self: DirectTransfer, *arguments: Any) -> Iterator[tuple[int, int]]:
@@ -43,7 +43,7 @@ def reading(self: DirectTransfer, offset: int, data: memoryview) -> None:
         halt("reading")
 
 
-DirectTransfer.place, DirectTransfer.write = placing, reading  # type: ignore[method-assign]
+DirectTransfer.gather_into, DirectTransfer.write = placing, reading  # type: ignore[method-assign]
 
 model = torch.nn.Module()
 model.seen = torch.nn.Parameter(torch.zeros(8 * STEPS))

@@ -49,7 +49,7 @@ def ask(run: Run, do: str, rank: int | None = None, name: str = "", value: objec
 def told(found: list[effects.Effect]) -> tuple[bool, str]:
     (taken,) = [effect for effect in found if isinstance(effect, effects.ControlTaken)]
     assert taken.number == 7
-    return taken.is_done, taken.told
+    return taken.is_done, taken.result
 
 
 def replied(found: list[effects.Effect]) -> list[int]:
@@ -109,7 +109,7 @@ def test_another_mode_takes_over_with_all_that_counts() -> None:
     found = ask(run, "set", name="mode", value="ssp")
     assert told(found) == (True, "mode is ssp, was async")
     (taken,) = [item for item in found if isinstance(item, effects.ControlTaken)]
-    assert (taken.now["mode"], taken.now["staleness"]) == ("ssp", 1)
+    assert (taken.mode_fields["mode"], taken.mode_fields["staleness"]) == ("ssp", 1)
     assert (run.policy.version, run.policy.num_counted) == (4, {0: 4, 1: 0})
     assert replied(contribute(run, 0)) == []
     assert "5 contributions ahead, at most 1 allowed" in run.policy.waiting(0.0)[0]

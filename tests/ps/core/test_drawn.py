@@ -7,67 +7,67 @@ from paramserver.ps.core.counting.drawn import Data, Drawn
 
 def test_the_place_counts_batches_and_not_steps() -> None:
     drawn = Drawn()
-    assert drawn.place(0, 7) == 7, "nothing was said: one for each step"
+    assert drawn.num_batches(0, 7) == 7, "nothing was said: one for each step"
     for step in (1, 2, 3):
         drawn.committed(0, 4, 1, step)
-    assert drawn.place(0, 3) == 12
-    assert drawn.place(0, 5) == 20, "two rounds counted without it: as many as others drew"
-    assert drawn.place(1, 3) == 12, "a rank that is new"
+    assert drawn.num_batches(0, 3) == 12
+    assert drawn.num_batches(0, 5) == 20, "two rounds counted without it: as many as others drew"
+    assert drawn.num_batches(1, 3) == 12, "a rank that is new"
     drawn.committed(0, 4, 1, 6)
-    assert drawn.place(0, 6) == 24
+    assert drawn.num_batches(0, 6) == 24
 
 
 def test_a_contribution_may_cover_several_steps_and_more_or_fewer_batches() -> None:
     drawn = Drawn()
     drawn.committed(0, 32, 8, 8)
     drawn.committed(0, 8, 8, 10)  # the last, shorter one
-    assert drawn.place(0, 10) == 40
+    assert drawn.num_batches(0, 10) == 40
 
 
 def test_the_place_survives_in_a_snapshot_and_an_older_one_tells_none() -> None:
     drawn, other = Drawn(), Drawn()
     drawn.committed(1, 9, 3, 3)
     other.restore(drawn.saved())
-    assert other.place(1, 3) == 9
+    assert other.num_batches(1, 3) == 9
     for saved in (None, [], {"1": 3, "x": [1, 2], "2": ["a", 1]}):
         other = Drawn()
         other.restore(saved)
-        assert other.place(1, 3) == 3
+        assert other.num_batches(1, 3) == 3
 
 
 def test_the_same_result_from_the_same_weights_is_said_once() -> None:
     data = Data()
-    assert not list(data.told(0, 0, 0, 5))
-    assert not list(data.told(0, 0, 0, 5)), "its own again"
-    assert not list(data.told(1, 0, 0, 6))
-    assert not list(data.told(2, 0, 0, 0)), "not known"
-    (said,) = data.told(2, 0, 0, 5)
+    assert not list(data.record(0, 0, 0, 5))
+    assert not list(data.record(0, 0, 0, 5)), "its own again"
+    assert not list(data.record(1, 0, 0, 6))
+    assert not list(data.record(2, 0, 0, 0)), "not known"
+    (said,) = data.record(2, 0, 0, 5)
     assert (said.event, said.fields["ranks"]) == ("same_batches", [0, 2])
     assert data.twins == {0: 2, 2: 0}
-    assert not list(data.told(3, 0, 0, 5)) and data.twins[3] == 0, "the server has said it; the worker has not heard"
-    assert not list(Data().told(1, 4, 0, 5))
+    assert not list(data.record(3, 0, 0, 5)) and data.twins[3] == 0, "the server has said it; the worker has not heard"
+    assert not list(Data().record(1, 4, 0, 5))
 
 
 def test_ranks_that_began_with_other_weights_in_between_are_compared_too() -> None:
     data = Data()
-    assert not list(data.told(0, 0, 0, 5))
-    assert not list(data.told(1, 3, 0, 7))
-    assert not list(data.told(1, 3, 0, 7)), "its own again"
-    assert [item.event for item in data.told(2, 0, 0, 5)] == ["same_batches"]
+    assert not list(data.record(0, 0, 0, 5))
+    assert not list(data.record(1, 3, 0, 7))
+    assert not list(data.record(1, 3, 0, 7)), "its own again"
+    assert [item.event for item in data.record(2, 0, 0, 5)] == ["same_batches"]
 
 
 def test_what_a_rank_began_with_before_is_forgotten() -> None:
     """Its process was replaced, and the new one has other batches."""
     data = Data()
-    assert not list(data.told(0, 0, 0, 5))
-    assert not list(data.told(0, 4, 0, 6))
-    assert not list(data.told(1, 0, 0, 5))
+    assert not list(data.record(0, 0, 0, 5))
+    assert not list(data.record(0, 4, 0, 6))
+    assert not list(data.record(1, 0, 0, 5))
 
 
 def test_data_sets_of_different_lengths_are_said_with_who_has_what() -> None:
     data = Data()
-    assert not list(data.told(0, 0, 1000, 1))
-    assert not list(data.told(1, 0, 1000, 2))
-    assert not list(data.told(2, 0, 0, 3)), "it has a loader of its own"
-    (said,) = data.told(3, 0, 900, 4)
+    assert not list(data.record(0, 0, 1000, 1))
+    assert not list(data.record(1, 0, 1000, 2))
+    assert not list(data.record(2, 0, 0, 3)), "it has a loader of its own"
+    (said,) = data.record(3, 0, 900, 4)
     assert "rank 0 1,000, rank 1 1,000, rank 3 900 samples" in said.fields["meaning"]

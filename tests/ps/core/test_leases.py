@@ -20,7 +20,7 @@ def roster_of(*ranks: int, lease_s: float) -> Roster:
 
 
 def heartbeat(roster: Roster, rank: int, now: float) -> None:
-    roster.heard(rank, str(rank), now)
+    roster.heartbeat(rank, str(rank), now)
 
 
 def silent(roster: Roster, now: float) -> list[int]:

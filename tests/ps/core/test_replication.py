@@ -150,9 +150,9 @@ def test_over_connections_that_break_everything_arrives_once_and_in_order(moves:
         elif move == "send":
             send()
         else:  # the other side says how far it has heard; what it had only been sent may be gone
-            assert outbox.can_go_on_after(other.num_heard)
-            outbox.has_been_heard(other.num_heard)
-            sent = other.num_heard
+            assert outbox.can_go_on_after(other.num_received)
+            outbox.acknowledge(other.num_received)
+            sent = other.num_received
     assert got == list(range(outbox.num_put))
 
 
@@ -168,7 +168,7 @@ def test_what_was_heard_is_not_kept_and_cannot_be_gone_back_to() -> None:
     outbox = Outbox[str]()
     for text in "abc":
         outbox.put(text)
-    outbox.has_been_heard(2)
+    outbox.acknowledge(2)
     assert outbox.after(0) == [(3, "c")]
     assert outbox.can_go_on_after(2) and outbox.can_go_on_after(3)
     assert not outbox.can_go_on_after(1) and not outbox.can_go_on_after(4)

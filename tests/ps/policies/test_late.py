@@ -152,7 +152,7 @@ def test_the_run_says_which_momentum_is_left_when_that_changes(mode: str) -> Non
         for _ in range(2):
             number = run.policy.num_counted[rank] + 1
             happens(contributed(rank, 1, number, run.policy.version, hyperparameters=groups))
-    assert [(text["workers"], text["told"], text["used"]) for text in said] == [(2, 0.9, 0.8), (3, 0.9, 0.7)]
+    assert [(text["workers"], text["configured"], text["used"]) for text in said] == [(2, 0.9, 0.8), (3, 0.9, 0.7)]
 
 
 # ---- buffered ----------------------------------------------------------------------------------

@@ -35,18 +35,18 @@ class Calls(grpc.GenericRpcHandler):
         )
 
     async def _attend(self, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
-        heard: list[object] = [LINES.read((await anext(reports)).said)]
+        heard: list[object] = [LINES.read((await anext(reports)).message)]
         self.heard.append(heard)
         broken = asyncio.Event()
         self.breaks.append(broken)
         reply = self._replies.pop(0)
         if reply is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection was reset")
-        await context.write(pb.ShardOrder(said=LINES.write(reply)))
+        await context.write(pb.ShardOrder(message=LINES.write(reply)))
 
         async def hear() -> None:
             async for report in reports:
-                heard.append(LINES.read(report.said))
+                heard.append(LINES.read(report.message))
 
         hearing = asyncio.create_task(hear())
         await broken.wait()

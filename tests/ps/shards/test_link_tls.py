@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _attend(reports, context) -> None:
-    assert isinstance(LINES.read((await anext(reports)).said), Register)
-    await context.write(pb.ShardOrder(said=LINES.write(BEGIN)))
+    assert isinstance(LINES.read((await anext(reports)).message), Register)
+    await context.write(pb.ShardOrder(message=LINES.write(BEGIN)))
 
 
 def register(folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bool) -> object:
@@ -113,8 +113,8 @@ def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: P
             server = grpc.aio.server()
 
             async def attend(reports, context, name=name) -> None:
-                told.append((name, LINES.read((await anext(reports)).said)))
-                await context.write(pb.ShardOrder(said=LINES.write(BEGIN)))
+                told.append((name, LINES.read((await anext(reports)).message)))
+                await context.write(pb.ShardOrder(message=LINES.write(BEGIN)))
 
             handler = grpc.stream_stream_rpc_method_handler(
                 attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString

@@ -217,7 +217,7 @@ def test_what_is_not_finite_becomes_nothing(name: str, bad: float, max_norm: flo
     expected = payload.clone()
     views(expected)[name].reshape(-1)[3] = views(store.weights)["mean"][3] if name == "mean" else 0.0
     judgement = store.sanity.examine(payload, store.weights)
-    assert (judgement.action, judgement.is_clipped, judgement.what) == ("take", True, f"NaN or Inf in '{name}'")
+    assert (judgement.action, judgement.is_clipped, judgement.problem) == ("take", True, f"NaN or Inf in '{name}'")
     assert torch.equal(payload, expected)
 
 
@@ -239,7 +239,7 @@ def test_all_nan_and_what_is_left_is_measured(on_large: Any) -> None:
         assert norm_of(payload) == pytest.approx(1e-3, rel=1e-2)
     else:
         assert judgement.action == on_large
-        assert "NaN or Inf in 'a', and without them a gradient of norm" in judgement.what
+        assert "NaN or Inf in 'a', and without them a gradient of norm" in judgement.problem
     payload = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)  # NaN, every float of it
     assert store.sanity.examine(payload, store.weights).is_clipped
     assert norm_of(payload) == 0.0

@@ -28,7 +28,7 @@ def test_a_median_holds_every_workers_gradient_to_the_commit(shares: bool) -> No
                 if shares:
                     worker.segment.payload.view(torch.float32).fill_(value)
                     worker.announce(step, in_shared_memory=True, version=step - 1)
-                    worker.send(placed=LARGE.exchange_bytes)
+                    worker.send(out_of_band=LARGE.exchange_bytes)
                 else:
                     worker.contribute(step, value, version=step - 1)
                 await server.settle()

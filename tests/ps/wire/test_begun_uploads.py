@@ -71,8 +71,8 @@ def _end_begun(worker: Worker, how: str) -> None:
             worker.begin(codec="bf16", num_bytes=LARGE.exchange_bytes // 2)
         case "the same piece":
             worker.piece(0, 4000)
-        case "placed":
-            worker.send(placed=400, offset=8000)
+        case "out_of_band":
+            worker.send(out_of_band=400, offset=8000)
         case "too many samples":
             worker.announce(num_samples=2**63)
         case "another number":
@@ -96,7 +96,7 @@ BEGUN_ENDS = {
     "in a segment that is not": "BAD_REQUEST",
     "begun in another way": "BAD_REQUEST",
     "the same piece": "BAD_REQUEST",
-    "placed": "BAD_REQUEST",
+    "out_of_band": "BAD_REQUEST",
     "too many samples": "BAD_REQUEST",
     "another number": "SEQ_GAP",
     "two contributions": "BAD_REQUEST",

@@ -48,8 +48,8 @@ class Trainer:
                 if received.header.weights.HasField("segment"):
                     segment = open_segment(received.header.weights.segment)
             start = received.offset
-            if received.placed:
-                self.held[start : start + received.placed] = segment.payload[start : start + received.placed]
+            if received.out_of_band:
+                self.held[start : start + received.out_of_band] = segment.payload[start : start + received.out_of_band]
             elif len(received.data):
                 as_bytes(self.held)[start : start + len(received.data)] = received.data
             self.num_left_out += received.left_out

@@ -45,7 +45,7 @@ async def seated(server: Server, rank: int = 0, incarnation: int = 0) -> Worker:
     if worker.kinds[-1] == "send_weights":
         header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=BIG.total_bytes))
         worker.stream.send(*message_frames(header, [as_bytes(torch.zeros(600_000))]))
-    server.engine.offer(events.Heard(rank, process))
+    server.engine.offer(events.Heartbeat(rank, process))
     await server.settle()
     return worker
 

@@ -23,7 +23,7 @@ async def test_a_contribution_in_the_workers_segment(server: Server) -> None:
     for step in range(1, 10):
         worker.place(step)
         await server.settle()
-        assert worker.stream.received[-1].placed, "the weights came over the connection"
+        assert worker.stream.received[-1].out_of_band, "the weights came over the connection"
         assert torch.equal(worker.weights(), torch.full((100_000,), -0.5 * step))
         worker.send(taken=pb.Taken())
     await turns()
@@ -115,7 +115,7 @@ async def test_a_worker_dies_while_it_places_its_contribution(server: Server) ->
     await other.share()
     other.place()
     victim.announce(in_shared_memory=True)
-    victim.send(placed=4000, offset=8000)
+    victim.send(out_of_band=4000, offset=8000)
     await turns()
     victim.task.cancel()
     await server.settle()
@@ -150,7 +150,7 @@ async def test_a_rank_that_comes_back_without_a_segment_is_shown_without(server:
     assert server.engine.traffic[0].transport == "grpc"
     second.contribute()
     await server.settle()
-    assert not second.stream.received[-1].placed
+    assert not second.stream.received[-1].out_of_band
     assert torch.equal(second.weights(), torch.full((100_000,), -0.5))
 
 
@@ -212,7 +212,7 @@ async def test_a_segment_larger_than_a_contribution_will_do(server: Server) -> N
     await worker.join(segment.address)
     assert worker.stream.received[1].header.accepted, worker.stream.received[1].header.reason
     worker.announce(in_shared_memory=True)
-    worker.send(placed=LARGE.exchange_bytes)
+    worker.send(out_of_band=LARGE.exchange_bytes)
     await server.settle()
     assert torch.equal(worker.weights(), torch.full((100_000,), -0.5))
 
@@ -239,7 +239,7 @@ def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str, monkeypatch: p
         if how != "killed while reading":
             worker.send(taken=pb.Taken())
             worker.announce(2, in_shared_memory=True)
-            worker.send(placed=4000)
+            worker.send(out_of_band=4000)
             await turns()
         match how:
             case "stream ends":

@@ -45,7 +45,7 @@ class Direct(Transport):
         await self.stream.write(frame(header(publication.version, num_bytes, None)))
         async for start, end in publication.progress():
             self.down += publication.segment.bytes[start:end]
-            await self.stream.write_placed(start, end)
+            await self.stream.write_out_of_band(start, end)
         self.taken()
 
 
@@ -69,8 +69,8 @@ def test_a_transport_brings_payloads_straight_to_where_they_belong(codec: str) -
             half = len(raw) // 2
             transport.up += [raw[half:], raw[:half]]
             worker.announce(step, codec=codec, num_bytes=len(raw), in_shared_memory=True)
-            worker.send(placed=half, offset=half)
-            worker.send(placed=half, offset=0)
+            worker.send(out_of_band=half, offset=half)
+            worker.send(out_of_band=half, offset=0)
             await server.settle()
             assert torch.frombuffer(transport.down, dtype=torch.float32).tolist()[::50_000] == [-0.5 * step] * 2
             transport.down = bytearray()

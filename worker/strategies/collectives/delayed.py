@@ -139,7 +139,7 @@ class Delayed(AllReduceStrategy):
         self._model_version = 0
         self._flying: Flight | None = None  # whose round is being made
         self._is_over = False  # pending flights are discarded: no more rounds are made of them
-        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the training thread
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the training thread
         self._undo: Callable[[], None] | None = None  # of the weights that an evaluation sees
         # As if pending contributions counted; the exchange's own is what the server has confirmed.
         self.progress: Progress = copy.copy(exchange.progress)
@@ -170,7 +170,7 @@ class Delayed(AllReduceStrategy):
     # ---- a step, on the training thread -------------------------------------------------------
 
     def _contribute(self, outgoing: Outgoing) -> None:
-        while not self._asked.empty():
+        while not self._requests.empty():
             self._serve_one()
         self._hand_over(outgoing)
         is_last = self.progress.assume_counted()
@@ -199,7 +199,7 @@ class Delayed(AllReduceStrategy):
         flight = Flight(outgoing, self._model_version, numbers, metadata, norm, tensors)
         self._flights.append(flight)
         flight.reply = self._rounds.submit(lambda: self._fly(flight))
-        flight.reply.add_done_callback(lambda _: self._asked.put(None))
+        flight.reply.add_done_callback(lambda _: self._requests.put(None))
 
     def _land(self, flight: Flight) -> None:
         """Wait until its round is made. Where the server says where to start, or no step is to come, no flight is left
@@ -283,10 +283,10 @@ class Delayed(AllReduceStrategy):
             self._take_step(mean)
         return reply
 
-    def _step_ahead(self, *more: tuple[Numbers, Mean]) -> Callable[[], None]:
+    def _step_ahead(self, *extra: tuple[Numbers, Mean]) -> Callable[[], None]:
         """Step along all means that are there, and `more`; returns the function that undoes it."""
         undo = self._step.copy()
-        for numbers, mean in [*self.made(), *more]:
+        for numbers, mean in [*self.made(), *extra]:
             self._step.apply_with(numbers, mean, has_buffers=True)
         return undo
 
@@ -309,12 +309,12 @@ class Delayed(AllReduceStrategy):
         if self._flying is None:  # this is the training thread
             serve()
         else:
-            self._asked.put(serve)
+            self._requests.put(serve)
         return future
 
     def _serve_one(self) -> None:
         with suppress(queue.Empty):
-            serve = self._asked.get(timeout=_LOOK_UP_S)  # a signal may raise here
+            serve = self._requests.get(timeout=_LOOK_UP_S)  # a signal may raise here
             if serve is not None:
                 serve()
 
@@ -371,8 +371,8 @@ class Delayed(AllReduceStrategy):
 
 def _put(tensors: list[torch.Tensor | None], index: int, tensor: torch.Tensor | None, device: Any) -> None:
     """Copy a tensor to the place of this index, into the memory that is there; `device` None: where the tensor is."""
-    place = tensors[index]
-    if tensor is None or place is None:
+    target = tensors[index]
+    if tensor is None or target is None:
         tensors[index] = None if tensor is None else tensor.to(device or tensor.device, copy=True)
     else:
-        place.copy_(tensor)
+        target.copy_(tensor)

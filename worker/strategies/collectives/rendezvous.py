@@ -64,11 +64,11 @@ class Rendezvous:
         self._server.close()
 
 
-class Here(NamedTuple):
+class MemberInfo(NamedTuple):
     """What a member publishes of itself."""
 
     device: str
-    own: Address  # of its `Rendezvous`
+    rendezvous: Address  # of its `Rendezvous`
     listens: Address  # where others connect to it
 
 
@@ -97,14 +97,16 @@ def store_of(generation: Generation, rank: int, timeout_s: float) -> Store:
         raise Broken(f"generation {generation.number}: its store is gone: {first_line(error)}") from None
 
 
-def come_together(store: dist.Store, generation: Generation, rank: int, here: Here, timeout_s: float) -> list[Here]:
+def come_together(
+    store: dist.Store, generation: Generation, rank: int, local: MemberInfo, timeout_s: float
+) -> list[MemberInfo]:
     """All members, by index, once each has published that it reaches all others. Raises Broken where one does not come
     within `timeout_s` (the sentence names it) or cannot be reached."""
-    device, *addresses = here
+    device, *addresses = local
     store.set(f"here/{rank}", " ".join([device, *map(shown, addresses)]))
     try:
         words = _all(store, "here", generation, rank, timeout_s)
-        members = [Here(device, _address(own), _address(listens)) for device, own, listens in words]
+        members = [MemberInfo(device, _address(rendezvous), _address(listens)) for device, rendezvous, listens in words]
         with ThreadPoolExecutor(len(members)) as threads:
             failed = list(threads.map(lambda item: _failed(rank, *item), zip(generation.members, members, strict=True)))
         lost = [member for member, error in zip(generation.members, failed, strict=True) if error is not None]
@@ -124,12 +126,12 @@ def come_together(store: dist.Store, generation: Generation, rank: int, here: He
 
 
 def collected(
-    store: dist.Store, topic: str, ranks: Sequence[int], own: int, timeout_s: float
+    store: dist.Store, topic: str, ranks: Sequence[int], own_rank: int, timeout_s: float
 ) -> tuple[list[bytes], list[int]]:
     """The values `topic/RANK` of these ranks that came within `timeout_s`, and the ranks whose did not. Raises
     RuntimeError where the store is gone."""
     until = time.monotonic() + timeout_s
-    missing = [rank for rank in ranks if rank != own]
+    missing = [rank for rank in ranks if rank != own_rank]
     while missing and time.monotonic() < until:
         with suppress(dist.DistStoreError):
             left_s = max(0.001, min(_WAIT_S, until - time.monotonic()))
@@ -158,9 +160,9 @@ def _missing(missing: Sequence[int], rank: int, generation: Generation, timeout_
     return Broken(message, HERE if is_alone else UNKNOWN)
 
 
-def _failed(rank: int, other: int, there: Here) -> OutOfReach | None:
+def _failed(rank: int, other: int, peer: MemberInfo) -> OutOfReach | None:
     try:
-        reach(rank, other, there.own)
+        reach(rank, other, peer.rendezvous)
     except OutOfReach as error:
         return error
     return None

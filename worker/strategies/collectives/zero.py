@@ -177,10 +177,10 @@ class ShardedTransfer(StateTransfer):
         step, index, any_whole = self.step, group.index, any(are_whole)
         sources = [member for member, has in enumerate(have) if has]
         first = are_whole.index(True) if any_whole else sources[0]
-        own = self._dump_part(index == first, not any_whole) if have[index] else {}
+        local_part = self._dump_part(index == first, not any_whole) if have[index] else {}
         fresh = Collected(step.all_rows())
         for source in sources:
-            values = self._broadcast(group, source, own)
+            values = self._broadcast(group, source, local_part)
             if "tensors" in values and not (have[index] and are_whole[index]):
                 for tensor, other in zip(step.weights(), values["tensors"], strict=True):
                     tensor.data.copy_(other)
@@ -197,8 +197,8 @@ class ShardedTransfer(StateTransfer):
                 if isinstance(value, torch.Tensor):
                     state[key] = value.to(step.device_of(found, value))
 
-    def _broadcast(self, group: Group, source: int, own: dict[str, Any]) -> dict[str, Any]:
-        values = own if source == group.index else None
+    def _broadcast(self, group: Group, source: int, local_part: dict[str, Any]) -> dict[str, Any]:
+        values = local_part if source == group.index else None
         return self._lifecycle.run(partial(group.broadcast_values, values, source))
 
     def _dump_part(self, is_first: bool, has_fresh: bool) -> dict[str, Any]:
@@ -214,9 +214,9 @@ class ShardedTransfer(StateTransfer):
 
     def gather_state(self, group: Group) -> dict[str, dict[str, torch.Tensor]] | None:
         """The whole optimizer state, on the lowest member. Raises Broken."""
-        whole, own = Collected(self.step.all_rows()), self._dump_state()
+        whole, local_part = Collected(self.step.all_rows()), self._dump_state()
         for source in range(len(group.generation.members)):
-            values = self._broadcast(group, source, own)
+            values = self._broadcast(group, source, local_part)
             if group.index == 0:
                 whole.fill_from(values)
         if group.index:
@@ -312,7 +312,7 @@ class Collected:
 
     @property
     def is_full(self) -> bool:
-        return all(bool(there.all()) for there in self._are_there.values())
+        return all(bool(rows.all()) for rows in self._are_there.values())
 
     def fill_from(self, values: Mapping[str, Any]) -> None:
         """Copy from another member's values."""
@@ -324,16 +324,16 @@ class Collected:
         for rows, state in found.items():
             by_name.setdefault(rows[0], []).append((rows, state))
         for wanted, target in self.state.items():
-            for given, state in by_name.get(wanted[0], ()):
-                first, end = max(wanted[1], given[1]), min(wanted[2], given[2])
+            for source, state in by_name.get(wanted[0], ()):
+                first, end = max(wanted[1], source[1]), min(wanted[2], source[2])
                 if first < end:
                     self._are_there[wanted][first - wanted[1] : end - wanted[1]] = True
-                    _copy_rows(target, state, wanted, (given[1], first, end))
+                    _copy_rows(target, state, wanted, (source[1], first, end))
 
 
-def _copy_rows(target: dict[str, Any], state: Mapping[str, Any], rows: Rows, given: tuple[int, int, int]) -> None:
+def _copy_rows(target: dict[str, Any], state: Mapping[str, Any], rows: Rows, source: tuple[int, int, int]) -> None:
     """Copy rows [first, end) of a state that begins at row `given[0]`."""
-    begins, first, end = given
+    begins, first, end = source
     for key, value in state.items():
         if not (isinstance(value, torch.Tensor) and value.dim()):
             target[key] = copy.deepcopy(value)

@@ -23,7 +23,7 @@ from ...tensors.transfer import ModelTensors
 from ..batches import Batches
 from ..ending import ending_of
 from ..evaluation import Evaluation, untouched
-from ..place.taken import Taken
+from ..position.taken import Taken
 from ..rows import Pull
 from ..session import Session
 
@@ -61,15 +61,15 @@ def _watch(
 ) -> None:
     """Until the run is over."""
     each = interval.amount * (epoch_steps if interval.unit == "epochs" else 1)
-    done = evaluated = count = 0
+    num_done = evaluated = count = 0
     began_at = time.monotonic()
     while True:
         _, step, version = evaluator.look()
         if evaluator.is_over:
             break
         over = int((time.monotonic() - began_at if interval.unit == "seconds" else step) // each)
-        if over > done and version > evaluated and (pulled := evaluator.pull(model)) is not None:
-            done, evaluated, count = over, pulled, count + 1
+        if over > num_done and version > evaluated and (pulled := evaluator.pull(model)) is not None:
+            num_done, evaluated, count = over, pulled, count + 1
             _evaluate(evaluator, metrics, pulled, step)
         else:
             sleep(_LOOK_S)

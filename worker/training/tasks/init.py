@@ -25,9 +25,9 @@ def load_weights(model: nn.Module, path: str) -> None:
         if name in found and found[name].shape != tensor.shape
     ]
     wrong = [
-        *_told("it lacks", [repr(name) for name, tensor in tensors.items() if id(tensor) not in loaded]),
-        *_told("the model has no", [repr(name) for name in found if name not in tensors]),
-        *_told("", shapes),
+        *_listed("it lacks", [repr(name) for name, tensor in tensors.items() if id(tensor) not in loaded]),
+        *_listed("the model has no", [repr(name) for name in found if name not in tensors]),
+        *_listed("", shapes),
     ]
     if wrong:
         raise UsageError(f"--init {path} does not fit the model: {'; '.join(wrong)}", fix=_FIX)
@@ -53,7 +53,7 @@ def _read(path: str) -> dict[str, torch.Tensor]:
         ) from None
 
 
-def _told(problem: str, names: list[str]) -> list[str]:
+def _listed(problem: str, names: list[str]) -> list[str]:
     """As one phrase; none of no names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{problem} {', '.join(names[:_SHOWN])}{more}".strip()] if names else []
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{problem} {', '.join(names[:_SHOWN])}{rest}".strip()] if names else []

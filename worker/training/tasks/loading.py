@@ -76,8 +76,8 @@ def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> N
         return
     message = f"the server gives task.args.{parameter.name} of task {name} as {shown(repr(value))}"
     if not isinstance(default, int | float | tuple):
-        here = f"ps-worker --set task.args.{parameter.name}=VALUE"
-        raise UsageError(f"{message}, and a file or a device is never taken from a server", fix=f"give it here: {here}")
+        fix = f"give it here: ps-worker --set task.args.{parameter.name}=VALUE"
+        raise UsageError(f"{message}, and a file or a device is never taken from a server", fix=fix)
     items, like = (value, default[0]) if isinstance(default, tuple) and isinstance(value, list) else ([value], default)
     kinds = (int, float) if type(like) is float else (type(like),)
     is_sound = len(items) <= _MOST_ITEMS and all(type(item) in kinds and abs(item) <= _MOST for item in items)

@@ -131,9 +131,9 @@ class Auto:
         up, down = self._cost(self.codec), self._cost(self._reply_codec)
         num_bytes, trip_s = self._layout.exchange_bytes, self._round_trip_s
 
-        def bandwidth(of: list[tuple[int, float]], codec_s: float) -> float:
-            seconds = median(seconds for _, seconds in of) - codec_s
-            return min(self._most, median(num for num, _ in of) / seconds if seconds > 0 else math.inf)
+        def bandwidth(samples: list[tuple[int, float]], codec_s: float) -> float:
+            seconds = median(seconds for _, seconds in samples) - codec_s
+            return min(self._most, median(num for num, _ in samples) / seconds if seconds > 0 else math.inf)
 
         of_codec_s = num_bytes * (1 / up.encode + 1 / up.decode)
         ups = bandwidth([(item.up_bytes, item.up_s) for item in self._seen], of_codec_s + trip_s)

@@ -95,7 +95,7 @@ class Taken:
         self.run_steps = 0  # of the run, where this worker has found them out
         self._has_compared = False
         self._loops: WeakSet[Loop] = WeakSet()
-        self._left: list[Hand] = []  # what loops over an epoch had in hand when it ended
+        self._unused: list[Hand] = []  # what loops over an epoch had in hand when it ended
         self.memory: Remembering | None = None
         self.is_used = False  # this rank's batches come from here
         self.num_samples = 0  # of the data set
@@ -126,7 +126,7 @@ class Taken:
     def _go(self, position: int) -> None:
         self._begins_at, self._num_taken = position, 0
         self._num_moves += 1
-        self._left.clear()
+        self._unused.clear()
 
     @property
     def moves(self) -> int:
@@ -135,9 +135,9 @@ class Taken:
         return self._num_moves
 
     @property
-    def asked(self) -> int:
+    def num_drawn(self) -> int:
         """Batches of the epoch that are behind this rank, and those of loops that have ended."""
-        return self.position - self._epoch_at + sum(map(len, self._left))
+        return self.position - self._epoch_at + sum(map(len, self._unused))
 
     def where(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
         """This rank's place in the data, at the beginning of a contribution or `num_passed` batches behind it."""
@@ -153,13 +153,13 @@ class Taken:
         assert self.epoch is not None
         for loop in self._loops:
             loop.end()
-        length = self.epoch_length or self.asked  # before where the run began there are epochs without a batch
-        self._epoch_at += min(self.asked, length)
+        length = self.epoch_length or self.num_drawn  # before where the run began there are epochs without a batch
+        self._epoch_at += min(self.num_drawn, length)
         self.epoch, self.epoch_length = self.epoch + 1, 0
 
     def leave(self, hand: Hand) -> None:
         if hand:
-            self._left.append(hand)
+            self._unused.append(hand)
 
     # ---- going back, and on -------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Taken:
         """All batches of what is computed once more were asked for."""
         if not hand or not self._progress().is_replaying:
             return False
-        return self.position + sum(map(len, (*self._left, hand))) >= self._ends_at
+        return self.position + sum(map(len, (*self._unused, hand))) >= self._ends_at
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Taken:
 
     @property
     def _hands(self) -> Iterator[Hand]:
-        yield from self._left
+        yield from self._unused
         yield from (loop.hand for loop in self._loops)
 
     @property
@@ -246,7 +246,7 @@ class Taken:
     def num_used(self) -> int:
         """Batches since the last step."""
         # Two loops side by side draw at the same place.
-        return sum(map(len, self._left)) + max((loop.hand.num_used for loop in self._loops), default=0)
+        return sum(map(len, self._unused)) + max((loop.hand.num_used for loop in self._loops), default=0)
 
     @property
     def num_samples_at_hand(self) -> int:
@@ -264,8 +264,8 @@ class Taken:
     def step(self) -> tuple[int, int]:
         """A training step is done: (batches, what they weigh) that it was made of; zeros when none came from here."""
         self._follow()
-        ended = [hand.take() for hand in self._left]
-        self._left = [hand for hand in self._left if hand]
+        ended = [hand.take() for hand in self._unused]
+        self._unused = [hand for hand in self._unused if hand]
         found = [loop.hand.take() for loop in self._loops]
         # Two loops side by side draw at the same place.
         num_batches = sum(num for num, _ in ended) + max((num for num, _ in found), default=0)
@@ -296,8 +296,8 @@ class Taken:
                 progress.limit(found)
         of_loop, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
         if of_loop is not None and total is not None and of_loop > total:
-            given = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
-            message = f"the run ends after {total} training steps ({given}), this script's loop would take {of_loop}"
+            setting = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
+            message = f"the run ends after {total} training steps ({setting}), this script's loop would take {of_loop}"
             log.warning("cut_short", reason=message, fix=f"--steps {of_loop}; or leave it out, and the loop decides")
 
     def drop(self) -> bool:

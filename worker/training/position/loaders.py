@@ -28,23 +28,23 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)  # DataLoader's
 
 
-def source_of(given: Source) -> Source:
+def source_of(source: Source) -> Source:
     """The data set and the options of the DataLoader that was given, or `given` itself where it is a data set.
 
     A batch of the DataLoader is a batch of one worker. With a plain `shuffle=True` the order follows from the run's
     seed, as without a DataLoader. UsageError for what the session cannot take over, and for an argument that
     contradicts the DataLoader.
     """
-    loader = given.dataset
+    loader = source.dataset
     if not isinstance(loader, DataLoader):
-        return given
+        return source
     _check_kind(loader)
     options = {name: getattr(loader, name) for name in _SIGNATURE if name not in _OF_BATCHES}
     if options["collate_fn"] is default_collate:
         options["collate_fn"] = None
     shuffle = isinstance(loader.sampler, RandomSampler)
     of_loader = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "shuffle": shuffle, **options}
-    _check_given(given, {**of_loader, "sampler": loader.sampler})
+    _check_source(source, {**of_loader, "sampler": loader.sampler})
     changed = {name: value for name, value in options.items() if value != _SIGNATURE[name].default}
     return Source(loader.dataset, loader.batch_size, shuffle, loader.drop_last, _order_of(loader), changed)
 
@@ -71,13 +71,13 @@ def _check_kind(loader: DataLoader[Any]) -> None:
         raise _refusal("a DataLoader with batch_size=None, whose data set makes the batches")
 
 
-def _check_given(given: Source, of_loader: dict[str, Any]) -> None:
+def _check_source(source: Source, of_loader: dict[str, Any]) -> None:
     """UsageError for an argument of `session.shard()` that is not its default and not what the DataLoader says."""
     default = Source(None)
-    arguments = {name: getattr(given, name) for name in ("batch_size", "shuffle", "drop_last", "sampler")}
+    arguments = {name: getattr(source, name) for name in ("batch_size", "shuffle", "drop_last", "sampler")}
     arguments = {
         name: value for name, value in arguments.items() if value is not getattr(default, name)
-    } | given.options
+    } | source.options
     for name, value in arguments.items():
         if name in of_loader and value is not of_loader[name] and value != of_loader[name]:
             raise UsageError(
