@@ -1,7 +1,7 @@
-"""Is a server serving? `python -m paramserver.ps.health [HOST:PORT]`: exit code 0 if it is, and a line why not.
+"""Health check: `python -m paramserver.ps.health [HOST:PORT]` exits with 0 if the server is serving.
 
-For container engines, whose probe runs every few seconds: it asks gRPC's own health service, which needs
-no token, and loads nothing of torch. A port that is open is not enough, a server that ends is NOT_SERVING.
+Container engines run such a probe every few seconds. It asks gRPC's own health service, which needs no token, and does
+not load torch. An open port is not enough: a server that is about to end is NOT_SERVING.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def check(
     ca: Annotated[
         str | None, typer.Option(envvar="PS_SECURITY__CA", help="trusted certificates, PEM: speak TLS")
     ] = None,
-    cert: Annotated[str | None, typer.Option(help="a certificate of one's own, for a server with mutual TLS")] = None,
-    key: Annotated[str | None, typer.Option(help="its key, PEM")] = None,
+    cert: Annotated[str | None, typer.Option(help="the client's certificate, for a server with mutual TLS")] = None,
+    key: Annotated[str | None, typer.Option(help="the certificate's key, PEM")] = None,
     timeout: Annotated[float, typer.Option(help="seconds to wait for a reply")] = _TIMEOUT_S,
 ) -> None:
     """Ask a server whether it is serving: exit code 0 if it is."""

@@ -57,14 +57,14 @@ def serve(
     setup_logging(resolved.config.log, SERVER)
     for key in resolved.unread([resolved.config.run.mode]):
         message = f"mode {resolved.config.run.mode} has no such option: it changes nothing"
-        # A file may be for several modes, as those in configs/ are: that is nothing to be told at every start.
+        # No warning for files: one file may serve several modes, as those in configs/ do.
         say = get_logger().debug if ":" in resolved.origins[key] else get_logger().warning
         say("unread_option", key=key, source=resolved.origins[key], meaning=message)
     asyncio.run(_serve(resolved))
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """gRPC prints what ends its own coroutines; that calls are cut off when the server ends is no mistake."""
+    """Silence gRPC's report of calls that end with the server: that is no error."""
     if not issubclass(kind, asyncio.CancelledError):
         sys.__excepthook__(kind, error, trace)
 
@@ -75,7 +75,8 @@ def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _allow_connections() -> None:
-    """As many as the system lets this process have: with 1,024, as is common, 1,500 silent ones kept workers out."""
+    """Raise the limit of open files to the system's maximum: with the usual 1,024, 1,500 silent connections kept
+    workers out."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -83,10 +84,10 @@ def _allow_connections() -> None:
 
 
 def _keep_memory() -> None:
-    """Freed memory stays with the process, in one heap, and large frames are not mapped anew each time.
+    """Keep freed memory in the process, and switch threads more often.
 
-    glibc's defaults give every freed reply back to the kernel: 4,000 to 14,000 page faults an exchange of
-    100 MB, 10 to 20 ms. Threads take the GIL from one that frames a reply after 0.5 ms instead of 5.
+    glibc's defaults return every freed reply to the kernel, which costs an exchange of 100 MB 4,000 to 14,000 page
+    faults, 10 to 20 ms. Other threads wait 0.5 ms instead of 5 for the GIL of a thread that frames a reply.
     """
     sys.setswitchinterval(0.0005)
     try:
@@ -99,8 +100,8 @@ def _keep_memory() -> None:
 
 
 class _Signals:
-    """SIGINT and SIGTERM end the server in good order, from before it is loaded: asyncio's own way would cut off what
-    is half made. They are heard when the loop runs; the second means now."""
+    """Ends the server in good order on SIGINT and SIGTERM, even while it loads. asyncio's own handlers would interrupt
+    unfinished work. The event loop handles the first signal; the second one ends the process at once."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -116,14 +117,14 @@ class _Signals:
             self.server.stop_requested.set()
 
     def end(self) -> None:
-        """Whatever happened has happened: the loop, which is about to be closed, is not interrupted any more."""
+        """Stop interrupting the loop, which is about to be closed."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
 
 async def _serve(resolved: Resolved) -> None:
-    # torch and gRPC take a second to load: only once the configuration has been found good.
+    # torch and gRPC take a second to load, so the configuration is checked first.
     signals = _Signals()
     sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
     before_torch()
@@ -146,7 +147,7 @@ async def _serve(resolved: Resolved) -> None:
 
 
 async def _serve_alone(config: Config, signals: _Signals) -> None:
-    """Until the run is over or a signal ends it, also over going back."""
+    """Serve until the run is over or a signal ends it; a server that goes back is replaced by another."""
     from .server import Server
     from .shards.server import ShardServer
 
@@ -155,7 +156,7 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
     await server.start()
     await server.serve()
     while server.goes_back and not signals.received:
-        # Where it listened: workers and shards look for it there, and people for its dashboard.
+        # The same addresses: workers, shards and browsers look for the server there.
         dashboard = (isinstance(server, Server) and server.engine.dashboard) or config.server.web
         listening = config.server.model_copy(update={"listen": server.address, "web": dashboard})
         config = config.model_copy(update={"server": listening})

@@ -1,4 +1,4 @@
-"""The process around the run: address, health, ticks, status, and what is written at the end."""
+"""The server process around the run: address, health, ticks, status, and the files at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STOP_S = 0.02
 
 
 def check_before_start(config: Config) -> None:
-    """Find what would fail at the end of training before it begins."""
+    """Raise errors now that would otherwise end the run only after training."""
     check_arguments(config.optimizer.name, config.optimizer.arguments())
     best = config.output.best if config.run.eval_every is not None else None
     for path in (config.output.save, config.output.summary, config.output.curve, best):
@@ -63,13 +63,13 @@ class Server:
     """
 
     def __init__(self, config: Config, before: Server | None = None, clock: Clock | None = None) -> None:
-        """`before` went back: this one goes on with its run, also where that had no snapshot yet."""
+        """`before` is a server that went back; this one continues its run, even without a snapshot."""
         self._config = config
         self._clock = clock or Clock()
         self.stop_requested = asyncio.Event()
         self.goes_back = False  # to the newest common snapshot, with a new server in this process
         self._has_begun = False
-        self._was_done = asyncio.Event()  # when it began
+        self._was_done = asyncio.Event()  # the run was done when it began
         self._bus = make_bus(config)
         old = before.engine.run if before is not None else None
         self.engine: Engine = Engine(
@@ -93,7 +93,7 @@ class Server:
             self._best.gather = lambda version, tensors: self._collect(tensors, version=version)
 
     def after(self, config: Config) -> Server:
-        """The server that goes on where this one went back."""
+        """Returns the server that continues after this one went back."""
         snapshots = self.engine.snapshots
         has_written = snapshots is not None and snapshots.num_written > 0
         return Server(after_going_back(config, has_written), before=self, clock=self._clock)
@@ -103,7 +103,7 @@ class Server:
         return self._listening.address
 
     async def start(self) -> None:
-        """Go on from a snapshot, if there is one, and listen; BindError when the address cannot be had."""
+        """Continue from a snapshot, if there is one, and listen. Raises BindError when the address is not free."""
         config, engine = self._config, self.engine
         self._available = Available(config)
         if self._attendance is None:
@@ -129,7 +129,7 @@ class Server:
         )
 
     def _begin(self) -> None:
-        """The run stands where it begins."""
+        """Begin the run, whose state is complete now."""
         config, engine, run, model = self._config, self.engine, self._run, self._model
         if config.checkpoint.dir is not None:
             engine.snapshots = Snapshots(model, self._tensors, config, engine.tell)
@@ -149,13 +149,13 @@ class Server:
                 "already_done",
                 steps=run.policy.min_steps_done,
                 weights=f"{model.source}/weights.safetensors",
-                more="a larger number of --steps or --epochs goes on from there, another --checkpoint-dir begins anew",
+                fix="raise --steps or --epochs to continue from there, or use another --checkpoint-dir to begin anew",
             )
 
     # ---- several shards ---------------------------------------------------------------------
 
     def _assemble(self) -> None:
-        """All shards are here: begin, or go on from what all of them have."""
+        """Begin the run once all shards are here, or continue from a common snapshot."""
         assert self._attendance is not None
         try:
             by_shard = {0: self._available.entries, **self._attendance.snapshots}
@@ -174,7 +174,7 @@ class Server:
         self._attendance.begin_run(BeginRun(run.name, run.incarnation, name, shared, num_joins, self._evicted))
 
     def _lost(self, shard: int) -> None:
-        """What it held beyond its newest snapshot is lost, so all go back; without snapshots that is the end."""
+        """Handle a lost shard: all go back to the newest common snapshot; without snapshots the run ends."""
         if self._config.checkpoint.dir is None:
             self.engine.end_with(
                 UnreachableError(
@@ -188,7 +188,7 @@ class Server:
         self.engine.notify()
 
     async def _end_shards(self) -> None:
-        """The other shards end as this one does."""
+        """End the other shards as this one ends."""
         if self._attendance is None:
             return
         if self.goes_back:
@@ -201,7 +201,7 @@ class Server:
     # ---- from beginning to end ----------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Until every worker has finished, the run has failed, or a stop was requested."""
+        """Serve until every worker has finished, the run has failed, or a stop was requested."""
         engine, finished = self.engine, self.engine.finished
         helpers = [
             asyncio.create_task(work)
@@ -215,7 +215,7 @@ class Server:
         ]
         try:
             done, _ = await asyncio.wait(helpers, return_when=asyncio.FIRST_COMPLETED)
-            for helper in done:  # one that has died would leave time-outs and leases undone
+            for helper in done:  # a dead helper would leave time-outs and leases unchecked
                 if (error := helper.exception()) is not None:
                     log.error("helper_failed", error=f"{type(error).__name__}: {error}")
                     engine.end_with(ParamServerError(f"the server failed: {type(error).__name__}: {error}"))
@@ -243,13 +243,13 @@ class Server:
             raise lost
 
     async def _nobody_comes(self) -> None:
-        """Of a run that is done already: workers that are started with it are told so, for a while."""
+        """Wait a while with a run that was done already, to notify workers that are started with it."""
         await self._was_done.wait()
         await self._clock.sleep(self._config.server.absent_s)
         await self.engine.until(lambda: not self._run.roster.workers)
 
     async def _wind_down(self) -> None:
-        """Nothing more is decided: a last snapshot, and a moment for the workers to go."""
+        """Take a last snapshot, and give the workers a moment to leave."""
         engine = self.engine
         await self._listening.say_healthy(False)
         if self.goes_back or not self._has_begun:
@@ -257,7 +257,7 @@ class Server:
         else:
             engine.offer(Stopped())
             await engine.until(lambda: self.goes_back or not engine.is_writing)
-        # Streams that have been told end by themselves; the grace is for those that do not.
+        # Notified streams end by themselves; the grace period is for the others.
         try:
             await engine.until(lambda: not engine.peers, self._config.server.drain_s)
         except TimeoutError:
@@ -271,7 +271,7 @@ class Server:
         self._bus.publish(self.engine.now(), StatusTaken(reports.status(self.engine)))
 
     async def _final_tensors(self) -> dict[str, torch.Tensor]:
-        """The weights to be saved, by name, of all shards."""
+        """Returns the weights of all shards to be saved, by name."""
         output, model, tensors = self._config.output, self._model, self._tensors
         if output.save is None or self.goes_back or not model.has_weights:
             return {}
@@ -283,7 +283,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             await self.engine.until(lambda: not tensors.is_paused, self._config.server.drain_s)
         if tensors.is_paused:
-            log.error("not_saved", reason="a shard that was lost has not said how long its part of the last mean is")
+            log.error("not_saved", reason="a lost shard has not reported the norm of its part of the last mean")
             return {}
         local_tensors = await tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
@@ -295,7 +295,7 @@ class Server:
             return {}
 
     async def _write_tables(self) -> ParamServerError | None:
-        """Beside the weights; what became of it."""
+        """Write the tables beside the weights; returns the error of a failure."""
         if self._model.store.tables is not None and not self._tensors.is_broken:
             try:
                 addresses = self.engine.shard_addresses
@@ -313,7 +313,7 @@ class Server:
         return await collect(self._config, addresses, whole, local_tensors, averaged=averaged, version=version)
 
     def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Weights, summary, table; whatever has been reached is written, also after a stop."""
+        """Write weights, summary and table, also of an incomplete run."""
         if self._model.has_weights:
             summary = reports.summary(self.engine)
             metadata = {"mode": summary.mode, "version": str(self._model.store.version), "run": self._run.name}

@@ -1,5 +1,6 @@
-"""Options and modes that change while a run goes on. Snapshots keep what was set. A server whose configuration has a
-new value of the same option drops it."""
+"""Options and modes that change during a run.
+
+Snapshots keep the changed values. A server drops one when its configuration has a new value of the same option."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MOST_LR_SCALE = 1e6
 
 
 class CannotError(Exception):
-    """Why it is not done, as a sentence."""
+    """A control cannot be carried out; the message is the reason, as a sentence."""
 
 
 def compatible_modes(run: RunState) -> list[str]:
@@ -33,8 +34,8 @@ def policy_of(run: RunState, mode: Any) -> Policy:
     policy, make = run.policy, run.options.policy_of
     if mode not in (known := compatible_modes(run)) or make is None:
         raise CannotError(
-            f"{run.mode} cannot become {mode!r:.40} while workers train; what it can: {', '.join(known)}. "
-            "Any other goes on from a snapshot: ps-server --resume latest --mode"
+            f"{run.mode} cannot become {mode!r:.40} while workers train; it can become: {', '.join(known)}. "
+            "Any other mode continues from a snapshot: ps-server --resume latest --mode"
         )
     if policy.pull_every > 1:
         raise CannotError(f"policy.pull_every is {policy.pull_every}: workers know weights too rarely for another mode")
@@ -47,7 +48,7 @@ def policy_of(run: RunState, mode: Any) -> Policy:
 
 
 def apply_changed(run: RunState, policy: Policy) -> None:
-    """Options that were set while the run went on hold in `policy` too, unless its configuration has a new value."""
+    """Apply options that were set during the run to `policy` too, unless its configuration has a new value."""
     now = policy.options.model_dump(mode="json")
     changed = {
         name: value for name, (configured, value) in run.changed.items()
@@ -71,14 +72,14 @@ def validated(policy: Policy, values: dict[str, Any]) -> Any:
 
 
 def saved(run: RunState) -> dict[str, Any]:
-    """JSON; `changed` by name: the configured value and the one that was set."""
+    """Returns JSON. `changed` has, by name, the configured value and the value set during the run."""
     changed = {name: list(values) for name, values in run.changed.items()}
     mode = {} if run.mode == run.options.mode else {MODE: [run.options.mode, run.mode]}
     return {LR_SCALE: run.contributions.lr_scale, "changed": changed, "evicted": sorted(run.roster.evicted), **mode}
 
 
 def restore(run: RunState, kept: Any) -> None:
-    """A value that is absent or malformed is dropped."""
+    """Restore what `saved` returned; absent and malformed values are dropped."""
     if not isinstance(kept, dict):
         return
     scale, changed = kept.get(LR_SCALE), kept.get("changed")

@@ -1,7 +1,7 @@
-"""What becomes of contributions: taken into the policy, whose decisions become effects.
+"""Passes contributions to the policy and turns the policy's decisions into effects.
 
-A contribution belongs to whoever sent it, with the hyperparameters that travelled with it: also when its worker dies
-or is replaced before it is folded.
+A contribution keeps its sender's rank and hyperparameters, even when that worker dies or is replaced before the
+contribution is folded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .events import AskedAgain, Contributed
 from .judgement import SOUND, Judgement, halted, rejected_too_often
 from .roster import Roster, Worker
 
-# An exchange is over with one of these, and the worker has said how long it took with the next contribution.
+# These outcomes end an exchange. The worker reports its duration with the next contribution.
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
 
 
@@ -55,12 +55,12 @@ _NUM_NAMED = 8  # ranks in one warning
 
 @dataclass(slots=True)
 class Pending:
-    """A contribution that counts and is not in a version yet; it gets its weight when it is folded."""
+    """A contribution that counts and that no version has yet. Folding gives it its weight."""
 
     contribution: Contribution
-    hyperparameters: tuple[dict[str, Any], ...] | None  # that its worker said last
+    hyperparameters: tuple[dict[str, Any], ...] | None  # the newest of its worker
     num_steps: int  # training steps in it
-    num_contributed: int  # by its process: how far the schedule is that they come from
+    num_contributed: int  # contributions of its process, which tell how far its schedule is
     judgement: Judgement
     weight: float = 0.0
 
@@ -70,7 +70,7 @@ class Pending:
 
     @property
     def num_batches(self) -> int:
-        """Drawn for it."""
+        """Batches drawn for this contribution."""
         num = self.contribution.counts.num_batches
         return self.num_steps if num is None else num
 
@@ -80,12 +80,12 @@ class Pending:
 
     @property
     def is_folded(self) -> bool:
-        """It has a payload, and does not count as an empty one."""
+        """Whether its payload is folded: it has one, and the server did not skip it."""
         return self.judgement.is_taken and self.contribution.kind.has_payload
 
 
 class Contributions:
-    """Of all workers of one run."""
+    """The contributions of all workers of one run."""
 
     def __init__(self, policy: Policy, roster: Roster, mode: str, max_rejected: int) -> None:
         self.policy = policy
@@ -96,16 +96,16 @@ class Contributions:
         self.drawn = Drawn()
         self._data = Data()
         self.rates = Rates()
-        # By rank, with the version it met and its training steps.
+        # Contributions whose decision is pending, by rank, with the version at arrival and the training steps.
         self._undecided: dict[int, tuple[Worker, Contributed, int, int]] = {}
         # Since the newest commit; several of one rank where the mode replies before that.
         self._in_mean: list[Pending] = []
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
         self._rejected_for: dict[int, str] = {}  # by rank: why its newest contribution did not count
-        self._outer: Outer | None = None  # that the newest commit was made with
-        self.lr_scale = 1.0  # of every commit, as somebody set it
+        self._outer: Outer | None = None  # the outer optimizer of the newest commit
+        self.lr_scale = 1.0  # multiplies the learning rate of every commit; set by a control
         self.staleness: Counter[int] = Counter()  # contributions that count, by versions behind
-        self._clip_norms_differed = False  # and that was said
+        self._clip_norms_differed = False  # whether the warning was logged
         self._momentum_among = 1  # of the newest commit with hyperparameters
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
@@ -117,7 +117,7 @@ class Contributions:
     # ---- taking ---------------------------------------------------------------------------
 
     def taken(self, worker: Worker, event: Contributed) -> list[Effect]:
-        """A contribution of a live worker, whole on all shards."""
+        """Returns the effects of a live worker's contribution that is complete on all shards."""
         rank, policy, stats, at = worker.rank, self.policy, self._roster.stats[worker.rank], event.at
         contribution = event.contribution
         training, residual = contribution.training, contribution.residual
@@ -159,7 +159,7 @@ class Contributions:
         return found
 
     def refuse(self, event: Contributed) -> list[Effect]:
-        """It comes from nobody who may contribute now."""
+        """Discard a contribution whose sender may not contribute now."""
         return [effects.Discard(event.contribution.id), self._note(event, "refused", self.policy.version)]
 
     def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, steps: int, found: list[Effect]) -> None:
@@ -194,7 +194,7 @@ class Contributions:
             found.append(effects.Discard(contribution.id, is_counted=True))
 
     def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
-        """Replied with fresh weights when the mode allows another attempt; the end of the run when it goes on."""
+        """Ask the mode for another attempt with fresh weights; too many rejections in a row end the run."""
         rank, version, found = event.rank, self.policy.version, event.judgement
         yield effects.Discard(event.contribution.id)
         yield self._note(event, "rejected", version)
@@ -211,7 +211,7 @@ class Contributions:
             yield from self.perform(self.policy.rejected(rank, event.at), event.at)
 
     def asked_again(self, worker: Worker, event: AskedAgain) -> list[Effect]:
-        """It asks again for the reply to a contribution that counts."""
+        """Reply again to a contribution that counts."""
         at, version = event.at, self.policy.version
         worker.waiting_since = at
         contribution_id = ContributionId(worker.rank, worker.incarnation, event.seq)
@@ -229,7 +229,7 @@ class Contributions:
     # ---- decisions ------------------------------------------------------------------------
 
     def perform(self, decisions: list[Decision], at: float) -> list[Effect]:
-        """The policy's decisions as effects. What is to be discarded is what did not count: it has been."""
+        """Returns the policy's decisions as effects. `taken` has already discarded what does not count."""
         found: list[Effect] = []
         self._perform(decisions, at, found)
         return found
@@ -288,8 +288,7 @@ class Contributions:
         ))  # fmt: skip
 
     def _commit_drawn(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
-        """Batches of these are in a version now; the hyperparameters and the clip_norm that it is made with, as workers
-        say."""
+        """Count the batches of these contributions as committed; returns the commit's hyperparameters and clip_norm."""
         policy = self.policy
         if len(in_mean) == 1:
             item = in_mean[0]
@@ -301,26 +300,26 @@ class Contributions:
             drawn[item.rank] = num_batches + item.num_batches, num_steps + item.num_steps
         for rank, (num_batches, num_steps) in drawn.items():
             self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
-        # In a round everyone steps under one schedule. The word of the process that has contributed most counts, of
-        # several the lowest rank's: who was replaced has begun its schedule anew, and does not take the run back.
+        # A round steps under one schedule: that of the process with the most contributions, then of the lowest rank.
+        # A replacement has begun its schedule anew, and must not set the run back.
         candidates = [pending for pending in in_mean if pending.hyperparameters is not None]
         newest = max(candidates, key=lambda pending: (pending.num_contributed, -pending.rank), default=None)
         return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
 
     def _compare_clip_norms(self, in_mean: list[Pending], used: float, found: list[Effect]) -> None:
-        """Workers of a round that clip to different norms are named, once in a run: only one norm can be used."""
+        """Warn once in a run when workers of a round clip to different norms: only one norm can be used."""
         if any(pending.clip_norm != used for pending in in_mean):
             self._clip_norms_differed = True
             by_rank = sorted((pending.rank, pending.clip_norm) for pending in in_mean)
             norms = ", ".join(f"{norm or 'none'} (rank {rank})" for rank, norm in by_rank[:_NUM_NAMED])
-            meaning = "a round is clipped to one norm: give optimizer.clip_grad_norm() the same on every worker"
+            meaning = "a round is clipped to one norm: give optimizer.clip_grad_norm() the same norm on every worker"
             fields = {"norms": norms, "used": f"{used or 'none'}", "meaning": meaning}
             found.append(Log("warning", "clip_norms_differ", fields))
 
     def _less_momentum(self, configured: float) -> Effect:
         num_workers = self._momentum_among
         used = round(momentum_left(configured, num_workers), 4)
-        meaning = "late gradients are momentum by themselves; policy.late_momentum=false leaves it as told"
+        meaning = "late gradients act as momentum themselves; policy.late_momentum=false uses the configured momentum"
         fields = {"configured": configured, "used": used, "workers": num_workers, "meaning": meaning}
         return Log("info", "momentum", fields)
 
@@ -332,7 +331,7 @@ class Contributions:
         stats, policy, is_start = self._roster.stats[rank], self.policy, outcome is Outcome.START
         reason = _REASONS[outcome]
         if self._empty and rank in self._empty and outcome in COUNTED:
-            outcome, reason = Outcome.REJECTED, self._empty[rank]  # it is not to build on what it sent
+            outcome, reason = Outcome.REJECTED, self._empty[rank]  # the worker must not build on what it sent
         elif outcome is Outcome.REJECTED:
             reason = self._rejected_for.pop(rank, reason)
         elif outcome is Outcome.DROPPED:
@@ -346,7 +345,7 @@ class Contributions:
         steps_done, (num_workers, index) = policy.steps_done(rank), self._roster.division(rank)
         has_evaluator = bool(self._roster.evaluators)
         is_asked = not index and not has_evaluator
-        # What it was asked for with one reply may come when it has been given newer ones: its exchanges overlap.
+        # Exchanges overlap: metrics requested by one reply may arrive after newer replies.
         worker.num_asked = policy.outstanding + _ASKED_FOR if is_asked else max(0, worker.num_asked - 1)
         reply = records.Reply(
             Result(outcome, policy.num_counted.get(rank, 0), policy.version, worker.staleness, gate_wait_s, reason),
@@ -373,13 +372,14 @@ class Contributions:
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples of the data set, where workers have said how many, and all the same."""
+        """Samples of the data set; None where workers did not report a length, or reported different ones."""
         return self._data.num_samples
 
     @property
     def step_s(self) -> float:
-        """Seconds of a training step of each worker, from when all had taken their first to the newest; 0.0: unknown.
-        Not by what each contributed: who is dropped from rounds contributes in bursts, and trains all the time."""
+        """Seconds of one training step of each worker, measured once all have taken their first; 0.0: unknown.
+
+        The time of a single contribution would mislead: a worker dropped from rounds contributes in bursts."""
         if self._first is None or self._ended_at is None:
             return 0.0
         at, steps, *_ = self._first
@@ -387,8 +387,8 @@ class Contributions:
         return (self._ended_at - at) / num_steps if num_steps > 0 else 0.0
 
     def steady(self) -> tuple[float, int, int]:
-        """From when all had taken their first training step to the newest contribution: seconds, and samples and
-        training steps of all workers. Zeros: unknown, also where the run has no more than that."""
+        """Returns seconds, samples and training steps of all workers, from the moment when all had taken their first
+        step to the newest contribution. Zeros: unknown, or the run is not longer than that."""
         if self._first is None or self._ended_at is None or self._ended_at <= self._first[0]:
             return 0.0, 0, 0
         at, _, samples, steps = self._first
@@ -403,7 +403,7 @@ class Contributions:
         )
 
     def _steps_in(self, contribution: Contribution) -> int:
-        """Training steps in a contribution that is taken now."""
+        """Returns the training steps in a contribution that is taken now."""
         if contribution.counts.num_training_steps is not None:
             return contribution.counts.num_training_steps
         most, total = self.policy.local_steps, self.policy.training_steps
@@ -417,7 +417,7 @@ class Contributions:
         return self._elapsed_before_s + end - self._started_at
 
     def restore(self, training: dict[str, Any]) -> None:
-        """Sums of a snapshot. What is not there, or not what it should be, is counted from zero."""
+        """Restore the sums of a snapshot; absent and malformed values count from zero."""
         elapsed_s, stats = training.get("elapsed_s"), training.get("stats")
         if isinstance(elapsed_s, int | float):
             self._elapsed_before_s = float(elapsed_s)

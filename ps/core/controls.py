@@ -1,15 +1,14 @@
-"""Controls of a running run, from the dashboard or a program. A control is an event: every shard applies it at the same
-point, the history has it, and a replay repeats it.
+"""Controls of a running run, from the dashboard or a program.
+
+A control is an event: every shard applies it at the same point, the history records it, and a replay repeats it.
 
     snapshot            one is taken with the next commit
-    drain               everyone's next reply is the last; final weights are saved
-    evict RANK          its call is refused, and it may not come back in this run
-    pause RANK          its next reply waits until it is resumed; the mode decides whether others wait for it
+    drain               the next reply of every worker is the last; final weights are saved
+    evict RANK          the worker's call is refused, and the rank may not come back in this run
+    pause RANK          the worker's next reply waits until a resume; the mode decides whether others wait for it
     resume RANK         its reply leaves
-    set NAME VALUE      `lr_scale`: what the server's learning rate is multiplied by from the next commit on; `mode`:
-                        another of the same compatible_modes (`Policy.compatible_modes`); or one of the mode's options
-                        that may change
-                        (`Policy.changeable`)
+    set NAME VALUE      `lr_scale` multiplies the server's learning rate from the next commit on; `mode` is one of
+                        `Policy.compatible_modes`; any other NAME is one of the options in `Policy.changeable`
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def offered(run: Ending) -> list[str]:
 
 
 def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
-    """The fact that a control was taken or refused, then its effects."""
+    """Yields the fact that the control was taken or refused, then its effects."""
     known = {"drain": _drain, "evict": _evict, "pause": _pause, "resume": _resume, "snapshot": _snapshot, "set": _set}
     found: list[Effect] = []
     try:
@@ -64,8 +63,8 @@ def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
 
 
 def _drain(run: Ending, event: Controlled, found: list[Effect]) -> str:
-    found += run.stop("drained: somebody asked for it", event.at)
-    return "everyone's next reply is the last"
+    found += run.stop("drained by a user", event.at)
+    return "the next reply of every worker is the last"
 
 
 def _evict(run: Ending, event: Controlled, found: list[Effect]) -> str:
@@ -82,7 +81,7 @@ def _evict(run: Ending, event: Controlled, found: list[Effect]) -> str:
 def _pause(run: Ending, event: Controlled, found: list[Effect]) -> str:
     rank = _member(run, event.rank)
     run.policy.paused.add(rank)
-    return f"worker {rank} is paused: its next reply waits until somebody resumes it"
+    return f"worker {rank} is paused: its next reply waits for a resume"
 
 
 def _resume(run: Ending, event: Controlled, found: list[Effect]) -> str:
@@ -118,7 +117,7 @@ def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
         found += run.performed(policy.change(options, event.at), event.at)
     else:
         names = ", ".join(text.removeprefix("set ") for text in offered(run) if text.startswith("set ")) or "nothing"
-        raise CannotError(f"'{name[:40]}' cannot be changed while {run.mode} runs; what can: {names}")
+        raise CannotError(f"'{name[:40]}' cannot be changed while {run.mode} runs; changeable: {names}")
     return f"{name} is {value}, was {before}"
 
 
@@ -129,7 +128,7 @@ def _options(run: Ending, name: str, value: Any) -> Any:
     options = validated(policy, {name: value})
     least = policy.least_delayed_staleness
     if policy.common.delayed_update and getattr(options, "staleness", least) < least:
-        raise CannotError(f"delayed_update, {name} must be {least} or more, got {value}: the slowest itself would wait")
+        raise CannotError(f"with delayed_update {name} must be {least} or more, got {value}: all would wait")
     return options
 
 
@@ -146,8 +145,8 @@ def _ranks(ranks: Any) -> str:
 
 
 def keep_out(run: RunState, ranks: Iterable[int]) -> None:
-    """These ranks were evicted, and the run goes back in its process: nobody lets them in or waits for them. (A server
-    that is started again does: somebody has decided anew.)"""
+    """Keep evicted ranks out of a run that goes back in its process: the run neither admits them nor waits for them.
+    A restarted server admits them again."""
     for rank in ranks:
         run.roster.evicted.add(rank)
         run.policy.finished(rank, 0.0)

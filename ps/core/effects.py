@@ -16,7 +16,7 @@ from ...common.wire.records import Contribution, ContributionId, Outcome, Reply
 
 @dataclass(slots=True)
 class Effect:
-    """To be carried out."""
+    """One action for the engine to carry out."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Fence(ToAWorker):
 class WorkerLeft(Fact):
     rank: int
     incarnation: int
-    how: str  # goodbye, failed, closed, lease, replaced; finished: it is here, and nobody waits for it any more
+    how: str  # goodbye, failed, closed, lease, replaced; finished: still connected, but no longer waited for
     reason: str
 
 
@@ -103,9 +103,9 @@ class ContributionTaken(Fact):
     """A contribution arrived whole on all shards."""
 
     contribution: Contribution
-    version: int  # when it came
+    version: int  # the newest at its arrival
     outcome: str  # accepted, dropped, repeated, rejected, skipped, refused
-    exchange_s: float  # that the worker's exchange before this one took; negative: unknown
+    exchange_s: float  # seconds of the worker's exchange before this one; negative: unknown
     traffic: tuple[int, int] = (0, 0)  # bytes that its worker has sent and received so far; zeros: not counted
 
 
@@ -138,7 +138,7 @@ class Commit(Fact):
     """Makes the mean of the folded contributions the next version."""
 
     version: int
-    contributions: tuple[ContributionId, ...]  # that were folded
+    contributions: tuple[ContributionId, ...]  # the folded ones
     members: tuple[int, ...]  # live ranks, ascending
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # of each group; None: as they are
     lr_scale: float = 1.0
@@ -157,7 +157,7 @@ class Clip(Effect):
 
 @dataclass(slots=True)
 class SendReply(Fact):
-    """Let a worker go on."""
+    """Lets a worker continue."""
 
     rank: int
     incarnation: int
@@ -191,16 +191,16 @@ class Evaluated(Fact):
 
 @dataclass(slots=True)
 class ControlTaken(Fact):
-    """Somebody asked the run for something (`controls.py`); `told` is what became of it, or why nothing did."""
+    """A control of the run (`controls.py`) was taken or refused; `result` is its outcome, or the reason."""
 
-    number: int  # of the asking, where it came in
+    number: int  # of the request
     do: str
     rank: int | None
     name: str
     value: Any
     result: str
     is_done: bool
-    mode_fields: dict[str, Any] = field(default_factory=dict)  # of another mode: what the start line has of one
+    mode_fields: dict[str, Any] = field(default_factory=dict)  # for a new mode: the start line's fields about it
 
 
 # ---- snapshots, and the end -------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Log(Effect):
 
 @dataclass(slots=True)
 class RunStarted(Fact):
-    """This server process begins, or goes on from `source`."""
+    """This server process begins the run, or continues it from `source`."""
 
     run: str
     server_incarnation: int
@@ -264,8 +264,8 @@ class RunStarted(Fact):
     source: str | None
     skipped: tuple[str, ...]  # snapshots that were newer and damaged
     options: dict[str, Any]  # of the mode, as JSON: its rules may depend on them
-    common: dict[str, Any] = field(default_factory=dict)  # what every mode is told (`policies.Common`)
-    found: tuple[int, ...] = ()  # versions of which snapshots lie where it looked, the newest first
+    common: dict[str, Any] = field(default_factory=dict)  # the settings of every mode (`policies.Common`)
+    found: tuple[int, ...] = ()  # versions of the snapshots that it found, the newest first
 
 
 @dataclass(slots=True)
@@ -278,7 +278,7 @@ class SnapshotTaken(Fact):
 
 @dataclass(slots=True)
 class StatusTaken(Fact):
-    """Somebody may want to look: said every few seconds."""
+    """A status for people, every few seconds."""
 
     status: Status
 

@@ -16,10 +16,10 @@ _LOOKED_AT = frozenset((effects.Commit, effects.SendReply, effects.End))  # of w
 
 
 class Ending(Saving):
-    """A run that carries decisions out, lets workers go, and ends."""
+    """A run that carries out decisions, releases workers, and ends."""
 
     def take_over(self, mode: str, policy: Policy, at: float) -> list[Effect]:
-        """Another mode of the same compatible_modes holds from here on."""
+        """Continue in another of the compatible modes."""
         decisions = policy.take_over(self.policy, at)
         self.use_policy(mode, policy)
         return self.performed(decisions, at)
@@ -39,7 +39,7 @@ class Ending(Saving):
                     uploads = group.uploads_weights or self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
                     group = replace(group, uploads_weights=uploads, uploads_optimizer=self.rhythm.is_kept)
                     effect.reply = replace(effect.reply, group=group)
-            elif isinstance(effect, effects.End):  # nothing comes after it
+            elif isinstance(effect, effects.End):  # the last effect
                 found += self._close(effect.error or stopping(), at)
                 break
         may = self.rhythm.is_kept and not self.is_closed and self.policy.has_newest_weights
@@ -69,7 +69,7 @@ class Ending(Saving):
         yield from self._leave(worker, "closed", error.message, at)
 
     def _leave(self, worker: Worker, how: str, reason: str, at: float, exit_code: int = 1) -> Iterator[Effect]:
-        """Lets a worker go; nobody waits for it any more."""
+        """Release a worker: the run no longer waits for it."""
         rank, incarnation = worker.rank, worker.incarnation
         self.roster.remove(worker)
         is_goodbye = how in ("goodbye", "failed")
@@ -90,7 +90,7 @@ class Ending(Saving):
         yield from self._end_if_over(at)
 
     def _pass_on(self, departed: Worker) -> Iterator[Effect]:
-        """Asks another worker for the initial weights where their initializer left. Else the model is dropped."""
+        """Ask another worker for the initial weights when the initializer left; without another, drop the model."""
         heirs = [worker for worker in self.roster.workers.values() if worker.has_offered]
         if self.initializer is departed:
             self.initializer = None
@@ -107,9 +107,10 @@ class Ending(Saving):
     # ---- the end --------------------------------------------------------------------------
 
     def _finished(self, worker: Worker, event: events.Finished) -> Iterator[Effect]:
-        """The worker takes no more training steps, and gets the final weights when all have finished. A worker that has
-        not taken all its steps, or does not know that the run is stopped, is out: it keeps its rank, and nobody waits
-        for its contributions."""
+        """The worker takes no more training steps, and receives the final weights when all have finished.
+
+        A worker that has not taken all its steps, and does not know that the run is stopped, is out: it keeps its rank,
+        and the run does not wait for its contributions."""
         rank, stats, policy = worker.rank, self.roster.stats[worker.rank], self.policy
         self.has_finished = True
         stats.transfer_s += event.transfer_s
@@ -120,7 +121,7 @@ class Ending(Saving):
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
             yield from self.performed(policy.finished(rank, event.at), event.at)
-        if self.is_done:  # it lost its connection when it was told
+        if self.is_done:  # it lost its connection while it was notified
             yield effects.TellDone(((rank, worker.incarnation),), self.evaluator, policy.version)
         yield from self._end_if_over(event.at)
 
@@ -136,7 +137,7 @@ class Ending(Saving):
         yield from self.performed(self.policy.stopped(at), at)
 
     def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
-        """The run has its weights, and not their evaluation."""
+        """Record a failure after the last step: the final weights exist, but not their evaluation."""
         account = f"failed after the last training step: {reason}"
         if how != "failed":
             account = f"was lost while it evaluated the final weights: {reason}"
@@ -146,10 +147,10 @@ class Ending(Saving):
         yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
 
     def _end_if_over(self, at: float) -> Iterator[Effect]:
-        """Ends the run when everyone has finished, also the workers that were lost a moment ago and may come back."""
+        """End the run when all workers have finished, including those lost a moment ago that may come back."""
         roster = self.roster
         if self.is_closed or (roster.workers and (self.is_done or roster.num_finished < len(roster.workers))):
-            return  # said at every tick and whenever somebody goes: asks no more than it must
+            return  # the cheap checks come first: this runs at every tick
         if not self.is_done and self.absent(at):
             return
         if not roster.workers:
@@ -162,7 +163,7 @@ class Ending(Saving):
             yield from self._fail(self._without_weights("the loops of all workers have ended"))
             return
         if self.has_weights and self.rhythm.wants_last(self.policy.version):
-            # Once a worker has left, what it did cannot be done again.
+            # Once a worker has left, its work cannot be repeated.
             if not self.rhythm.is_writing:
                 yield from self._take_snapshot(at)
             return
@@ -176,11 +177,11 @@ class Ending(Saving):
     def _without_weights(self, reason: str) -> ParamServerError:
         return ParamServerError(
             f"the weights of version {self.policy.version} are not here, and {reason}",
-            fix="keep snapshots (--checkpoint-dir) to go on from; give the run as many --steps as its loops take",
+            fix="keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops",
         )
 
     def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
-        """Closes the run: nothing is decided any more. Else the last workers to leave would close a round alone."""
+        """Close the run, so that nothing more is decided: the last workers to leave must not close a round alone."""
         self.is_closed = True
         for worker in self.roster.workers.values():
             yield effects.Refuse(worker.rank, worker.incarnation, error)
@@ -189,7 +190,7 @@ class Ending(Saving):
             yield from self._take_snapshot(at)
 
     def _failed(self, event: events.Failed) -> Iterator[Effect]:
-        """Something outside of the run failed: its state is not fit for a snapshot."""
+        """Something outside of the run failed; its state must not go into a snapshot."""
         if event.exit_code == DivergedError.exit_code:
             error: ParamServerError = DivergedError(event.message, fix=event.fix, reason=Reason.DIVERGED)
         else:

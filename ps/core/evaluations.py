@@ -1,4 +1,4 @@
-"""Metrics of evaluations: the curve of a run, and when they end it."""
+"""Metrics of evaluations: the curve of a run, and the conditions under which they end it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .ending import Ending
 
 
 class Evaluations:
-    """Of one run."""
+    """The evaluations of one run."""
 
     def __init__(self, run: Ending) -> None:
         self._run = run
 
     def received(self, event: events.MetricsReceived) -> Iterator[Effect]:
-        """An evaluation during the run: its metrics may be enough, and one that fails is the end."""
+        """Take an evaluation during the run. Its metrics may stop the run; a failed evaluation ends it."""
         if self._run.is_closed or self._run.is_done or event.version > self._run.policy.version:
-            return  # too late, or of a run that went back
+            return  # too late, or from before the run went back
         if event.rank is not None and not self._is_asked(event.rank):
             yield ignored(
                 event.rank, "the server did not ask this rank; it asks the evaluator process, or else the lowest rank"
@@ -42,11 +42,11 @@ class Evaluations:
     def evaluated(
         self, step: int, metrics: dict[str, float], at: float, version: int | None = None
     ) -> Iterator[Effect]:
-        """Of this version, or of the final one, which may have been evaluated before."""
+        """Yields the effects of an evaluation of this version; None: the final one, perhaps evaluated before."""
         evaluated = self._run.policy.version if version is None else version
         if self._run.curve.points and self._run.curve.points[-1].version == evaluated:
             return
-        elapsed_s = round(self._run.contributions.elapsed_s(at, self._run.is_over), 3)
+        elapsed_s = round(self._run.contributions.elapsed_s(at, self._run.has_training_ended), 3)
         samples = total_or_unknown([stats_entry.known_samples for stats_entry in self._run.roster.stats.values()])
         is_best = self._run.curve.add(
             Point(step=step, version=evaluated, elapsed_s=elapsed_s, metrics=metrics, samples=samples)

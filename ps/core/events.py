@@ -26,7 +26,7 @@ from .judgement import SOUND, Judgement
 
 @dataclass(slots=True)
 class Event:
-    """`at` is given when it happens."""
+    """One event. The sequencer sets `at` when the event happens."""
 
     is_gathered: ClassVar[bool] = False
     at: float = field(default=0.0, kw_only=True)
@@ -39,7 +39,7 @@ class Event:
 class Joined(Event):
     """A process asks for a rank on a new stream (Join in the proto). A zero or an empty text is an absent field."""
 
-    stream: int  # names the stream that is to be replied, on the coordinator
+    stream: int  # the stream that waits for the reply, on the coordinator
     rank: int | None = None
     run: str = ""
     incarnation: int = 0
@@ -49,7 +49,7 @@ class Joined(Event):
 
 @dataclass(slots=True)
 class OfAWorker(Event):
-    """About the process that holds `rank` as this `incarnation`."""
+    """An event of the process that holds `rank` as this `incarnation`."""
 
     rank: int
     incarnation: int
@@ -57,7 +57,7 @@ class OfAWorker(Event):
 
 @dataclass(slots=True)
 class Disconnected(OfAWorker):
-    """Its stream has ended without a goodbye."""
+    """The worker's stream has ended without a goodbye."""
 
     reason: str = "connection lost"
 
@@ -65,7 +65,7 @@ class Disconnected(OfAWorker):
 @dataclass(slots=True)
 class Left(OfAWorker):
     """The worker is gone: it said goodbye, it failed after the last training step, or its call was refused. `metrics`
-    are those of the final evaluation."""
+    has the results of the final evaluation."""
 
     how: str = "closed"
     reason: str = ""
@@ -124,14 +124,14 @@ class HeartbeatBegan(Event):
 
 @dataclass(slots=True)
 class HeartbeatStopped(Event):
-    """It has ended."""
+    """A heartbeat stream of this process has ended."""
 
     process: str
 
 
 @dataclass(slots=True)
 class Heartbeat(Event):
-    """A heartbeat."""
+    """A heartbeat of a worker has arrived."""
 
     rank: int
     process: str
@@ -164,8 +164,8 @@ class Contributed(Event):
     is_gathered: ClassVar[bool] = True
     contribution: Contribution
     judgement: Judgement = SOUND
-    looked_s: float = 0.0  # it was looked through so long, here
-    # Bytes that its worker has sent and received here so far, this one included, words about a wait not.
+    looked_s: float = 0.0  # seconds that this shard took to examine it
+    # Bytes that its worker has sent and received here so far, with this contribution and without Waiting messages.
     traffic: tuple[int, int] = (0, 0)
 
     @property
@@ -187,7 +187,7 @@ class AskedAgain(OfAWorker):
 
 @dataclass(slots=True)
 class Measured(Event):
-    """Of several shards whose step is clipped: what becomes this version has this 2-norm; here a part of it."""
+    """The 2-norm of the mean for this version, or of a shard's part of it, where several shards clip the step."""
 
     is_gathered: ClassVar[bool] = True
     version: int
@@ -205,7 +205,7 @@ class Stored(Event):
 
 @dataclass(slots=True)
 class Controlled(Event):
-    """A user controls the run (`controls.py`). The answer carries `number`."""
+    """A user controls the run (`controls.py`). The result carries `number`."""
 
     do: str
     rank: int | None = None
@@ -229,7 +229,7 @@ class Stopped(Event):
 
 @dataclass(slots=True)
 class Failed(Event):
-    """The run ends with an error from outside of it."""
+    """An error outside of the run ends it."""
 
     message: str
     exit_code: int
@@ -246,7 +246,7 @@ KINDS: tuple[type[Event], ...] = (
 
 # ---- of several shards --------------------------------------------------------------------------------
 
-# What each shard may say differently of one thing: what it finds in its part, and what only the worker's clock says.
+# Fields that may differ between shards: findings in a shard's part, and times of the worker's clock.
 _OWN = {
     "at", "judgement", "durable", "looked_s", "traffic", "timing", "payload", "position", "loss",
     "wants_weights", "has_all", "reference", "peer_bytes",
@@ -256,7 +256,7 @@ AboutAWorker = OfAWorker | Contributed
 
 
 def key_of(event: Event) -> tuple[Any, ...]:
-    """The same for what several shards say of one thing."""
+    """Returns a key that is equal for the reports of several shards about one thing."""
     if isinstance(event, Contributed):
         return "Contributed", *event.contribution.id
     names = ("rank", "incarnation", "seq", "attempt", "version")
@@ -264,7 +264,7 @@ def key_of(event: Event) -> tuple[Any, ...]:
 
 
 def differences(event: Event, other: Event) -> list[str]:
-    """Fields in which two shards were told different things, as phrases; empty where both were told the same."""
+    """Returns the fields in which two shards' events differ, as phrases; empty where they agree."""
     return _differences(asdict(event), asdict(other))
 
 
@@ -292,12 +292,12 @@ class Lines:
         return json.dumps({"kind": type(item).__name__, **asdict(item)}, separators=(",", ":"))
 
     def read(self, text: str) -> Any:
-        """Raises a BAD_REQUEST refusal for what is none of these kinds."""
+        """Returns the dataclass of a line. Raises a BAD_REQUEST refusal for any other text."""
         try:
-            fields = read_json(text, nan=True, big=True)  # a worker that told no loss has NaN
+            fields = read_json(text, nan=True, big=True)  # a loss is NaN where the worker reports none
             return self._adapters[fields.pop("kind")].validate_python(fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise refusal(Reason.BAD_REQUEST, f"not one of ours: {type(error).__name__} in {text[:80]!r}") from None
+            raise refusal(Reason.BAD_REQUEST, f"not a known message: {type(error).__name__} in {text[:80]!r}") from None
 
 
 LINES = Lines(KINDS)

@@ -1,12 +1,11 @@
-"""What becomes of a contribution that is not finite, or whose gradient is too large.
+"""Judges a contribution that is not finite, or whose gradient is too large.
 
-    reject   replied to with fresh weights, nothing folded, not a contribution that counts; too many of a worker
-             in a row end the run
-    skip     counts as a contribution of the worker's, of which nothing is folded
-    clip     taken, with those values as 0, or scaled down to the cap as torch.nn.utils.clip_grad_norm_ does
-    halt     the end of the run
+    reject   the worker gets fresh weights; the contribution does not count; too many in a row end the run
+    skip     the contribution counts, and nothing of it is folded
+    clip     the server folds it with those values as 0, or scaled down as torch.nn.utils.clip_grad_norm_ does
+    halt     the run ends
 
-What measures payloads is `ps/tensors/sanity.py`.
+`ps/tensors/sanity.py` measures payloads.
 """
 
 from __future__ import annotations
@@ -22,41 +21,41 @@ Action = Literal["reject", "skip", "clip", "halt"]
 
 # As clip_grad_norm_: a gradient of exactly the cap is scaled a little too.
 _EPSILON = 1e-6
-# From the mildest: what one shard cannot take, none takes.
+# From the mildest to the most severe. All shards follow the most severe one.
 _SEVERITY = {"take": 0, "skip": 1, "reject": 2, "halt": 3}
 
 
 def factor_to(most: float, norm: float) -> float:
-    """What a gradient of `norm` is multiplied with to have norm `most`, as clip_grad_norm_ does it."""
+    """Returns the factor that scales a gradient of `norm` to norm `most`, as clip_grad_norm_ does."""
     return most / (norm + _EPSILON)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings, as in the configuration's `store` section. `max_norm` None: any norm, and none is computed."""
+    """Settings of the configuration's `store` section. `max_norm` None: any norm is taken, and none is computed."""
 
     on_nonfinite: Action = "reject"
     max_norm: float | None = None
     on_large: Action = "clip"
 
     def factor(self, norm: float) -> float:
-        """What a gradient of `norm` is multiplied with to have the largest one allowed."""
+        """Returns the factor that scales a gradient of `norm` to the largest allowed one."""
         assert self.max_norm is not None
         return factor_to(self.max_norm, norm)
 
 
 class Judgement(NamedTuple):
-    """What becomes of a contribution: `take` it, clipped or not, or one of the other actions.
+    """The action for a contribution: `take`, clipped or not, or one of the others.
 
-    `what` was wrong, `limit` is the setting that says what to do about it; both empty for a sound one.
+    `problem` describes the defect and `limit` the setting that decides; both are empty for a sound contribution.
     """
 
     action: Literal["take", "reject", "skip", "halt"]
     problem: str = ""
     limit: str = ""
     is_clipped: bool = False
-    norm: float = 0.0  # of this shard's part of a gradient, where there are several and store.max_norm is set
-    scale: float = 1.0  # what all parts are multiplied with before they are folded
+    norm: float = 0.0  # of this shard's part of a gradient, with several shards and store.max_norm
+    scale: float = 1.0  # multiplies all parts before they are folded
 
     @property
     def is_taken(self) -> bool:
@@ -67,7 +66,7 @@ SOUND = Judgement("take")
 
 
 def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Literal["take"], str, str]:
-    """(what to do, what was wrong, the setting that says so) for a contribution with a gradient of `norm`."""
+    """Returns (action, problem, setting that decides) for a contribution with a gradient of `norm`."""
     if not is_finite:
         return limits.on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {limits.on_nonfinite}"
     if limits.max_norm is not None and norm > limits.max_norm:
@@ -77,8 +76,7 @@ def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Liter
 
 
 def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
-    """What all shards do with a contribution: the most severe of what each would do with its part, or what is done
-    about the norm of the whole."""
+    """Returns the judgement for all shards: the most severe of the parts', or else that of the whole norm."""
     worst = max(parts, key=lambda part: _SEVERITY[part.action])
     if not worst.is_taken:
         return worst
@@ -96,7 +94,7 @@ def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
 
 
 def halted(rank: int, number: int, version: int, judgement: Judgement) -> DivergedError:
-    """The end of a run that is told to end at the first of these."""
+    """Returns the error of a run that ends at the first such contribution."""
     return DivergedError(
         f"rank {rank} sent {judgement.problem} as its contribution {number} ({judgement.limit}); nothing of it was "
         f"applied, the weights are at version {version}",
@@ -106,7 +104,7 @@ def halted(rank: int, number: int, version: int, judgement: Judgement) -> Diverg
 
 
 def rejected_too_often(rank: int, in_a_row: int, limit: int, version: int, judgement: Judgement) -> DivergedError:
-    """The end of a run one of whose workers sends nothing else any more."""
+    """Returns the error of a run that rejected too many contributions of one worker in a row."""
     return DivergedError(
         f"rank {rank} sent {in_a_row} contributions with {judgement.problem} in a row (store.max_nonfinite is {limit}; "
         f"{judgement.limit}); the server's weights are finite, at version {version}",
@@ -121,8 +119,9 @@ _MOST_NAMED = 5  # contributions
 def overflowed(
     version: int, where: str, contributions: Sequence[tuple[int, int, int]], hyperparameters: Mapping[str, Any]
 ) -> DivergedError:
-    """The end of a run whose weights a step along finite values has made NaN or Inf. `contributions` of the version:
-    (rank, incarnation, number); `hyperparameters` that it was made with."""
+    """Returns the error of a run whose weights became NaN or Inf by a step along finite values.
+
+    `contributions` and `hyperparameters` made the version; a contribution is (rank, incarnation, number)."""
     named = [f"{number} of rank {rank}" for rank, _, number in contributions[:_MOST_NAMED]]
     rest = f" and {len(contributions) - _MOST_NAMED} more" if len(contributions) > _MOST_NAMED else ""
     settings = ", ".join(f"{key} {hyperparameters[key]:g}" for key in ("lr", "eps") if key in hyperparameters)

@@ -1,11 +1,12 @@
-"""Who says that an event happens, and when. One process says it at once; several shards, which carry out one run, when
-it has come to all: state machine replication, without the network.
+"""Orders the events of a run: state machine replication, without the network.
 
-    a follower:     what has come to it  ──report──>  coordinator: has it come to all? then it happens
-    all shards:     apply the same events in the same order  <──event, numbered──
+A single process applies an event at once. With several shards an event happens once it has arrived on all.
 
-Messages are numbered and kept until the other side says that it has them, so a connection that breaks and is made again
-loses nothing. Coordinator and followers compare digests of their state; a difference ends the run.
+    a follower      reports each arrival  ──report──>  the coordinator, which waits until all shards have reported
+    all shards      apply the same events in the same order  <──event, numbered──
+
+Messages are numbered, and kept until the other side acknowledges them. So a new connection loses nothing. Coordinator
+and followers compare digests of their state; a difference ends the run.
 """
 
 from __future__ import annotations
@@ -24,36 +25,36 @@ from .judgement import Judgement
 
 Message = TypeVar("Message")
 
-# Between two comparisons of digests; one more at every snapshot. A digest costs about 50 us.
+# Events between two comparisons of digests; each snapshot adds one. A digest costs about 50 us.
 DIGEST_EVERY_EVENTS = 256
 
 
 class Sequencer:
-    """Between what comes to a process and what happens to its run: whatever carries the run (`ps/engine/engine.py`)
-    offers events, and `happens` is called with those that do. This one is the only process: what comes, happens."""
+    """Turns offered events into events that happen. The engine (`ps/engine/engine.py`) offers an event, and the
+    sequencer calls `happens`. This class is for a server of one process: each offered event happens at once."""
 
     def __init__(self, happens: Callable[[Event], None], now: Callable[[], float]) -> None:
         self._happens = happens
         self._now = now
 
     def offer(self, event: Event) -> None:
-        """Something has come to this process."""
+        """Take an event that has arrived at this process."""
         event.at = self._now()
         self._happens(event)
 
     def fenced(self, rank: int, incarnation: int) -> None:
-        """Nothing of this incarnation of a rank, or an older one, is waited for any more."""
+        """Stop waiting for events of this incarnation of a rank and of older ones."""
 
     def applied(self, effects: list[Effect]) -> None:
-        """The newest event has been applied, and led to these effects."""
+        """Note that the newest event was applied, and led to these effects."""
 
     def missing(self, rank: int) -> str:
-        """Which shards have not got what this worker is to give them, as a phrase; or empty."""
+        """Returns the shards that still wait for something of this worker, as a phrase; empty: none."""
         return ""
 
 
 class Outbox(Generic[Message]):
-    """One direction's messages on their way, numbered from 1, and how far the other direction has been heard."""
+    """Unacknowledged messages of one direction, numbered from 1, and the number of messages received in the other."""
 
     def __init__(self) -> None:
         self.on_put: Callable[[], object] = lambda: None  # called for each new message
@@ -62,19 +63,19 @@ class Outbox(Generic[Message]):
         self._kept: deque[tuple[int, Message]] = deque()
 
     def put(self, message: Message) -> int:
-        """The number of a new message."""
+        """Keep a new message; returns its number."""
         self.num_put += 1
         self._kept.append((self.num_put, message))
         self.on_put()
         return self.num_put
 
     def acknowledge(self, number: int) -> None:
-        """The other side has all up to this one."""
+        """The other side has received all messages up to this one."""
         while self._kept and self._kept[0][0] <= number:
             self._kept.popleft()
 
     def after(self, number: int) -> list[tuple[int, Message]]:
-        """What is kept beyond this one, to be sent, or sent again."""
+        """Returns the kept messages beyond this one, to be sent, perhaps again."""
         return [item for item in self._kept if item[0] > number]
 
     def can_go_on_after(self, number: int) -> bool:
@@ -93,16 +94,16 @@ class Outbox(Generic[Message]):
 
 
 class Gather:
-    """What has come to which shard, until it has come to all."""
+    """Collects each shard's report of an event until all shards have reported it."""
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
-        # By rank (None: of no worker) and by what it is: what has come to which shard.
+        # By rank (None: no worker) and key of the event: the event of each shard.
         self._found: dict[int | None, dict[tuple[object, ...], dict[int, Event]]] = {}
         self._fenced: dict[int, int] = {}
 
     def add(self, shard: int, event: Event) -> list[Event]:
-        """Everyone's, in the order of shards, when this one completes them; empty otherwise."""
+        """Returns the events of all shards, in their order, when this one completes them; empty otherwise."""
         if isinstance(event, events.AboutAWorker) and event.incarnation <= self._fenced.get(event.rank, 0):
             return []
         key, rank = events.key_of(event), event.rank if isinstance(event, events.AboutAWorker) else None
@@ -117,14 +118,14 @@ class Gather:
         return [found[index] for index in range(self._num_shards)]
 
     def fence(self, rank: int, incarnation: int) -> None:
-        """The worker is gone, or begins again as another incarnation."""
+        """Drop reports of a worker that is gone, or that begins again as another incarnation."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
         of_rank = self._found.pop(rank, {})
         if newer := {key: found for key, found in of_rank.items() if _incarnation(found) > incarnation}:
             self._found[rank] = newer
 
     def missing(self, rank: int) -> tuple[str, list[int]]:
-        """The kind of event of this rank that some shard waits for, and the shards that it has not come to."""
+        """Returns the kind of this rank's event that is incomplete, and the shards without it."""
         for found in self._found.get(rank, {}).values():
             name = type(next(iter(found.values()))).__name__
             return name, [shard for shard in range(self._num_shards) if shard not in found]
@@ -132,7 +133,7 @@ class Gather:
 
 
 def _incarnation(found: dict[int, Event]) -> int:
-    """Of what has come of a worker."""
+    """Returns the incarnation of a worker's reported event."""
     event = next(iter(found.values()))
     assert isinstance(event, events.AboutAWorker)
     return event.incarnation
@@ -146,7 +147,7 @@ class Digest:
     digest: str
 
 
-# What a shard has not got yet, as people are told about it.
+# The missing thing of each incomplete event, in a phrase for people.
 _WHAT = {
     "Contributed": "its part of the contribution",
     "Brought": "its part of the initial weights",
@@ -156,8 +157,8 @@ _WHAT = {
 
 
 class Coordinator(Sequencer):
-    """Shard 0: says what happens, in which order, to itself and to the others. `judge` is what becomes of a
-    contribution by its parts' judgements."""
+    """Shard 0: orders the events for itself and the other shards. `judge` combines the parts' judgements of a
+    contribution."""
 
     def __init__(
         self,
@@ -174,25 +175,25 @@ class Coordinator(Sequencer):
         self._digest = digest
         self._gather = Gather(num_shards)
         self._num_applied = 0
-        self._digests: dict[int, dict[int, str]] = {}  # by number of events, of the shards that have said it
-        self._do_differ = False  # said once
+        self._digests: dict[int, dict[int, str]] = {}  # by number of events and shard
+        self._do_differ = False  # reported once
 
     def offer(self, event: Event) -> None:
         self._take(0, event)
 
     def hear(self, shard: int, number: int, event: Event | Digest) -> None:
-        """A numbered report of another shard. Refuses what no shard says."""
+        """Take a numbered report of another shard. Refuses kinds that no shard reports."""
         if not self.outboxes[shard].hear(number):
             return
         if isinstance(event, Digest):
             self._compare(shard, event)
         elif not event.is_gathered:
-            raise refusal(Reason.BAD_REQUEST, f"{type(event).__name__} is not for shard {shard} to say")
+            raise refusal(Reason.BAD_REQUEST, f"shard {shard} may not report {type(event).__name__}")
         else:
             self._take(shard, event)
 
     def _take(self, shard: int, event: Event) -> None:
-        """It happens if it need not come to all shards, or has."""
+        """Let the event happen if it concerns one shard, or if all shards have reported it."""
         if parts := self._gather.add(shard, event) if event.is_gathered else [event]:
             event = self._one_of(parts)
             event.at = self._now()
@@ -201,11 +202,11 @@ class Coordinator(Sequencer):
             self._happens(event)
 
     def _one_of(self, parts: list[Event]) -> Event:
-        """What has happened when these have come, one to each shard."""
+        """Returns the event that follows from the reports of all shards."""
         first = parts[0]
         for shard, other in enumerate(parts[1:], 1):
             if isinstance(first, events.AboutAWorker) and (differences := events.differences(first, other)):
-                message = f"shards 0 and {shard} were told different things: {'; '.join(differences)}"
+                message = f"shards 0 and {shard} received different messages: {'; '.join(differences)}"
                 return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, message)
         if isinstance(first, events.Contributed):
             judgements = [part.judgement for part in parts if isinstance(part, events.Contributed)]
@@ -237,28 +238,28 @@ class Coordinator(Sequencer):
             self._do_differ = True
             shown = ", ".join(f"shard {item} {digest}" for item, digest in sorted(found.items()))
             message = f"the shards are not in the same state after event {reported.num_events}: {shown}"
-            fix = "report this with the history; snapshots of before are sound"
+            fix = "report this with the history; earlier snapshots are sound"
             self.offer(events.Failed(message, exit_code=1, fix=fix))
         if len(found) > len(self.outboxes):
             del self._digests[reported.num_events]
 
 
 class Follower(Sequencer):
-    """Another shard: reports what comes to it, applies what the coordinator says."""
+    """Another shard: reports its events to the coordinator, and applies those that the coordinator orders."""
 
     def __init__(self, *, happens: Callable[[Event], None], digest: Callable[[], str]) -> None:
-        self.outbox: Outbox[object] = Outbox()  # events, digests, and what the shard itself has to say
+        self.outbox: Outbox[object] = Outbox()  # events, digests, and reports about the shard itself
         self._happens = happens
         self._digest = digest
         self._num_applied = 0
 
     def offer(self, event: Event) -> None:
-        """What is not for all shards to have, the coordinator sees for itself."""
+        """Report an event that all shards receive. The coordinator sees the other kinds itself."""
         if event.is_gathered:
             self.outbox.put(event)
 
     def hear(self, number: int, event: Event) -> None:
-        """What happens, in the coordinator's order."""
+        """Apply an event, in the coordinator's order."""
         if self.outbox.hear(number):
             self._happens(event)
 

@@ -1,4 +1,4 @@
-"""Who is here: which process holds which rank, and its signs of life. Decides nothing about training.
+"""The workers of a run: which process holds which rank, and its signs of life. Decides nothing about training.
 
     joins ──> connected ──goodbye──────────────────────────────> gone
                   │  ▲
@@ -6,12 +6,12 @@
                   ▼  │
                 away ──its heartbeat connection closes, or its lease ends──> gone
 
-A rank is a worker's stable name; an incarnation is a number that grows with every join of a rank. The newest
-incarnation is the rank: an older process that still speaks is fenced.
+A rank is a worker's stable name. Its incarnation is a number that grows with every join. Only the newest incarnation
+holds the rank: an older process that still sends is fenced.
 
-A process that dies closes all its connections at once, and is gone at once. One that loses only the connection of its
-exchange is away, and comes back to where it was. A worker without heartbeats (any client may do without) is gone when
-its stream ends.
+A process that dies closes all its connections, and is gone at once. A process that loses only its exchange connection
+is away, and continues after it joins again. A worker without heartbeats, which are optional, is gone when its stream
+ends.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ _LOOK_S = 0.2  # how often leases are looked at
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One process that has a rank."""
+    """One process that holds a rank."""
 
     rank: int
     incarnation: int
-    process: str = ""  # whose heartbeats count for it
-    model: tuple[str, str] = ("", "")  # model and optimizer it has offered, on all shards
-    rendezvous: str = ""  # HOST:PORT where a group meets whose lowest rank it is
-    is_resumed: bool = False  # goes on where it was: no START is due
-    is_away: bool = False  # its stream is lost, its process is not; or it is on its way back
+    process: str = ""  # the process whose heartbeats count
+    model: tuple[str, str] = ("", "")  # names of the model and optimizer that it offered, on all shards
+    rendezvous: str = ""  # HOST:PORT where a group meets when this is its lowest rank
+    is_resumed: bool = False  # continues where it was: no START is due
+    is_away: bool = False  # its stream is lost and its process lives; or it is coming back
     is_finished: bool = False
     can_evaluate: bool = False
     heard_at: float | None = None  # its newest sign of life; None: it has said no first word, and has no lease
     waiting_since: float | None = None
-    staleness: int = 0  # of its contribution that is not replied yet
-    wants_weights: bool = True  # with the reply to it
-    evaluates: bool = False  # that reply's weights
-    num_asked: int = 0  # so many of its next replies long it may say what it evaluated, as a reply asked it to
-    hyperparameters: tuple[dict[str, Any], ...] | None = None  # as it said last
-    num_contributed: int = 0  # since this process began: how far its own schedules are
+    staleness: int = 0  # of its pending contribution
+    wants_weights: bool = True  # with the pending reply
+    evaluates: bool = False  # the weights of that reply
+    num_asked: int = 0  # replies during which it may send the metrics of a requested evaluation
+    hyperparameters: tuple[dict[str, Any], ...] | None = None  # the newest ones that it sent
+    num_contributed: int = 0  # contributions of this process, which tell how far its schedules are
 
     @property
     def has_offered(self) -> bool:
         return bool(self.model[0])
 
     def goes_on_from(self, old: Worker) -> None:
-        """The same process on a new stream."""
+        """Continue as the same process on a new stream."""
         self.is_resumed = self.is_away = True  # away until all shards know what it trains
         self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
         self.rendezvous = old.rendezvous
@@ -68,7 +68,7 @@ class Worker:
 
 
 class Roster:
-    """All workers of a run, one per rank at most: ranks 0 to num_workers - 1, or any where that is None."""
+    """All workers of a run, at most one per rank: ranks 0 to num_workers - 1, or any rank where that is None."""
 
     def __init__(self, num_workers: int | None, limit: int, lease_s: float) -> None:
         self.num_workers = num_workers
@@ -81,8 +81,8 @@ class Roster:
         self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
         self._limit = limit
         self._lease_s = lease_s
-        self._processes: dict[int, str] = {}  # of each rank's newest join
-        self._unknown_joins = 0  # that a rank may have had and that are not known here
+        self._processes: dict[int, str] = {}  # the process of each rank's newest join
+        self._unknown_joins = 0  # joins of a rank that this server may not know of
         self.evaluators: set[str] = set()  # processes that evaluate and do not train
         self.heartbeats: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._standstill = Standstill(_LOOK_S)
@@ -90,22 +90,22 @@ class Roster:
         self.evicted: set[int] = set()  # ranks that may not come back
 
     def restore(self, num_joins: Mapping[int, int]) -> None:
-        """Go on from a snapshot: what joined after it was taken is known to the workers alone."""
+        """Continue from a snapshot. Only the workers know of joins after it."""
         self.num_joins = dict(num_joins)
         self._unknown_joins = _MAX_UNKNOWN_JOINS
 
     def longest_wait_s(self, now: float) -> float:
-        """For how long the worker has waited that waits longest; 0 when none waits."""
+        """Returns the longest time that a worker has been waiting; 0 when none waits."""
         since = [worker.waiting_since for worker in self.workers.values() if worker.waiting_since is not None]
         return now - min(since, default=now)
 
     def seat(self, joined: Joined) -> tuple[Worker, Worker | None]:
-        """A place for a process, and the worker of an older process or stream that had it.
+        """Seat a process; returns its worker, and the worker of an older process or stream that held the rank.
 
-        No rank: the lowest free one. `asked.incarnation` is what this same process had before a lost connection, 0 on
-        its first join; it may be higher than any known here after a server went back to a snapshot. `asked.process`
-        may not have heard of the incarnation it was given last. Refuses LIMIT_EXCEEDED, RANK_OUT_OF_RANGE, RUN_FULL,
-        and REPLACED when a newer process holds the rank.
+        Without a rank it gets the lowest free one. `joined.incarnation` is that of the same process before it lost its
+        connection, and 0 on its first join. It may be higher than any known here, after a server went back to a
+        snapshot. It may be lower than the newest, if the process never received that. Refuses LIMIT_EXCEEDED,
+        RANK_OUT_OF_RANGE, RUN_FULL, and REPLACED when a newer process holds the rank.
         """
         if joined.rank not in self.workers and len(self.workers) >= self._limit:
             raise refusal(
@@ -136,13 +136,13 @@ class Roster:
         self._ranks_of.setdefault(joined.process, {})[rank] = None
         self.num_joins[rank], self._processes[rank] = worker.incarnation, joined.process
         stats = self.stats.setdefault(rank, WorkerStats(rank))
-        if not previous:  # the same process is no restart
+        if not previous:  # a join of the same process is not a restart
             stats.joined_anew()
         self.was_anyone_here = True
         return worker, old
 
     def _free_rank(self) -> int:
-        # Ranks ascend, so those below the first gap are where they would be without one.
+        # The list ascends: below the first free rank, each rank equals its position.
         rank = bisect_left(range(len(self._ranks)), 1, key=lambda position: int(self._ranks[position] > position))
         if self.num_workers is not None and rank >= self.num_workers:
             raise refusal(
@@ -153,7 +153,7 @@ class Roster:
         return rank
 
     def remove(self, worker: Worker) -> None:
-        """The worker is gone; nothing happens when its rank is another's already."""
+        """Remove a worker that is gone; without effect when another worker holds its rank."""
         rank = worker.rank
         if self.find(rank, worker.incarnation) is not worker:
             return
@@ -166,25 +166,25 @@ class Roster:
         self.num_finished -= worker.is_finished
 
     def finished(self, worker: Worker) -> None:
-        """It takes no more training steps."""
+        """Note that the worker takes no more training steps."""
         self.num_finished += not worker.is_finished
         worker.is_finished = True
 
     def division(self, rank: int) -> tuple[int, int]:
-        """(num_workers, index): how the data is divided for this rank."""
+        """Returns (num_workers, index): this rank's share of the data."""
         if self.num_workers is not None:
             return self.num_workers, rank
         return len(self._ranks), bisect_left(self._ranks, rank)
 
     def find(self, rank: int, incarnation: int) -> Worker | None:
-        """The worker of this incarnation, while it holds the rank."""
+        """Returns the worker of this incarnation, if it holds the rank."""
         worker = self.workers.get(rank)
         return worker if worker is not None and worker.incarnation == incarnation else None
 
     # ---- signs of life --------------------------------------------------------------------
 
     def heartbeat_stopped(self, process: str) -> Worker | None:
-        """A heartbeat stream has ended. Returns the worker that is gone with it."""
+        """Note the end of a heartbeat stream; returns the worker that is gone with it."""
         self.heartbeats[process] -= 1
         if self.heartbeats[process] > 0:
             return None
@@ -194,7 +194,7 @@ class Roster:
         return next((worker for worker in seats if worker.is_away), None)
 
     def heartbeat(self, rank: int, process: str, now: float) -> None:
-        """A heartbeat: from the first one on, the worker has a lease."""
+        """Note a heartbeat. From its first one on, the worker has a lease."""
         if self.is_member(rank, process):
             self.workers[rank].heard_at = now
             self._leased[rank] = None
@@ -205,14 +205,15 @@ class Roster:
         return bool(process) and rank in self.workers and self.workers[rank].process == process
 
     def spoke(self, worker: Worker, now: float) -> None:
-        """Something of its exchange came: as good as a heartbeat, for who has a lease."""
+        """Note a message of the worker's exchange, which renews its lease as a heartbeat does."""
         if worker.heard_at is not None:
             worker.heard_at = now
             self._leased.move_to_end(worker.rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
-        """Workers whose lease has ended, by rank, with the seconds since they were heard; to be asked every `_LOOK_S`.
-        The time in which this process was frozen itself does not count: nobody could be heard then."""
+        """Returns the workers whose lease has ended, by rank, with the seconds since their last message.
+
+        The caller asks every `_LOOK_S`. Time in which this process itself was frozen does not count."""
         if pause_s := self._standstill.look(now):
             for rank in self._leased:
                 worker = self.workers[rank]
@@ -223,13 +224,13 @@ class Roster:
             worker = self.workers[rank]
             assert worker.heard_at is not None
             if now - worker.heard_at <= self._lease_s:
-                break  # the others were heard later
+                break  # the others sent something later
             found.append((worker, now - worker.heard_at))
         return sorted(found, key=lambda silent: silent[0].rank)
 
 
 def replaced(rank: int, incarnation: int) -> ParamServerError:
-    """The refusal an older process of a rank gets."""
+    """Returns the refusal of an older process of a rank."""
     return refusal(
         Reason.REPLACED,
         f"another process joined as rank {rank} (this one was incarnation {incarnation}): only the newest may go on",
@@ -238,6 +239,6 @@ def replaced(rank: int, incarnation: int) -> ParamServerError:
 
 
 def evicted(rank: int) -> ParamServerError:
-    """The refusal of a worker that somebody has put out."""
-    fix = "a server that is started again lets it in"
+    """Returns the refusal of an evicted worker."""
+    fix = "a restarted server admits it again"
     return refusal(Reason.EVICTED, f"rank {rank} was evicted from this run", fix=fix)

@@ -1,9 +1,9 @@
 """The run: `apply(event) -> effects`. It has no clock.
 
 The same events give the same state and the same effects on every shard. So history, replay, simulation and several
-shards are one mechanism, and a bug report is a list of events. Classes, one on the other: `RunState` (`state.py`),
-`Saving`, `Ending`, `Run`. `contributions.py` has the effects of a contribution. An exception in here is a bug: the run
-ends, and no snapshot is taken of its state.
+shards are one mechanism, and a bug report is a list of events. Each class extends the one before: `RunState`
+(`state.py`), `Saving`, `Ending`, `Run`. `contributions.py` has the effects of a contribution. An exception in here is a
+bug: the run ends, and no snapshot is taken of its state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .state import Options
 
 
 class Run(Ending):
-    """Dispatches events, and lets workers in."""
+    """Dispatches events and admits workers."""
 
     def __init__(self, options: Options, policy: Policy, name: str, incarnation: int = 1) -> None:
         super().__init__(options, policy, name, incarnation)
@@ -69,7 +69,7 @@ class Run(Ending):
     def _of_a_worker(self, follows: Callable[..., Iterable[Effect]], event: events.OfAWorker) -> Iterable[Effect]:
         worker = self.roster.find(event.rank, event.incarnation)
         if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
-            return ()  # it was let go or replaced, or the run has ended, and it knows
+            return ()  # it was released or replaced, or the run has ended; it was notified
         if not isinstance(event, events.Disconnected | events.Left):
             self.roster.spoke(worker, event.at)
         return follows(worker, event)
@@ -126,7 +126,7 @@ class Run(Ending):
         if joined.run and joined.run != self.name:
             raise refusal(
                 Reason.RUN_MISMATCH,
-                f"this worker belongs to run {joined.run}, the server runs {self.name}: it was started anew",
+                f"this worker belongs to run {joined.run}, and the restarted server runs {self.name}",
                 fix="start the worker again to join the new run",
             )
         if self.is_closed:
@@ -135,8 +135,8 @@ class Run(Ending):
             raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
 
     def _may_resume(self, joined: events.Joined) -> bool:
-        """Whether the process lost only its connection, perhaps before it received its newest incarnation. It then goes
-        on where it was."""
+        """Whether the process lost only its connection, perhaps before it received its newest incarnation, and so
+        continues where it was."""
         known = self.roster.workers.get(joined.rank) if joined.rank is not None else None
         if known is None or joined.server_incarnation != self.incarnation or not self._has_place(known):
             return False
@@ -148,7 +148,7 @@ class Run(Ending):
         return worker.rank in self.policy.members or worker.is_finished
 
     def _displace(self, old: Worker, new: Worker, at: float) -> Iterator[Effect]:
-        """Refuses the older stream or process of a rank: it was replaced."""
+        """Refuse the older stream or process of a rank, which was replaced."""
         yield effects.Refuse(old.rank, old.incarnation, replaced(old.rank, old.incarnation))
         yield effects.Fence(old.rank, old.incarnation)
         if new.is_resumed:
@@ -161,7 +161,7 @@ class Run(Ending):
         yield from self.performed(self.policy.left(old.rank, at), at)
 
     def _offered(self, worker: Worker, event: events.Offered) -> Iterator[Effect]:
-        """Every shard knows the model. The first worker's model and optimizer become the run's."""
+        """Take a worker's model, which every shard now has. The first worker's model and optimizer become the run's."""
         worker.model, worker.rendezvous = (event.model, event.optimizer), event.rendezvous
         if self.model != worker.model:
             if self.model is not None and (self.model[0] != event.model or not self.may_change_optimizer):
@@ -184,12 +184,12 @@ class Run(Ending):
 
     def _brought(self, worker: Worker, event: events.Brought) -> Iterator[Effect]:
         if worker is not self.initializer or self.has_weights:
-            error = refusal(Reason.BAD_REQUEST, "initial weights without having been asked for them")
+            error = refusal(Reason.BAD_REQUEST, "initial weights that the server did not request")
             yield from self.expel(worker, error, event.at)
             return
         self.has_weights, self.initializer = True, None
         yield effects.Begin(worker.rank, worker.incarnation)
-        if self.rhythm.is_kept:  # who goes on from nothing would be another run
+        if self.rhythm.is_kept:  # a restart without any snapshot would be another run
             yield from self._take_snapshot(event.at)
         self.is_holding = self.rhythm.is_writing and self.options.waits_for_first_snapshot
         if not self.is_holding and not self.is_closed:
@@ -202,7 +202,7 @@ class Run(Ending):
                 yield from self._enter(worker, at)
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
-        """Lets a worker in; its reply comes when the mode allows it to start."""
+        """Admit a worker. Its reply comes when the mode allows it to start."""
         if self.policy.is_stopping:
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
@@ -240,7 +240,7 @@ class Run(Ending):
     # ---- snapshots ------------------------------------------------------------------------
 
     def _stored(self, event: events.Stored) -> Iterator[Effect]:
-        """An attempt at a snapshot is over on all shards."""
+        """Handle the end of a snapshot attempt on all shards."""
         if not self.rhythm.ended(event.attempt, event.durable):
             return
         yield effects.Prune(self.rhythm.durable_version)
@@ -255,7 +255,7 @@ class Run(Ending):
     # ---- workers that are lost -------------------------------------------------------------------------
 
     def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
-        """The stream broke off. While its process sends heartbeats the worker may come back to where it was."""
+        """Handle a lost stream. While its process sends heartbeats, the worker may come back and continue."""
         if not (worker.process in self.roster.heartbeats and self._has_place(worker)):
             yield from self._leave(worker, "closed", event.reason, event.at)
             return
@@ -270,8 +270,8 @@ class Run(Ending):
         if self.is_closed:
             return
         for worker, silent_s in silent:
-            reason = f"not heard of for {silent_s:.1f} s (server.lease_s is {self.options.lease_s:g})"
-            error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} was let go: {reason}")
+            reason = f"no message for {silent_s:.1f} s (server.lease_s is {self.options.lease_s:g})"
+            error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} was released: {reason}")
             yield effects.Refuse(worker.rank, worker.incarnation, error)
             yield from self._leave(worker, "lease", reason, at)
         if self.has_weights:
@@ -279,5 +279,5 @@ class Run(Ending):
         yield from self._end_if_over(at)
 
 
-# Events that come too late for a run that is closed.
+# Events that a closed run ignores.
 _BEFORE_THE_END = events.Offered | events.Brought | events.AskedAgain | events.StopAsked

@@ -1,4 +1,4 @@
-"""What of a run survives in snapshots, and what must be the same on every shard."""
+"""The state of a run that snapshots keep, and the state that must be equal on every shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Saving(RunState):
     """A run that can be saved, restored and compared."""
 
     def saved(self, at: float) -> dict[str, Any]:
-        """What a snapshot keeps beside the tensors; JSON. Contributions of an open round are not in the weights."""
+        """Returns the JSON that a snapshot keeps beside the tensors. Contributions of an open round are not in it."""
         committed = self.policy.num_committed()
         stats, behind = {}, Counter(self.contributions.staleness)
         for rank, stats_entry in self.roster.stats.items():
@@ -31,7 +31,7 @@ class Saving(RunState):
             "contributions": committed,
             "num_joins": dict(self.roster.num_joins),
             "training": {
-                "elapsed_s": self.contributions.elapsed_s(at, self.is_over),
+                "elapsed_s": self.contributions.elapsed_s(at, self.has_training_ended),
                 "stats": stats,
                 "staleness": {str(versions): count for versions, count in behind.items() if count},
                 "out": sorted(self.policy.out),
@@ -46,7 +46,7 @@ class Saving(RunState):
         }
 
     def restore(self, version: int, model: tuple[str, str], saved: dict[str, Any], source: str = "") -> None:
-        """Go on from the snapshot `source` of `model` (names of model and optimizer, as in `Offered`), before any
+        """Continue from the snapshot `source` of `model` (names of model and optimizer, as in `Offered`), before any
         event. Raises CheckpointError when the mode cannot."""
         self.model = model
         self.name, self.incarnation = saved["run"], saved["server_incarnation"] + 1
@@ -61,7 +61,7 @@ class Saving(RunState):
             raise CheckpointError(
                 f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
                 f"raised {type(error).__name__}: {error}",
-                fix="mend the mode's restore, or begin anew with --resume never",
+                fix="correct the mode's restore, or begin anew with --resume never",
             ) from error
         self.length.restore(saved["training"])
         self.contributions.restore(saved["training"])
@@ -71,7 +71,7 @@ class Saving(RunState):
         self.has_weights = self.may_change_optimizer = True
 
     def digest(self) -> str:
-        """The same on all shards after the same events: of everything that decides."""
+        """Returns a digest of everything that decides; equal on all shards after the same events."""
         seats = {
             rank: [worker.incarnation, worker.model, worker.is_away, worker.is_finished, worker.hyperparameters]
             for rank, worker in self.roster.workers.items()
@@ -87,7 +87,7 @@ class Saving(RunState):
 
 
 def _by_rank(training: dict[str, Any], name: str) -> dict[int, int] | None:
-    """Counts of each rank, as `Run.saved` keeps them; None where they are not, as in older snapshots."""
+    """Returns the counts of each rank, as `Run.saved` keeps them; None where they are absent or malformed."""
     saved = training.get(name)
     if not isinstance(saved, dict) or not all(type(count) is int and count >= 0 for count in saved.values()):
         return None
@@ -95,7 +95,7 @@ def _by_rank(training: dict[str, Any], name: str) -> dict[int, int] | None:
 
 
 def not_json(state: dict[str, Any]) -> str:
-    """The first entry that JSON does not give back as it was, as a phrase; empty where there is none."""
+    """Returns the first entry that JSON does not preserve, as a phrase; empty where there is none."""
     for key, value in state.items():
         try:
             is_same = json.loads(json.dumps({key: value})) == {key: value}

@@ -1,4 +1,4 @@
-"""When a snapshot is taken, and which version is safe: on the disks of all shards."""
+"""Decides when a snapshot is taken, and knows the durable version: on the disks of all shards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ DEFAULT_EVERY_S = 30.0
 
 
 class Rhythm:
-    """At most one attempt at a time. `durable_version` is on all shards; 0 before the first."""
+    """Allows one snapshot attempt at a time. `durable_version` is on all shards; 0 before the first."""
 
     def __init__(self, is_kept: bool, every_steps: int | None = None, every_s: float | None = None) -> None:
         self.is_kept = is_kept
         self.is_writing = False
-        self.is_asked = False  # somebody wants one with the next commit
+        self.is_asked = False  # a user wants one with the next commit
         self.durable_version = 0
         self._every_steps = every_steps
         self._every_s = every_s or (None if every_steps else DEFAULT_EVERY_S)
@@ -25,16 +25,16 @@ class Rhythm:
         self._has_committed = False  # since the newest attempt
 
     def restore(self, version: int, min_training_steps: int) -> None:
-        """The run goes on from a snapshot of this version."""
+        """Continue from a snapshot of this version."""
         self.durable_version = self._attempted_version = version
         self._last_steps = min_training_steps
 
     def committed(self) -> None:
-        """There is a new version."""
+        """Note a new version."""
         self._has_committed = True
 
     def is_due(self, min_training_steps: Callable[[], int], at: float) -> bool:
-        """Whether one is to be taken of the newest version."""
+        """Whether a snapshot of the newest version is due."""
         if not self.is_kept or self.is_writing or not self._has_committed:
             return False
         if self.is_asked:
@@ -46,14 +46,14 @@ class Rhythm:
         return self._every_s is not None and at - self._last_at >= self._every_s
 
     def begin(self, version: int, min_training_steps: int, at: float) -> int:
-        """One is taken; its number."""
+        """Begin an attempt; returns its number."""
         self._attempt += 1
         self._attempted_version, self._last_steps, self._last_at = version, min_training_steps, at
         self.is_writing, self._has_committed, self.is_asked = True, False, False
         return self._attempt
 
     def ended(self, attempt: int, durable: int) -> bool:
-        """An attempt is over; the newest on all disks is `durable`. False for one that is no longer waited for."""
+        """End an attempt; the newest version on all disks is `durable`. False for an outdated attempt."""
         if attempt != self._attempt or not self.is_writing:
             return False
         self.is_writing = False
@@ -61,13 +61,13 @@ class Rhythm:
         return True
 
     def wants_last(self, version: int) -> bool:
-        """At the end: whether the newest version is not on the disks yet, and was not tried in vain."""
+        """Whether the run's end needs a snapshot: the newest version is not durable, and no attempt at it failed."""
         return self.is_kept and (self.is_writing or self._attempted_version < version)
 
     def give_up(self) -> None:
-        """No more snapshots."""
+        """Take no more snapshots."""
         self.is_kept = self.is_writing = False
 
     def state(self) -> list[Any]:
-        """All of it, to be compared between shards."""
+        """Returns the whole state, to be compared between shards."""
         return [self.is_writing, self.durable_version, self._attempt, self._attempted_version, self._last_steps]

@@ -23,18 +23,18 @@ class Options:
     num_workers: int | None = None
     max_workers: int = 1024  # where num_workers is None
     lease_s: float = 5.0
-    absent_s: float = 15.0  # how long the end waits for a rank that was lost before its last training step
+    absent_s: float = 15.0  # time that the end waits for a rank lost before its last training step
     max_rejected: int = 10  # contributions of one worker in a row that end the run
     keeps_snapshots: bool = False
     best: str | None = None  # the metric that decides
     keeps_best: bool = False  # the weights of the best evaluation
     stop_when: str | None = None
     patience: int | None = None
-    epochs: int | None = None  # that the run is long; how many training steps that is, workers say
+    epochs: int | None = None  # length of the run; workers announce the number of training steps
     every_steps: int | None = None  # training steps between two snapshots
     every_s: float | None = None
-    policy_of: Callable[[str], Policy] | None = None  # of another mode, as configured; UsageError where it cannot be
-    waits_for_first_snapshot: bool = False  # several shards: one lost before the first would be the end
+    policy_of: Callable[[str], Policy] | None = None  # makes the policy of another mode; raises UsageError
+    waits_for_first_snapshot: bool = False  # several shards: without a snapshot a lost shard ends the run
 
 
 class RunState:
@@ -49,49 +49,49 @@ class RunState:
         self.roster = Roster(options.num_workers, options.max_workers, options.lease_s)
         self.rhythm = Rhythm(options.keeps_snapshots, options.every_steps, options.every_s)
         self.contributions = Contributions(policy, self.roster, options.mode, options.max_rejected)
-        self.model: tuple[str, str] | None = None  # what all workers train: names of model and optimizer
+        self.model: tuple[str, str] | None = None  # names of the model and optimizer of all workers
         self.may_change_optimizer = False  # the first worker of a resumed run sets its hyperparameters
         self.has_weights = False
-        self.initializer: Worker | None = None  # of the initial weights
-        self.is_holding = False  # everyone waits for the first snapshot on all shards
-        self.is_closed = False  # nothing is applied any more
-        self.is_done = False  # all workers know that the run is over
-        self.evaluator: int | None = None  # the rank whose metrics of the final weights are awaited then
+        self.initializer: Worker | None = None  # the worker that uploads the initial weights
+        self.is_holding = False  # all workers wait for the first snapshot on all shards
+        self.is_closed = False  # events have no effect any more
+        self.is_done = False  # all workers were notified that the run is over
+        self.evaluator: int | None = None  # the rank that then evaluates the final weights
         self.has_finished = False  # some worker takes no more steps
         self.ended_by = ""  # why the run ended early; empty: all steps were taken
         self.failure: ParamServerError | None = None  # of a worker, after the last training step
         self.final: dict[str, float] = {}
         self.curve = Curve(options.best, options.stop_when, options.patience)  # of evaluations during the run
         self.length = Length(policy, options.epochs)
-        # Options that were set while it ran, by name: the configured value, and the one that was set.
+        # Options that were set during the run, by name: the configured value, and the new one.
         self.changed: dict[str, tuple[Any, Any]] = {}
         self.lost_at: dict[int, float] = {}  # by rank, before its last training step
 
     def use_policy(self, mode: str, policy: Policy) -> None:
-        """Another mode holds from here on."""
+        """Continue with this mode."""
         self.mode, self.policy = mode, policy
         self.contributions.policy = self.length.policy = policy
 
     def absent(self, at: float) -> list[int]:
-        """Ranks that were lost before their last training step, and not long ago."""
+        """Returns the ranks that were lost recently, before their last training step."""
         since = at - self.options.absent_s
         return sorted(rank for rank, lost_at in self.lost_at.items() if lost_at > since)
 
     @property
     def is_any_rank_through(self) -> bool:
-        """Some rank has taken all its training steps: a script may leave then without a word."""
+        """Whether some rank has taken all its training steps: its script may then leave without a goodbye."""
         return any(map(self.policy.is_through, self.policy.num_counted))
 
     @property
     def was_over_before(self) -> bool:
-        """It goes on from a snapshot of its end: every rank it needs has taken all its training steps, or has ended of
-        its own accord; by another length than before that one is asked again."""
+        """Whether the snapshot was taken at the end: every needed rank had taken all its training steps, or had
+        finished by itself. With another configured length, ranks of the second kind are asked again."""
         counted = self.policy.num_counted
         is_complete = len(counted) >= (self.options.num_workers or 1)
         ranks = counted.keys() - (() if self.length.is_reconfigured else self.policy.out)
         return is_complete and all(map(self.policy.is_through, ranks))
 
     @property
-    def is_over(self) -> bool:
-        """Training has ended, as far as the clock of the summary is concerned."""
+    def has_training_ended(self) -> bool:
+        """Whether all workers were notified of the end, or none is left: the clock of the summary stops."""
         return self.is_done or not self.roster.workers

@@ -1,4 +1,4 @@
-"""Weights that are being evaluated, and the file of the best of them (`output.best_weights`)."""
+"""Keeps the weights under evaluation, and writes the best of them (`output.best_weights`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ..tensors.thread import TensorThread
 log = get_logger()
 
 _MAX_KEPT = 2  # evaluations under way; each is a copy of the weights
-# The whole model by name, from this version's tensors here and on the other shards. Raises OutputError.
+# Collects the whole model of a version by name, from the tensors here and on the other shards. Raises OutputError.
 Gather = Callable[[int, dict[str, torch.Tensor]], Awaitable[dict[str, torch.Tensor]]]
 
 
 class Best:
-    """Of one server process. Of several shards each keeps copies of its part, of the same versions; the coordinator,
-    which is given `gather`, fetches the others' and writes the file. `is_kept`: the best is. `changed` is called when
-    there is another copy."""
+    """The evaluated weights of one server process.
+
+    Each shard keeps copies of its part, of the same versions. The coordinator has `gather`: it fetches the other parts
+    and writes the file. `is_kept`: the best weights are kept. `changed` is called for each new copy."""
 
     gather: Gather | None = None
 
@@ -38,7 +39,7 @@ class Best:
         self._writing: asyncio.Future[None] | None = None
 
     def keep(self, version: int) -> None:
-        """The weights of this version, the newest that is decided, are about to be evaluated."""
+        """Copy the weights of this version, the newest one, before they are evaluated."""
         if version not in self._under_way:
             self._copy(self._put)
 
@@ -52,12 +53,12 @@ class Best:
         self._changed()
 
     def get(self, version: int) -> torch.Tensor | None:
-        """A copy of the weights here, uint8 [total_bytes], where this version is kept."""
+        """Returns the copy of this version's weights here, uint8 [total_bytes]; None where it is not kept."""
         best = self._best[1] if self._best is not None and self._best[0] == version else None
         return self._under_way.get(version, best)
 
     def evaluated(self, version: int, is_best: bool) -> None:
-        """Of those that were kept, once the copy is made; the final weights need not have been."""
+        """Keep or drop the copy of an evaluated version. The final weights may have no copy."""
         self._tensors.then(lambda: self._evaluated(version, is_best and self._is_kept))
 
     def _evaluated(self, version: int, is_best: bool) -> None:
@@ -73,7 +74,7 @@ class Best:
 
     def _found(self, version: int, payload: torch.Tensor) -> None:
         if self._best is None and self._model.store.tables is not None:
-            log.warning("best_without_tables", meaning="of tables of rows the final ones are saved, beside the weights")
+            log.warning("best_without_tables", meaning="of the tables only the final rows are saved")
         self._best = version, payload
         self._changed()
         if self._config.server.shard == 0:
@@ -84,7 +85,7 @@ class Best:
             await asyncio.wait([before])
         path, views = self._config.output.best, self._model.store.layout.views(payload)
         if path is None or self._best is None or self._best[0] != version:
-            return  # there is a better one by now
+            return  # a better one has come
         tensors = {name: tensor for spec, tensor in views for name in (spec.name, *spec.aliases)}
         try:
             if self.gather is not None:
@@ -93,11 +94,11 @@ class Best:
             await asyncio.to_thread(write_best, path, tensors, metadata)
         except OutputError as error:
             log.error("best_not_saved", path=path, reason=error.message)
-        except Exception as error:  # nobody else looks at it, and the next one is to be written all the same
+        except Exception as error:  # no caller awaits this task, and the next best must still be written
             log.error("best_not_saved", path=path, version=version, reason=f"{type(error).__name__}: {error}")
 
     async def written(self, is_cut_short: bool = False) -> None:
-        """What was the best is in the file, or never will be: a shard that was lost may not even refuse its part."""
+        """Wait until the best weights are written or given up. A lost shard may never send its part."""
         if self._writing is not None:
             if is_cut_short:
                 self._writing.cancel()

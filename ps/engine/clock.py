@@ -1,4 +1,4 @@
-"""Time as a server process has it: monotonic seconds, and waiting for them. A test's may jump."""
+"""The clock of a server process: monotonic seconds, and sleeping. A test's clock may jump."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
         await asyncio.sleep(seconds)
 
     async def every(self, interval_s: float, work: Callable[[], object]) -> NoReturn:
-        """Do it again and again, first after `interval_s`; what it raises is the awaiter's."""
+        """Call `work` every `interval_s`, first after one interval. Its exceptions reach the awaiter."""
         while True:
             await self.sleep(interval_s)
             work()

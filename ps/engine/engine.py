@@ -1,7 +1,7 @@
-"""Carries one run out in this process: events go in, effects reach tensors, streams, snapshots and observers.
+"""Carries out one run in this process: events go in, effects reach tensors, streams, snapshots and observers.
 
-Lives on the event loop, which is the only one to apply events. Tensor work goes to one thread in the order of the
-effects, so what is decided and what is done differ only in time. Nothing here knows gRPC, or which mode runs.
+The engine runs on the event loop, which alone applies events. Tensor work goes to one thread, in the order of the
+effects, so decisions and their execution differ only in time. The engine knows neither gRPC nor the mode.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Engine:
     ) -> None:
         self.config = config
         self.shard_addresses: tuple[str, ...] = ()  # of all shards by number, the coordinator's own empty
-        self.shard_states: dict[int, ShardState] = {}  # what the others said last about themselves
-        self.why_not_ready: Callable[[], str] = lambda: ""  # what keeps workers from joining, as a phrase
+        self.shard_states: dict[int, ShardState] = {}  # the newest report of each other shard
+        self.why_not_ready: Callable[[], str] = lambda: ""  # the reason that workers cannot join yet, as a phrase
         self.run = Run(options or options_of(config), policy, name, incarnation)
         self.publish = publish
         self.now = now
@@ -72,9 +72,9 @@ class Engine:
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots: Snapshots | None = None
         self.dashboard = ""  # its address
-        self.bytes_when: dict[int, int] = {}  # exchanged, when the evaluation of this version came
-        self.skipped_snapshots: list[str] = []  # damaged ones, newer than the one it goes on from
-        self.is_broken = False  # an event was half applied, or tensor work failed: no state to keep
+        self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
+        self.skipped_snapshots: list[str] = []  # damaged snapshots, newer than the one that was loaded
+        self.is_broken = False  # an event was partly applied, or tensor work failed: no snapshot is taken
         self._joining: dict[int, effects.Seated | effects.NotSeated | None] = {}  # by stream
         self._num_streams = 0
         self._events: deque[events.Event] = deque()
@@ -86,11 +86,11 @@ class Engine:
     # ---- events ---------------------------------------------------------------------------
 
     def offer(self, event: events.Event) -> None:
-        """Something has come to this process."""
+        """Offer an event that has arrived at this process to the sequencer."""
         self.sequencer.offer(event)
 
     def happens(self, event: events.Event) -> None:
-        """Apply an event and carry out what it leads to. Whatever happens meanwhile happens after it."""
+        """Apply an event and carry out its effects. Events that happen meanwhile are applied after it."""
         self._events.append(event)
         if self._is_applying:
             return
@@ -117,11 +117,12 @@ class Engine:
         if isinstance(event, events.Failed) and self.snapshots is not None:
             self.snapshots.drop()
         if self.model.has_weights:
-            self.model.staging.look_again()  # who left may have been folded before others
+            self.model.staging.look_again()  # the worker that left may have been folded before others
 
     def broke(self, task: str, error: BaseException, **fields: object) -> None:
-        """The run or the weights are half changed: the run ends, and nothing of it is kept. Weights that are not
-        finite are no mistake of ours."""
+        """End the run without a snapshot: its state or its weights may be partly changed.
+
+        Weights that are not finite (`DivergedError`) are the training's fault, and keep their own error."""
         self.is_broken = True
         if isinstance(error, DivergedError):
             log.error("diverged", error=error.message, meaning="no snapshot is taken of this")
@@ -153,21 +154,21 @@ class Engine:
         self.notify()
 
     def let_go(self) -> None:
-        """This process is about to stop: every worker is told, so that it need not find out."""
+        """Refuse all workers before this process stops, so that they need not detect it themselves."""
         self.streams.end(refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again"))
 
     def close(self) -> None:
-        """No more tensor work, no more snapshots; waits for those that are on their way."""
+        """Stop tensor work and snapshots; waits for those that are in progress."""
         self.tensors.close()
         if self.snapshots is not None:
             self.snapshots.close()
 
     def tell(self, fact: Fact) -> None:
-        """A fact of now, for the observers."""
+        """Publish a fact of this moment to the observers."""
         self.publish(self.now(), fact)
 
     def tick(self) -> None:
-        """Called every fraction of a second: time-outs, and a sign of life to those who wait."""
+        """Check time-outs, and send a sign of life to waiting workers; called several times a second."""
         self.offer(events.Ticked())
         now = self.now()
         if now - self._said_waiting_at >= _SAY_WAITING_S:
@@ -175,11 +176,11 @@ class Engine:
             self.streams.say_why(self.waiting(now))
 
     def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """Why each of these workers waits, or every one, by rank; empty for one that does not."""
+        """Returns the reason that each of these workers (None: all) waits, by rank; empty for one that does not."""
         return reasons(self.run, self.peers, self.sequencer, now, ranks)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Returns when this is so; it is looked at when something has happened. TimeoutError after `timeout_s`."""
+        """Wait until `condition` holds; it is checked after every event. Raises TimeoutError after `timeout_s`."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 so = asyncio.get_running_loop().create_future()
@@ -190,8 +191,8 @@ class Engine:
                     self._waiting_for.remove((condition, so))
 
     def notify(self) -> None:
-        """Something has happened: those go on who waited for it. Nobody is woken in vain: this is called with every
-        contribution, and somebody always waits for the end."""
+        """Wake the waiters whose condition holds. The others stay asleep: this is called for every contribution, and
+        some task always waits for the end."""
         for condition, so in self._waiting_for:
             if not so.done() and condition():
                 so.set_result(None)
@@ -199,7 +200,7 @@ class Engine:
     # ---- what comes from workers ------------------------------------------------------------
 
     def join(self, joined: events.Joined) -> Peer:
-        """A stream's process asks for a rank; the stream's number is given here. Raises the refusal."""
+        """Request a rank for a stream's process, and number the stream. Raises the refusal."""
         self._num_streams += 1
         joined.stream = self._num_streams
         self._joining[joined.stream] = None
@@ -212,8 +213,9 @@ class Engine:
         raise refusal(Reason.NOT_READY, "the run has ended with an error")
 
     async def seated(self, rank: int, incarnation: int, timeout_s: float) -> Peer:
-        """On a shard that seats nobody: the stream of a worker that the coordinator has seated, once that is known
-        here. Raises NOT_JOINED when a newer process has the rank by then, TimeoutError when it is not known in time."""
+        """Wait on a shard for a worker that the coordinator has seated; returns its stream.
+
+        Raises NOT_JOINED when a newer process holds the rank by then, TimeoutError when the order does not come."""
         workers = self.run.roster.workers
 
         def is_known() -> bool:
@@ -223,7 +225,7 @@ class Engine:
         await self.until(is_known, timeout_s)
         worker = workers.get(rank)
         if worker is None or worker.incarnation != incarnation or (rank, incarnation) in self.peers:
-            raise refusal(Reason.NOT_JOINED, f"rank {rank}, incarnation {incarnation}, was let go by the coordinator")
+            raise refusal(Reason.NOT_JOINED, f"the coordinator released rank {rank}, incarnation {incarnation}")
         return self._attach(Peer(rank, incarnation, worker.is_resumed, self.run.policy.num_counted.get(rank, 0)))
 
     def _attach(self, peer: Peer) -> Peer:
@@ -232,21 +234,21 @@ class Engine:
         return self.streams.attach(peer)
 
     def may_return(self, peer: Peer) -> bool:
-        """Its process is a member, on this stream or as one that is back already on another."""
+        """Whether the stream's process is a member, on this stream or already on a newer one."""
         worker, incarnation = self.run.roster.workers.get(peer.rank), peer.incarnation
         return worker is not None and (
             worker.incarnation == incarnation or (worker.is_resumed and worker.incarnation == incarnation + 1)
         )
 
     def detach(self, peer: Peer) -> None:
-        """The stream is over."""
+        """Remove a stream that is over."""
         self.streams.detach(peer)
         self.notify()
 
     # ---- effects --------------------------------------------------------------------------
 
     def _handlers(self) -> dict[type[effects.Effect], Callable[[Any], object]]:
-        """By kind of effect, what carries one out; a kind that is only told has none."""
+        """Returns the function that carries out each kind of effect. Kinds for observers alone have none."""
         return {
             effects.Seated: self._seat,
             effects.NotSeated: self._seat,
@@ -320,7 +322,7 @@ class Engine:
             self.snapshots.prune(prune.version)
 
     def _log(self, line: effects.Log) -> None:
-        if self.config.server.shard == 0:  # the others would say the same
+        if self.config.server.shard == 0:  # the other shards would log the same
             fields = line.fields
             if line.event in ("admitted", "resumed"):
                 traffic = self.traffic[fields["rank"]]
@@ -329,8 +331,8 @@ class Engine:
             getattr(log, line.level)(line.event, **fields)
 
     def _make_room(self) -> None:
-        """Of several shards each may hold an upload of every worker, and one more of who comes back: two that wait for
-        each other's uploads would wait for ever."""
+        """Give each of several shards memory for an upload of every worker, and one more for a worker that comes back.
+        With less, two shards could wait for each other's uploads for ever."""
         if self.config.server.shards > 1 and self.model.has_weights:
             self.model.staging.make_room(2 * len(self.run.roster.workers))
 
@@ -367,17 +369,17 @@ class Engine:
 
     @property
     def durable_version(self) -> int:
-        """Of the newest snapshot that all shards have."""
+        """The version of the newest snapshot that all shards have."""
         return self.run.rhythm.durable_version
 
     @property
     def is_writing(self) -> bool:
-        """A snapshot is being taken."""
+        """Whether a snapshot is in progress."""
         return self.run.rhythm.is_writing and not self.is_broken
 
     @property
     def state(self) -> ShardState:
-        """What this process holds of the model, and what has passed through it."""
+        """Returns the memory that this process uses for the model, and its traffic."""
         model = self.model
         memory = dict(model.store.num_bytes) if model.has_weights else {}
         if model.has_weights and (num_bytes := model.references.num_bytes):
@@ -388,5 +390,5 @@ class Engine:
         return ShardState(self.run.policy.version, memory, traffic)
 
     def elapsed_s(self) -> float:
-        """Of training, over all starts of the server."""
-        return self.run.contributions.elapsed_s(self.now(), self.run.is_over)
+        """Seconds of training, over all starts of the server."""
+        return self.run.contributions.elapsed_s(self.now(), self.run.has_training_ended)

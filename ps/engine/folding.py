@@ -1,5 +1,4 @@
-"""Contributions from the moment they are here whole until they are folded, or are not: their memory, and what the
-codecs of their workers remember of them."""
+"""Memory of complete contributions until they are folded or discarded, and the codec memories of their workers."""
 
 from __future__ import annotations
 
@@ -25,28 +24,28 @@ from ..tensors.thread import TensorThread
 
 log = get_logger()
 
-_FEW = "too few to leave out so many (policy.aggregation): fewer workers that lie are withstood"
+_FEW = "too few contributions to leave out so many (policy.aggregation): fewer faulty workers are tolerated"
 
 _NOT_COMPENSATED = "the weights it was computed on are not here any more: it was taken as it came"
 
 
 class Staged(NamedTuple):
-    """The tensors of a contribution that is here whole."""
+    """The tensors of a complete contribution."""
 
     payload: torch.Tensor
     without: frozenset[str] = frozenset()  # names of parameters that got no gradient: zeros in the payload
     rows: Sequence[Rows] = ()
-    base_version: int = 0  # of the weights that it was computed on
-    optimizer: OptimizerState | None = None  # the state of its worker's optimizer, where the worker steps
+    base_version: int = 0  # the version that it was computed on
+    optimizer: OptimizerState | None = None  # the state of its worker's optimizer, if the worker steps
     slot: torch.Tensor | None = None  # of the staging pool, for rows or state beside a payload in the worker's memory
 
 
-# Encoded payloads that are kept idle: as many as are staged by default, whatever the number of workers.
+# Idle buffers for encoded payloads: as many as are staged by default, whatever the number of workers.
 _MAX_FREE_BUFFERS = 4
 
 
 class CodecMemories:
-    """Of the processes that have these ranks; used on the tensor thread."""
+    """The codec memories of the processes that hold these ranks; used on the tensor thread."""
 
     def __init__(self, model: Model, tensors: TensorThread) -> None:
         self._model = model
@@ -65,13 +64,13 @@ class CodecMemories:
         self._of_rank.pop(rank, None)
 
     def end_attempt(self, rank: int, is_folded: bool) -> None:
-        """What came last from this rank is folded, or will never be."""
+        """End the rank's newest attempt: its payload was folded, or never will be."""
         if (memory := self._of_rank.get(rank)) is not None:
             self._tensors.submit(partial(memory.end_attempt, is_folded))
 
 
 class Folding:
-    """Payloads are uint8 [exchange_bytes]."""
+    """Stages and folds contributions, and steps the weights. Payloads are uint8 [exchange_bytes]."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Folding:
         replies_before_commit: bool,
         measured: Callable[[int, float], None] = lambda version, norm: None,
     ) -> None:
-        """`measured` is told the norm of this shard's part of the mean that is to become a version."""
+        """`measured` receives the norm of this shard's part of each mean."""
         self._model = model
         self._tensors = tensors
         self._replies_before_commit = replies_before_commit
@@ -88,8 +87,8 @@ class Folding:
         self.on_drop: list[Callable[[int], object]] = []  # called with a rank whose process is gone
         self._staged: dict[ContributionId, Staged] = {}  # that came here whole
         self._kept: dict[ContributionId, Staged] = {}  # of contributions that count and are to be folded
-        self._fenced: dict[int, int] = {}  # by rank, the newest incarnation of which nothing is taken
-        self._without: frozenset[str] | None = None  # a gradient, of all that is folded and not in a version yet
+        self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
+        self._without: frozenset[str] | None = None  # parameters without a gradient in all folded contributions
         self._are_few = False  # contributions of the newest commit
         self._measured = measured
         self._steps: dict[int, partial[list[torch.Tensor]]] = {}  # of commits whose mean is measured, by version
@@ -98,9 +97,9 @@ class Folding:
         return self._fenced.get(rank, 0) >= incarnation
 
     def stage(self, id: ContributionId, staged: Staged) -> None:
-        """The tensors of a contribution are the run's from here on."""
+        """Take over the tensors of a contribution."""
         if self.is_fenced(id.rank, id.incarnation) or id in self._staged:
-            self._return(staged.payload, staged.slot)  # its process was let go, or it is a repeat
+            self._return(staged.payload, staged.slot)  # its process was released, or it is a repeat
         else:
             self._staged[id] = staged
 
@@ -128,7 +127,7 @@ class Folding:
             callback(rank)
 
     def fence(self, rank: int, incarnation: int) -> None:
-        """Of this incarnation of a rank, and of older ones, nothing more is taken."""
+        """Take nothing more of this incarnation of a rank and of older ones."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
         for id in [tensor for tensor in self._staged if tensor.rank == rank and tensor.incarnation <= incarnation]:
             self._give_back(id)
@@ -179,7 +178,7 @@ class Folding:
         if not (self._model.clips_parts(commit.clip_norm) and commit.contributions):
             self._tensors.submit(work, self._model.staging.reclaim)
             return
-        # Nothing else is done with the weights before all shards have said how long their parts are.
+        # The weights stay unused until all shards have reported the norms of their parts.
         self._steps[commit.version] = work
         self._tensors.submit(store.measure, partial(self._measured, commit.version), pauses=True)
 
@@ -188,7 +187,7 @@ class Folding:
         self._tensors.go_on(partial(work, norm=clip.norm), self._model.staging.reclaim)
 
     def _warn_of_few(self, count: int, fewest: int) -> None:
-        """Say it once, and again when there were enough in between."""
+        """Warn once, and again after a commit that had enough contributions."""
         if count >= fewest:
             self._are_few = False
         elif count and not self._are_few:
@@ -197,7 +196,7 @@ class Folding:
 
 
 def _sound(commit: effects.Commit, step: Callable[..., list[torch.Tensor]], **options: Any) -> list[torch.Tensor]:
-    """DivergedError where the step leaves weights that are not finite."""
+    """Run the step of a commit. Raises DivergedError where it leaves weights that are not finite."""
     try:
         return step(**options)
     except Unsound as unsound:

@@ -1,4 +1,4 @@
-"""What a run is made of, from the configuration: its options, and the state machine of its mode."""
+"""Makes a run's options and the state machine of its mode from the configuration."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def make_policy(config: Config) -> Policy:
     if made.compensation is not None and config.worker.reply_codec != "raw":
         codec = config.worker.reply_codec
         raise UsageError(
-            f"worker.reply_codec is {codec}, and policy.late_compensation needs weights as workers have them",
+            f"worker.reply_codec is {codec}, and policy.late_compensation needs the exact weights of each worker",
             fix="--set worker.reply_codec=raw, or --set policy.late_compensation=none",
         )
     return made
 
 
 def _check_peers(config: Config) -> None:
-    """What stands between workers and server means nothing where no gradients pass it; UsageError."""
+    """Raises UsageError for settings of the path to the server in a mode whose gradients do not take it."""
     worker, mode = config.worker, config.run.mode
     for name, value, none in (
         ("store.polyak", config.store.polyak, None),
@@ -51,24 +51,24 @@ def _check_peers(config: Config) -> None:
         check_codec_of_peers(worker.codec, worker.zero, outstanding)
     if config.run.steps is not None and outstanding >= config.run.steps:
         message = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
-        raise UsageError(f"{message}: weights would stay as they began to the end", fix="--staleness 1, or more steps")
+        raise UsageError(f"{message}: no step would change the weights", fix="--staleness 1, or more steps")
 
 
 def _codecs(config: Config) -> tuple[Any, ...]:
-    """Up and down; none where both are raw, which needs no torch (a simulation does without)."""
+    """Returns the codecs up and down; none where both are raw, so that a simulation needs no torch."""
     names = "raw" if config.worker.codec == AUTO else config.worker.codec, config.worker.reply_codec
     return tuple(CODECS.load(name)() for name in names) if set(names) != {"raw"} else ()
 
 
 def _of_codecs(config: Config) -> dict[str, bool]:
-    """What a mode is told of them (`Common`)."""
+    """Returns the settings of `Common` that follow from the codecs."""
     codecs = _codecs(config)
     leaves_out = not all(codec.takes_weights for codec in codecs)
     return {"leaves_out": leaves_out, "keeps_most": bool(codecs) and not codecs[0].suits_outer_momentum}
 
 
 def _check_codecs(policy: Policy, config: Config) -> None:
-    """As `check_codecs`, which has nothing against raw."""
+    """Run `check_codecs`, unless both codecs are raw."""
     if codecs := _codecs(config):
         from ...common.codecs.base import check_codecs
 
@@ -77,7 +77,7 @@ def _check_codecs(policy: Policy, config: Config) -> None:
 
 
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
-    """The mode's state machine, told those of the settings that are fields of `Common` or of its own options."""
+    """Returns the mode's state machine, with the settings that are fields of `Common` or of its options."""
     kind: type[Policy] = MODES.load(mode)
     common = Common(**{field.name: settings[field.name] for field in fields(Common) if field.name in settings})
     return kind(
@@ -86,12 +86,12 @@ def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
 
 
 def with_mode(config: Config, mode: str) -> Config:
-    """The configuration as it would be in another mode."""
+    """Returns the configuration with another mode."""
     return config.model_copy(update={"run": config.run.model_copy(update={"mode": mode})})
 
 
 def options_of(config: Config) -> Options:
-    """What a run is told of the configuration."""
+    """Returns the run's options from the configuration."""
     keeps = config.checkpoint.dir is not None
     return Options(
         mode=config.run.mode,

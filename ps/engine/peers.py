@@ -1,6 +1,6 @@
-"""The streams of workers as the run's effects find them, and what may be said on one.
+"""The streams of workers, by which the run's effects find them, and the items that a stream may carry.
 
-The service puts each item of an outbox into messages; nothing here knows how.
+The service turns each item into messages; this file knows no messages.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..tensors.thread import TensorThread
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Go on. The weights are `payload`, small ones, or `held` for this worker, or of the newest version, or none; or
-    `news` of the reference."""
+    """Lets the worker continue. Its weights come from `payload` (small ones), from `publication`, from the newest
+    version, or as an `update` of the reference; or there are none."""
 
     effect: effects.SendReply
     payload: bytes | None = None
@@ -42,19 +42,19 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The run is over, these weights are final."""
+    """The run is over; the weights are final."""
 
     min_version: int
     evaluate: bool
 
 
-# What may be said on a stream; text: nothing yet, and why.
+# Items of a stream. A text is the reason that the worker still waits.
 Item = str | effects.AskForWeights | Go | Done
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """What a shard holds: `bytes` by what they are; `traffic` by rank: bytes the worker has sent here, and received."""
+    """A shard's memory in `bytes`, by kind, and its `traffic`: by rank, bytes received from the worker and sent."""
 
     version: int
     bytes: dict[str, int] = field(default_factory=dict)
@@ -63,24 +63,24 @@ class ShardState:
 
 @dataclass(eq=False)
 class Peer:
-    """One stream of a worker. `state` is for people: joining, waiting, uploading, computing, finished."""
+    """One stream of a worker. `state` is text for people: joining, waiting, uploading, computing, finished."""
 
     rank: int
     incarnation: int
-    is_resumed: bool = False  # goes on where it was: no START is due
+    is_resumed: bool = False  # continues where it was: no START is due
     number: int = 0  # contributions of the rank that count
     base: int | None = None  # the version that it has all of the weights of, if it has said so
     traffic: Traffic = field(default_factory=Traffic)
     outbox: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
     at_once: Callable[[Item], bool] | None = None  # says an item now, or (False) leaves it to the outbox
     state: str = "joining"
-    offer: tuple[Layout, OptimizerSpec] | None = None  # what it trains
-    reference: int = 0  # the number of the one that it has; 0: none
-    weights: Segment | None = None  # the initial ones, when it has brought them
+    offer: tuple[Layout, OptimizerSpec] | None = None  # its model and optimizer
+    reference: int = 0  # the number of its reference; 0: none
+    weights: Segment | None = None  # the initial ones, once it has uploaded them
     takes_frames: bool = True  # its replies are frames on the stream, or it reads the weights' own memory
-    # Of codecs that contributions may come in, or did, by name: why not, or "".
+    # By name of a codec of contributions: the reason that it is refused, or "".
     codecs: dict[str, str] = field(default_factory=dict)
-    reply_codec: Codec | None = None  # of the weights it gets, but for a START's and final ones; None: raw
+    reply_codec: Codec | None = None  # of its weights, except for START and the final ones; None: raw
     hang_up: Callable[[ParamServerError | None], object] = lambda error: None  # ends its call, with a refusal
     is_ended: bool = False
 
@@ -90,32 +90,31 @@ class Peer:
         return self.rank, self.incarnation
 
     def encodes(self, effect: effects.SendReply) -> bool:
-        """Whether the weights of this reply are its own, as its codec has them. What is evaluated are the weights
-        themselves, where it would have those of a reference."""
+        """Whether this reply's weights are encoded for this worker alone. Weights to be evaluated are exact where the
+        worker would otherwise have those of a reference."""
         if self.reply_codec is None:
             return False
         return not effect.is_evaluated if self.has_reference else not effect.is_start
 
     @property
     def has_reference(self) -> bool:
-        """Its replies are differences, which lead its copy of the reference to another number."""
+        """Whether its replies are differences that update its copy of the reference."""
         return moves_reference(self.reply_codec)
 
     def say(self, item: Item) -> None:
-        """Say it now, or queue it for the worker."""
+        """Send an item now, or queue it for the worker."""
         if self.at_once is None or not self.at_once(item):
             self.outbox.put_nowait(item)
 
     def end(self, error: ParamServerError | None = None) -> None:
-        """End its call, with a refusal if there is an error, whatever it is waiting for. Once."""
+        """End its call once, with a refusal if there is an error."""
         if not self.is_ended:
             self.is_ended = True
             self.hang_up(error)
 
 
 class Streams:
-    """Of all workers here, as the run's effects find them. `are_parts`: their replies are parts of one version, which
-    other shards have the rest of."""
+    """The streams of all workers here. `are_parts`: replies are parts of a version, and other shards have the rest."""
 
     def __init__(self, model: Model, tensors: TensorThread, are_parts: bool) -> None:
         self.peers: dict[tuple[int, int], Peer] = {}  # by rank and incarnation
@@ -125,14 +124,14 @@ class Streams:
         self._are_parts = are_parts
 
     def attach(self, peer: Peer) -> Peer:
-        """Its effects find this stream from now on."""
+        """Register the stream, so that effects find it."""
         peer.traffic = self.traffic.setdefault(peer.rank, Traffic())
         peer.traffic.transport, peer.traffic.transport_reason = "grpc", ""  # until it offers another
         self.peers[peer.seat] = peer
         return peer
 
     def detach(self, peer: Peer) -> None:
-        """The stream is over: the server gives back the weights that were still to be sent on it."""
+        """Remove a stream that is over, and release the weights that were still to be sent on it."""
         self.peers.pop(peer.seat, None)
         while not peer.outbox.empty():
             item = peer.outbox.get_nowait()
@@ -140,7 +139,7 @@ class Streams:
                 self._model.publisher.release(item.publication, _go_as_frames(peer, item.effect))
 
     def end(self, error: ParamServerError) -> None:
-        """All of them, with this refusal."""
+        """End all streams with this refusal."""
         for peer in list(self.peers.values()):
             peer.end(error)
 
@@ -151,12 +150,12 @@ class Streams:
         if error.reason in (Reason.MODEL_MISMATCH, Reason.OPTIMIZER_MISMATCH) and peer.offer is not None:
             try:
                 self._model.check(peer.rank, *peer.offer)
-            except ParamServerError as explained:  # with what differs
+            except ParamServerError as explained:  # it names the difference
                 error = explained
         peer.end(error)
 
     def fence(self, rank: int, incarnation: int) -> None:
-        """End what this incarnation of a rank, and older ones, have open."""
+        """End the streams of this incarnation of a rank and of older ones."""
         for peer in list(self.peers.values()):
             if peer.rank == rank and peer.incarnation <= incarnation:
                 peer.end()
@@ -168,11 +167,11 @@ class Streams:
 
     def reply(self, effect: effects.SendReply) -> None:
         version = effect.reply.result.version
-        if effect.has_weights:  # on all shards, whoever has a stream to this one
+        if effect.has_weights:  # on all shards, even without a stream here
             self._model.references.replies(version, effect.is_start)
         peer = self.peers.get((effect.rank, effect.incarnation))
         if peer is None:
-            return  # its stream has just ended: it asks again
+            return  # its stream has just ended: the worker asks again
         peer.state = "computing"
         delivered = self._model.delivered
         if effect.has_weights and delivered is not None:
@@ -187,7 +186,7 @@ class Streams:
             self._tensors.then(partial(peer.say, Go(effect, update=update)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(effect, payload=self._model.small_payload())))
-        elif self._are_parts or effect.is_evaluated or delivered is not None:  # those of just this version
+        elif self._are_parts or effect.is_evaluated or delivered is not None:  # the weights must be of this version
             publication = self._model.publisher.hold(as_frames=_go_as_frames(peer, effect))
             peer.say(Go(effect, publication=publication))
         else:
@@ -199,7 +198,7 @@ class Streams:
                 self._tensors.then(partial(peer.say, Done(done.version, peer.rank == done.evaluator)))
 
     def say_why(self, why: Mapping[int, str]) -> None:
-        """A sign of life to those who wait; `why` by rank."""
+        """Send a sign of life to the waiting workers, with the reason (`why`, by rank)."""
         for peer in self.peers.values():
             if peer.state in ("waiting", "finished") and peer.outbox.empty():
                 peer.say(why.get(peer.rank, ""))
@@ -212,7 +211,7 @@ def reasons(
     now: float,
     ranks: Iterable[int] | None = None,
 ) -> dict[int, str]:
-    """Why every worker here waits, or these, as people are told, by rank; empty for one that waits for nothing."""
+    """Returns the reasons for which these workers wait (None: all), by rank; empty for one that does not wait."""
     workers = run.roster.workers
     if ranks is not None:
         workers = {rank: workers[rank] for rank in ranks if rank in workers}
@@ -246,5 +245,5 @@ def _who_finishes(run: Run, now: float) -> str:
 
 
 def _go_as_frames(peer: Peer, effect: effects.SendReply) -> bool:
-    """Whether its weights are frames that all workers share, or are read where they lie."""
+    """Whether the reply's weights are frames that workers share, or are read from the weights' own memory."""
     return effect.is_start or (peer.takes_frames and not peer.encodes(effect))

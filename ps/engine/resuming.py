@@ -1,4 +1,4 @@
-"""A run that has not begun goes on from a snapshot."""
+"""Continues a run from a snapshot, before it begins."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ log = get_logger()
 
 
 def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
-    """Bring the run to where this snapshot left it, if there is one; shard 0 also gives it a server incarnation that no
-    other start of the run has had. Raises CheckpointError for a snapshot that this run cannot go on from."""
+    """Restore the run from this snapshot, if there is one. Shard 0 also gives the run a new server incarnation.
+
+    Raises CheckpointError for a snapshot that this run cannot continue from."""
     run, model, states = engine.run, engine.model, engine.states
     if name is not None:
         saved = resume_model(config, available, name, model)
@@ -47,7 +48,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
 
 
 def _restore_traffic(engine: Engine, training: dict[str, Any]) -> None:
-    """Bytes of each rank. What is not there, or not what it should be, is counted from zero."""
+    """Restore the bytes of each rank; absent and malformed values count from zero."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         for rank, values in training["stats"].items():
             engine.traffic[int(rank)] = Traffic(

@@ -1,5 +1,4 @@
-"""What workers' scripts remember, as it came with their contributions, for the process that takes a rank next: bytes
-that nobody here looks into."""
+"""Keeps the scripts' states that come with contributions, for the next process of a rank. The bytes are opaque."""
 
 from __future__ import annotations
 
@@ -10,59 +9,59 @@ from ...common.wire.records import ContributionId
 
 
 class Kept(NamedTuple):
-    """When a contribution began: fields of Position in the proto, and the script's state."""
+    """The beginning of a contribution: fields of Position in the proto, and the script's state."""
 
     position: dict[str, int]
     payload: bytes
 
 
 class States:
-    """Of all ranks. One counts when its contribution does; those are kept that a snapshot may need."""
+    """The states of all ranks. A state counts when its contribution does. States that a snapshot may need are kept."""
 
     def __init__(self) -> None:
         self._staged: dict[ContributionId, tuple[dict[str, int], bytes | None]] = {}
         self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
     def stage(self, id: ContributionId, position: dict[str, int], payload: bytes | None) -> None:
-        """It came with this contribution; no payload: that of the rank's one before that counts."""
+        """Stage the state of a contribution. Without a payload it repeats that of the rank's contribution before."""
         self._staged[id] = (position, payload)
 
     def counted(self, id: ContributionId, num_committed: int) -> None:
-        """The contribution counts; of its rank so many are in a version."""
+        """Keep the state of a contribution that counts. `num_committed` of its rank's are in a version."""
         rank, kept = id.rank, self._of_rank.get(id.rank, {})
         position, payload = self._staged.pop(id, (None, None))
         if payload is None and kept:
             payload = kept[max(kept)].payload
         if position is None or payload is None:
-            self._of_rank.pop(rank, None)  # of a script that remembers nothing
+            self._of_rank.pop(rank, None)  # the script has no state
             return
         kept[id.seq] = Kept(position, payload)
         oldest = max((number for number in kept if number <= num_committed), default=0)
         self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
 
     def forget(self, id: ContributionId) -> None:
-        """The contribution does not count."""
+        """Drop the state of a contribution that does not count."""
         self._staged.pop(id, None)
 
     def fence(self, rank: int, incarnation: int) -> None:
-        """What came from this incarnation of a rank, or an older one, and has not happened, never will."""
+        """Drop staged states of this incarnation of a rank and of older ones."""
         self._staged = {
             item: state for item, state in self._staged.items() if item.rank != rank or item.incarnation > incarnation
         }
 
     def at(self, rank: int, number: int) -> Kept | None:
-        """How the rank's contribution of this number began, or else the newest one before it."""
+        """Returns the state at the beginning of this contribution of the rank, or of the newest one before it."""
         kept = self._of_rank.get(rank, {})
         found = max((snapshot for snapshot in kept if snapshot <= number), default=None)
         return kept[found] if found is not None else None
 
     def saved(self, contributions: Mapping[int, int]) -> dict[int, Kept]:
-        """For a snapshot that holds so many contributions of each rank."""
+        """Returns the states for a snapshot that has so many contributions of each rank."""
         found = {rank: self.at(rank, number) for rank, number in contributions.items()}
         return {rank: item for rank, item in found.items() if item is not None}
 
     def restore(self, contributions: Mapping[int, int], places: Any, payloads: Mapping[int, bytes]) -> None:
-        """Of a snapshot. A place that is not what it should be is none."""
+        """Restore the states of a snapshot; malformed positions are dropped."""
         for rank, payload in payloads.items():
             position = places.get(str(rank)) if isinstance(places, dict) else None
             if isinstance(position, dict) and all(type(number) is int and number >= 0 for number in position.values()):

@@ -1,1 +1,1 @@
-"""Who looks at a run: sinks of its events, and what they show."""
+"""Observers of a run: the sinks of its events."""

@@ -1,22 +1,20 @@
 """allreduce: workers average their gradients among themselves, and each runs its own optimizer along the mean.
 
-What sync does (Patarasuk and Yuan 2009; DDP, Li et al. 2020), without the server in the way of the gradients. The
-server says who averages with whom: an *generation*, which is a set of members. A contribution is a report without a
-payload:
-"I hold the mean of this generation". A round is made when all members have reported, and only then does anybody step:
-so
-everyone of a generation has taken a step, or nobody. Reports count when the round is made, not when they come.
+The result is that of sync (Patarasuk and Yuan 2009; DDP, Li et al. 2020), but gradients do not pass the server. The
+server names the group: a *generation* is a set of members. A contribution is a completion without a payload. It says
+that the worker has the mean of this generation. The server closes the round when all members have completed, and only
+then do they step. So all members of a generation take a step, or none does. Completions count when the round closes,
+not when they arrive.
 
-A member that goes ends the generation, and what was reported in it: the others average the gradients that they still
-hold
-once more, in the next one. Who joins is in the group from the next round on.
+When a member leaves, the server starts a new generation and discards the open round. The others still have their
+gradients, and average them once more. A worker that joins is in the group from the next round on.
 
-With `staleness` K a worker computes while up to K of its gradients are on their way (Pipe-SGD, Li et al. 2018): that of
-step t is computed on the weights of version t - 1 - K, or newer ones, and everyone steps along their mean K steps
-later. Rounds are as ever; reports say how far behind they are (`base_version`), and one that is further is refused. Who
-would be more than K ahead waits for its own oldest mean, so nobody here holds it up.
+With `staleness` K a worker computes while up to K of its gradients are on their way (Pipe-SGD, Li et al. 2018). The
+gradient of step t is computed on the weights of version t - 1 - K, or newer ones, and all step along the mean K steps
+later. A completion says how far behind it is (`base_version`); the server refuses one that is further behind. A worker
+that would be more than K ahead waits for its own oldest mean, so the server need not hold it back.
 
-The server has the weights only where a report brought them (`brings`): for snapshots, and at the end.
+The server has the weights only where a completion uploaded them: for snapshots, and at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class AllreduceOptions(Section):
 
 @dataclass(frozen=True)
 class _Report:
-    """What a round needs of a member's completion. Only facts that every shard receives alike: they are compared."""
+    """A member's completion: only facts that are equal on all shards, since shards compare their states."""
 
     weight: float  # in the mean
     has_failed: bool
@@ -63,8 +61,8 @@ class AllreducePolicy(Policy):
         self.group: tuple[int, ...] = ()  # the ranks of its members
         self.over_generation = 0
         self._reports: dict[int, _Report] = {}  # of the open round, by rank
-        self._outside: set[int] = set()  # live ranks that are of the next group
-        self._is_over = False  # a member of the generation has gone
+        self._outside: set[int] = set()  # live ranks that join the next group
+        self._is_over = False  # a member of the generation has left
         self._turn = 0  # grows with every generation and every round
         self._brought = 0  # the newest version whose weights the server has
 
@@ -95,17 +93,17 @@ class AllreducePolicy(Policy):
         return GroupInfo(self.generation, self.group, "", self.has_newest_weights, uploads)
 
     def next_local_steps(self, rank: int) -> int:
-        """A run that is stopped takes one step more: the one whose weights are brought."""
+        """A stopped run takes one more step, whose weights are uploaded."""
         if not self.is_stopping or self.has_newest_weights:
             return super().next_local_steps(rank)
         return 1 if self.training_steps is None else min(1, self.training_steps - self.steps_done(rank))
 
     def disconnected(self, rank: int) -> None:
         super().disconnected(rank)
-        self._reports.pop(rank, None)  # it will say it again
+        self._reports.pop(rank, None)  # it will complete again
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
-        if contribution.id.seq == self.num_counted.get(rank):  # it asks again, and knows of nothing newer
+        if contribution.id.seq == self.num_counted.get(rank):  # a repeat: it lost the reply
             self._reports.pop(rank, None)
         return super().contributed(rank, contribution, now)
 
@@ -117,7 +115,7 @@ class AllreducePolicy(Policy):
                 Discard(rank),
                 Refuse(rank, "BAD_REQUEST", f"computed {message}: {self.outstanding} may lie between"),
             ]
-        self._owe(member, Outcome.DROPPED)  # unless all others report too
+        self._owe(member, Outcome.DROPPED)  # until all others have completed too
         generation = contribution.completion.generation or self.generation
         if rank in self._outside or generation != self.generation or contribution.counts.part:
             return [Discard(rank)]
@@ -148,11 +146,11 @@ class AllreducePolicy(Policy):
 
     @property
     def _is_through(self) -> bool:
-        """No round is to come."""
+        """Whether no round follows."""
         return bool(self._ranks) and not self.next_local_steps(self._ranks[0])
 
     def _form(self) -> list[Decision]:
-        """The next generation is of all who are here; what was reported in the one before comes to nothing."""
+        """Start a generation with all live workers; completions of the one before are discarded."""
         if not self._ranks:
             return []
         self.generation, self._turn, self._is_over = self.generation + 1, self._turn + 1, False
@@ -162,7 +160,7 @@ class AllreducePolicy(Policy):
         return [Discard(rank) for rank in dropped]
 
     def _close(self) -> list[Decision]:
-        """The round is made."""
+        """Close the round."""
         for rank in self.group:
             self._count(self.members[rank])
         decisions: list[Decision] = [Accept(rank) for rank in self.group]
@@ -178,7 +176,7 @@ class AllreducePolicy(Policy):
         if member.rank in self._reports:
             return Closed(self._turn + 1, self._why_open)
         if member.rank in self._outside:
-            return Closed(self._turn + 1, lambda: "the end of the step that the others take: it is of the next group")
+            return Closed(self._turn + 1, lambda: "the end of the others' step: this worker joins the next group")
         return None
 
     def _why_open(self) -> str:

@@ -1,9 +1,9 @@
-"""async: every contribution is one optimizer step at once, and replied at once.
+"""async: every contribution is one optimizer step, and gets its reply at once.
 
-Nobody waits; the price is staleness, which nothing bounds (Hogwild!, Recht et al. 2011;
-Downpour SGD, Dean et al. 2012). If delayed, a worker's own last contribution is one version more. Lateness acts as
-momentum, so with several workers less of the optimizer's own is left, and with many late gradients count less
-(`shared/late.py`): with four workers, plain momentum 0.9 was measured to end at chance, with 16 no momentum at all.
+No worker waits, so staleness has no bound (Hogwild!, Recht et al. 2011; Downpour SGD, Dean et al. 2012). A delayed
+update adds one version, the worker's own last contribution. Lateness acts as momentum. So with several workers the
+server reduces the optimizer's own momentum, and with many it scales late gradients down (`shared/late.py`). Without
+this, momentum 0.9 with four workers ended at chance, and so did 16 workers without any momentum.
 """
 
 from __future__ import annotations

@@ -1,29 +1,28 @@
 """The state machine of a mode: events come in, each with the time, and decisions come out (`shared/decisions.py`).
 
-Four classes, one on the other: `Traits` (what the mode can do), `Ledger` (counting), `Gates` (who waits and why),
-`Policy` (what happens at an event). A policy is pure: the same state and event give the same decisions, without a
-clock, input, output or randomness. A worker waits until a decision replies to it.
+Each class extends the one before: `Traits` (abilities of the mode), `Ledger` (counting), `Gates` (waiting workers and
+the reasons), `Policy` (events). A policy is pure: the same state and event give the same decisions, without a clock,
+input, output or randomness. A worker waits until a decision replies to it.
 
     joined(rank)         a worker has the model and asks for weights to start from
     contributed(rank)    a whole, finite contribution is staged
     rejected(rank)       a contribution cannot be used (NaN); it is not folded and counts for nothing
     disconnected(rank)   a member's connection is lost, and replies do not reach it
-    left(rank)           the worker is gone, for whatever reason
-    finished(rank)       it takes no more training steps, though it has not taken all
-    stopped()            nobody is to compute any more
+    left(rank)           the worker is gone, for any reason
+    finished(rank)       the worker takes no more training steps, though it has not taken all
+    stopped()            the run ends: no worker computes any more
     tick(now)            time has passed
 
-A mode says two things (see `single.py`, `ssp.py`, `shared/rounds.py`): what a contribution does (`_take`), and why a
-worker must wait before it computes the next one (`_gate`).
+A mode defines two things (see `single.py`, `ssp.py`, `shared/rounds.py`): the effect of a contribution (`_take`), and
+the reason that a worker must wait before its next one (`_gate`).
 
-A contribution gets its reply after the commit that it is in. Where `replies_before_commit` (a buffer) it gets the reply
-once it is folded. It counts from `_count` on. When it comes again, because its reply was lost, it gets a reply and is
-not folded. When its sender dies, it is in the next commit all the same. A snapshot holds what its version holds. Later
-contributions are computed again after a crash, by workers that begin where the snapshot has them (`num_committed`). So
-nothing is lost, and nothing counts twice. The mode commits what is folded when the last worker has taken all its
-training steps.
+A contribution gets its reply after its commit, or, with `replies_before_commit` (a buffer), once it is folded. It
+counts from `_count` on. When it comes again because its reply was lost, it gets a reply and is not folded. When its
+sender dies, the next commit has it nevertheless. A snapshot has the contributions of its version. After a crash the
+workers begin where the snapshot has them (`num_committed`), and compute later contributions again. So nothing is lost,
+and nothing counts twice. When the last worker has taken all its training steps, the mode commits what is folded.
 
-Every event costs the same however many workers there are: sums over members are kept up to date.
+The cost of an event does not grow with the number of workers: sums over members are kept up to date.
 """
 
 from __future__ import annotations
@@ -62,15 +61,15 @@ __all__ = [
 
 
 class Policy(Gates, ABC):
-    """One mode. Subclasses implement `_take` and, where somebody may have to wait, `_gate`."""
+    """One mode. Subclasses implement `_take` and, if a worker may have to wait, `_gate`."""
 
     def __init__(self, common: Common, options: Section) -> None:
         super().__init__(common)
         self.options = options
 
     def full_state(self) -> dict[str, Any]:
-        """Everything that decides, as JSON: for comparing two that were given the same events. Takes time in
-        proportion to the members."""
+        """The whole state as JSON, to compare two policies after the same events. Takes time in proportion to the
+        members."""
         settings = ("common", "options")
         return {name: canonical(value) for name, value in sorted(vars(self).items()) if name not in settings}
 
@@ -81,12 +80,12 @@ class Policy(Gates, ABC):
     # ---- events ------------------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Decision]:
-        """A worker is ready for weights. A rank that was here before goes on at its own number; one that is
-        new to a running job starts at the slowest live one's, so that it neither stalls the others nor
-        repeats what they have done. A live rank's older process has left."""
+        """Admit a worker that is ready for weights. A known rank continues at its own number. A new rank in a running
+        job starts at the slowest live rank's number, so that it neither stalls the others nor repeats their work. A
+        live rank's older process has left."""
         decisions = self.left(rank, now)
         if rank not in self.num_counted and self.in_step and not self.has_rounds:
-            self._offsets[rank] = self.min_steps_done - self.slowest  # contributions are no training steps
+            self._offsets[rank] = self.min_steps_done - self.slowest  # contributions differ from training steps
         number = self.num_counted.setdefault(rank, self.slowest)
         self.members[rank] = member = Member(rank)
         insort(self._ranks, rank)
@@ -98,7 +97,7 @@ class Policy(Gates, ABC):
         return decisions + self._joined(rank) + self._settle(now)
 
     def left(self, rank: int, now: float) -> list[Decision]:
-        """A worker is gone; whoever waited for it is looked at again at once."""
+        """Remove a worker that is gone, and check at once the gates of those that waited for it."""
         if self.members.pop(rank, None) is None:
             return []
         del self._ranks[bisect_left(self._ranks, rank)]
@@ -110,35 +109,35 @@ class Policy(Gates, ABC):
         return self._left(rank) + self._settle(now)
 
     def finished(self, rank: int, now: float) -> list[Decision]:
-        """It takes no more training steps: as if it had left, but nobody misses it."""
+        """Note that the worker takes no more training steps: as if it had left, but no other worker waits for it."""
         self.out.add(rank)
         self._needed = self._num_needed()
         return self.left(rank, now)
 
     def stopped(self, now: float) -> list[Decision]:
-        """Whoever gets its reply from now on has no steps left. A round that is open is closed as any other, so that
-        all end at one version; nothing else is waited for."""
+        """Stop the run: replies from now on grant no steps. An open round still closes as usual, so that all workers
+        end at one version; nothing else is waited for."""
         self.is_stopping, self._needed = True, 0
         self.paused.clear()
         self._waiting.ask_all()
         return self._settle(now)
 
     def disconnected(self, rank: int) -> None:
-        """A worker is still a member, but a reply would not reach it: it will ask again."""
+        """Note a lost connection: the worker is still a member, but no reply would reach it. It will ask again."""
         if rank in self.members:
             self.members[rank].is_away = True
             self._waiting.remove(rank)
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
-        """A contribution is staged: fold it, or discard it with a reply or a refusal."""
+        """Decide on a staged contribution: fold it, or discard it with a reply or a refusal."""
         if rank in self.members and contribution.id.seq == self.num_counted[rank]:
-            # Applied before, and its reply was lost. Where it still waits for its round, so does the repeat.
+            # It was applied before, and its reply was lost. If it still waits for its round, so does the repeat.
             self._owe(self.members[rank], Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
         if (refusal := self._refusal(rank, contribution.id.seq)) is not None:
             return [Discard(rank), refusal]
         if contribution.counts.part and self.replies_before_commit:
-            message = "this mode replies contributions before they are in a version, and cannot step a model in parts"
+            message = "this mode replies before a contribution is in a version, and cannot step a model in parts"
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", message)]
         member, counted = self.members[rank], self.num_counted[rank]
         num_steps = contribution.counts.num_training_steps
@@ -154,21 +153,21 @@ class Policy(Gates, ABC):
         return decisions
 
     def rejected(self, rank: int, now: float) -> list[Decision]:
-        """The rank's next contribution cannot be used, and nothing of it is staged. It counts for nothing; before
-        the worker computes it anew it waits like anybody else."""
+        """Note that the rank's next contribution cannot be used, and that nothing of it is staged. It does not count.
+        The worker computes it anew once its gate is open."""
         if (refusal := self._refusal(rank, self.num_counted.get(rank, 0) + 1)) is not None:
             return [refusal]
         self._owe(self.members[rank], Outcome.REJECTED)
         return self._settle(now)
 
     def change(self, options: Any, now: float) -> list[Decision]:
-        """Other values of `changeable` options hold from here on."""
+        """Apply other values of `changeable` options."""
         self.options = options
         self._waiting.ask_all()
         return self._settle(now)
 
     def take_over(self, before: Policy, now: float) -> list[Decision]:
-        """Go on where another of the `compatible_modes` stands, between two events. State of its own rule is
+        """Continue between two events where another of the `compatible_modes` stands. That mode's own state is
         dropped."""
         self._copy_counts(before)
         self.has_started, self.paused = before.has_started, before.paused
@@ -177,13 +176,13 @@ class Policy(Gates, ABC):
         return self._settle(now)
 
     def resume(self, rank: int, now: float) -> list[Decision]:
-        """Let a `paused` rank go on."""
+        """Resume a `paused` rank."""
         self.paused.discard(rank)
         self._waiting.ask_all()
         return self._settle(now)
 
     def tick(self, now: float) -> list[Decision]:
-        """Look again at whatever depends on time."""
+        """Check everything that depends on time."""
         return self._settle(now)
 
     # ---- what a mode says -----------------------------------------------------------------
@@ -193,7 +192,7 @@ class Policy(Gates, ABC):
         """Decide on the next contribution of a live worker. Call `_count` when it is accepted."""
 
     def _advance(self, now: float) -> list[Decision]:
-        """Commits that became possible; called after every event, before anyone gets its reply."""
+        """Returns commits that became possible; called after every event, before any reply."""
         return []
 
     def _joined(self, rank: int) -> list[Decision]:
@@ -205,12 +204,12 @@ class Policy(Gates, ABC):
     # ---- shared moves ---------------------------------------------------------------------
 
     def _count(self, member: Member) -> None:
-        """The member's next contribution is accepted."""
+        """Count the member's next contribution."""
         self._count_contribution(member.rank)
         self._owe(member, Outcome.APPLIED)
 
     def _owe(self, member: Member, outcome: Outcome) -> None:
-        """The member is to be replied so, as soon as it may go on."""
+        """Make this outcome the member's pending reply."""
         member.pending, member.is_away = outcome, False
         self._waiting.add(member.rank)
 
@@ -218,24 +217,24 @@ class Policy(Gates, ABC):
         return float(contribution.counts.num_samples or 1) if self.common.weighting == "samples" else 1.0
 
     def staleness(self, rank: int, contribution: Contribution) -> int:
-        """Versions between the weights a contribution was computed on and those it is about to meet."""
+        """Returns the versions between a contribution's base weights and the newest ones."""
         behind = self.version - contribution.base.version
         if self.common.delayed_update and self.kind.worker_steps and rank in self.members:
-            # It stands on weights that it contains, or it would undo what is there. All but the first were computed
-            # before those came.
+            # Its base must contain the newest weights, or it would undo them. All but the first were computed before
+            # those came.
             return max(0, behind) + (not self.members[rank].is_fresh)
         return behind if behind > 0 else 0
 
     def _refusal(self, rank: int, number: int) -> Refuse | None:
-        """Of a contribution that cannot be this rank's next; None when it can."""
+        """Returns the refusal of a contribution that cannot be this rank's next; None when it can."""
         member = self.members.get(rank)
         if member is None:
             return Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")
         counted = self.num_counted[rank]
         if number != counted + 1:
             return Refuse(rank, "SEQ_GAP", f"rank {rank} sent contribution {number}; the next one is {counted + 1}")
-        # What counts for nothing may be sent again by a worker that never heard so. Any other reply that it has
-        # not had may stand for a wait.
+        # A worker may send a contribution again that does not count, if it never received that reply. Any other
+        # missing reply may stand for a wait.
         sends_again = member.is_away and member.pending in (Outcome.DROPPED, Outcome.REJECTED)
         if member.pending is None or sends_again:
             return None
@@ -243,7 +242,7 @@ class Policy(Gates, ABC):
         return Refuse(rank, "SEQ_GAP", reason)
 
     def _settle(self, now: float) -> list[Decision]:
-        """Commit what can be committed, then reply to everyone who may go on."""
+        """Commit all that is possible, then reply to the workers that may continue."""
         if len(self.members) < self._needed:
             return []
         if not self.has_started:

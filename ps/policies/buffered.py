@@ -1,13 +1,13 @@
-"""buffered: contributions get their replies at once, and every K of them, from whomever, are one step.
+"""buffered: contributions get their replies at once, and every K of them, from any workers, make one step.
 
-FedBuff (Nguyen et al. 2022), which with gradients is n-softsync (Zhang et al. 2016): nobody waits, and a step is along
-K gradients, so the optimizer's own momentum and rate stay usable with more workers than in async. In FedBuff's form,
+FedBuff (Nguyen et al. 2022), which with gradients is n-softsync (Zhang et al. 2016). No worker waits. A step is along K
+gradients, so the optimizer's own momentum and rate stay usable with more workers than in async. In FedBuff's form,
 
     weights <- weights - lr / K * sum over the K of s_i g_i,      s_i = (1 + tau_i)^-1/2
 
-tau_i being the versions that contribution i is late: those that are late count less, and nothing is divided by the sum
-of s_i. (Weighted by samples, a g_i counts n_i times, and K is the sum of n_i.) For the optimizer it is the mean of the
-g_i weighted by s_i, at a rate of lr * sum s_i / K: what an Adam does with that is a smaller step, not the formula's.
+tau_i is the number of versions that contribution i is late. Late contributions count less, and the sum is not divided
+by the sum of s_i. (Weighted by samples, a g_i counts n_i times, and K is the sum of n_i.) The optimizer gets the mean
+of the g_i weighted by s_i, at a rate of lr * sum s_i / K. Adam makes a smaller step of that, unlike the formula.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class BufferedPolicy(Policy):
         return [self._step()]
 
     def _left(self, rank: int) -> list[Decision]:
-        """Where scripts say themselves when they have finished, the last one's word makes the last step."""
+        """Close the last step when the last worker leaves, since scripts decide themselves when they have finished."""
         return [self._step()] if self._buffer and not self.members and rank in self.out else []
 
     @property
     def _is_last(self) -> bool:
-        """Nobody will contribute any more."""
+        """Whether no worker will contribute any more."""
         return self.is_stopping or (self.training_steps is not None and self.min_steps_done >= self.training_steps)
 
     def _step(self) -> Decision:

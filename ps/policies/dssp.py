@@ -1,13 +1,14 @@
-"""dssp: ssp whose bound moves: who is fastest goes on beyond it where it would else wait longer for the slowest.
+"""dssp: ssp with a moving bound. The fastest worker passes it where it would otherwise wait longer for the slowest.
 
-Dynamic stale synchronous parallel (Zhao et al. 2019, arXiv:1908.11848). Up to a lead of `staleness` everybody goes on,
-as in ssp. Beyond that the fastest worker p is allowed r more contributions, 0 to `staleness_most - staleness`, those
-after which it would have to wait least for the next contribution of the slowest worker s, if both went on as they did:
+Dynamic stale synchronous parallel (Zhao et al. 2019, arXiv:1908.11848). Up to a lead of `staleness` every worker
+continues, as in ssp. Beyond that the fastest worker p may make r more contributions, 0 to `staleness_most - staleness`.
+With the best r it waits least for the next contribution of the slowest worker s, if both keep their pace:
 
     r = argmin over r of min over k >= 0 of |(t_s + (k + 1) I_s) - (t_p + r I_p)|       of several the smallest
 
-with t the time of a worker's newest contribution and I the time between its newest two. Nobody goes on with a lead over
-`staleness_most`: staleness is bounded as in ssp with that. Times are forgotten when a worker leaves, and not saved.
+Here t is the time of a worker's newest contribution, and I the time between its newest two. No worker continues with a
+lead over `staleness_most`, so staleness is bounded as in ssp with that bound. A worker's times are dropped when it
+leaves, and are not saved.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .ssp import SspOptions, SspPolicy
 
 
 class DsspOptions(SspOptions):
-    staleness_most: int = Field(15, ge=0, description="dssp: the same for the fastest worker, where it saves time")
+    staleness_most: int = Field(15, ge=0, description="dssp: largest lead of the fastest worker, where it saves time")
 
     @model_validator(mode="after")
     def _ordered(self) -> DsspOptions:
@@ -66,7 +67,7 @@ class DsspPolicy(SspPolicy):
         return super()._left(rank)
 
     def _allow(self, rank: int) -> None:
-        """It has contributed: whether it goes on though it is further ahead than `staleness`."""
+        """Decide after a contribution whether the worker may continue beyond a lead of `staleness`."""
         self._begins.discard(rank)
         ahead = self._ahead(rank)
         if ahead <= self.options.staleness:
@@ -79,7 +80,7 @@ class DsspPolicy(SspPolicy):
             self._begins.add(rank)
 
     def _most_useful(self, rank: int) -> int:
-        """Contributions more after which this worker would wait least; 0 where nothing is known of their times."""
+        """Returns the extra contributions after which this worker would wait least; 0 while times are unknown."""
         slowest = next(iter(self._standing.slowest_ranks))
         (mine, mine_before), (other, other_before) = self._times[rank], self._times.get(slowest, (0.0, None))
         if mine_before is None or other_before is None:
@@ -94,7 +95,7 @@ class DsspPolicy(SspPolicy):
 
 
 def most_useful(mine: float, my_interval: float, other: float, interval: float, most: int) -> int:
-    """r of 0 to `most` for which mine + r my_interval is nearest to some other + (k + 1) interval, k >= 0."""
+    """Returns r, 0 to `most`, for which mine + r my_interval is nearest to some other + (k + 1) interval, k >= 0."""
 
     def wait_s(extra: int) -> float:
         at = mine + extra * my_interval - other

@@ -1,9 +1,8 @@
-"""What the history of a run in some mode must keep to, beyond what holds in every mode. Pure.
+"""Rules that a mode adds for the history of a run, beyond those of every mode. Pure.
 
-`ps-launch check` makes a mode's rules from the `start` line of the history (mode, options) and asks them about
-the lines that follow; of a mode in a file where its user names the file (--mode). A rule of your own is a subclass,
-named in `Policy.rules`. Each question gets its reply with a sentence where the rule is broken, with None where it is
-kept.
+`ps-launch check` makes a mode's rules from the `start` line of the history (mode, options), and passes them the lines
+that follow. For a mode in a file its user names the file (--mode). Your own rule is a subclass, named in
+`Policy.rules`. Each method returns a sentence where the rule is broken, else None.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ from typing import Any, ClassVar
 
 
 class Rule:
-    """One rule; `start` has the fields of the history's start line, `options` what the mode's own were in that run."""
+    """One rule. `start` has the fields of the history's start line, and `options` the mode's options in that run."""
 
-    begins_late: ClassVar[bool] = False  # who is new may wait for its START while those it began with go on, or go
+    begins_late: ClassVar[bool] = False  # a new worker's START may wait while the others continue, or leave
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         self.start = start
         self.options: Mapping[str, Any] = start["options"]
 
     def changed(self, name: str, value: Any) -> None:
-        """An option was set while the run went on."""
+        """Take the new value of an option that was set during the run."""
         self.options = {**self.options, name: value}
         if name in self.start:  # `staleness`, as the bound of a lead
             self.start = {**self.start, name: value}
 
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
-        """A contribution, computed on `base_version`, counts while the newest version is `version`."""
+        """Check a contribution that counts, computed on `base_version`, while the newest version is `version`."""
         return None
 
     def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
-        """A version is made of so many contributions, without the live ranks that are missing."""
+        """Check a version made of so many contributions, without the live ranks in `missing`."""
         return None
 
     def replied(self, rank: int, lead: int) -> str | None:
-        """A rank may go on, with so many contributions more than the slowest live one."""
+        """Check a reply to a rank that is `lead` contributions ahead of the slowest live one."""
         return None
 
 
@@ -47,7 +46,7 @@ class RoundRule(Rule):
         if base_version == version:
             return None
         return (
-            f"rank {rank} contribution {number} stands on version {base_version} and is accepted in the round "
+            f"rank {rank} contribution {number} has base version {base_version} and is accepted in the round "
             f"after version {version}"
         )
 
@@ -59,7 +58,7 @@ class RoundRule(Rule):
 
 
 class GroupRule(RoundRule):
-    """A version is one contribution of every member of a group, which a worker is in from the next round on."""
+    """A version is one contribution of every member of a group. A new worker is a member from the next round on."""
 
     begins_late = True
 
@@ -69,7 +68,7 @@ class GroupRule(RoundRule):
             return None
         if not bound:
             return super().counted(rank, number, base_version, version)
-        message = f"rank {rank} contribution {number} stands on version {base_version} and is accepted at {version}"
+        message = f"rank {rank} contribution {number} has base version {base_version} and is accepted at {version}"
         return f"{message}: at most {bound} may lie between"
 
 
@@ -83,7 +82,7 @@ class SingleRule(Rule):
 
 
 class BufferRule(Rule):
-    """A version is made of no more contributions than the buffer takes, where its size was said."""
+    """A version has at most as many contributions as the buffer takes, if its size is configured."""
 
     def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
         size = self.options.get("buffer")
@@ -93,7 +92,7 @@ class BufferRule(Rule):
 
 
 class CutRule(Rule):
-    """Nothing counts that is as late as `late_cut`, or later."""
+    """No contribution counts that is `late_cut` versions late, or more."""
 
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
         late, cut = version - base_version, self.options.get("late_cut")
@@ -103,7 +102,7 @@ class CutRule(Rule):
 
 
 class LeadRule(Rule):
-    """Nobody goes on further ahead of the slowest than the bound (`staleness` in the start line)."""
+    """No worker continues further ahead of the slowest than the bound (`staleness` in the start line)."""
 
     def replied(self, rank: int, lead: int) -> str | None:
         bound = self.start.get("staleness")

@@ -1,4 +1,4 @@
-"""What async, ssp and dssp share: every contribution is one optimizer step at once; what is done about late ones."""
+"""Base of async, ssp and dssp: every contribution is one optimizer step, with rules for late ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .shared.late import SCALES, LateOptions
 
 
 class SinglePolicy(Policy):
-    """Options of its own that extend `LateOptions` have these rules; without, nothing is done about lateness."""
+    """A mode whose options extend `LateOptions` applies their rules; any other ignores lateness."""
 
     may_delay_update = True
     compatible_modes = "single"

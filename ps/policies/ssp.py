@@ -6,17 +6,18 @@ Gradients are applied one by one, so s = 0 is not sync SGD; the staleness of a c
 because between two contributions of one worker each other one can make at most 2s + 1. (A rule found elsewhere, "the
 next one minus the minimum <= s", deadlocks at s = 0.)
 
-The bound does not end what lateness does to learning: with several workers less of the optimizer's own momentum is
-left, as in async (`shared/late.py`).
+Lateness affects learning despite the bound. With several workers the server reduces the optimizer's own momentum, as in
+async (`shared/late.py`).
 
-If delayed, the reply to contribution c lets a worker hand over c + 1, which it has computed meanwhile, and begin c
-+ 2
-at once. The one in flight counts: it goes on when c + 1 - min <= s, so that as before nobody is more than s ahead when
-it begins one. That needs s >= 1, or the slowest itself would wait. Staleness then is at most 2s(N - 1) + 1, for N > 1
-no more than without. Contribution j is computed on the weights that came with the reply to j - 2 (or at the start, to
-j - 1, where the same count gives less). In between lies one of its own, j - 1. That reply said that every other worker
-had made at least j - 1 - s; when j is applied, none has made more than s + (j - 1), because what is counted was
-admitted as one in flight. The difference is 2s.
+With the delayed update the reply to contribution c lets a worker send c + 1, which it has computed meanwhile, and begin
+c + 2. The contribution in flight counts: the worker continues when c + 1 - min <= s. So no worker is more than s ahead
+when it begins one. That needs s >= 1, or the slowest worker itself would wait. Staleness is then at most
+2s(N - 1) + 1, for N > 1 no more than without.
+
+The reason: contribution j is computed on the weights of the reply to j - 2 (at the start of j - 1, where the same count
+gives less). One of its own, j - 1, lies between. At that reply every other worker had made at least j - 1 - s. When j
+is applied, none has made more than s + (j - 1), because the contribution in flight was counted when it was admitted.
+The difference is 2s.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class SspPolicy(SinglePolicy):
         return Closed(self.slowest + ahead - self.options.staleness, lambda: self._why_ahead(ahead))
 
     def _ahead(self, rank: int) -> int:
-        """Lead with which it begins its next contribution."""
+        """Returns the lead with which the rank begins its next contribution."""
         return self.lead(rank) + self.common.delayed_update
 
     def _why_ahead(self, ahead: int) -> str:

@@ -1,8 +1,7 @@
 """sync: one optimizer step per round, on the mean gradient of all live workers.
 
-g = sum(n_i g_i) / sum(n_i) with n_i the number of samples, so that N workers equal one process
-with the union batch, also when their batches differ. A gradient computed on older weights while an
-exchange is in flight would end that, so sync is never delayed_update.
+g = sum(n_i g_i) / sum(n_i) with n_i the number of samples. So N workers equal one process with the union batch, even
+when their batches differ. A gradient on older weights would break that, so sync has no delayed update.
 """
 
 from __future__ import annotations

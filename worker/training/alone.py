@@ -25,7 +25,7 @@ from ...common.reporting.summary import Cost, Summary
 from ...common.reporting.view import EvaluatedPoint, Tick
 from ...common.runstore.record import Record
 from ...common.tensors.clipping import check_max_norm, clip
-from ...common.tensors.optimizers import Reduction, TableSpec, load_compiler
+from ...common.tensors.optimizers import TableSpec, load_compiler
 from ...common.tensors.statistics import statistics_of
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
@@ -38,7 +38,7 @@ from .evaluation import Evaluation
 from .position.steps import Turns, after_the_end
 from .position.taken import Taken
 from .rows import Pull
-from .session import Session
+from .session import Offer, Session
 
 log = get_logger()
 
@@ -104,13 +104,8 @@ class AloneSession(Session):
     def stop(self, reason: str) -> None:
         self.ended_by = f"stopped: {one_line(reason)}"
 
-    def _begin(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        averaged_buffers: Collection[str],
-        reduction: Reduction,
-    ) -> tuple[torch.optim.Optimizer, ...]:
+    def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
+        model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
         statistics_of(model, named_tensors(model), averaged_buffers)  # wrong names are wrong here too
         self._averaged_buffers = averaged_buffers
@@ -124,8 +119,7 @@ class AloneSession(Session):
             optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]
             if self._tables:
                 optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
-        for table in self._tables:
-            table.follow(optimizers[0])
+        self._follow(optimizers[0])
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         return tuple(optimizers)

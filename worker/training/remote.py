@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,7 @@ from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.registry import CODECS, WITHIN_WORKER, first_codec
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import OptimizerSpec, Reduction, TableSpec, describe_optimizers
+from ...common.tensors.optimizers import OptimizerSpec, TableSpec, describe_optimizers
 from ...common.tensors.statistics import batch_norms
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
@@ -36,7 +36,7 @@ from .position.restarted import Restarted
 from .position.steps import Steps
 from .position.taken import Taken
 from .rows import Pull
-from .session import Session
+from .session import Offer, Session
 from .slowdown import Slowdown
 
 log = get_logger()
@@ -129,13 +129,8 @@ class RemoteSession(Session):
     def divided(self, model: nn.Module) -> nn.Module:
         return self._strategy.divided(model)
 
-    def _begin(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        averaged_buffers: Collection[str],
-        reduction: Reduction,
-    ) -> tuple[ExchangeOptimizer, ...]:
+    def _begin(self, offer: Offer) -> tuple[ExchangeOptimizer, ...]:
+        model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
         if self._strategy.kind.has_peers:
             check_alone(self.settings.mode, len(optimizers), self._config)
@@ -161,8 +156,7 @@ class RemoteSession(Session):
         self._steps = Steps(self._strategy, slowdown, taken, self._memory, *others)
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
-        for table in self._tables:
-            table.follow(optimizers[0])
+        self._follow(optimizers[0])
         if not (self._inner[0] or self._was_before):  # once in a run, not in each process
             self._steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in optimizers)

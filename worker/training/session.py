@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
 import torch
 from torch import nn
@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 log = get_logger()
 
 Part = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Offer(NamedTuple):
+    """A model, its optimizers, and how the run averages both."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    averaged_buffers: Collection[str]
+    reduction: Reduction
 
 
 class Session:
@@ -133,7 +142,7 @@ class Session:
         The returned optimizer has `clip_grad_norm(max_norm)`, which clips that one gradient: to be called in the place
         of `torch.nn.utils.clip_grad_norm_`, which would clip the gradient of this worker alone.
         """
-        return self._begin(model, [optimizer], averaged_buffers, reduction)[0]
+        return self._begin(Offer(model, [optimizer], averaged_buffers, reduction))[0]
 
     def optimizers(
         self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
@@ -152,17 +161,16 @@ class Session:
         optimizers = check_parts(parts, self.settings, bool(self._tables))
         self._names = tuple(parts)
         whole = together({name: model for name, (model, _) in parts.items()})
-        return self._begin(whole, optimizers, averaged_buffers, reduction)
+        return self._begin(Offer(whole, optimizers, averaged_buffers, reduction))
 
-    def _begin(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        averaged_buffers: Collection[str],
-        reduction: Reduction,
-    ) -> tuple[Any, ...]:
+    def _begin(self, offer: Offer) -> tuple[Any, ...]:
         """Join the run with a model and its optimizers; returns the optimizers to step."""
         raise NotImplementedError
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let schedules of the first optimizer scale the tables' learning rates."""
+        for table in self._tables:
+            table.follow(optimizer)
 
     def _check_first(self, reduction: Reduction) -> None:
         """UsageError for a second `optimizer()`, and for another `reduction` than a mean or a sum."""

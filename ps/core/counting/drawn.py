@@ -1,4 +1,4 @@
-"""Where each rank is in its data: a training step that accumulates gradients draws several batches."""
+"""Counts the batches that each rank has drawn: a step that accumulates gradients draws several."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..effects import Effect, Log
 
 
 class Drawn:
-    """Batches that are behind each rank, of what is in a version."""
+    """Batches behind each rank, counting only contributions that a version has."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}  # by rank: batches, and the training steps they were for
         self._per_step: Counter[int] = Counter()  # how many ranks draw so many batches for a training step
 
     def committed(self, rank: int, num_batches: int, num_steps: int, steps_done: int) -> None:
-        """Contributions of the rank, of `num_steps` training steps, are in a version; with them so many count."""
+        """Count contributions of `num_steps` training steps as committed; the rank then has `steps_done` steps."""
         batches, steps = self._counts.get(rank, (0, 0))
         if steps == batches == steps_done - num_steps and num_batches == num_steps and steps:
             self._counts[rank] = steps_done, steps_done  # a batch for each step, as before
@@ -30,12 +30,12 @@ class Drawn:
         old, new = old_batches // old_steps if old_steps else 0, batches // steps if steps else 0
         if old != new:
             self._per_step[old] -= 1
-            self._per_step += Counter({new: 1})  # and forget those that nobody draws
+            self._per_step += Counter({new: 1})  # adding also drops zero counts
         self._counts[rank] = (batches, steps)
 
     def num_batches(self, rank: int, steps_done: int) -> int:
-        """Batches behind a rank with so many training steps. Steps that counted without it (it was away, or the
-        snapshot does not tell) are taken to have drawn as many as others'."""
+        """Batches behind a rank with so many training steps. Steps that counted without the rank (it was away, or the
+        snapshot has no number) are assumed to have drawn as many as the steps of others."""
         batches, steps = self._counts.get(rank, (0, 0))
         if steps_done <= steps:
             return batches
@@ -45,7 +45,7 @@ class Drawn:
         return {str(rank): list(counts) for rank, counts in self._counts.items()}
 
     def restore(self, saved: Any) -> None:
-        """What is not there, or not what it should be, is counted in training steps."""
+        """Restore what `saved` returned; an absent or malformed rank counts one batch for each training step."""
         for rank, counts in saved.items() if isinstance(saved, dict) else ():
             match counts:
                 case [int(batches), int(steps)] if rank.isdecimal():
@@ -53,23 +53,23 @@ class Drawn:
 
 
 class Data:
-    """What workers say of their data with their first contribution, and mistakes that it shows; each is said once."""
+    """Data sets as workers describe them with their first contribution, and a warning for each mistake, once."""
 
     def __init__(self) -> None:
         self._firsts: dict[tuple[int, int], int] = {}  # rank, by the version it began with and digest
-        self._began: dict[int, tuple[int, int]] = {}  # the same by rank, of the newest
-        self.twins: dict[int, int] = {}  # by rank, until it is told: another that began with the same result
+        self._began: dict[int, tuple[int, int]] = {}  # version and digest of each rank's newest first contribution
+        self.twins: dict[int, int] = {}  # by rank, until it is notified: another with the same first result
         self._lengths: dict[int, int] = {}  # by rank, of its data set
         self._num_of: Counter[int] = Counter()  # ranks, by that length
         self._is_said: set[str] = set()
 
     @property
     def num_samples(self) -> int | None:
-        """Of the data set that all have; None where nobody said it, or they differ."""
+        """Samples of the common data set; None where no worker reported a length, or the lengths differ."""
         return next(iter(self._num_of)) if len(self._num_of) == 1 else None
 
     def record(self, rank: int, version: int, num_samples: int, digest: int) -> Iterator[Effect]:
-        """Both 0 where they are not known."""
+        """Record a worker's first contribution: samples of its data set, and the digest of its result (0: unknown)."""
         if (other := self._twin(rank, version, digest)) is not None:
             self.twins |= {rank: other, other: rank}
             yield from self._warn("same_batches", **same_batches(other, rank))
@@ -85,13 +85,13 @@ class Data:
                 "data_differs",
                 lengths=dict(self._lengths),
                 meaning=f"the data sets that session.shard() divides have different lengths ({found} samples): some "
-                "samples are nobody's, or two ranks'",
-                fix="give every worker the whole data set; where each has its own, a DataLoader instead of "
-                "session.shard()",
+                "samples belong to no rank, or to two",
+                fix="give every worker the whole data set; if each worker has its own data, use a DataLoader instead "
+                "of session.shard()",
             )
 
     def _twin(self, rank: int, version: int, digest: int) -> int | None:
-        """Another rank that began with the same result from the same weights."""
+        """Returns another rank whose first result, from the same weights, is the same."""
         before, newest = self._began.get(rank), (version, digest)
         if before is not None and self._firsts.get(before) == rank:
             del self._firsts[before]

@@ -1,5 +1,4 @@
-"""How many training steps a run has, where its configuration does not say: the workers' word, of which the first
-counts."""
+"""The number of training steps of a run whose configuration does not set it: the first worker to report one decides."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ from ..effects import Effect, Log
 
 
 class Length:
-    """Of one run, kept in `policy.training_steps`. `by` is the rank that said it; None where nobody had to."""
+    """The length of one run, kept in `policy.training_steps`. `by` is the rank that set it; None: no worker did."""
 
     def __init__(self, policy: Policy, epochs: int | None) -> None:
         self.policy = policy
         self._epochs = epochs
         self._configured = [policy.training_steps, epochs]  # of the configuration
         self.by: int | None = None
-        self.is_reconfigured = False  # it goes on from a snapshot of a run that was asked for something else
-        self._others: set[int] = set()  # ranks that said another
+        self.is_reconfigured = False  # the snapshot's run had another configured length
+        self._others: set[int] = set()  # ranks that announced another length
 
     def announced(self, rank: int, steps: int) -> Iterator[Effect]:
-        """A worker knows its data set, or its task."""
+        """A worker announces the length that follows from its data set or its task."""
         has, fields = self.policy.training_steps, {"rank": rank, "steps": steps}
         if has is None:
             self.policy.training_steps, self.by = steps, rank
@@ -30,7 +29,7 @@ class Length:
         elif self.by is not None and has != steps and rank not in self._others:
             self._others.add(rank)
             meaning = f"the run has {has} training steps (rank {self.by}), rank {rank} would take {steps}"
-            fix = "give every worker the same data set and batch size, or the run a number of --steps"
+            fix = "give every worker the same data set and batch size, or set --steps"
             yield Log("warning", "lengths_differ", {**fields, "meaning": meaning, "fix": fix})
 
     def saved(self) -> dict[str, Any]:
@@ -38,7 +37,7 @@ class Length:
         return {"configured": self._configured, "length": announced}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """After the policy. What is not there is of an older snapshot, or asked of the workers again."""
+        """Restore what `saved` returned, after the policy. Workers announce an absent length again."""
         self.is_reconfigured = saved.get("configured", self._configured) != self._configured
         match saved.get("length"):
             case [int(steps), epochs] if self.policy.training_steps is None and epochs == self._epochs:

@@ -1,7 +1,7 @@
 """Learning rates of each rank's contributions.
 
-A process that takes a rank is told the first and the newest. It finds out with them whether its own schedule goes on or
-begins anew.
+A new process of a rank receives the first and the newest. It compares them with its own schedule, to find out whether
+the schedule continues or begins anew.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _Groups = tuple[dict[str, Any], ...]
 
 
 class Rates:
-    """Of all ranks."""
+    """The first and newest learning rates of all ranks."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, RateInfo] = {}
         self._newest: dict[int, _Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
 
     def counted(self, rank: int, hyperparameters: _Groups | None, first: Sequence[float]) -> None:
-        """A contribution counts. `first`: what its process said of its own first step, with its first contribution."""
+        """Note the rates of a contribution that counts. `first` has the rates of its process's first step."""
         if hyperparameters is None or self._newest.get(rank) is hyperparameters:
             return
         self._newest[rank] = hyperparameters
@@ -40,7 +40,7 @@ class Rates:
         }
 
     def restore(self, saved: Any) -> None:
-        """What is not there, or not what it should be, is not known."""
+        """Restore the rates of a snapshot; absent and malformed values are unknown."""
         for rank, groups in saved.items() if isinstance(saved, dict) else ():
             match groups:
                 case [list(first), list(last), int(num_changes)] if rank.isdecimal() and _are_rates(first + last):

@@ -1,4 +1,4 @@
-"""What is counted for each rank, over all its incarnations."""
+"""Counts for each rank, over all its incarnations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bin_of(staleness: int) -> int:
 
 
 def restored_bins(saved: Any) -> Counter[int]:
-    """From what a snapshot kept; what is not what it should be is counted from zero."""
+    """Returns the bins of a snapshot; malformed ones count from zero."""
     items = saved.items() if isinstance(saved, dict) else ()
     return Counter({bin_of(int(behind)): count for behind, count in items if behind.isdecimal() and type(count) is int})
 
@@ -33,8 +33,8 @@ class WorkerStats:
     rank: int
     contributions: int = 0  # that count
     training_steps: int = 0  # in those
-    samples: int = 0  # that were said
-    unsaid: int = 0  # contributions whose samples nobody said
+    samples: int = 0  # of contributions with a reported number
+    unsaid: int = 0  # contributions without a reported number of samples
     staleness_sum: int = 0
     staleness_max: int = 0
     lead_max: int = 0
@@ -50,7 +50,7 @@ class WorkerStats:
     residual: float = 0.0
     residuals_lost: int = 0
     residual_lost: float = 0.0
-    residuals_told: int = 0  # of these, what the process that has the rank has said
+    residuals_told: int = 0  # of these, the number reported by the rank's present process
     residual_told: float = 0.0
     loss: float = math.nan
     exchange_before: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
@@ -75,14 +75,14 @@ class WorkerStats:
         self.recent_samples += num_samples
 
     def joined_anew(self) -> None:
-        """Another process has the rank: what the one before it kept back went with it."""
+        """Another process has the rank: the residual of the earlier process is lost."""
         self.num_joins += 1
         self.residuals_lost += self.residual > 0
         self.residual_lost += self.residual
         self.residual, self.residuals_told, self.residual_told = 0.0, 0, 0.0
 
     def note_residual(self, residual_info: ResidualInfo) -> None:
-        """Take the residual's norm from the worker, and add what was lost since the worker said it last."""
+        """Take the residual's norm from the worker, and add the losses since its last report."""
         norm, lost = residual_info.norm, residual_info.lost_norm if 0 < residual_info.lost_norm < math.inf else 0.0
         self.residuals_lost += max(0, residual_info.num_lost - self.residuals_told)
         self.residual_lost += max(0.0, lost - self.residual_told)
@@ -90,7 +90,7 @@ class WorkerStats:
         self.residual_told = lost
 
     def exchange_s(self, incarnation: int) -> float:
-        """Seconds of the exchange before the contribution that has come; -1 for the first of a process."""
+        """Returns the seconds of the exchange before this contribution; -1 for a process's first."""
         total_s = self.transfer_s + self.wait_s
         before, before_s = self.exchange_before
         self.exchange_before = incarnation, total_s
@@ -109,7 +109,7 @@ class WorkerStats:
         }  # fmt: skip
 
     def newest_staleness(self, count: int) -> list[int]:
-        """Of so many contributions that counted last."""
+        """Returns the staleness of the last `count` contributions that counted."""
         return [staleness for *_, staleness, _ in self._newest(count)]
 
     def _newest(self, count: int) -> list[tuple[float, int, int, int]]:
@@ -117,19 +117,19 @@ class WorkerStats:
 
     @classmethod
     def restored(cls, rank: int, values: dict[str, Any]) -> WorkerStats:
-        """From what a snapshot kept; what is not there, or not what it should be, is counted from zero."""
+        """Returns the stats of a snapshot; absent and malformed values count from zero."""
         known = {name: value for name, value in values.items() if type(value) in (int, float)}
         names = {field.name for field in fields(cls)} - _NOT_SAVED
         return cls(rank, **{name: known[name] for name in names & known.keys()})
 
     @property
     def known_samples(self) -> int | None:
-        """None where nobody said them of some contribution."""
+        """Samples; None where a contribution came without a number."""
         return None if self.unsaid else self.samples
 
     @property
     def samples_per_s(self) -> float | None:
-        """None where nobody says them."""
+        """Recent samples per second; None where workers report none."""
         if self.unsaid:
             return None
         if len(self.recent) < 2:

@@ -1,1 +1,1 @@
-"""Modes whose workers step themselves, and whose weights, or how far they went, are averaged."""
+"""Modes whose workers run their own optimizer; the server averages weights or deltas."""

@@ -1,28 +1,27 @@
-"""async_diloco: as diloco, but a step of the outer optimizer waits for a few workers only, and nothing is thrown away.
+"""async_diloco: like diloco, but a step of the outer optimizer waits for a few workers only, and uses every delta.
 
-After Decoupled DiLoCo (arXiv:2604.21428), DN and DyLU (Liu et al. 2024, arXiv:2401.09135). A round closes when `quorum`
-deltas are there and a window after that has passed, or when nobody is missing. Who is late is in the next round, with
-what it did from older weights. A round does a share of a step only, that of its workers among all:
+It follows Decoupled DiLoCo (arXiv:2604.21428), DN and DyLU (Liu et al. 2024, arXiv:2401.09135). A round closes a window
+after `quorum` deltas have arrived, or when no worker is missing. A late delta, from older weights, joins the next
+round. A round takes only a share of a step, according to its workers:
 
     D = sum w_i delta_i / sum w_i;   step along D at a rate of outer_lr * (sum w_i / sum of all live workers' newest w)
 
-so one worker alone moves the weights by 1/N of its delta, and all of them together by their mean. That w is n^2 / s
-for n samples in s local steps: samples, times those of a step. Outer momentum is 0 where nothing is said: deltas that
-come one by one are momentum by themselves.
+So one worker alone moves the weights by 1/N of its delta, and all together by their mean. The weight w is n^2 / s for
+n samples in s local steps: the samples, times the samples of a step. Outer momentum is 0 by default, because deltas
+that arrive one by one act as momentum.
 
-    window   clamp(grace * (x - q), 0, grace_cap_s): x seconds that this round's deltas took, mean; q its quorum
-    steps    H_i = ceil(H speed_i / fastest speed): who computes slower takes fewer (DyLU). Speed is steps by second of
-             computing, as the worker says, a moving mean. With exchanges in it a slow link would mean fewer steps, so
-             more exchanges, and so on down to one; that counts only of a worker that does not say what it computed
+    window   clamp(grace * (x - q), 0, grace_cap_s): x is the mean time of this round's deltas in seconds, q the quorum
+    steps    H_i = ceil(H speed_i / fastest speed): slower workers take fewer steps (DyLU). Speed is a moving mean of
+             steps per second of computing, as the worker reports it. If it included exchanges, a slow link would
+             lead to fewer steps, so to more exchanges, down to one step; without a report it does include them
 
     delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `common/tensors/delayed.py`), by
-             what the weights moved since. A round of k deltas takes c k of it, the one with the N-th what is left of 1
+             the movement of the weights since. A round of k deltas takes c k of it; the round with the N-th, the rest
 
-If delayed, workers go on while what they sent is exchanged, as in diloco (`diloco.py`); a worker is told how many
-steps
-to take while it takes others already, so that goes for those after them, and it says how many it took.
+With the delayed update workers continue during the exchange, as in diloco (`diloco.py`). A reply's number of steps
+arrives while the worker takes others, so it applies to the steps after those; the worker reports how many it took.
 
-Every worker takes all training steps of the run, so its contributions differ in number from others'.
+Every worker takes all training steps of the run, so workers differ in their number of contributions.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ..shared.standing import Standing
 from .diloco import OuterOptions, OverlapOptions
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed
-_DELAYED = 0.5  # momentum that is delayed, where nobody says another
+_DELAYED = 0.5  # default of a delayed momentum
 
 
 class AsyncDilocoOptions(OverlapOptions, OuterOptions):
@@ -82,10 +81,10 @@ class AsyncDilocoOptions(OverlapOptions, OuterOptions):
 
 @dataclass
 class Speeds:
-    """Local steps by second of live workers. Asking for the fastest changes nothing and looks at nobody."""
+    """Local steps per second of live workers, with the fastest at hand."""
 
     _by_rank: dict[int, float] = field(default_factory=dict)
-    _heap: list[tuple[float, int]] = field(default_factory=list)  # (- speed, rank), some of them no longer so
+    _heap: list[tuple[float, int]] = field(default_factory=list)  # (- speed, rank); some entries are outdated
 
     def measured(self, rank: int, speed: float) -> None:
         self._by_rank[rank] = speed = (1 - _NEWEST) * self._by_rank.get(rank, speed) + _NEWEST * speed
@@ -97,7 +96,7 @@ class Speeds:
             self._tidy()
 
     def share(self, rank: int) -> float:
-        """Of the fastest's, 0 to 1; 1 while nothing is known of it."""
+        """Returns a worker's speed as a share of the fastest, 0 to 1; 1 while its speed is unknown."""
         speed = self._by_rank.get(rank)
         return 1.0 if speed is None else speed / -self._heap[0][0]
 
@@ -110,7 +109,7 @@ class Speeds:
 
 @dataclass
 class Weights:
-    """The newest weight of each live worker; of one that has none yet, the others' mean."""
+    """The newest weight of each live worker; a worker without one counts as the mean of the others."""
 
     _by_rank: dict[int, float] = field(default_factory=dict)
     _sum: float = 0.0
@@ -122,10 +121,10 @@ class Weights:
     def forget(self, rank: int) -> None:
         self._sum -= self._by_rank.pop(rank, 0.0)
         if not self._by_rank:
-            self._sum = 0.0  # and not what rounding has left
+            self._sum = 0.0  # removes the rounding error
 
     def share(self, contributed: Collection[float], num_missing: int) -> float:
-        """Of what was contributed, by some who are live and others, in what all of them would."""
+        """Returns the share of the contributed weights in the weights that all workers would contribute."""
         num, whole = len(contributed), len(contributed) + num_missing
         total = self._sum * whole / len(self._by_rank) if self._by_rank else 0.0
         return min(1.0, sum(contributed) / total) if total > 0 else num / whole
@@ -141,13 +140,13 @@ class AsyncDilocoPolicy(Policy):
     def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
         super().__init__(common, options)
         self._round: dict[int, float] = {}  # weights, by the rank that contributed, in that order
-        self._open_steps: dict[int, int] = {}  # training steps in those
-        self._took_s = 0.0  # all of those together
+        self._open_steps: dict[int, int] = {}  # training steps of the round, by rank
+        self._took_s = 0.0  # summed time of the round's deltas
         self._since_moved = 0  # deltas in commits since the delayed momentum moved
         self._opened_at = self._closes_at = 0.0
-        self._missing: dict[int, None] = {}  # live ranks that take more steps and are not in the round
-        self._replied: dict[int, tuple[float, int]] = {}  # since when it computes, how many steps it was told to take
-        # delayed_update: when the newest contribution of a rank came, after which it went on
+        self._missing: dict[int, None] = {}  # live ranks with steps to take that are not in the round
+        self._replied: dict[int, tuple[float, int]] = {}  # time of the reply, and the assigned steps
+        # delayed_update: the time of a rank's newest contribution
         self._handed_over: dict[int, float] = {}
         self._speeds, self._weights = Speeds(), Weights()
         self._by_steps, self._ranked_steps = Standing(), dict[int, int]()  # live ranks by training steps done
@@ -215,7 +214,7 @@ class AsyncDilocoPolicy(Policy):
     # ---- who comes and goes -----------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Decision]:
-        if rank not in self.num_counted:  # the slowest one's contributions may have had fewer steps than H
+        if rank not in self.num_counted:  # contributions may have fewer steps than H
             self._offsets[rank] = self.min_steps_done - self.slowest * self.local_steps
         return super().joined(rank, now)
 
@@ -225,7 +224,7 @@ class AsyncDilocoPolicy(Policy):
         return []
 
     def _left(self, rank: int) -> list[Decision]:
-        """What it contributed stays in the round; who comes back may be another machine."""
+        """Its contribution stays in the round. Its speed is dropped: a rank may come back on another machine."""
         self._unplace(rank)
         self._missing.pop(rank, None)
         self._replied.pop(rank, None)
@@ -302,8 +301,8 @@ class AsyncDilocoPolicy(Policy):
         return commit
 
     def _delayed(self, num: int, share: float, delay: int) -> Mapping[str, float]:
-        """What the optimizer is told with a commit of so many deltas. The share is not in the rate: what the weights
-        move by adds up, at whatever rate."""
+        """Returns the optimizer's numbers for a commit of so many deltas. The share is a number of its own, not part of
+        the rate, because the movements of the weights are summed at any rate."""
         before, moves = self._since_moved, self._since_moved + num >= delay
         self._since_moved = 0 if moves else before + num
         part = self.options.outer_delay_part

@@ -1,28 +1,28 @@
-"""diloco: every worker takes H steps of its own optimizer, and the server one along what they come to.
+"""diloco: every worker takes H steps of its own optimizer, and the server one step along the mean of their deltas.
 
-DiLoCo (Douillard et al. 2023, arXiv:2311.08105; OpenDiLoCo, 2407.07852). A worker contributes how far it went, the
-weights it began from minus those it has now: positive points downhill, as a gradient does. With D the mean of these,
-weighted by samples, the server's own *outer* optimizer, Nesterov's of torch.optim.SGD, does
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105; OpenDiLoCo, 2407.07852). A worker contributes a delta: the weights that
+it began from minus those it has now, with the sign of a gradient. D is the mean of the deltas, weighted by samples. The
+server's *outer* optimizer, torch.optim.SGD with Nesterov momentum, computes
 
     buf <- mu buf + D;   weights <- weights - lr (D + mu buf)
 
-and every worker goes on from the new weights; its own optimizer (AdamW, say), with what that remembers, stays with it.
-With lr 1 and mu 0 it is localsgd, also where it is delayed_update. A persistent direction is multiplied by up to
-1 + mu / (1 - mu), which many rounds make good and few do not: measured, mu 0.9 is worse than plain averaging in runs of
-24 to 96 rounds, and 0.5 better.
+and every worker continues from the new weights. Its own optimizer (AdamW, say) and that optimizer's state stay with it.
+With lr 1 and mu 0 the result is that of localsgd, also with the delayed update. A persistent direction is multiplied by
+up to 1 + mu / (1 - mu). Long runs profit from that, short ones do not: in runs of 24 to 96 rounds mu 0.9 was worse than
+plain averaging, and 0.5 better.
 
-In P fragments (Streaming DiLoCo, arXiv:2501.18512) a round is H / P steps and exchanges one P-th of the parameters,
-that of number version mod P; the others go on locally. Each still is exchanged every H steps, and has its own buf. The
-last round of a run exchanges all.
+With P fragments (Streaming DiLoCo, arXiv:2501.18512) a round has H / P steps and exchanges one P-th of the parameters,
+number version mod P; the others continue locally. Each part is still exchanged every H steps, and has its own buf. The
+last round of a run exchanges all parts.
 
-If delayed, workers go on while what they sent is exchanged, and after tau = `overlap_steps` local steps put both
-together:
+With the delayed update workers continue during the exchange, and merge its result after tau = `overlap_steps` local
+steps:
 
     shift   weights <- new + (weights now - weights at sending)
     blend   weights <- alpha weights now + (1 - alpha) new
 
-and in both the next difference is to the new ones. shift keeps the tau steps as they are (as LOSCAR-SGD does); blend is
-the paper's: what it leaves of the worker's own is sent again.
+In both rules the next delta is relative to the new weights. shift keeps the tau steps as they are, as LOSCAR-SGD does.
+blend is the paper's rule: the part of the worker's own weights that it keeps is sent again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OuterOptions(Section):
     )
 
     def outer(self, momentum: float, reason: str) -> Outer:
-        # Nesterov without momentum is what torch refuses, and plain descent.
+        # torch refuses Nesterov without momentum, which would be plain descent.
         return Outer("SGD", {"lr": self.outer_lr, "momentum": momentum, "nesterov": momentum > 0}, reason)
 
 
@@ -67,7 +67,7 @@ def _alpha(value: float) -> float:
 
 
 class OverlapOptions(Section):
-    """Of local steps that go on during an exchange (policy.delayed_update)."""
+    """Options of local steps during an exchange (policy.delayed_update)."""
 
     overlap_steps: int | None = Field(
         None,
@@ -93,7 +93,7 @@ class OverlapOptions(Section):
 
     @property
     def summary(self) -> str:
-        """The text about it; empty where there is nothing to say."""
+        """The text about these options; empty for the defaults."""
         taken = f", taken after {self.overlap_steps}" if self.overlap_steps else ""
         return taken + (f", blend {self.merge_alpha:g}" if self.merge == "blend" else "")
 
@@ -136,7 +136,7 @@ class DilocoPolicy(RoundPolicy):
         if (configured := self.options.outer_momentum) is not None:
             return configured, "as policy.outer_momentum says"
         if self.common.keeps_most:
-            return 0.0, "worker.codec keeps most of every difference for later, which momentum would add up"
+            return 0.0, "worker.codec sends most of every delta later, and momentum would sum it up"
         if self.training_steps is None:
             return _MOMENTUM_OF_FEW, "nobody has said how many rounds there are"
         rounds = -(-self.training_steps // self.options.local_steps)

@@ -1,17 +1,15 @@
 """localsgd: every worker takes K steps of its own optimizer, then all weights are averaged.
 
-Local SGD (Stich 2018; federated averaging, McMahan et al. 2017), weighted by samples. The
-optimizer's state stays with the worker. A last, shorter round covers a number of steps that
-K does not divide. Bytes per step are 1/K of sync's.
+Local SGD (Stich 2018; federated averaging, McMahan et al. 2017), weighted by samples. The optimizer's state stays with
+the worker. The last round is shorter where K does not divide the number of steps. Bytes per step are 1/K of sync's.
 
-If delayed, a worker goes on with its next K steps while its weights are averaged, and then has
-average + (its weights now - those it sent), which is what it contributes next: delayed averaging
-(CoCoD-SGD, Shen et al. 2019; a close relative is Overlap Local-SGD, Wang et al. 2020). With equal
-weights of the workers the mean of that is the mean of what they computed, so nothing is lost; the
-K steps were taken without the others' last K, which is counted as one version of staleness.
+With the delayed update a worker takes its next K steps while its weights are averaged. It then contributes
+average + (its weights now - those it sent): delayed averaging (CoCoD-SGD, Shen et al. 2019; compare Overlap Local-SGD,
+Wang et al. 2020). With equally weighted workers no step is lost. The K steps did not see the others' last K steps,
+which counts as one version of staleness.
 
-Where a codec leaves out more than weights survive (`Common.leaves_out`), workers contribute how far they went, and the
-server steps along the mean of that at a rate of 1: the same mean, but for what the codec keeps for later.
+A codec may omit more than weights tolerate (`Common.leaves_out`). Workers then contribute deltas, and the server steps
+along their mean at a rate of 1: the same mean, except for the residual that the codec sends later.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class LocalSgdPolicy(RoundPolicy):
     def outer(self) -> Outer | None:
         if not self.kind.server_steps:
             return None
-        why = "the mean of weights, of which the codec would leave out too much: how far they went is sent"
+        why = "the codec would omit too much of the weights, so workers send deltas"
         return Outer("SGD", {"lr": 1.0, "momentum": 0.0, "nesterov": False}, why)
 
 

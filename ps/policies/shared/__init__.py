@@ -1,1 +1,1 @@
-"""What modes are made of: decisions, who waits, rounds, late gradients."""
+"""Parts of modes: decisions, gates, rounds, late gradients."""

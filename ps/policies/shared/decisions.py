@@ -1,4 +1,4 @@
-"""What a policy may decide."""
+"""The decisions of a policy."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ....common.wire.records import Outcome
 
 @dataclass(frozen=True)
 class Outer:
-    """The optimizer that the server steps along what workers contribute, where their own stays with them."""
+    """The outer optimizer: the server runs it along the workers' deltas, and workers keep their own."""
 
     name: str  # in torch.optim
     arguments: Mapping[str, float | bool]
-    reason: str  # why these, as a phrase
+    reason: str  # for these numbers, as a phrase
 
 
 class Merge(NamedTuple):
-    """How local steps that go on during an exchange of deltas are put together with what comes of it."""
+    """The rule that merges the result of an exchange of deltas with the local steps taken meanwhile."""
 
     rule: str = "shift"
-    alpha: float = 0.0  # of the rule blend: the part that stays the worker's own
+    alpha: float = 0.0  # of the rule blend: the part of the worker's own weights
     after_steps: int = 0  # local steps after those that were measured; 0: all up to the next contribution
 
 
 @dataclass(slots=True)
 class Fold:
-    """Add the contribution of `rank` that counts and is not folded yet to the mean being formed, with this weight."""
+    """Add the counted contribution of `rank` to the open mean, with this weight."""
 
     rank: int
     weight: float
@@ -37,43 +37,43 @@ class Fold:
 
 @dataclass(slots=True)
 class Discard:
-    """Forget the staged contribution of `rank`: it does not count."""
+    """Drop the staged contribution of `rank`: it does not count."""
 
     rank: int
 
 
 @dataclass(slots=True)
 class Wait:
-    """Whether the staged contribution of `rank` counts is decided later: by Accept or Discard."""
+    """Decide later, by Accept or Discard, whether the staged contribution of `rank` counts."""
 
     rank: int
 
 
 @dataclass(slots=True)
 class Accept:
-    """The contribution of `rank` that waited counts."""
+    """Count the contribution of `rank` that waited."""
 
     rank: int
 
 
 @dataclass(slots=True)
 class Commit:
-    """Make the mean of what was folded, from `ranks`, the next version. A rank is named once for each contribution.
+    """Make the mean of the folded contributions the next version. `ranks` names a rank once for each contribution.
 
-    `scales`: one per contribution in the order of `ranks`; () means 1 for all. The commit's learning rate is
-    multiplied by their mean, weighted like the contributions. So a rule such as rate / staleness is exact
-    where a commit has one contribution. Only for gradients: a mean of weights has no rate.
+    `scales` has one number per contribution, in the order of `ranks`; () means 1 for all. The commit's learning rate
+    is multiplied by their mean, weighted like the contributions. So a rule such as rate / staleness is exact where a
+    commit has one contribution. Scales are for gradients only: a mean of weights has no rate.
     """
 
     ranks: tuple[int, ...]
     reason: str
     scales: tuple[float, ...] = ()
-    momentum_among: int = 1  # of the optimizer's momentum is left what `momentum_left` says of so many workers
-    numbers: Mapping[str, float] | None = None  # of the server's own optimizer (`Outer`), for this step alone
+    momentum_among: int = 1  # workers that reduce the optimizer's momentum (`momentum_left`)
+    numbers: Mapping[str, float] | None = None  # of the outer optimizer (`Outer`), for this step alone
 
     def lr_scale(self, folded: Iterable[tuple[int, float]]) -> float:
-        """What the learning rate is multiplied by. `folded`: (rank, weight) of each contribution, a rank's in their
-        order; 0 for one of which nothing was folded."""
+        """Returns the factor of the learning rate. `folded` has (rank, weight) of each contribution, a rank's in their
+        order; weight 0 for one of which nothing was folded."""
         if not self.scales:
             return 1.0
         weights: dict[int, deque[float]] = defaultdict(deque)
@@ -86,7 +86,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Reply:
-    """Let `rank` go on, with the newest weights."""
+    """Let `rank` continue with the newest weights."""
 
     rank: int
     outcome: Outcome

@@ -11,33 +11,35 @@ from .waiting import Closed, Waiting
 
 
 class Gates(Ledger):
-    """Waiting is a reply that is pending. A mode says in `_gate` why a worker must wait."""
+    """A worker waits while its reply is pending. A mode's `_gate` returns the reason."""
 
     def __init__(self, common: Common) -> None:
         super().__init__(common)
         self.has_started = False
-        self.paused: set[int] = set()  # live ranks whose replies wait until somebody resumes them
+        self.paused: set[int] = set()  # live ranks whose replies wait for a resume
         self._waiting = Waiting()
         self._needed = self._num_needed()
 
     def _gate(self, member: Member, now: float) -> Closed | str | None:
-        """Why this worker may not compute its next contribution yet; None when it may. A sentence is asked for again
-        after every event, which takes time in proportion to those who wait. `Closed`: when progress has come there."""
+        """Returns the reason that this worker may not compute its next contribution yet; None when it may.
+
+        A gate with a sentence is checked after every event, which takes time in proportion to the waiting workers. A
+        gate that is `Closed` is checked when progress reaches its value."""
         return None
 
     def _progress(self) -> int:
-        """What gates that are `Closed` wait for."""
+        """The number that `Closed` gates wait for."""
         return 0
 
     def _num_needed(self) -> int:
-        """Live workers without whom nobody may go on, whatever the mode."""
+        """The number of live workers that every mode needs before any worker may continue."""
         if self.is_stopping:
             return 0
         to_start = 0 if self.has_started else self.common.num_workers or 0
         return max(1, max(to_start, self.common.min_workers) - len(self.out))
 
     def _let_go(self, now: float) -> list[Reply]:
-        """Replies to all whose gate is open."""
+        """Returns replies to all workers whose gate is open."""
         replies, waiting = list[Reply](), self._waiting
         are_open = self.is_stopping and not self.has_rounds
         for rank in waiting.due(self._progress()):
@@ -59,28 +61,27 @@ class Gates(Ledger):
     # ---- why, for people -------------------------------------------------------------------
 
     def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """Why each waiting worker waits, or each of `ranks`."""
+        """Returns the reason of each waiting worker, or of those in `ranks`."""
         all_wait = self._why_all_wait()
         selected = self._waiting.ranks if ranks is None else [rank for rank in ranks if rank in self._waiting.ranks]
-        sentences: dict[object, str] = {}  # each is made once
+        sentences: dict[object, str] = {}  # a sentence shared by many workers is made once
         return {rank: all_wait or self._why_waits(rank, now, sentences) for rank in sorted(selected)}
 
     def waiting_reason(self, now: float) -> str:
-        """What everyone waits for, as one sentence; empty when somebody may compute."""
+        """Returns the reason that all workers wait, as a sentence; empty when one may compute."""
         if (reason := self._why_all_wait()) is not None:
             return reason
         do_all_wait = self._ranks and len(self._waiting.ranks) == len(self._ranks)
         return self._why_waits(self._ranks[0], now, {}) if do_all_wait else ""
 
     def holders(self) -> tuple[int, ...]:
-        """Live ranks that those who wait are waiting for, ascending: in a round those that have not contributed, else
-        the slowest."""
+        """The live ranks that the others wait for, ascending: in a round the missing ones, else the slowest."""
         ranks = self._ranks if self.has_rounds else self._standing.slowest_ranks
         return tuple(sorted(rank for rank in ranks if rank not in self._waiting.ranks or rank in self.paused))
 
     def _why_waits(self, rank: int, now: float, sentences: dict[object, str]) -> str:
         if rank in self.paused:
-            return "a resume: somebody paused this worker"
+            return "a resume: a user paused this worker"
         gate = self._gate(self.members[rank], now)
         if not isinstance(gate, Closed):
             return gate or ""

@@ -1,19 +1,18 @@
-"""What is done about gradients that come late, computed on weights that others have moved since: pure rules.
+"""Pure rules for late gradients, computed on weights that others have changed since.
 
 A gradient's staleness tau is the number of versions made since the weights it was computed on (`Policy.staleness`).
 
-    scale    its learning rate is multiplied: inverse by 1 / max(1, tau) (Zhang et al., IJCAI 2016), polynomial by
+    scale    multiplies its learning rate: inverse by 1 / max(1, tau) (Zhang et al., IJCAI 2016), polynomial by
              (1 + tau)^-1/2 (FedAsync, Xie et al. 2019)
-    cut      at tau or later it is dropped, and its worker goes on from fresh weights (Ringmaster ASGD)
-    compensation  it is moved to the weights of now by what it tells of how it changes with them (DC-ASGD:
+    cut      drops it at tau or later; its worker continues from fresh weights (Ringmaster ASGD)
+    compensation  corrects it for the newer weights by an estimate of its derivative (DC-ASGD:
              `ps/tensors/replies/delivered.py`)
-    momentum N workers that step one by one are a momentum of 1 - 1/N by themselves (Mitliagkas et al. 2016), so of the
-             mu that was asked for max(0, 1 - N (1 - mu)) is left: 0.9 is 0.6 with 4 workers, and none from 10 on.
-             Beyond that there is none to take away, and with more than MANY live workers the scale is polynomial where
-             nobody has said another
+    momentum N workers that step one by one act as a momentum of 1 - 1/N (Mitliagkas et al. 2016), so the optimizer
+             uses max(0, 1 - N (1 - mu)) of the configured mu: 0.9 becomes 0.6 with 4 workers, and 0 from 10 on.
+             With more than MANY live workers that is not enough, and the default scale is polynomial
 
-The scale is the learning rate's and not the gradient's, which an Adam would not notice. Under `momentum` is meant what
-torch's SGD and RMSprop call so; Adam's betas are left alone.
+The rules scale the learning rate and not the gradient, because Adam would ignore the latter. `momentum` is the number
+of that name in torch's SGD and RMSprop; Adam's betas are left alone.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SCALES: dict[str, Callable[[int], float]] = {
 
 
 class Compensation(NamedTuple):
-    """How gradients are moved to the weights of now; `strength` is lambda."""
+    """The rule that corrects gradients for newer weights; `strength` is lambda."""
 
     kind: Literal["constant", "adaptive"]
     strength: float
@@ -55,8 +54,8 @@ class LateOptions(Section):
     )
     late_scale: Annotated[Literal["none", "inverse", "polynomial"] | None, _KEY] = Field(
         None,
-        description=_MODES + "learning rate of a gradient tau versions late: times 1/tau, or (1+tau)^-0.5; unset: the "
-        f"latter where late_momentum holds, while more than {MANY} workers are live",
+        description=_MODES + "factor of a late gradient's learning rate: 1/tau, or (1+tau)^-0.5, tau versions late; "
+        f"unset: 1, but (1+tau)^-0.5 with late_momentum and more than {MANY} workers",
     )
     late_cut: Annotated[int | None, _KEY] = Field(
         None, ge=1, description=_MODES + "a gradient so many versions late, or more, is dropped; none: taken"
@@ -79,14 +78,14 @@ class LateOptions(Section):
 
     @property
     def scale(self) -> tuple[str, int]:
-        """The rule of SCALES, and up to how many live workers nothing is scaled."""
+        """The rule of SCALES, and the number of live workers up to which nothing is scaled."""
         if self.late_scale is not None:
             return self.late_scale, 0
         return ("polynomial" if self.late_momentum else "none"), MANY
 
     @property
     def late_rule(self) -> str:
-        """What happens where nobody sets anything, as people read it; empty: nothing."""
+        """The effect of the defaults, for people; empty: none."""
         if not self.late_momentum:
             return ""
         scaled = f", above {MANY} lower rates for late gradients" if self.late_scale is None else ""
@@ -100,5 +99,5 @@ class LateOptions(Section):
 
 
 def momentum_left(momentum: float, num_workers: int) -> float:
-    """What is to be asked of the optimizer so that, with what lateness does, there is `momentum` in all."""
+    """Returns the optimizer's momentum that gives, together with the effect of lateness, `momentum` in all."""
     return max(0.0, 1.0 - num_workers * (1.0 - momentum))

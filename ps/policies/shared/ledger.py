@@ -1,6 +1,6 @@
-"""Counting: versions, contributions and training steps of each rank, and what a snapshot keeps of them.
+"""Counts versions, and contributions and training steps of each rank, for the policy and its snapshots.
 
-Contributions have sequence numbers from 1, per rank. A training step is a batch: in localsgd a contribution covers
+Contributions have sequence numbers from 1, per rank. A training step is a batch; in localsgd a contribution covers
 several.
 """
 
@@ -18,32 +18,32 @@ ROUNDS = -1  # a rank's place in `in_step`, where all ranks are counted together
 
 
 class Ledger(Traits):
-    """Who is here, and how far everybody is. Every question takes the same time however many workers there are."""
+    """The members and their progress. The time of a query does not grow with the number of workers."""
 
     def __init__(self, common: Common) -> None:
         self.common = common
-        self.training_steps = common.training_steps  # where nobody has set them, workers may say them later
+        self.training_steps = common.training_steps  # without a configured number workers may announce it later
         self.version = 0  # commits decided
         self.members: dict[int, Member] = {}
-        # Number of each rank's newest contribution that counts. It stays after the rank leaves, which makes a repeated
-        # contribution harmless. A rank that is new to a running job begins at the slowest's number.
+        # Number of each rank's newest contribution that counts. It stays after the rank leaves, so a repeated
+        # contribution is recognized. A new rank in a running job begins at the slowest rank's number.
         self.num_counted: dict[int, int] = {}
-        self.out: set[int] = set()  # ranks that take no more training steps, and are not missed
-        self.is_stopping = False  # nobody begins another contribution
-        self.committed_by: tuple[int, ...] | None = None  # members at the newest commit; None: others since
+        self.out: set[int] = set()  # ranks that take no more training steps, and that no worker waits for
+        self.is_stopping = False  # no worker begins another contribution
+        self.committed_by: tuple[int, ...] | None = None  # members at the newest commit; None: they have changed
         # Of a model that is stepped in parts: contributions of each rank's newest training step; of rounds, one count.
         self.in_step: dict[int, int] = {}
         self._num_open: dict[int, int] = {}  # by rank: contributions that count and are in no version yet
         self._ranks: list[int] = []  # of the members, ascending
-        self._first_number = 0  # of a rank that is new while nobody is live
-        # Training steps of each rank beyond those of its contributions, or of the rounds: taken in another mode.
+        self._first_number = 0  # of a new rank while no rank is live
+        # Training steps of each rank in another mode, beyond those of its contributions or of the rounds.
         self._offsets: dict[int, int] = {}
         self._offset = 0  # of a rank that is new
         self._too_many: dict[int, int] = {}  # by rank: training steps that its open contribution lacks
         self._standing = Standing()  # of the live ranks, by `num_counted`
 
     def _copy_counts(self, other: Ledger) -> None:
-        """Go on where a ledger of a compatible mode stands."""
+        """Continue with the counts of a compatible mode's ledger."""
         self.common, self.training_steps, self.version = other.common, other.training_steps, other.version
         self.members, self.num_counted, self.out = other.members, other.num_counted, other.out
         self.is_stopping, self.committed_by, self.in_step = other.is_stopping, other.committed_by, other.in_step
@@ -55,20 +55,20 @@ class Ledger(Traits):
 
     @property
     def slowest(self) -> int:
-        """Number of the newest contribution that counts of the live worker that has the fewest."""
+        """The fewest contributions that count of any live worker."""
         least = self._standing.least
         return self._first_number if least is None else least
 
     def slowest_members(self, most: int) -> list[int]:
-        """At most so many live ranks, those with the fewest contributions."""
+        """Returns at most so many live ranks with the fewest contributions."""
         return self._standing.first(most)
 
     def lead(self, rank: int) -> int:
-        """Contributions of a live worker ahead of the slowest live one."""
+        """Returns the contributions that a live worker is ahead of the slowest live one."""
         return self.num_counted[rank] - self.slowest
 
     def next_local_steps(self, rank: int) -> int:
-        """Training steps the worker takes before its next contribution; 0 when it is to take no more."""
+        """Returns the training steps before the worker's next contribution; 0 when it takes no more."""
         if self.is_stopping:
             return 0
         if self.training_steps is None:
@@ -77,21 +77,21 @@ class Ledger(Traits):
         return most if most < left else left
 
     def assigned_steps(self, rank: int) -> int | None:
-        """Training steps that the worker was told for its next contribution, where they differ from rank to rank. None:
+        """Returns the steps that a reply assigned to the worker's next contribution, where ranks differ. None:
         `local_steps`, or as many as were left."""
         return None
 
     def steps_done(self, rank: int) -> int:
-        """Training steps (batches) of the rank that count."""
-        most = self.training_steps  # asked thrice at every event: in one go
+        """Returns the training steps (batches) of the rank that count."""
+        most = self.training_steps  # called three times for every event: no further calls here
         steps = self.version if self.has_rounds else self.num_counted.get(rank, 0)  # contributions, or rounds
         steps = steps * self.local_steps + (self._offsets.get(rank, self._offset) if self._offsets else self._offset)
         return steps if most is None or steps < most else most
 
     @property
     def min_steps_done(self) -> int:
-        """Training steps of the slowest live rank; when nobody is live, of the slowest there was. Takes time in
-        proportion to the members only for a model in parts."""
+        """Training steps of the slowest live rank; when none is live, of the slowest known rank. Only for a model in
+        parts does this take time in proportion to the members."""
         if not self.members or (self.in_step and not self.has_rounds):
             return min(map(self.steps_done, self.members or self.num_counted), default=0)
         rounds = self.version if self.has_rounds else self.slowest
@@ -99,43 +99,43 @@ class Ledger(Traits):
         return steps if self.training_steps is None else min(self.training_steps, steps)
 
     def in_step_of(self, rank: int) -> int:
-        """Contributions that count of the rank's newest training step, where a step has several (a model in parts)."""
+        """Returns how many contributions of the rank's newest training step count (a model in parts has several)."""
         return self.in_step.get(ROUNDS if self.has_rounds else rank, 0)
 
     def is_through(self, rank: int) -> bool:
-        """It has taken all its training steps. Whether the last one has more parts, only the worker knows."""
+        """Whether the rank has taken all its training steps. Only the worker knows whether the last has more parts."""
         return not (self.next_local_steps(rank) or self.in_step_of(rank))
 
     # ---- what a snapshot keeps -------------------------------------------------------------
 
     def committed_of(self, rank: int) -> int:
-        """Contributions of the rank that the newest version holds."""
+        """Returns the number of the rank's contributions in the newest version."""
         return self.num_counted.get(rank, 0) - self._num_open.get(rank, 0)
 
     def num_committed(self) -> dict[int, int]:
         return {rank: self.committed_of(rank) for rank in self.num_counted}
 
     def committed_steps(self) -> dict[int, int]:
-        """Training steps of each rank that the newest version holds."""
+        """Returns the training steps of each rank in the newest version."""
         done = {rank: self.steps_done(rank) for rank in self.num_counted}
         if self.has_rounds:
             return done
         return {rank: steps - self._num_open.get(rank, 0) * self.local_steps for rank, steps in done.items()}
 
     def saved_state(self) -> dict[str, Any]:
-        """What else this mode needs to go on from the newest version, as JSON; nothing of what came after it."""
+        """Returns the mode's other state at the newest version, as JSON, without anything that came after it."""
         return {}
 
     def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
-        """Go on from a snapshot, with whichever workers join, before any event. `contributions` and `state` are what
-        `num_committed` and `saved_state` returned at that version."""
+        """Continue from a snapshot, before any event. `contributions` and `state` are what `num_committed` and
+        `saved_state` returned at that version. Any workers may join."""
         self.version = version
         self.num_counted = dict(contributions)
         self._first_number = min(contributions.values(), default=0)
 
     def count_from(self, steps: Mapping[int, int]) -> None:
-        """After `restore`: each rank has done these training steps (`committed_steps`), in whatever mode it took them.
-        Rounds belong to all, and begin at the slowest of those who take more steps."""
+        """Set the training steps of each rank (`committed_steps`) after `restore`, in whichever mode it took them.
+        Rounds are common to all, and begin at the slowest rank that takes more steps."""
         if not self.num_counted:
             return
         fewest = min(self.num_counted, key=lambda rank: self.num_counted[rank])
@@ -156,7 +156,7 @@ class Ledger(Traits):
         self._standing.move(rank, number, number + 1)
 
     def _count_part(self, key: int, continues: bool) -> None:
-        """A contribution of a part counts, or a round of them. One that continues a training step is none itself."""
+        """Count a contribution of a part, or a round of them. One that continues a training step adds no step."""
         self.in_step[key] = self.in_step.get(key, 0) + 1 if continues else 1
         if not continues:
             return
@@ -167,7 +167,7 @@ class Ledger(Traits):
             self._offsets[key] = self._offsets.get(key, self._offset) - self.local_steps
 
     def _commit(self, ranks: tuple[int, ...], reason: str, scales: tuple[float, ...] = ()) -> Commit:
-        """Make a version of what these ranks have contributed: all that was folded since the one before."""
+        """Returns the commit of all that was folded since the version before, from these ranks."""
         self.version += 1
         if self.committed_by is None:
             self.committed_by = tuple(self._ranks)
@@ -178,5 +178,5 @@ class Ledger(Traits):
         return Commit(ranks, reason, scales, self._momentum_among())
 
     def _momentum_among(self) -> int:
-        """Workers whose lateness stands for some of the optimizer's momentum (`shared/late.py`); 1: none does."""
+        """Workers whose lateness replaces a part of the optimizer's momentum (`shared/late.py`); 1: none."""
         return 1

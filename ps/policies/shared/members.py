@@ -1,4 +1,4 @@
-"""What every mode is told of a run, who its workers are, and how both are spelled."""
+"""The settings of every mode, the live workers, and their spelling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NUM_NAMED = 8  # ranks in a sentence
 
 @dataclass(frozen=True)
 class Common:
-    """What every mode is told of the run."""
+    """Settings of the run that every mode gets."""
 
     training_steps: int | None = 1_000_000  # of each worker; None: until its own loop ends
     num_workers: int | None = None  # training starts when all of them have joined
     min_workers: int = 1  # with fewer, training holds
-    max_staged: int | None = None  # uploads that lie in memory at once; None: one of each worker may
+    max_staged: int | None = None  # uploads in memory at once; None: one of each worker
     weighting: Literal["samples", "equal"] = "samples"
     delayed_update: bool = False  # workers compute their next contribution while an exchange is in flight
-    leaves_out: bool = False  # a codec of the run's does, more than weights themselves survive
-    keeps_most: bool = False  # contributions' does for later, which outer momentum would add up
+    leaves_out: bool = False  # a codec of the run omits more than weights tolerate
+    keeps_most: bool = False  # the contributions' codec sends most of a delta later; outer momentum would sum it up
 
 
 @dataclass(slots=True)
@@ -32,19 +32,19 @@ class Member:
     """A live worker."""
 
     rank: int
-    pending: Outcome | None = None  # what it will be replied to with; None: it computes
-    is_away: bool = False  # its connection is lost: what is pending stays so until it asks again
+    pending: Outcome | None = None  # the outcome of its pending reply; None: it computes
+    is_away: bool = False  # its connection is lost: the pending reply waits until it asks again
     is_fresh: bool = True  # nothing contributed since it was let in
 
 
 def names(ranks: Any) -> str:
-    """The first few ranks of many, in a sentence."""
+    """Returns the ranks in a sentence; of many the first few."""
     first = list(islice(ranks, _NUM_NAMED + 1))
     return ", ".join(map(str, first[:_NUM_NAMED])) + (", ..." if len(first) > _NUM_NAMED else "")
 
 
 def canonical(value: Any) -> Any:
-    """As JSON, in one way: whatever has no order of its own is sorted."""
+    """Returns JSON in a canonical form: collections without an order are sorted."""
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,21 +1,20 @@
-"""What sync and localsgd share: rounds that close when every live worker has contributed once.
+"""Rounds, as sync and localsgd have them: a round closes when every live worker has contributed once.
 
-A round's contributions are folded in rank order when the set of workers is fixed, so that a
-run is the same to the last bit whatever the order of arrival (floating-point addition is not
-associative). With a deadline (`straggler_timeout_s`, `straggler_mad`) or `backup_workers` the set
-depends on arrival anyway, and so does the order: nobody's upload then waits for a straggler's
-(revisiting distributed synchronous SGD, Chen et al. 2016).
+When the set of workers is fixed, a round's contributions are folded in rank order. The result is then the same to the
+last bit for any order of arrival (floating-point addition is not associative). With a deadline (`straggler_timeout_s`,
+`straggler_mad`) or `backup_workers` the set depends on arrival anyway, and so does the order. No upload then waits for
+a straggler's (revisiting distributed synchronous SGD, Chen et al. 2016).
 
-What a worker contributed stays in the round when it leaves. When it comes back before the round has closed,
-it starts with the next.
+A worker's contribution stays in the round when the worker leaves. If the worker comes back before the round has closed,
+it starts with the next one.
 
-A worker that leaves before it contributed keeps its place in the order: it may come back in time. Contributions
-of higher ranks are folded behind that place when the round closes, or when it is passed because other live workers
-need the memory that they hold. A worker whose place has been passed by a fold starts with the next round. So a version
-depends only on the contributions in it. Two cases are left, in which workers are folded as they come:
+A worker that leaves before it contributed keeps its position in the order, since it may come back in time. The server
+folds contributions of higher ranks when the round closes, or earlier when other live workers need their memory. A
+worker whose position has been passed by a fold starts with the next round. So a version depends only on its
+contributions. In two cases workers are folded as they come:
 
-    memory           a worker comes to a place that is not passed, and uploads behind it may hold all memory
-    `min_workers`    the round has lost so many that those who were to start with the next are needed in it
+    memory           a worker comes to a position that is not passed, and uploads behind it may hold all memory
+    `min_workers`    the round has lost so many workers that it needs those that were to start with the next
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class RoundPolicy(Policy):
         self.has_fixed_set = self._has_fixed_set()
         self._deadline = None if options.straggler_mad is None else Deadline(options.straggler_mad)
         self._order: list[int] = []  # ranks of this round, ascending: the order of folding
-        self._vacant: set[int] = set()  # of those: left in this round without a contribution, and may come back
+        self._vacant: set[int] = set()  # ranks that left this round without a contribution, and may come back
         self._num_folded = 0  # of a fixed set, in that order
-        self._late: set[int] = set()  # live ranks that came back when their place was passed: not in this round
-        self._as_they_come: set[int] = set()  # ranks of this round that are folded in no order
+        self._late: set[int] = set()  # live ranks that came back after their position was passed: not in this round
+        self._as_they_come: set[int] = set()  # ranks of this round that are folded out of order
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
-        self._part, self._continues = 0, False  # of the model, that its contributions are of; of a training step
+        self._part, self._continues = 0, False  # the round's part of the model; whether it continues a step
 
     def _has_fixed_set(self) -> bool:
         deadlines = (self.options.straggler_timeout_s, self.options.straggler_mad)
@@ -84,8 +83,8 @@ class RoundPolicy(Policy):
         return super().joined(rank, now)
 
     def change(self, options: Any, now: float) -> list[Decision]:
-        """An open round that gets a deadline folds what has come, in order; one that has lost it keeps the order in
-        which it has folded until it closes."""
+        """Apply options. An open round that gets a deadline folds the contributions it has, in order. One that loses
+        its deadline keeps its order of folding until it closes."""
         self.options, found = options, list[Decision]()
         if self.has_fixed_set and not self._has_fixed_set():
             late = self._order[self._num_folded :]
@@ -100,7 +99,7 @@ class RoundPolicy(Policy):
             self._part if self._weights else contribution.counts.part
         )
         if not is_of_round:
-            self._owe(member, Outcome.DROPPED)  # replied by _settle, so not while training holds
+            self._owe(member, Outcome.DROPPED)  # `_settle` replies, so not while training is on hold
             return [Discard(member.rank)]
         self._count(member)
         self._continues = contribution.counts.continues_step and (self._continues or not self._weights)
@@ -129,7 +128,7 @@ class RoundPolicy(Policy):
         return self._fold_next() if self.has_fixed_set else []
 
     def _left(self, rank: int) -> list[Decision]:
-        # What it contributed stays in the round; what it did not is not waited for.
+        # Its contribution stays in the round; a missing one is not waited for.
         if rank in self._weights:
             return []
         if rank in self._late:
@@ -147,7 +146,7 @@ class RoundPolicy(Policy):
         return self._fold_next() if self.has_fixed_set else []
 
     def _has_room(self, position: int) -> bool:
-        """Whether a rank can still be folded at this place of the order. Behind it uploads may have got all memory."""
+        """Whether a rank can still be folded at this position. Uploads of later positions may hold all memory."""
         first, most = self._num_folded, self.common.max_staged
         if position < first:
             return False
@@ -158,7 +157,7 @@ class RoundPolicy(Policy):
         del self._missing[bisect_left(self._missing, rank)]
 
     def _fold_next(self) -> list[Decision]:
-        """Fold what has come, as far as the order of a fixed set allows."""
+        """Returns folds of the contributions that the order of a fixed set allows."""
         decisions: list[Decision] = []
         while self._num_folded < len(self._order):
             rank = self._order[self._num_folded]
@@ -173,20 +172,20 @@ class RoundPolicy(Policy):
         return decisions
 
     def _is_memory_needed(self) -> bool:
-        """Whether all uploads that may be staged before the next vacant place is folded are here, and somebody else
-        waits for their memory. Where the round cannot close without another worker, nobody else does."""
+        """Whether all uploads that may be staged before the next vacant position have come, and another worker waits
+        for their memory. No other worker waits for it where the round needs one more worker to close."""
         most, first = self.common.max_staged, self._num_folded
         if most is None or len(self._order) <= first + most or len(self.members) < self._needed:
             return False
         return all(rank in self._weights or rank in self._vacant for rank in self._order[first : first + most])
 
     def _fold_rest(self) -> list[Decision]:
-        """Vacant places are not waited for any more."""
+        """Stop waiting for vacant positions."""
         rest = self._order[self._num_folded :] if self.has_fixed_set else []
         return [Fold(rank, self._weights[rank]) for rank in rest if rank in self._weights]
 
     def _admit_late(self) -> None:
-        """Too few are left for a round (`min_workers`) without those who came late: they are in it after all."""
+        """Take late workers into the round, when too few are left without them (`min_workers`)."""
         self._missing = sorted(self._late)
         if self._weights:
             self._as_they_come |= self._late
@@ -197,7 +196,7 @@ class RoundPolicy(Policy):
         self._waiting.ask_all()
 
     def _why_close(self, now: float) -> str | None:
-        """Why the open round closes now; None while it stays open."""
+        """Returns the reason that the open round closes now; None while it stays open."""
         contributed, num_missing = len(self._weights), len(self._missing)
         if contributed < max(1, self._needed):
             return None
@@ -230,7 +229,7 @@ class RoundPolicy(Policy):
         if self._late:
             self.committed_by = tuple(rank for rank in self._ranks if rank not in self._late)
         elif self.committed_by is not None and len(self.committed_by) != len(self._ranks):
-            self.committed_by = None  # of a round that some were late for
+            self.committed_by = None  # some workers were late for this round
         commit = self._commit(tuple(sorted(self._weights)), reason)
         if self._part:
             self._count_part(ROUNDS, self._continues)

@@ -1,4 +1,4 @@
-"""Which live ranks are at which number, and which is the slowest: without looking through all of them."""
+"""The live ranks by their number of contributions, with the slowest at hand."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, nsmallest
 from itertools import islice
 
-_SPARE = 64  # numbers that may be in the heap though nobody is there any more, beyond as many as there are
+_SPARE = 64  # unused numbers that may stay in the heap, beyond as many as are in use
 
 
 @dataclass
 class Standing:
-    """Ranks by number. However many there are, an event takes the time of a heap's: log of the different numbers."""
+    """Ranks by number. An event takes the time of a heap operation: the logarithm of the different numbers."""
 
     least: int | None = None
     _ranks: dict[int, dict[int, None]] = field(default_factory=dict)  # by number, in the order they came to it
-    _numbers: list[int] = field(default_factory=list)  # a heap of those, and of some where nobody is any more
+    _numbers: list[int] = field(default_factory=list)  # a heap of those, and of some without ranks
 
     def add(self, rank: int, number: int) -> None:
         ranks = self._ranks.get(number)
@@ -43,7 +43,7 @@ class Standing:
             self.least = self._numbers[0] if self._numbers else None
 
     def move(self, rank: int, before: int, number: int) -> None:
-        """The rank goes from `before` to `number`."""
+        """Move the rank from `before` to `number`."""
         if number != before:
             self.add(rank, number)
             self.remove(rank, before)
@@ -54,7 +54,7 @@ class Standing:
         return max(self._ranks, default=None)
 
     def first(self, most: int) -> list[int]:
-        """So many ranks at the least numbers; looks through all different ones."""
+        """Returns so many ranks at the least numbers; looks through all different ones."""
         found = list[int]()
         for number in nsmallest(most, self._ranks):
             found += islice(self._ranks[number], most - len(found))

@@ -1,4 +1,4 @@
-"""What a mode is able to do. Others ask these questions; nothing here counts or decides."""
+"""Abilities of a mode, which other code queries; nothing here counts or decides."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .late import Compensation
 
 
 class Traits:
-    """A mode overrides what differs from these defaults."""
+    """The defaults; a mode overrides those that differ."""
 
     # The mode's own options: a subclass beside its policy, whose fields `--help` and the configuration show.
     Options: ClassVar[type[Section]] = Section
-    # What its histories must keep to, beyond what holds in every mode.
+    # The rules of its histories, beyond those of every mode.
     rules: ClassVar[tuple[type[Rule], ...]] = ()
     kind: ContributionKind = ContributionKind.GRADIENT  # what workers send
     # A commit is one step along the gradients of all, so a robust aggregate may replace their mean
@@ -30,12 +30,12 @@ class Traits:
     # A version is a round of all live workers, who all get it. The run's length is then counted in versions, and not
     # in each worker's contributions.
     has_rounds: ClassVar[bool] = False
-    # A contribution may be replied to when it is folded, before its version is there. Its payload then lies in no
-    # memory that its worker writes to again.
+    # A contribution may get its reply when it is folded, before its version exists. Its payload must then be in memory
+    # that its worker does not write to again.
     replies_before_commit: ClassVar[bool] = False
-    # Commits may carry scales, so that what a contribution does to the weights is not the script's alone.
+    # Commits may carry scales, so the script alone does not determine a contribution's effect on the weights.
     may_scale: bool = False
-    # A version may be made of the sum of gradients instead of their mean: a contribution weighs its samples.
+    # A version may be made of the sum of gradients instead of their mean: a contribution's weight is its samples.
     may_sum: ClassVar[bool] = True
     # Modes with the same name here may take over from each other while workers train (`Policy.take_over`): their
     # workers do the same, and their contributions count the same. Empty: no mode takes over.
@@ -46,7 +46,7 @@ class Traits:
 
     @classmethod
     def summary(cls, options: Any) -> str:
-        """The text beside the mode's name, such as `staleness 3`; empty where there is nothing to say."""
+        """Returns the text beside the mode's name, such as `staleness 3`; empty where there is none."""
         return ""
 
     @property
@@ -56,7 +56,7 @@ class Traits:
 
     @property
     def outer(self) -> Outer | None:
-        """The server's own optimizer, where deltas are contributed. It may change from commit to commit."""
+        """The outer optimizer, where workers contribute deltas. It may change from commit to commit."""
         return None
 
     @property
@@ -71,7 +71,7 @@ class Traits:
 
     @property
     def outstanding(self) -> int:
-        """Means of peers that a worker may go on without."""
+        """Means of peers that may be outstanding while a worker continues."""
         return 0
 
     @property
@@ -81,8 +81,8 @@ class Traits:
 
     @property
     def staleness_bound(self) -> int | None:
-        """Lead with which a worker may still go on; in rounds, the versions that a gradient may be behind. None: no
-        bound."""
+        """The lead with which a worker may still continue; in rounds, the versions that a gradient may be behind. None:
+        no bound."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Who waits for a reply, and whose gate is to be asked when: nobody is asked again before it can have opened."""
+"""The ranks that wait for a reply, and the events after which their gates are checked again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Closed(NamedTuple):
-    """A gate that opens when the mode's progress (`Policy._progress`) has come to `until`; `why` is for people."""
+    """A gate that opens when the mode's progress (`Policy._progress`) reaches `until`; `why` is for people."""
 
     until: int
     why: Callable[[], str]
@@ -17,12 +17,12 @@ class Closed(NamedTuple):
 
 @dataclass
 class Waiting:
-    """Ranks with a reply pending that would reach them."""
+    """Connected ranks with a pending reply."""
 
     ranks: set[int] = field(default_factory=set)
-    _to_ask: set[int] = field(default_factory=set)  # whose gate is asked after this event, or this hold
-    _until: dict[int, set[int]] = field(default_factory=dict)  # who is asked again when progress has come there;
-    _bounds: list[int] = field(default_factory=list)  # a heap of those. Some may have been replied, or have left
+    _to_ask: set[int] = field(default_factory=set)  # ranks whose gate is checked after this event, or this hold
+    _until: dict[int, set[int]] = field(default_factory=dict)  # ranks by the progress at which they are checked
+    _bounds: list[int] = field(default_factory=list)  # a heap of those numbers; some ranks may have left
 
     def add(self, rank: int) -> None:
         self.ranks.add(rank)
@@ -36,7 +36,7 @@ class Waiting:
         self._to_ask |= self.ranks
 
     def due(self, progress: int) -> list[int]:
-        """Ranks whose gate may be open now, ascending; those of which it is not are `shut` again."""
+        """Returns the ranks whose gate may be open now, ascending. The caller `shut`s those whose gate is closed."""
         candidates = self._to_ask
         while self._bounds and self._bounds[0] <= progress:
             candidates |= self._until.pop(heappop(self._bounds)) & self.ranks
@@ -47,7 +47,7 @@ class Waiting:
         return found
 
     def shut(self, rank: int, until: int | None) -> None:
-        """It is asked again when progress has come to `until`; None: after the next event."""
+        """Check the rank's gate again when progress reaches `until`; None: after the next event."""
         if until is None:
             self._to_ask.add(rank)
         elif (ranks := self._until.get(until)) is not None:

@@ -62,7 +62,7 @@ def commits(found: list[effects.Effect]) -> list[effects.Commit]:
 
 def test_a_paused_worker_gets_its_reply_when_it_is_resumed() -> None:
     run = run_of("async")
-    assert told(ask(run, "pause", 1)) == (True, "worker 1 is paused: its next reply waits until somebody resumes it")
+    assert told(ask(run, "pause", 1)) == (True, "worker 1 is paused: its next reply waits for a resume")
     assert replied(contribute(run, 0)) == [0]
     assert replied(contribute(run, 1)) == []
     assert run.policy.waiting(0.0) == {1: "a resume: somebody paused this worker"}
@@ -194,7 +194,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
     assert told(ask(run, "drain"))[0]
     found = contribute(run, 1)
     assert [item.reply.next_work.local_steps for item in found if isinstance(item, effects.SendReply)] in ([0], [0, 0])
-    assert run.ended_by == "drained: somebody asked for it"
+    assert run.ended_by == "drained by a user"
     assert told(ask(run, "pause", 0)) == (False, "the run is ending")
 
 
@@ -211,11 +211,11 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
         ("ssp", ("set", None, "lr_scale", float("nan")), "lr_scale must be a number from 0 to 1,000,000, got nan"),
         ("ssp", ("set", None, "lr_scale", "1"), "lr_scale must be a number from 0 to 1,000,000, got '1'"),
         ("localsgd", ("set", None, "lr_scale", 1),
-         "'lr_scale' cannot be changed while localsgd runs; what can: straggler_timeout_s"),
+         "'lr_scale' cannot be changed while localsgd runs; changeable: straggler_timeout_s"),
         ("ssp", ("set", None, "seed", 1),
-         "'seed' cannot be changed while ssp runs; what can: lr_scale, mode, staleness"),
+         "'seed' cannot be changed while ssp runs; changeable: lr_scale, mode, staleness"),
         ("ssp", ("set", None, "mode", "sync"),
-         "ssp cannot become 'sync' while workers train; what it can: async, dssp. "
+         "ssp cannot become 'sync' while workers train; it can become: async, dssp. "
          "Any other goes on from a snapshot: ps-server --resume latest --mode"),
     ],
 )  # fmt: skip

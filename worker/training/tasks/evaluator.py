@@ -4,7 +4,7 @@ a script."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
-from ....common.tensors.optimizers import Reduction, TableSpec
+from ....common.tensors.optimizers import TableSpec
 from ....common.user_code import user_code
 from ...conversation.evaluator import Evaluator
 from ...conversation.interrupts import sleep
@@ -25,7 +25,7 @@ from ..ending import ending_of
 from ..evaluation import Evaluation, untouched
 from ..position.taken import Taken
 from ..rows import Pull
-from ..session import Session
+from ..session import Offer, Session
 
 log = get_logger()
 
@@ -112,13 +112,8 @@ class EvaluatorSession(Session):
     def is_done(self) -> bool:
         self._evaluate()
 
-    def _begin(
-        self,
-        model: torch.nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        averaged_buffers: Collection[str],
-        reduction: Reduction,
-    ) -> tuple[torch.optim.Optimizer, ...]:
+    def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
+        model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
         self._model, self._taken = model, Taken(lambda: self._progress, optimizers, self.length)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
