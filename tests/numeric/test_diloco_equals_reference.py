@@ -282,7 +282,7 @@ def test_momentum_is_for_runs_with_many_rounds(steps, told, momentum, because):
 @pytest.mark.parametrize(
     ("codec", "told", "momentum", "because"),
     [
-        ("sparse", None, 0.0, "keeps most of every difference for later"),
+        ("sparse", None, 0.0, "sends most of every delta later"),
         ("sparse", 0.5, 0.5, "policy.outer_momentum"),
         ("q4", None, 0.9, "500 rounds"),
     ],

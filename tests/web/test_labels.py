@@ -56,7 +56,7 @@ def test_who_computes_is_not_said_to_wait_and_who_waits_is_said_to(cluster: Clus
     asks(client, do="pause", rank=1)
     server.until(lambda: bool(newest(client)["waits"]), "a worker that waits")
     now = newest(client)
-    assert [(wait["rank"], wait["why"]) for wait in now["waits"]] == [(1, "a resume: somebody paused this worker")]
+    assert [(wait["rank"], wait["why"]) for wait in now["waits"]] == [(1, "a resume: a user paused this worker")]
     assert [worker["state"] for worker in now["status"]["workers"] if worker["rank"] == 1] == ["waiting"]
     asks(client, do="drain")
     assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
@@ -106,7 +106,7 @@ def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
     server.kill()
     view = Store(path).view(client_run(path))
     assert view is not None and view.newest is not None
-    assert [(wait.rank, wait.why) for wait in view.newest.waits] == [(0, "a resume: somebody paused this worker")]
+    assert [(wait.rank, wait.why) for wait in view.newest.waits] == [(0, "a resume: a user paused this worker")]
 
 
 def client_run(path: Path) -> str:

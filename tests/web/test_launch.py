@@ -83,7 +83,7 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(HTTPError):
         ask(address, "/api/runs/live/controls", {"do": "pause", "rank": 1})
     ask(address, "/api/runs/live/controls", {"do": "pause", "rank": 0})
-    job.until(lambda: "somebody paused" in str(ask(address, "/api/runs/live/workers")), "waits for a resume")
+    job.until(lambda: "a user paused" in str(ask(address, "/api/runs/live/workers")), "waits for a resume")
     ask(address, "/api/runs/live/controls", {"do": "resume", "rank": 0})
     ask(address, "/api/runs/live/controls", {"do": "drain"})
     assert job.wait() == 0, job.output

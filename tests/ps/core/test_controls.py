@@ -65,7 +65,7 @@ def test_a_paused_worker_gets_its_reply_when_it_is_resumed() -> None:
     assert told(ask(run, "pause", 1)) == (True, "worker 1 is paused: its next reply waits for a resume")
     assert replied(contribute(run, 0)) == [0]
     assert replied(contribute(run, 1)) == []
-    assert run.policy.waiting(0.0) == {1: "a resume: somebody paused this worker"}
+    assert run.policy.waiting(0.0) == {1: "a resume: a user paused this worker"}
     assert replied(ask(run, "resume", 1)) == [1]
     assert replied(contribute(run, 1)) == [1]
 
@@ -216,7 +216,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
          "'seed' cannot be changed while ssp runs; changeable: lr_scale, mode, staleness"),
         ("ssp", ("set", None, "mode", "sync"),
          "ssp cannot become 'sync' while workers train; it can become: async, dssp. "
-         "Any other goes on from a snapshot: ps-server --resume latest --mode"),
+         "Any other mode continues from a snapshot: ps-server --resume latest --mode"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> None:
@@ -230,7 +230,7 @@ def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> 
 def test_delayed_update_the_slowest_must_not_wait_for_itself() -> None:
     run = run_of("ssp", staleness=2, delayed_update=True)
     assert told(ask(run, "set", name="staleness", value=0)) == (
-        False, "delayed_update, staleness must be 1 or more, got 0: the slowest itself would wait"
+        False, "with delayed_update staleness must be 1 or more, got 0: all would wait"
     )  # fmt: skip
 
 
