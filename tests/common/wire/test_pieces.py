@@ -110,11 +110,7 @@ def test_zeros_are_found_and_the_rest_arrives(stretches: list[tuple[int, bool]],
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        *(out_of_band(*wrong) for wrong in ((2, 4), (8, 3), (2**64 - 1,) * 2)),
-        Frame(None, None, 4, memoryview(b"ab"), 2),
-    ],
+    "wrong", [*map(out_of_band, (2, 8, 2**64 - 1), (4, 3, 2**64 - 1)), Frame(None, None, 4, memoryview(b"ab"), 2)]
 )
 def test_placed_pieces_are_held_to_the_same_rules(wrong: Frame) -> None:
     told: list[tuple[int, int]] = []
@@ -166,13 +162,12 @@ def test_whatever_comes_the_payload_is_whole_or_refused(num_bytes: int, attempts
         write(offset, memoryview(payload)[offset : offset + length])
 
     reader = PayloadReader(num_bytes, write, place)
-    for offset, length, is_out_of_band in [*attempts, *((at, 1, False) for at in range(num_bytes))]:
+    for offset, length, is_outside in [*attempts, *((at, 1, False) for at in range(num_bytes))]:
         fits = length > 0 and offset + length <= num_bytes and written.keys().isdisjoint(range(offset, offset + length))
         before = dict(written)
         content = (payload + b"zzz")[offset : offset + length].ljust(length, b"z")
         with contextlib.nullcontext() if fits else pytest.raises(ParamServerError):
-            written_frame = Frame(None, None, offset, memoryview(content))
-            reader.feed(out_of_band(offset, length) if is_out_of_band else written_frame)
+            reader.feed(out_of_band(offset, length) if is_outside else Frame(None, None, offset, memoryview(content)))
         assert len(written) == reader.received
         assert fits or written == before
     assert reader.is_complete
