@@ -5,9 +5,8 @@
 Two network namespaces of this machine are joined by two tun devices and a process between them that has a rate, a queue
 of twice what is on its way, half a round trip of delay each way, and loses packets. Over it: iperf3 one way (TCP, 8 s),
 then one worker's exchanges of a model of so many MB in every transport: contribution up, weights down. Printed is a
-payload's
-Mbit over the seconds of an exchange, the median of the turns, and what part of iperf3's that is: 1 is both ways full at
-once, 0.5 one after the other. Needs root, `ip` and `iperf3`.
+payload's Mbit over the seconds of an exchange, the median of the turns, and what part of iperf3's that is: 1 is both
+ways full at once, 0.5 one after the other. Needs root, `ip` and `iperf3`.
 """
 
 from __future__ import annotations

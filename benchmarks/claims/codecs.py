@@ -2,12 +2,11 @@
 
     python -m paramserver.benchmarks.claims.codecs [--codec NAME]... [--optimizer NAME] [--down [NAME]] [--lose-every N]
 
-The gradients go through what a worker and a server do with them (`worker/transports/encoding.py`, the codec's
-decoder), and
-nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, or in the
-one that it names, as differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that;
-ratios are then of either way. An MLP of 85,002 parameters, batch 32 of each worker; the
-held-out accuracy after the last step, of several seeds, with what was left out sent later, and without.
+The gradients go through what a worker and a server do with them (`worker/transports/encoding.py`, the codec's decoder),
+and nothing else of a run does, so that one takes seconds. With --down the weights come back in the same codec, or in
+the one that it names, as differences of a reference (`common/codecs/shared/reference.py`), and workers compute on that;
+ratios are then of either way. An MLP of 85,002 parameters, batch 32 of each worker; the held-out accuracy after the
+last step, of several seeds, with what was left out sent later, and without.
 """
 
 from __future__ import annotations

@@ -61,8 +61,7 @@ TRANSPORTS = (*VARIANTS, "all")
 
 def variants_of(transport: str, tls: bool = False, watched: Sequence[str] = ()) -> tuple[Variant, ...]:
     """Those of a transport, or of all; `tls`: those over the network encrypted too; and all by servers with a store, a
-    page,
-    as far as they are `watched`."""
+    page, as far as they are `watched`."""
     found = sum(VARIANTS.values(), ()) if transport == "all" else VARIANTS[transport]
     over = [variant for variant in found if variant.transport != "shared"] if tls else []
     found += tuple(replace(variant, name=f"{variant.name}, TLS", is_tls=True) for variant in over)

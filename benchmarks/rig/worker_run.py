@@ -60,8 +60,7 @@ def joined_worker(
     device: str = "cpu",
 ) -> Iterator[JoinedWorker]:
     """Join the run at `address` with a synthetic model of `num_floats` on `device`, over `transport` or what comes
-    after
-    it, in TLS if there is a `ca`; leave it at the end of the block."""
+    after it, in TLS if there is a `ca`; leave it at the end of the block."""
     before_torch()
     setup_logging(LogConfig(level="warning"), "ps-bench")
     set_transport(transport)

@@ -2,10 +2,8 @@
 
 A codec may remember (what it left out, what it sent last): then both sides must remember the same, whatever is lost
 between them. So each payload is an attempt: `begin` works it out from the memory, and changes nothing yet; `commit`,
-when
-the other side counts it, makes the memory what `begin` led to; `rollback`, when it does not, forgets that. A payload
-that
-is sent again is not encoded again: it is the same bytes.
+when the other side counts it, makes the memory what `begin` led to; `rollback`, when it does not, forgets that. A
+payload that is sent again is not encoded again: it is the same bytes.
 
     encoder                         decoder
     begin(payload, bytes)              begin(bytes, payload)
@@ -35,8 +33,7 @@ from ..tensors.layout import Layout, new_payload
 
 class Coder(Protocol):
     """One side of one transport, in one direction. `commit` and `rollback` end the attempt that was begun, and do
-    nothing
-    when there is none; a `begin` after a `begin` is a `rollback` first."""
+    nothing when there is none; a `begin` after a `begin` is a `rollback` first."""
 
     def begin(self, source: torch.Tensor, target: torch.Tensor, /) -> None:
         """Of an encoder: a payload, uint8 [>= parameter_bytes], to uint8 [encoded_bytes]; a decoder's way is back. The

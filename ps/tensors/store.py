@@ -118,8 +118,7 @@ class Store:
         """Add a contribution to the round's; returns payloads that may be reused at once.
 
         A payload that may be kept may be read as late as at the commit. Parameters `without` a gradient are zeros in
-        it;
-        the optimizer leaves those alone that no contribution of the round has one of. `rows` are gradients for the
+        it; the optimizer leaves those alone that no contribution of the round has one of. `rows` are gradients for the
         tables.
         """
         if self.tables is not None:

@@ -2,8 +2,7 @@
 again.
 
 The worker's transports and the server's memory are the real ones; what lies between them is a list of messages that a
-fault
-may cut off, and hypothesis chooses what goes wrong.
+fault may cut off, and hypothesis chooses what goes wrong.
 """
 
 from __future__ import annotations

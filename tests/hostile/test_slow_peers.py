@@ -175,8 +175,7 @@ def test_a_reader_that_never_reads_is_let_go(server, pair, wire):
 
 def test_who_pulls_and_never_reads_is_let_go(server, pair):
     """Each pull holds a copy of the weights: a few do so at once, and none for ever. Of one transport: pulls go over
-    gRPC
-    whatever the workers' transport is."""
+    gRPC whatever the workers' transport is."""
 
     def ended() -> list[dict[str, Any]]:
         return [event for event in server.events("refused") if event["rank"] is None]  # that of no worker

@@ -1,6 +1,5 @@
 """Means that are outstanding among all-reduce peers, as real processes: the weights are those of delayed SGD, from a
-reference of
-a few lines, whoever is killed meanwhile; and the history says how late each gradient was."""
+reference of a few lines, whoever is killed meanwhile; and the history says how late each gradient was."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The direct transport between the real programs: every contribution once, in the clear and in TLS, with shards, when
-its
-connection is cut and the stream is not; and over gRPC where it cannot be had."""
+its connection is cut and the stream is not; and over gRPC where it cannot be had."""
 
 from __future__ import annotations
 

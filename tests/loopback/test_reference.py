@@ -1,6 +1,6 @@
 """Replies that are differences, between real processes: over every transport, of several shards, through broken
-connections
-and a server that is killed. Workers write down what weights they have of each version: they are the same bits."""
+connections and a server that is killed. Workers write down what weights they have of each version: they are the same
+bits."""
 
 from __future__ import annotations
 

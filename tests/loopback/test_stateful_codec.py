@@ -3,8 +3,8 @@
 One file adds it: tests/contract/added/delta.py.
 
 Whichever side counted a payload that the other did not would say so at the next one. Gradients and weights are
-multiples
-of a sixteenth, so nothing is rounded, and the weights say what was applied, and what each worker has seen of it.
+multiples of a sixteenth, so nothing is rounded, and the weights say what was applied, and what each worker has seen of
+it.
 """
 
 from __future__ import annotations

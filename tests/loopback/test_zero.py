@@ -1,6 +1,5 @@
 """What the optimizer remembers is divided among all-reduce peers, as real processes: the weights are those of one
-process, also
-where one is killed and comes back, and from a snapshot with another number of workers."""
+process, also where one is killed and comes back, and from a snapshot with another number of workers."""
 
 from __future__ import annotations
 

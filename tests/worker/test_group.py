@@ -1,6 +1,5 @@
 """Averaging among all-reduce peers, in real processes: equal to one process with the union batch, also when one is
-killed in
-the middle of a reduction."""
+killed in the middle of a reduction."""
 
 import contextlib
 import json

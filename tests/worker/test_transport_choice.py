@@ -1,6 +1,5 @@
-"""Which transport a worker takes: the first of `worker.transports` that both sides can open, and why no better one;
-and how it
-reaches the direct port."""
+"""Which transport a worker takes: the first of `worker.transports` that both sides can open, and why no better one; and
+how it reaches the direct port."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A model of matrices of 4 MB, normal values. `kept` is what a worker does with a contribution: it is gathered, what was
 left out before added, encoded, and what is left out now kept (`worker/transports/encoding.py`). Seconds are the
-thread's
-own, so that other work on the machine costs less of the metric; the best of the turns.
+thread's own, so that other work on the machine costs less of the metric; the best of the turns.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ _MAX_VIEWS = 256  # of kept memory: making one takes as long as work on 10 KiB
 
 class Piece(NamedTuple):
     """Elements of `dtype` that are encoded together: bytes [offset, offset_end) of a payload, bytes [start, end) of
-    what
-    is sent."""
+    what is sent."""
 
     dtype: torch.dtype
     offset: int

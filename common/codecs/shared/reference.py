@@ -33,9 +33,8 @@ def approach(
     out: torch.Tensor,
 ) -> None:
     """The difference of `weights`, uint8 [>= exchange_bytes], to `payload`, uint8 [exchange_bytes], into `out`, uint8
-    [payload_bytes]; `payload` is moved by what it decodes to, and takes the buffers. `encoder` is the codec's, the
-    same each
-    time: what it remembers of earlier ones need not be known to decode."""
+    [payload_bytes]; `payload` is moved by what it decodes to, and takes the buffers. `encoder` is the codec's, the same
+    each time: what it remembers of earlier ones need not be known to decode."""
     for piece in _pieces(codec, layout):
         known = piece.of_payload(payload)
         difference = torch.sub(piece.of_payload(weights), known, out=ROOM.of("difference", known.shape, known.dtype))

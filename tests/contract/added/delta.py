@@ -1,8 +1,7 @@
 """A codec with memory on both sides, for tests: the difference from what the other side has, in sixteenths.
 
 What rounding leaves out comes with the next difference (error feedback). A payload says how many were counted before
-it,
-so a decoder that counts one twice, or not at all, fails at once, and what it holds differs from then on.
+it, so a decoder that counts one twice, or not at all, fails at once, and what it holds differs from then on.
 """
 
 from __future__ import annotations

@@ -151,8 +151,7 @@ def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution
 @pytest.mark.parametrize("rows", [2, 70])
 def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) -> None:
     """NaN for scales and values, places beyond a chunk, places twice, a payload that is shorter than it must be; whole
-    in
-    a message, and in pieces."""
+    in a message, and in pieces."""
     matrix = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (rows, 4096))])
     codec = CODECS.load(name)()
     sound = torch.zeros(codec.encoded_bytes(matrix), dtype=torch.uint8)
