@@ -106,7 +106,7 @@ def exchange(
     store: StoreOption = False,
     dashboard: DashboardOption = False,
     device: DeviceOption = "cpu",
-    peers: BaselinesOption = None,
+    baselines: BaselinesOption = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
     ] = None,
@@ -118,7 +118,7 @@ def exchange(
 
     CODECS.check(codec)
     check_transport(transport)
-    names = check_baselines(peers)
+    names = check_baselines(baselines)
     check_plot(plot, sweep)
     check_range(min_kb, max_mb)
     check_bench_device(device)
@@ -139,12 +139,12 @@ def one_round(
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
     transport: TransportOption = "all",
-    peers: BaselinesOption = None,
+    baselines: BaselinesOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
     check_transport(transport)
-    names = check_baselines(peers)
+    names = check_baselines(baselines)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.rounds import RoundOptions, measure_round
 
@@ -170,11 +170,11 @@ def allreduce(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 2,
     workers: Annotated[int, typer.Option(min=2, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
     runs: RunsOption = 7,
-    peers: BaselinesOption = "gloo,ddp",
+    baselines: BaselinesOption = "gloo,ddp",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    names = check_baselines(peers)
+    names = check_baselines(baselines)
     check_range(min_kb, max_mb)
     if width % 16:
         raise UsageError(f"--width {width} is not a multiple of 16: 8 heads of pairs", fix="e.g. --width 512")
@@ -195,12 +195,12 @@ def latency(
     transport: TransportOption = "all",
     store: StoreOption = False,
     dashboard: DashboardOption = False,
-    peers: BaselinesOption = None,
+    baselines: BaselinesOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
     check_transport(transport)
-    names = check_baselines(peers)
+    names = check_baselines(baselines)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.latency import LatencyOptions, measure_latency
 
@@ -388,11 +388,11 @@ def xor(
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
     mode: ModeOption = "async",
     optimizer: OptimizerOption = "adam",
-    peers: BaselinesOption = None,
+    baselines: BaselinesOption = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    names = check_baselines(peers)
+    names = check_baselines(baselines)
     mode, optimizer = checked(mode, optimizer, json_path, keep)
     from .measures.xor import XorOptions, measure_xor
 

@@ -54,7 +54,7 @@ def check_transport(transport: str) -> None:
 
 
 def check_baselines(text: str | None) -> list[str]:
-    """Names of the peers' files. UsageError with the nearest name for an unknown one."""
+    """Names of the baselines' files. UsageError with the nearest name for an unknown one."""
     from .baselines.base import split_names
 
     return split_names(text)

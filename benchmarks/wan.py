@@ -102,8 +102,8 @@ def iperf(near: list[str], far: list[str]) -> float:
         while "listening" not in server.stdout.readline():
             pass
         client = [*far, "iperf3", "-c", HOST, "-p", str(PORT), "-t", "8", "-O", "2", "-J"]
-        told = json.loads(subprocess.run(client, capture_output=True, text=True, check=True).stdout)
-        return float(told["end"]["sum_received"]["bits_per_second"]) / 1e6
+        result = json.loads(subprocess.run(client, capture_output=True, text=True, check=True).stdout)
+        return float(result["end"]["sum_received"]["bits_per_second"]) / 1e6
     finally:
         server.kill()
         server.wait()
@@ -134,11 +134,11 @@ def exchange(near: list[str], far: list[str], transport: str, asked: argparse.Na
                 "PS_WORKER__TRANSPORTS": ",".join(dict.fromkeys((transport, "grpc"))),
             }
             worker = [*far, sys.executable, str(script), str(asked.mb)]
-            told = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=900, check=False)
-            took = [float(item) for item in re.findall(r"TOOK (\S+)", told.stdout)]
-            if told.returncode or len(took) < asked.turns + 2:
-                raise SystemExit(told.stdout + told.stderr)
-            if broke := (told.stdout + told.stderr).count("connection_lost"):
+            result = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=900, check=False)
+            took = [float(item) for item in re.findall(r"TOOK (\S+)", result.stdout)]
+            if result.returncode or len(took) < asked.turns + 2:
+                raise SystemExit(result.stdout + result.stderr)
+            if broke := (result.stdout + result.stderr).count("connection_lost"):
                 print(f"        {transport}: {broke} connections lost", flush=True)
             return took[2:]
         finally:

@@ -370,17 +370,17 @@ class Replay(Follower):
             self._report(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
         self._begins(rank, number)
 
-    def _current(self, line: Line, what: str) -> Member:
+    def _current(self, line: Line, text: str) -> Member:
         """Returns the live worker of a line, and reports one that is none or of an older incarnation."""
         rank, incarnation = line["rank"], line["incarnation"]
         member = self._members.get(rank)
         if member is None:
-            self._report(f"rank {rank} {what}, and is no member")
+            self._report(f"rank {rank} {text}, and is no member")
             member = self._members[rank] = Member(
                 incarnation, self._known_number(rank) or 0, is_replied=True, started_at=-1
             )
         elif incarnation != member.incarnation:
             self._report(
-                f"rank {rank} {what} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"
+                f"rank {rank} {text} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"
             )
         return member

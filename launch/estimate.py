@@ -52,7 +52,7 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
     outcomes = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
     summaries = [
         (plan, outcome.summary, taken) for plan, outcome in zip(plans, outcomes, strict=False)
-        if outcome.summary is not None and (taken := _taken(outcome.summary, num_steps[plan.mode]))
+        if outcome.summary is not None and (taken := steps_taken(outcome.summary, num_steps[plan.mode]))
     ]  # fmt: skip
     if summaries:
         _show(summaries, steps, resolved.config.cost.currency)
@@ -89,7 +89,7 @@ def _local_steps(config: Config, mode: str) -> int:
     return getattr(config.policy.options(mode), "local_steps", 1) if mode != run.SINGLE else 1
 
 
-def _taken(summary: Summary, wanted: int) -> int:
+def steps_taken(summary: Summary, wanted: int) -> int:
     """Returns the training steps that each worker has taken; `wanted` is the most."""
     workers = summary.workers
     return min(wanted, sum(worker.training_steps for worker in workers) // len(workers)) if workers else wanted
@@ -101,7 +101,7 @@ def _show(summaries: list[tuple[Plan, Summary, int]], steps: int, currency: str)
     for plan, summary, taken in summaries:
         step_s = summary.step_s or summary.wall_s / taken
         whole_s[mode_label(plan.mode)] = step_s * steps
-        num_bytes = summary.num_bytes if taken == steps else (summary.num_bytes - _bytes_once(summary)) / taken * steps
+        num_bytes = summary.num_bytes if taken == steps else (summary.num_bytes - bytes_once(summary)) / taken * steps
         costs = ["-", "-"]
         if plan.rate is not None:
             cost = step_s * steps / 3600 * plan.rate
@@ -113,10 +113,10 @@ def _show(summaries: list[tuple[Plan, Summary, int]], steps: int, currency: str)
     console.print(table)
     if any(plan.rate is None for plan, _, _ in summaries):
         console.print("cost.per_hour says what an hour of a machine costs (--set cost.per_hour=0.40)", style="dim")
-    console.print(_sentence(whole_s, steps), highlight=False)
+    console.print(sentence(whole_s, steps), highlight=False)
 
 
-def _sentence(whole_s: dict[str, float], steps: int) -> str:
+def sentence(whole_s: dict[str, float], steps: int) -> str:
     """Returns the conclusion. `whole_s`: seconds of the whole run, by mode."""
     (first, first_s), *others = sorted(whole_s.items(), key=lambda item: item[1])
     message = f"{steps:,} steps take about {duration(first_s)} in {first}, plus the time to start"
@@ -124,7 +124,7 @@ def _sentence(whole_s: dict[str, float], steps: int) -> str:
     return f"{message}; {slower}." if slower else f"{message}."
 
 
-def _bytes_once(summary: Summary) -> float:
+def bytes_once(summary: Summary) -> float:
     """Returns the bytes of the initial weights: up from one worker, and down to each."""
     workers = summary.workers
     sent = [worker.bytes_sent for worker in workers]

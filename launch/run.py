@@ -174,12 +174,12 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
         console.print(summary_table(ended[0][1]))
         _write(plans[0].summary, ended[0][1].model_dump())
     if output.report is not None and ended:  # last: everything else does not depend on its disk
-        differences = _differences([plan for plan, _ in ended])
+        differences = differences_of([plan for plan, _ in ended])
         write_report(output.report, plans[0].work, named, differences=differences, target=target)
         console.print(f"the report is {output.report}/report.html", style="dim")
 
 
-def _differences(plans: list[Plan]) -> dict[str, list[object]]:
+def differences_of(plans: list[Plan]) -> dict[str, list[object]]:
     """Returns the settings in which runs of one command differ, by key; `-` where a mode has no such option."""
     settings = [_training_settings(plan) for plan in plans]
     keys = dict.fromkeys(key for item in settings for key in item)

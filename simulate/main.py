@@ -141,7 +141,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
     print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} foreseen")
     if was.num_sent and was.num_received:
         for name in ("sent", "received"):
-            recorded, foreseen = (getattr(half, f"num_{name}") for half in (was, is_))
+            recorded, foreseen = (getattr(summary, f"num_{name}") for summary in (was, is_))
             print(f"  bytes {name}: {recorded:,} recorded, {foreseen:,} foreseen ({foreseen / recorded - 1:+.3%})")
     print(f"  staleness: distributions differ by at most {share(found.staleness_distance)}")
     chosen = []

@@ -51,12 +51,12 @@ class Process:
                     found.append(event)
         return found
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], description: str) -> None:
         """Wait for a condition on the outside world, for at most DEADLINE_S."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < deadline, f"{self.name}: no {what} in {DEADLINE_S} s\n{self.output}"
-            assert self.popen.poll() is None or condition(), f"{self.name} ended without {what}\n{self.output}"
+            assert time.monotonic() < deadline, f"{self.name}: no {description} in {DEADLINE_S} s\n{self.output}"
+            assert self.popen.poll() is None or condition(), f"{self.name} ended without {description}\n{self.output}"
             time.sleep(0.01)
         come_late()
 
@@ -205,8 +205,8 @@ class Cluster:
     def script(self, rank: int, script: str | Path, *args: str, **env: str) -> Process:
         """A training script of the user's own, told its place by the environment."""
         path = SCRIPTS / script if isinstance(script, str) else script
-        place = {"RANK": str(rank), "PS_SERVER": self.address}
-        return self.fork(f"script{rank}-{len(self.processes)}", str(path), *args, **(place | env))
+        environ = {"RANK": str(rank), "PS_SERVER": self.address}
+        return self.fork(f"script{rank}-{len(self.processes)}", str(path), *args, **(environ | env))
 
     def command(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run one of the programs to its end: `command("ps", "--mode", "x")`."""

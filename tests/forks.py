@@ -69,7 +69,7 @@ class Run:
         """The processes of one worker, as torchrun would start them; `is_rest`: of the one that was started last."""
         if not is_rest:
             self.port = free_port()
-        place = {
+        environ = {
             "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port), "PS_SERVER": self.address, "PS_WORKER__GROUP": "true",
             "PS_WORKER__RANK": str(rank),
@@ -77,14 +77,14 @@ class Run:
         found = []
         for inner in range(size):
             if inner != absent:
-                own = env.get(f"inner{inner}", "")
-                more = dict(part.split("=", 1) for part in own.split()) | {
+                extra = env.get(f"inner{inner}", "")
+                more = dict(part.split("=", 1) for part in extra.split()) | {
                     key: value for key, value in env.items() if not key.startswith("inner")
                 }
-                told = place | {"RANK": str(inner), "LOCAL_RANK": str(inner)} | more
+                variables = environ | {"RANK": str(inner), "LOCAL_RANK": str(inner)} | more
                 name = f"w{rank}-{inner}-{life}"
                 first = (str(self.folder), f"w{rank}") if of == MEMBER else ()
-                found.append(self.forks[of].fork(name, self.folder, *first, *words, **told))
+                found.append(self.forks[of].fork(name, self.folder, *first, *words, **variables))
         self.processes += found
         return found
 

@@ -11,15 +11,10 @@ from paramserver.ps.core import events
 from paramserver.ps.policies.base import Policy
 
 _TOPICS: dict[str, Any] = {
-    "counts": records.Counts,
-    "base": records.Base,
-    "timing": records.Timing,
-    "payload": records.PayloadInfo,
-    "training": records.TrainingInfo,
-    "residual": records.ResidualInfo,
-    "completion": records.CompletionInfo,
+    "counts": records.Counts, "base": records.Base, "timing": records.Timing, "payload": records.PayloadInfo,
+    "training": records.TrainingInfo, "residual": records.ResidualInfo, "completion": records.CompletionInfo,
     "first": records.FirstInfo,
-}
+}  # fmt: skip
 
 
 def contribution_of(
@@ -47,8 +42,8 @@ def contribution_of(
 
 def contributed(rank: int, incarnation: int, seq: int, version: int, **facts: Any) -> events.Contributed:
     """The event; also facts of the event itself."""
-    own = {name: facts.pop(name) for name in ("judgement", "looked_s", "traffic", "at") if name in facts}
-    return events.Contributed(contribution_of(seq, version, seat=(rank, incarnation), **facts), **own)
+    outer = {name: facts.pop(name) for name in ("judgement", "looked_s", "traffic", "at") if name in facts}
+    return events.Contributed(contribution_of(seq, version, seat=(rank, incarnation), **facts), **outer)
 
 
 def contribution_proto(seq: int, **facts: Any) -> pb.Contribution:

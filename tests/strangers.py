@@ -32,12 +32,12 @@ def listens(pids: Iterable[int]) -> set[Place]:
 
 def on_other_addresses(places: Iterable[Place]) -> list[Place]:
     """Those that other machines could reach."""
-    return [place for place in places if not is_loopback(place[0].removeprefix("::ffff:"))]
+    return [address for address in places if not is_loopback(address[0].removeprefix("::ffff:"))]
 
 
-def num_keys(place: Place) -> int:
+def num_keys(address: Place) -> int:
     """How many keys of torch's store a stranger can count there, after writing one; 0 where none speaks to it."""
-    with socket.create_connection(place, 5) as connection:
+    with socket.create_connection(address, 5) as connection:
         connection.settimeout(_PATIENCE_S)
         try:
             value = struct.pack("<BQ", _SET, 8) + b"stranger" + struct.pack("<Q", 1) + b"x"
@@ -53,8 +53,8 @@ def silent(places: Iterable[Place], each: int = 20) -> Iterator[None]:
     """Connections that say nothing, and one that says what nobody understands, to each of these, meanwhile."""
     open_now = []
     try:
-        for place in places:
-            open_now += [socket.create_connection(place, 5) for _ in range(each)]
+        for address in places:
+            open_now += [socket.create_connection(address, 5) for _ in range(each)]
             open_now[-1].sendall(b"GET / HTTP/1.0\r\n\r\n" * 8)
         yield
     finally:

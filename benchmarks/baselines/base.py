@@ -1,4 +1,4 @@
-"""What a peer is, and which of those asked for can be measured here.
+"""What a baseline is, and which of those asked for can be measured here.
 
 A class with a name, what it needs, and one method for each measurement it takes part in:
 
@@ -10,7 +10,7 @@ A class with a name, what it needs, and one method for each measurement it takes
     race(racer)                  a module to call and an optimizer to step, in which the exchange is (racer.py)
     xor(options)                 part step: the xor task, asynchronous, s per step of all workers together
 
-All but `race` return a contestant (turns.py). Wherever there is a choice it is the peer's fastest way: one
+All but `race` return a contestant (turns.py). Wherever there is a choice it is the baseline's fastest way: one
 flat tensor instead of many, no optimizer where none is said, results left where they arrive.
 """
 
@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 from . import BASELINES
 
 
-class Peer:
-    """Base of the peers; `name` is as typed, `install` the command that brings what is missing."""
+class Baseline:
+    """Base of the baselines; `name` is as typed, `install` the command that brings what is missing."""
 
     name: ClassVar[str]
     install: ClassVar[str]
@@ -38,8 +38,8 @@ class Peer:
     def is_installed(self) -> bool:
         return all(map(shutil.which, self.programs)) and all(map(_has_module, self.modules))
 
-    def offers(self, what: str) -> bool:
-        return hasattr(self, what) and what in (self.only or (what,))
+    def offers(self, measurement: str) -> bool:
+        return hasattr(self, measurement) and measurement in (self.only or (measurement,))
 
     def running(self) -> AbstractContextManager[Any]:
         """Run what this baseline needs during its measurements."""
@@ -60,15 +60,15 @@ def split_names(text: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def choose(names: Iterable[str], what: str) -> tuple[list[Any], list[str]]:
-    """The peers that take part in measurement `what`, and a line for each that does not."""
+def choose(names: Iterable[str], measurement: str) -> tuple[list[Any], list[str]]:
+    """The baselines that take part in measurement `what`, and a line for each that does not."""
     chosen, lines = [], []
     for name in names:
-        peer = BASELINES.load(name)()
-        if not peer.offers(what):
-            lines.append(f"{peer.name}: has no part in {what}")
-        elif not peer.is_installed:
-            lines.append(f"{peer.name}: NOT INSTALLED, not measured ({peer.install})")
+        baseline = BASELINES.load(name)()
+        if not baseline.offers(measurement):
+            lines.append(f"{baseline.name}: has no part in {measurement}")
+        elif not baseline.is_installed:
+            lines.append(f"{baseline.name}: NOT INSTALLED, not measured ({baseline.install})")
         else:
-            chosen.append(peer)
+            chosen.append(baseline)
     return chosen, lines

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ..rig.links import DEVICE
 from ..rig.racer import Racer
 from ..rig.reducing import StepSize, by_size, step_parts, transformer
-from ..rig.team import meeting_point, slowest, team
+from ..rig.team import measured_team
 from ..rig.turns import Measured, timed
-from .base import Peer
+from .base import Baseline
 from .gloo import Gloo, process_group
 
 _LEARNING_RATE = 1e-4
 
 
-class DataParallel(Peer):
+class DataParallel(Baseline):
     name = "ddp"
     modules = ("torch.distributed",)
     install = Gloo.install
@@ -26,15 +26,11 @@ class DataParallel(Peer):
     def is_installed(self) -> bool:
         return Gloo().is_installed
 
-    @contextmanager
-    def round(self, num_floats: int, workers: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(workers, ddp_life, store, workers, num_floats) as members:
-            yield lambda count: slowest(members.turns(count))
+    def round(self, num_floats: int, workers: int) -> AbstractContextManager[Measured]:
+        return measured_team(workers, ddp_life, num_floats)
 
-    @contextmanager
-    def allreduce(self, sizes: Sequence[int], workers: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(workers, reduce_life, store, workers, sizes) as members:
-            yield lambda count: slowest(members.turns(count))
+    def allreduce(self, sizes: Sequence[int], workers: int) -> AbstractContextManager[Measured]:
+        return measured_team(workers, reduce_life, sizes)
 
     @contextmanager
     def race(self, racer: Racer) -> Iterator[tuple[Any, Any]]:
@@ -51,10 +47,8 @@ class DataParallel(Peer):
     def stepping(self, optimizer: Any) -> Any:
         return optimizer
 
-    @contextmanager
-    def profile(self, size: StepSize, workers: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(workers, profile_life, store, workers, size) as members:
-            yield lambda count: slowest(members.turns(count))
+    def profile(self, size: StepSize, workers: int) -> AbstractContextManager[Measured]:
+        return measured_team(workers, profile_life, size)
 
 
 @contextmanager

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ..rig.reducing import by_size
-from ..rig.team import meeting_point, slowest, stay_on, team
+from ..rig.team import measured_pair, measured_team, stay_on
 from ..rig.turns import Measured, in_parts, timed
-from .base import Peer
+from .base import Baseline
 
 _LEARNING_RATE = 1e-4
 
 
-class Gloo(Peer):
+class Gloo(Baseline):
     name = "gloo"
     modules = ("torch.distributed",)
     install = "pip install torch, in a build with Gloo"
@@ -25,25 +25,17 @@ class Gloo(Peer):
 
         return dist.is_available() and dist.is_gloo_available()
 
-    @contextmanager
-    def exchange(self, num_floats: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(2, pair_life, store, num_floats) as members:
-            yield lambda count: members.turns(count)[0]
+    def exchange(self, num_floats: int) -> AbstractContextManager[Measured]:
+        return measured_pair(pair_life, num_floats)
 
-    @contextmanager
-    def latency(self, floats: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(2, ping_life, store, floats) as members:
-            yield lambda count: members.turns(count)[0]
+    def latency(self, floats: int) -> AbstractContextManager[Measured]:
+        return measured_pair(ping_life, floats)
 
-    @contextmanager
-    def round(self, num_floats: int, workers: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(workers, round_life, store, workers, num_floats) as members:
-            yield lambda count: slowest(members.turns(count))
+    def round(self, num_floats: int, workers: int) -> AbstractContextManager[Measured]:
+        return measured_team(workers, round_life, num_floats)
 
-    @contextmanager
-    def allreduce(self, sizes: Sequence[int], workers: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(workers, reduce_life, store, workers, sizes) as members:
-            yield lambda count: slowest(members.turns(count))
+    def allreduce(self, sizes: Sequence[int], workers: int) -> AbstractContextManager[Measured]:
+        return measured_team(workers, reduce_life, sizes)
 
 
 @contextmanager
@@ -59,50 +51,30 @@ def process_group(rank: int, store: str, num_members: int, device: str = "lo") -
         dist.destroy_process_group()
 
 
+def swap(dist: Any, rank: int, up: Any, down: Any, before_reply: Callable[[], object] = lambda: None) -> None:
+    """Rank 0 sends `up` and receives `down`; rank 1 the other way round."""
+    if rank == 0:
+        dist.send(up, 1)
+        dist.recv(down, 1)
+    else:
+        dist.recv(up, 0)
+        before_reply()
+        dist.send(down, 0)
+
+
 @contextmanager
 def pair_life(rank: int, store: str, num_floats: int) -> Iterator[Measured]:
-    """Rank 0 sends a flat tensor and receives one; rank 1 the other way round."""
+    """Send a flat tensor and receive one; `up` and `down` confirm with one number that all bytes have arrived."""
     import torch
 
     with process_group(rank, store, 2) as dist:
-        flat, received = torch.randn(num_floats), torch.zeros(1)
-
-        def up() -> None:
-            """Send, and receive one number back: a send alone may end before all bytes have arrived."""
-            if rank == 0:
-                dist.send(flat, 1)
-                dist.recv(received, 1)
-            else:
-                dist.recv(flat, 0)
-                dist.send(received, 0)
-
-        def down() -> None:
-            if rank == 0:
-                dist.send(received, 1)
-                dist.recv(flat, 1)
-            else:
-                dist.recv(received, 0)
-                dist.send(flat, 0)
-
-        def exchange() -> None:
-            if rank == 0:
-                dist.send(flat, 1)
-                dist.recv(flat, 1)
-            else:
-                dist.recv(flat, 0)
-                dist.send(flat, 0)
-
-        weights = torch.randn(num_floats)
-
-        def whole() -> None:
-            if rank == 0:
-                dist.send(flat, 1)
-                dist.recv(weights, 1)
-            else:
-                dist.recv(flat, 0)
-                dist.send(weights.sub_(flat, alpha=_LEARNING_RATE), 0)
-
-        yield in_parts({"up": up, "down": down, "exchange": exchange, "whole": whole})
+        flat, weights, number = torch.randn(num_floats), torch.randn(num_floats), torch.zeros(1)
+        yield in_parts({
+            "up": lambda: swap(dist, rank, flat, number),
+            "down": lambda: swap(dist, rank, number, flat),
+            "exchange": lambda: swap(dist, rank, flat, flat),
+            "whole": lambda: swap(dist, rank, flat, weights, lambda: weights.sub_(flat, alpha=_LEARNING_RATE)),
+        })  # fmt: skip
 
 
 @contextmanager
@@ -111,16 +83,7 @@ def ping_life(rank: int, store: str, floats: int) -> Iterator[Measured]:
 
     with process_group(rank, store, 2) as dist:
         flat = torch.randn(floats)
-
-        def exchange() -> None:
-            if rank == 0:
-                dist.send(flat, 1)
-                dist.recv(flat, 1)
-            else:
-                dist.recv(flat, 0)
-                dist.send(flat, 0)
-
-        yield timed("exchange", exchange)
+        yield timed("exchange", lambda: swap(dist, rank, flat, flat))
 
 
 @contextmanager

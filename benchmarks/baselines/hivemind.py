@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..rig.racer import BATCH, Racer
-from .base import Peer
+from .base import Baseline
 
 
-class Hivemind(Peer):
+class Hivemind(Baseline):
     name = "hivemind"
     modules = ("hivemind",)
     install = "pip install hivemind"

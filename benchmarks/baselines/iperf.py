@@ -12,14 +12,14 @@ from typing import Any
 
 from ...common.errors import ParamServerError
 from ..rig.turns import Measured, Samples
-from .base import Peer
+from .base import Baseline
 
 # A stream needs this much to get going; what it carries in a second is then taken for any size.
 _LEAST_BYTES = 200_000_000
 _START_S, _RUN_S = 10.0, 120.0
 
 
-class Iperf(Peer):
+class Iperf(Baseline):
     name = "iperf"
     programs = ("iperf3",)
     install = "apt-get install iperf3"

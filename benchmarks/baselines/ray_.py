@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..rig.turns import Measured, Samples, in_parts, timed
-from .base import Peer
+from .base import Baseline
 
 _LOGICAL_CPUS = 16  # actors are placed by these; they start nothing
 
 
-class Ray(Peer):
+class Ray(Baseline):
     name = "ray"
     modules = ("ray",)
     install = "pip install ray"

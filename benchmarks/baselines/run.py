@@ -1,4 +1,4 @@
-"""The peers of one measurement, running for as long as it takes."""
+"""The baselines of one measurement, running for as long as it takes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .base import choose
 
 
 @contextmanager
-def chosen_running(names: Sequence[str], what: str) -> Iterator[tuple[list[Any], list[str]]]:
+def chosen_running(names: Sequence[str], measurement: str) -> Iterator[tuple[list[Any], list[str]]]:
     """Those of `names` that take part in `what`, and a line for each that does not."""
-    peers, lines = choose(names, what)
+    baselines, lines = choose(names, measurement)
     with ExitStack() as stack:
-        for peer in peers:
-            stack.enter_context(peer.running())
-        yield peers, lines
+        for baseline in baselines:
+            stack.enter_context(baseline.running())
+        yield baselines, lines

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ..rig.team import meeting_point, stay_on, team
+from ..rig.team import measured_pair, stay_on
 from ..rig.turns import Measured, in_parts, timed
-from .base import Peer
+from .base import Baseline
 
 _WORKER, _SERVER = "worker", "server"
 
 # Of the serving process: what was pushed last, and the weights. Tensors, once `rpc_life` has begun.
-_held: dict[str, Any] = {}
+_tensors: dict[str, Any] = {}
 
 
-class TorchRpc(Peer):
+class TorchRpc(Baseline):
     name = "torch-rpc"
     modules = ("torch.distributed.rpc",)
     install = "pip install torch, in a build with torch.distributed.rpc"
@@ -30,15 +30,11 @@ class TorchRpc(Peer):
             return False
         return rpc.is_available()
 
-    @contextmanager
-    def exchange(self, num_floats: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(2, rpc_life, store, num_floats, False) as members:
-            yield lambda count: members.turns(count)[0]
+    def exchange(self, num_floats: int) -> AbstractContextManager[Measured]:
+        return measured_pair(rpc_life, num_floats, False)
 
-    @contextmanager
-    def latency(self, floats: int) -> Iterator[Measured]:
-        with meeting_point() as store, team(2, rpc_life, store, floats, True) as members:
-            yield lambda count: members.turns(count)[0]
+    def latency(self, floats: int) -> AbstractContextManager[Measured]:
+        return measured_pair(rpc_life, floats, True)
 
 
 @contextmanager
@@ -50,7 +46,7 @@ def rpc_life(rank: int, store: str, num_floats: int, one_call: bool) -> Iterator
     from torch.distributed import rpc
 
     options = rpc.TensorPipeRpcBackendOptions(init_method=store, rpc_timeout=300)
-    _held["weights"] = torch.randn(num_floats)
+    _tensors["weights"] = torch.randn(num_floats)
     name = _WORKER if rank == 0 else _SERVER
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
     gradient, weights = torch.randn(num_floats), torch.zeros(num_floats)
@@ -84,16 +80,16 @@ def rpc_life(rank: int, store: str, num_floats: int, one_call: bool) -> Iterator
 
 def serve_push(gradient: Any) -> None:
     """Keep the gradient, in the serving process."""
-    _held["gradient"] = gradient
+    _tensors["gradient"] = gradient
 
 
 def serve_pull() -> Any:
-    return _held["weights"]
+    return _tensors["weights"]
 
 
 def serve_step(gradient: Any) -> None:
     """Take an optimizer step, because the compared exchange has one."""
-    _held["weights"].sub_(gradient, alpha=1e-4)
+    _tensors["weights"].sub_(gradient, alpha=1e-4)
 
 
 def serve_both(gradient: Any) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 from ..rig.links import DEVICE
 from ..rig.racer import OUTER_LR, OUTER_MOMENTUM, OUTER_STEPS, Racer
 from ..rig.team import stay_on
-from .base import Peer
+from .base import Baseline
 
 _PORT, _WAIT = 5291, timedelta(seconds=60)
 
 
-class TorchFt(Peer):
+class TorchFt(Baseline):
     name = "torchft"
     modules = ("torchft",)
     install = "pip install torchft"

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..rig.team import team
 from ..rig.turns import Measured, in_parts, timed
-from .base import Peer
+from .base import Baseline
 
 _SERVICE = "paramserver.Unary"
 _NO_LIMIT = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
-class Unary(Peer):
+class Unary(Baseline):
     name = "unary"
     modules = ("grpc",)
     install = "pip install grpcio"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Claim(NamedTuple):
-    what: str
+    statement: str
     module: str
     steps: int
     arguments: tuple[str, ...] = ()
@@ -44,11 +44,11 @@ CLAIMS: dict[str, Claim] = {
     "N7": Claim("many local steps cost little", "outer", _LONG, (), ("sync", "H 10", "H 25", "H 100", "H 100, mean")),
     "N8": Claim(
         "sparse needs error feedback", "outer", _LONG, (),
-        ("H 25, mean", *(f"H 25, sparse up{told}" for told in _FEEDBACK)),
+        ("H 25, mean", *(f"H 25, sparse up{options}" for options in _FEEDBACK)),
     ),
     "N9": Claim(
         "2 bits lose next to nothing, with feedback", "outer", _LONG, (),
-        ("H 25", *(f"H 25, q2 both{told}" for told in _FEEDBACK)),
+        ("H 25", *(f"H 25, q2 both{options}" for options in _FEEDBACK)),
     ),
     "N10": Claim(
         "fragments cost nothing, nor does going on during their exchange", "outer", _LONG, (),
@@ -89,7 +89,7 @@ CLAIMS: dict[str, Claim] = {
 
 def command(number: str, seeds: int, part: float) -> list[str]:
     claim = CLAIMS[number]
-    ways = [said for way in claim.ways for said in ("--way", way)]
+    ways = [words for way in claim.ways for words in ("--way", way)]
     sizes = ["--steps", str(max(1, round(claim.steps * part))), "--seeds", str(seeds)]
     return ["-m", f"{__package__}.{claim.module}", *sizes, *claim.arguments, *ways]
 
@@ -99,13 +99,13 @@ def main() -> None:
     parser.add_argument("numbers", nargs="*", metavar="N", help="of " + ", ".join(CLAIMS) + "; none: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--short", action="store_true", help="a tenth of the steps, one seed")
-    told = parser.parse_args()
-    if unknown := [number for number in told.numbers if number not in CLAIMS]:
+    options = parser.parse_args()
+    if unknown := [number for number in options.numbers if number not in CLAIMS]:
         parser.error(f"no claim {', '.join(unknown)}; there are {', '.join(CLAIMS)}")
-    for number in told.numbers or CLAIMS:
-        argv = command(number, 1 if told.short else told.seeds, 0.1 if told.short else 1.0)
-        said = " ".join(f'"{word}"' if " " in word else word for word in argv)
-        print(f"\n{number}: {CLAIMS[number].what}\n$ python {said}", flush=True)
+    for number in options.numbers or CLAIMS:
+        argv = command(number, 1 if options.short else options.seeds, 0.1 if options.short else 1.0)
+        words = " ".join(f'"{word}"' if " " in word else word for word in argv)
+        print(f"\n{number}: {CLAIMS[number].statement}\n$ python {words}", flush=True)
         if (code := subprocess.run([sys.executable, *argv], check=False).returncode) != 0:
             raise SystemExit(code)
 

@@ -78,7 +78,7 @@ class Run:
         self._locals = [_net() for _ in SECONDS]
         self._optimizers = [torch.optim.AdamW(net.parameters(), lr=2e-3) for net in self._locals]
         self._chance = [torch.Generator().manual_seed(seed * len(SECONDS) + rank) for rank in range(len(SECONDS))]
-        self._held: dict[int, tuple[int, torch.Tensor, int]] = {}  # by rank: version, weights, steps
+        self._taken: dict[int, tuple[int, torch.Tensor, int]] = {}  # by rank: version, weights, steps
         self._due: dict[int, float] = {}
         self._in_mean: list[tuple[int, float]] = []
         self._staged: dict[int, torch.Tensor] = {}
@@ -95,7 +95,7 @@ class Run:
                 self._perform(policy.tick(now), now)
                 continue
             del self._due[rank]
-            version, _, steps = self._held[rank]
+            version, _, steps = self._taken[rank]
             self._staged[rank] = self._delta(rank)
             taken += steps
             id, counts = ContributionId(rank, 1, policy.num_counted[rank] + 1), Counts(steps * BATCH, steps)
@@ -108,7 +108,7 @@ class Run:
     def _delta(self, rank: int) -> torch.Tensor:
         net, optimizer = self._locals[rank], self._optimizers[rank]
         tensors = ModelTensors(net)
-        _, began, steps = self._held[rank]
+        _, began, steps = self._taken[rank]
         _load(self._layout, began, tensors)
         images, labels = self._task.train_data().tensors  # type: ignore[attr-defined]
         for _ in range(steps):
@@ -131,7 +131,7 @@ class Run:
                 self._in_mean.clear()
             elif isinstance(decision, Reply):
                 rank, steps = decision.rank, self._policy.next_local_steps(decision.rank)
-                self._held[rank] = self._policy.version, self._store.weights.clone(), steps
+                self._taken[rank] = self._policy.version, self._store.weights.clone(), steps
                 self._due[rank] = now + steps * SECONDS[rank]
 
 
@@ -161,12 +161,12 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    told = arguments().parse_args()
+    options = arguments().parse_args()
     torch.set_num_threads(1)
-    print(f"digits, steps of {SECONDS} s, H {H}, {told.steps} steps, {told.seeds} seeds: mean (spread)")
+    print(f"digits, steps of {SECONDS} s, H {H}, {options.steps} steps, {options.seeds} seeds: mean (spread)")
     print(f"{'':24}{'loss':>20}{'accuracy, %':>20}{'virtual time, s':>18}")
-    for way in told.way or WAYS:
-        found = [Run(way, seed).go(told.steps) for seed in range(told.seeds)]
+    for way in options.way or WAYS:
+        found = [Run(way, seed).go(options.steps) for seed in range(options.seeds)]
         losses, accuracies = [item.loss for item in found], [100 * item.accuracy for item in found]
         loss = f"{statistics.mean(losses):.4f} ({max(losses) - min(losses):.4f})"
         accuracy = f"{statistics.mean(accuracies):.2f} ({max(accuracies) - min(accuracies):.2f})"

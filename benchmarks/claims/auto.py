@@ -77,13 +77,13 @@ def run(way: str, rate: str, asked: argparse.Namespace) -> tuple[float, str]:
             if not asked.host and rate != "shared":
                 env["PS_WORKER__MAX_MBIT"] = rate
             worker = [sys.executable, str(script), str(asked.compute_ms / 1e3), str(num_steps)]
-            told = subprocess.run(
+            result = subprocess.run(
                 [*shlex.split(asked.far), *worker], env=env, capture_output=True, text=True, timeout=300, check=False
             )
-            steps = re.search(r"STEPS/S (\S+)", told.stdout)
+            steps = re.search(r"STEPS/S (\S+)", result.stdout)
             if steps is None:
-                raise SystemExit(told.stdout + told.stderr)
-            chosen = re.search(r"auto_codec (.*)", told.stdout + told.stderr)
+                raise SystemExit(result.stdout + result.stderr)
+            chosen = re.search(r"auto_codec (.*)", result.stdout + result.stderr)
             return float(steps[1]), chosen[1] if chosen else ""
         finally:
             server.terminate()
@@ -120,9 +120,9 @@ def main() -> None:
                 if rate == "shared" and way not in ("raw", "auto"):
                     continue
                 found = [run(way, rate, asked) for _ in range(asked.seeds)]
-                told = [item for item, _ in found]
-                spread = f" ({min(told):.2f} to {max(told):.2f})" if len(told) > 1 else ""
-                print(f"{rate:>7} Mbit/s {way:<11}{median(told):9.2f} steps/s{spread}  {found[-1][1]}", flush=True)
+                result = [item for item, _ in found]
+                spread = f" ({min(result):.2f} to {max(result):.2f})" if len(result) > 1 else ""
+                print(f"{rate:>7} Mbit/s {way:<11}{median(result):9.2f} steps/s{spread}  {found[-1][1]}", flush=True)
 
 
 if __name__ == "__main__":

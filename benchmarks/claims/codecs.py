@@ -147,8 +147,8 @@ def run(
         for (_, view), tensor in zip(layout.views(mean.view(torch.uint8)), tensors.tensors, strict=True):
             tensor.grad = view
         back.give_back(weights)
-        for group, said in zip(server.param_groups, ways[0].encoding.prepared(tuple(begun)), strict=True):
-            apply_hyperparameters(group, said)
+        for group, hyperparameters in zip(server.param_groups, ways[0].encoding.prepared(tuple(begun)), strict=True):
+            apply_hyperparameters(group, hyperparameters)
         server.step()
         if lose_every and step % lose_every == lose_every - 1:
             ways[step // lose_every % NUM_WORKERS].encoding.start()
@@ -186,18 +186,18 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    told = arguments().parse_args()
+    args = arguments().parse_args()
     torch.set_num_threads(1)
-    print(f"digits, {NUM_WORKERS} workers, {told.optimizer}, {told.steps} steps, {told.seeds} seeds: accuracy in %")
+    print(f"digits, {NUM_WORKERS} workers, {args.optimizer}, {args.steps} steps, {args.seeds} seeds: accuracy in %")
     print(f"{'codec':10}{'ratio':>8}{'down':>8}  {'mean':>6}{'least':>7}{'most':>7}   nothing sent later")
-    of_any = [name for name in CODECS.names() if (CODECS.load(name).optimizer is None) != (told.optimizer == "onebit")]
-    for codec in told.codec or of_any:
+    of_any = [name for name in CODECS.names() if (CODECS.load(name).optimizer is None) != (args.optimizer == "onebit")]
+    for codec in args.codec or of_any:
         columns, ratio, ratio_down = [], 1.0, 1.0
-        down = "raw" if told.down is None else told.down or codec
-        is_alone = told.only_feedback or told.down is not None or not CODECS.load(codec).has_feedback
+        down = "raw" if args.down is None else args.down or codec
+        is_alone = args.only_feedback or args.down is not None or not CODECS.load(codec).has_feedback
         for has_feedback in (True,) if is_alone else (True, False):
-            how = (told.optimizer, told.steps, has_feedback, down, told.lose_every)
-            found = [run(codec, how[0], seed, *how[1:]) for seed in range(told.seeds)]
+            how = (args.optimizer, args.steps, has_feedback, down, args.lose_every)
+            found = [run(codec, how[0], seed, *how[1:]) for seed in range(args.seeds)]
             every, ratio, ratio_down = [100 * item.accuracy for item in found], found[0].ratio, found[0].ratio_down
             columns.append(f"{statistics.mean(every):6.2f}{min(every):7.2f}{max(every):7.2f}")
         print(f"{codec:10}{ratio:8.2f}{ratio_down:8.2f}  {'   '.join(columns)}", flush=True)

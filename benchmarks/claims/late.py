@@ -64,13 +64,13 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
     for rank in range(num_workers):
         policy.joined(rank, 0.0)
     delivered = Delivered(policy.compensation, store.windows, FlatRun.view, 1) if policy.compensation else None
-    held = {rank: (0, store.weights.clone()) for rank in range(num_workers)}  # version and weights of each worker
+    bases = {rank: (0, store.weights.clone()) for rank in range(num_workers)}  # version and weights of each worker
     images, labels = task.train_data().tensors  # type: ignore[attr-defined]
     in_mean: list[tuple[int, float]] = []  # rank, weight
     chance = torch.Generator().manual_seed(seed)
     for index in range(num_contributions):
         rank = index % num_workers
-        version, of_worker = held[rank]
+        version, of_worker = bases[rank]
         _put(layout, of_worker, tensors)
         chosen = torch.randint(len(images), (BATCH,), generator=chance)
         net.zero_grad()
@@ -91,7 +91,7 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
                 scale = decision.lr_scale(in_mean)
                 store.commit(Step(num_workers, 0, lr_scale=scale, momentum_among=decision.momentum_among))
                 in_mean.clear()
-        held[rank] = policy.version, store.weights.clone()
+        bases[rank] = policy.version, store.weights.clone()
     _put(layout, store.weights, tensors)
     return task.evaluate(net)["accuracy"]
 
@@ -112,13 +112,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    told = arguments().parse_args()
+    args = arguments().parse_args()
     torch.set_num_threads(1)
-    counts = [int(count) for count in told.workers.split(",")]
-    print(f"digits, {told.steps} contributions, {told.seeds} seeds: accuracy in %, mean (least), by number of workers")
+    counts = [int(count) for count in args.workers.split(",")]
+    print(f"digits, {args.steps} contributions, {args.seeds} seeds: accuracy in %, mean (least), by number of workers")
     print(f"{'':36}" + "".join(f"{count:>16}" for count in counts))
-    for way in told.way or WAYS:
-        found = [[100 * run(way, count, seed, told.steps) for seed in range(told.seeds)] for count in counts]
+    for way in args.way or WAYS:
+        found = [[100 * run(way, count, seed, args.steps) for seed in range(args.seeds)] for count in counts]
         print(f"{way:36}" + "".join(f"{statistics.mean(item):8.1f} ({min(item):5.1f})" for item in found), flush=True)
 
 

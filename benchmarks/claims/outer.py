@@ -147,7 +147,7 @@ class Worker:
         if self._overlap is not None:
             chosen = None if self.taken == self._num_steps else self.version % self._num_fragments
             specs = self.tensors.layout.specs
-            self.without = frozenset(specs[place].name for place in self._overlap.choose(chosen))
+            self.without = frozenset(specs[index].name for index in self._overlap.choose(chosen))
         self._anchor.measure()
         self.payload = self.way.encode(self.transfer, self.without)
         if self._overlap is not None:
@@ -342,14 +342,14 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    told = arguments().parse_args()
+    options = arguments().parse_args()
     torch.set_num_threads(1)
-    task = make_task(told.task)
-    print(f"{told.task}, {NUM_WORKERS} workers, {told.steps} steps, {told.seeds} seeds: held-out loss")
+    task = make_task(options.task)
+    print(f"{options.task}, {NUM_WORKERS} workers, {options.steps} steps, {options.seeds} seeds: held-out loss")
     print(f"{'':40}{'mean':>9}{'least':>9}{'most':>9}{'to first':>10}{'up':>9}{'down':>9}{'seconds':>9}")
     first: float | None = None
-    for way in told.way or WAYS:
-        found = [run(way, task, seed, told.steps) for seed in range(told.seeds)]
+    for way in options.way or WAYS:
+        found = [run(way, task, seed, options.steps) for seed in range(options.seeds)]
         losses = [item.loss for item in found]
         mean = statistics.mean(losses)
         first = first or mean

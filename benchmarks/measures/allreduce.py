@@ -27,7 +27,7 @@ from ..output.tables import number_table, page
 from ..rig.bandwidth import stream_bytes_per_s
 from ..rig.reducing import PARTS, StepSize, alone_life, group_life, joined_life
 from ..rig.server_process import running_server
-from ..rig.team import meeting_point, slowest, team
+from ..rig.team import measured_team, slowest, team
 from ..rig.turns import Contestant, Measured, Samples, measure
 from ..rig.worker_run import set_transport
 
@@ -60,17 +60,21 @@ class AllreduceOptions:
 def measure_allreduce(options: AllreduceOptions, baseline_names: Sequence[str]) -> Report:
     """Measure the sizes, then the step, of ours and of installed baselines."""
     bytes_per_s = stream_bytes_per_s()
-    with chosen_running(baseline_names, "allreduce") as (peers, lines):
-        reduced: dict[str, Callable[[], Contestant]] = {OURS: partial(_our_sizes, options)}
-        reduced |= {peer.name: partial(peer.allreduce, options.sizes, options.workers) for peer in peers}
+    with chosen_running(baseline_names, "allreduce") as (baselines, lines):
+        reduced: dict[str, Callable[[], Contestant]] = {
+            OURS: partial(measured_team, options.workers, group_life, options.sizes)
+        }
+        reduced |= {
+            baseline.name: partial(baseline.allreduce, options.sizes, options.workers) for baseline in baselines
+        }
         by_size = measure(reduced, num_turns=options.runs, warmup=_NUM_WARMUP)
-    with chosen_running(baseline_names, "profile") as (peers, more):
+    with chosen_running(baseline_names, "profile") as (baselines, more):
         stepped: dict[str, Callable[[], Contestant]] = {
             ALONE: partial(_alone, options),
             OURS: partial(_our_step, options, "allreduce"),
             SERVER: partial(_our_step, options, "sync"),
         }
-        stepped |= {peer.name: partial(peer.profile, options.step, options.workers) for peer in peers}
+        stepped |= {baseline.name: partial(baseline.profile, options.step, options.workers) for baseline in baselines}
         parts = measure(stepped, num_turns=options.runs, warmup=_NUM_WARMUP)
     results = {
         "started": _STARTED,
@@ -79,14 +83,8 @@ def measure_allreduce(options: AllreduceOptions, baseline_names: Sequence[str]) 
         "step_parameters": _num_parameters(options.step),
         "step": _of_step(parts),
     }
-    config = {**vars(options), "step": vars(options.step), "warmup": _NUM_WARMUP, "peers": list(baseline_names)}
+    config = {**vars(options), "step": vars(options.step), "warmup": _NUM_WARMUP, "baselines": list(baseline_names)}
     return Report("allreduce", config, results, _tables(options, results, [*lines, *more]))
-
-
-@contextmanager
-def _our_sizes(options: AllreduceOptions) -> Iterator[Measured]:
-    with meeting_point() as store, team(options.workers, group_life, store, options.workers, options.sizes) as members:
-        yield lambda count: slowest(members.turns(count))
 
 
 @contextmanager
@@ -135,16 +133,16 @@ def _of_step(found: dict[str, Samples]) -> dict[str, dict[str, float]]:
     """Medians in ms, of the slowest worker of each step; what is beyond computing alone, and its share of the step."""
     alone = median(found[ALONE]["whole"])
     ours = median(found[OURS]["whole"])
-    told = {}
+    metrics = {}
     for name, samples in found.items():
         whole = median(samples["whole"])
-        told[name] = {f"{part}_ms": median(samples[part]) * 1e3 for part in (*PARTS, "whole")} | {
+        metrics[name] = {f"{part}_ms": median(samples[part]) * 1e3 for part in (*PARTS, "whole")} | {
             "best_ms": min(samples["whole"]) * 1e3,
             "beyond_ms": (whole - alone) * 1e3,
             "share": 1 - alone / whole,
             "ours_of_it": ours / whole,
         }
-    return told
+    return metrics
 
 
 def _tables(options: AllreduceOptions, results: dict[str, Any], lines: list[str]) -> RenderableType:

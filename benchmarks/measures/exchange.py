@@ -1,9 +1,9 @@
 """Measures one worker's exchange and its parts (ours.py) beside baselines, for one size or many.
 
 All contestants of a size take turns, except where they do not fit into memory together. GB are 10^9
-bytes, and for a codec those it sends. A ratio is our rate through the peer's: above 1 ours is faster.
+bytes, and for a codec those it sends. A ratio is our rate through the baseline's: above 1 ours is faster.
 Our exchange has the optimizer's step on the server, a check for NaN, and ends with the weights in the
-parameters. A peer's `exchange` only carries tensors there and back; its `whole` has a step of SGD and
+parameters. A baseline's `exchange` only carries tensors there and back; its `whole` has a step of SGD and
 the weights written into a tensor of the worker's too, and is what ours is comparable with.
 """
 
@@ -24,11 +24,11 @@ from ..rig.ours import OurExchange, variants_of
 from ..rig.turns import Contestant, Samples, measure
 
 _NUM_WARMUP = 3
-_LARGE_BYTES, _LARGE_WARMUP = 250_000_000, 1  # where one exchange of a peer may take half a minute
+_LARGE_BYTES, _LARGE_WARMUP = 250_000_000, 1  # where one exchange of a baseline may take half a minute
 _PER_TURN_BELOW_BYTES = 1_000_000
 _PER_TURN = 10  # exchanges in one turn, of small sizes
 # Payloads that one contestant holds, servers and workers together: an upper estimate.
-_OUR_PAYLOADS, _PEER_PAYLOADS, _USABLE = 18, 8, 0.6
+_OUR_PAYLOADS, _BASELINE_PAYLOADS, _USABLE = 18, 8, 0.6
 _RATIOS = ("up", "down", "exchange", "whole")
 _PARTS = ("exchange", "encode", "up", "gate_wait", "down")
 
@@ -61,15 +61,15 @@ class ExchangeOptions:
 
 def measure_exchange(options: ExchangeOptions, baseline_names: Sequence[str] = ()) -> Report:
     """Measure every size, with the installed baselines."""
-    with chosen_running(baseline_names, "exchange") as (peers, lines):
-        found = [_measure_size(options, num_bytes, peers) for num_bytes in options.sizes]
+    with chosen_running(baseline_names, "exchange") as (baselines, lines):
+        found = [_measure_size(options, num_bytes, baselines) for num_bytes in options.sizes]
     results: dict[str, Any] = {"sizes": found} if options.sweep else found[0]
     notes = [*lines, *_notes(options, found)]
-    config = {**vars(options), "workers": 1, "peers": [peer.name for peer in peers]}
+    config = {**vars(options), "workers": 1, "baselines": [baseline.name for baseline in baselines]}
     return Report("exchange", config, results, _tables(options, found, notes))
 
 
-def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]) -> dict[str, Any]:
+def _measure_size(options: ExchangeOptions, num_bytes: int, baselines: Sequence[Any]) -> dict[str, Any]:
     per_turn = _PER_TURN if num_bytes < _PER_TURN_BELOW_BYTES else 1
     warmup = _NUM_WARMUP if num_bytes < _LARGE_BYTES else _LARGE_WARMUP
     num_floats, num_steps = num_bytes // 4, warmup + options.runs * per_turn
@@ -80,19 +80,23 @@ def _measure_size(options: ExchangeOptions, num_bytes: int, peers: Sequence[Any]
         for variant in variants_of(options.transport, options.tls, options.watched)
     }
     contestants: dict[str, Callable[[], Contestant]] = {name: value.opened for name, value in ours.items()}
-    contestants |= {peer.name: partial(peer.exchange, num_floats) for peer in peers}
-    together = num_bytes * (_OUR_PAYLOADS * len(ours) + _PEER_PAYLOADS * len(peers)) < _USABLE * available_bytes()
+    contestants |= {baseline.name: partial(baseline.exchange, num_floats) for baseline in baselines}
+    together = (
+        num_bytes * (_OUR_PAYLOADS * len(ours) + _BASELINE_PAYLOADS * len(baselines)) < _USABLE * available_bytes()
+    )
     found = measure(contestants, num_turns=options.runs, per_turn=per_turn, warmup=warmup, together=together)
     mine = {name: our_metrics(found[name], value) for name, value in ours.items()}
-    theirs = {peer.name: peer_metrics(found[peer.name], num_bytes) for peer in peers}
+    theirs = {baseline.name: baseline_metrics(found[baseline.name], num_bytes) for baseline in baselines}
     times = {name: item["exchange_ms"] for name, item in mine.items()}
     return {
         "size_mb": num_bytes / 1e6,
         "in_turns": together,
         "warmup": warmup,
         "ours": mine,
-        "peers": theirs,
-        "ratios": {name: {peer: ratios(metric, theirs[peer]) for peer in theirs} for name, metric in mine.items()},
+        "baselines": theirs,
+        "ratios": {
+            name: {baseline: ratios(metric, theirs[baseline]) for baseline in theirs} for name, metric in mine.items()
+        },
         "tls": {
             value.variant.transport: times[name] / times[value.variant.transport]
             for name, value in ours.items()
@@ -118,7 +122,7 @@ def our_metrics(samples: Samples, run: OurExchange) -> dict[str, Any]:
     return found | _rates(samples, {"up": run.facts.sent_bytes, "down": run.facts.payload_bytes})
 
 
-def peer_metrics(samples: Samples, num_bytes: int) -> dict[str, float]:
+def baseline_metrics(samples: Samples, num_bytes: int) -> dict[str, float]:
     """Returns the same for the parts of a baseline."""
     return _times(samples) | _rates(samples, dict.fromkeys({"up", "down"} & samples.keys(), num_bytes))
 
@@ -152,10 +156,10 @@ def _notes(options: ExchangeOptions, found: list[dict[str, Any]]) -> list[str]:
             if (transport := entry["ours"][variant.name]["transport"]) != variant.transport:
                 notes.append(f"{variant.name}: NOT TAKEN at {entry['size_mb']:g} MB, the transport was {transport}")
     for entry in found:
-        told = ", ".join(f"{transport} {ratio:.2f} x" for transport, ratio in entry["tls"].items())
-        notes += [f"{entry['size_mb']:g} MB in TLS, of the same without: {told}"] if told else []
-        told = ", ".join(f"{name} {ratio:.3f} x" for name, ratio in entry["watched"].items())
-        notes += [f"{entry['size_mb']:g} MB, time through that of a bare server: {told}"] if told else []
+        text = ", ".join(f"{transport} {ratio:.2f} x" for transport, ratio in entry["tls"].items())
+        notes += [f"{entry['size_mb']:g} MB in TLS, of the same without: {text}"] if text else []
+        text = ", ".join(f"{name} {ratio:.3f} x" for name, ratio in entry["watched"].items())
+        notes += [f"{entry['size_mb']:g} MB, time through that of a bare server: {text}"] if text else []
     apart = [f"{item['size_mb']:g}" for item in found if not item["in_turns"]]
     if apart:
         notes.append(f"one after another, not in turns, for lack of memory: {', '.join(apart)} MB")
@@ -169,7 +173,7 @@ def _tables(options: ExchangeOptions, found: list[dict[str, Any]], notes: list[s
         return page(f"Sweep of sizes, {title}", _sweep_table(found), notes=notes)
     only = found[0]
     parts: list[RenderableType] = [_parts_table(only)]
-    if only["peers"]:
+    if only["baselines"]:
         parts += ["", _ratio_table(only)]
     return page(f"{only['size_mb']:,g} MB {title}", *parts, notes=notes)
 
@@ -180,29 +184,29 @@ def _parts_table(found: dict[str, Any]) -> RenderableType:
     keys = ["exchange_ms", "exchange_best_ms", "whole_ms", "encode_ms", "up_ms", "gate_wait_ms", "reply_ms", "down_ms"]
     rates = ["up_gb_s", "up_best_gb_s", "down_gb_s", "down_best_gb_s"]
     rows = [
-        [name, *(number(peer.get(key)) for key in keys), *(number(peer.get(key), "{:.2f}") for key in rates)]
-        for name, peer in (found["ours"] | found["peers"]).items()
+        [name, *(number(baseline.get(key)) for key in keys), *(number(baseline.get(key), "{:.2f}") for key in rates)]
+        for name, baseline in (found["ours"] | found["baselines"]).items()
     ]
     return number_table(columns, rows, bold=range(len(found["ours"])))
 
 
 def _ratio_table(found: dict[str, Any]) -> RenderableType:
     rows = [
-        [f"{name} / {peer}", *(number(ratio.get(part), "{:.2f}") for part in _RATIOS)]
+        [f"{name} / {baseline}", *(number(ratio.get(part), "{:.2f}") for part in _RATIOS)]
         for name, beside in found["ratios"].items()
-        for peer, ratio in beside.items()
+        for baseline, ratio in beside.items()
     ]
-    return number_table(["our rate / the peer's", *_RATIOS], rows)
+    return number_table(["our rate / the baseline's", *_RATIOS], rows)
 
 
 def _sweep_table(found: list[dict[str, Any]]) -> RenderableType:
     """Returns the table of an exchange's ms by size, and of our rates up and down."""
-    names = list((found[0]["ours"] | found[0]["peers"]).keys())
+    names = list((found[0]["ours"] | found[0]["baselines"]).keys())
     ours = list(found[0]["ours"])
     columns = ["size", *(f"{name} ms" for name in names), *(f"{name} up, down GB/s" for name in ours)]
     rows = []
     for item in found:
-        every = item["ours"] | item["peers"]
+        every = item["ours"] | item["baselines"]
         rates = [f"{item['ours'][name]['up_gb_s']:.2f}, {item['ours'][name]['down_gb_s']:.2f}" for name in ours]
         times = [number(_ms_of(every[name]), "{:,.3g}") for name in names]
         rows.append([f"{item['size_mb']:g} MB", *times, *rates])

@@ -3,7 +3,7 @@
 All are measured in turns of a tenth of the exchanges each, so that a noisy machine disturbs all alike.
 The exchange includes everything behind `optimizer.step()`: the gathering of gradients, both messages,
 the check for NaN, the fold and the server's optimizer step. The ping-pong is an open stream between
-two processes; a peer's exchange is one call that carries gradients there and weights back.
+two processes; a baseline's exchange is one call that carries gradients there and weights back.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LatencyOptions:
 
 def measure_latency(options: LatencyOptions, baseline_names: Sequence[str] = ()) -> Report:
     """Measure ours, the ping-pong, and installed baselines."""
-    with chosen_running(baseline_names, "latency") as (peers, lines):
+    with chosen_running(baseline_names, "latency") as (baselines, lines):
         hows = ("", *options.watched)
         contestants: dict[str, Callable[[], Contestant]] = {
             **{
@@ -60,12 +60,12 @@ def measure_latency(options: LatencyOptions, baseline_names: Sequence[str] = ())
             },
             _PING: partial(_pings, options.floats * 4),
         }
-        contestants |= {peer.name: partial(peer.latency, options.floats) for peer in peers}
+        contestants |= {baseline.name: partial(baseline.latency, options.floats) for baseline in baselines}
         found = measure(
             contestants, num_turns=_NUM_TURNS, per_turn=options.exchanges // _NUM_TURNS, warmup=options.num_warmup
         )
     results = {name: _metrics(samples) for name, samples in found.items()}
-    others = [_PING, *(peer.name for peer in peers)]
+    others = [_PING, *(baseline.name for baseline in baselines)]
     results["ratios"] = {
         transport: {other: _ratio(results[transport], results[other]) for other in others}
         for transport in options.transports
@@ -79,7 +79,7 @@ def measure_latency(options: LatencyOptions, baseline_names: Sequence[str] = ())
         **vars(options),
         "payload_bytes": options.floats * 4,
         "warmup": options.num_warmup,
-        "peers": [peer.name for peer in peers],
+        "baselines": [baseline.name for baseline in baselines],
     }
     return Report("latency", config, results, _table(options, results, others, lines))
 

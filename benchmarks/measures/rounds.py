@@ -1,8 +1,8 @@
 """Measures a synchronous round: all workers contribute, the server steps, all get the new weights.
 
 Every worker is a process. All wait at a barrier, then each times one `optimizer.step()`; a round has
-taken what its slowest worker took. Peers do the same without a server: all-reduce and each worker's
-own optimizer (peers/gloo.py), DistributedDataParallel (peers/ddp.py). Contestants take turns.
+taken what its slowest worker took. Baselines do the same without a server: all-reduce and each worker's
+own optimizer (baselines/gloo.py), DistributedDataParallel (baselines/ddp.py). Contestants take turns.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ class RoundOptions:
 def measure_round(options: RoundOptions, baseline_names: Sequence[str] = ()) -> Report:
     """Measure ours over each transport, and installed baselines."""
     variants = variants_of(options.transport)
-    with chosen_running(baseline_names, "round") as (peers, lines):
+    with chosen_running(baseline_names, "round") as (baselines, lines):
         contestants: dict[str, Callable[[], Contestant]] = {
             variant.name: partial(_our_round, options, variant) for variant in variants
         }
-        contestants |= {peer.name: partial(peer.round, options.num_floats, options.workers) for peer in peers}
+        contestants |= {
+            baseline.name: partial(baseline.round, options.num_floats, options.workers) for baseline in baselines
+        }
         found = measure(contestants, num_turns=options.runs, warmup=_NUM_WARMUP)
     ours = {variant.name: _metrics(found[variant.name], options) for variant in variants}
-    theirs = {peer.name: _metrics(found[peer.name], options) for peer in peers}
+    theirs = {baseline.name: _metrics(found[baseline.name], options) for baseline in baselines}
     results = {
         "ours": ours,
-        "peers": theirs,
+        "baselines": theirs,
         "ratios": {
-            name: {peer: theirs[peer]["round_ms"] / metric["round_ms"] for peer in theirs}
+            name: {baseline: theirs[baseline]["round_ms"] / metric["round_ms"] for baseline in theirs}
             for name, metric in ours.items()
         },
     }
-    config = {**vars(options), "warmup": _NUM_WARMUP, "peers": list(theirs)}
+    config = {**vars(options), "warmup": _NUM_WARMUP, "baselines": list(theirs)}
     return Report("round", config, results, _table(options, results, lines))
 
 
@@ -107,13 +109,15 @@ def _metrics(samples: Samples, options: RoundOptions) -> dict[str, float]:
 
 
 def _table(options: RoundOptions, results: dict[str, Any], lines: list[str]) -> RenderableType:
-    peers = list(results["peers"])
+    baselines = list(results["baselines"])
     rows = []
-    for name, item in (results["ours"] | results["peers"]).items():
+    for name, item in (results["ours"] | results["baselines"]).items():
         ratios = results["ratios"].get(name, {})
         shown = [f"{item['round_ms']:,.1f} ms", f"{item['round_best_ms']:,.1f} ms"]
-        rows.append([name, *shown, *(f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in peers)])
-    columns = ["", "median", "best", *(f"rate / {peer}" for peer in peers)]
+        rows.append(
+            [name, *shown, *(f"{ratios[baseline]:.2f}" if baseline in ratios else "" for baseline in baselines)]
+        )
+    columns = ["", "median", "best", *(f"rate / {baseline}" for baseline in baselines)]
     title = (
         f"A round of {options.workers} workers, {options.mb:,} MB float32, {options.mode}, {options.optimizer}; "
         f"{options.runs} runs, the slowest worker of each"

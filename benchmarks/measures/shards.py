@@ -56,13 +56,13 @@ def _measured(options: ShardOptions, mode: str, workers: int, shards: int) -> di
     ):
         slowest(members.turns(_NUM_WARMUP))
         times = slowest(members.turns(options.runs))["round"]
-        held = _held_bytes(server, shards)
+        num_bytes = _weight_bytes(server, shards)
     moved_gb = 2 * workers * options.mb / 1e3
     return {
         "step_ms": median(times) * 1e3,
         "best_ms": min(times) * 1e3,
         "gb_s": moved_gb / median(times),
-        "held_mb": [number / 1e6 for number in held],
+        "held_mb": [number / 1e6 for number in num_bytes],
     }
 
 
@@ -77,7 +77,7 @@ def sharded_server(shards: int, *flags: str) -> Iterator[ServerProcess]:
         yield first
 
 
-def _held_bytes(server: ServerProcess, shards: int) -> list[int]:
+def _weight_bytes(server: ServerProcess, shards: int) -> list[int]:
     """By shard: weights, mean and optimizer state, as the newest status event with all of them says."""
     if shards == 1:
         return []
@@ -90,8 +90,8 @@ def _held_bytes(server: ServerProcess, shards: int) -> list[int]:
 def _table(options: ShardOptions, rows: Sequence[dict[str, Any]]) -> Any:
     lines = []
     for row in rows:
-        held = ", ".join(f"{item:,.0f}" for item in row["held_mb"])
-        shown = [f"{row['step_ms']:,.0f} ms", f"{row['best_ms']:,.0f} ms", f"{row['gb_s']:.2f}", held]
+        num_bytes = ", ".join(f"{item:,.0f}" for item in row["held_mb"])
+        shown = [f"{row['step_ms']:,.0f} ms", f"{row['best_ms']:,.0f} ms", f"{row['gb_s']:.2f}", num_bytes]
         lines.append([f"{row['mode']}, {row['workers']} workers, {row['shards']} shards", *shown])
     title = (
         f"{options.mb:,} MB float32, transport {options.transport}, {options.optimizer}; {options.runs} runs, "

@@ -1,8 +1,8 @@
-"""Worker-steps per second of the xor task: whole runs of the real programs, beside the same task in peers.
+"""Worker-steps per second of the xor task: whole runs of the real programs, beside the same task in baselines.
 
 Ours is `ps-launch -n 4 --task xor --mode async --batch-size 32`; the rate is the contributions of all
 workers through the time from the first weights to the last contribution, both of the run's summary.
-Peers train the same model on the same batches with the same optimizer. Runs take turns.
+Baselines train the same model on the same batches with the same optimizer. Runs take turns.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class XorOptions:
 
 def measure_xor(options: XorOptions, baseline_names: Sequence[str] = ()) -> Report:
     """Measure ours and installed baselines."""
-    with chosen_running(baseline_names, "xor") as (peers, lines):
+    with chosen_running(baseline_names, "xor") as (baselines, lines):
         contestants: dict[str, Callable[[], Contestant]] = {"paramserver": partial(_launched, options)}
-        contestants |= {peer.name: partial(peer.xor, options) for peer in peers}
+        contestants |= {baseline.name: partial(baseline.xor, options) for baseline in baselines}
         found = measure(contestants, num_turns=options.runs, warmup=0)
     rates = {name: _rates(samples) for name, samples in found.items()}
     ours = rates.pop("paramserver")
     results = {
         "ours": ours,
-        "peers": rates,
+        "baselines": rates,
         "ratios": {name: ours["steps_per_s"] / rate["steps_per_s"] for name, rate in rates.items()},
     }
-    config = {**vars(options), "num_samples": _NUM_SAMPLES, "peers": list(rates)}
+    config = {**vars(options), "num_samples": _NUM_SAMPLES, "baselines": list(rates)}
     return Report("xor", config, results, _table(options, results, lines))
 
 
@@ -103,7 +103,7 @@ def _table(options: XorOptions, results: dict[str, Any], lines: list[str]) -> Re
         [name, f"{item['steps_per_s']:,.0f}", f"{item['best_steps_per_s']:,.0f}", f"{ratio:.2f}" if ratio else ""]
         for name, item, ratio in [
             ("paramserver", results["ours"], 0.0),
-            *((name, peer, results["ratios"][name]) for name, peer in results["peers"].items()),
+            *((name, baseline, results["ratios"][name]) for name, baseline in results["baselines"].items()),
         ]
     ]
     title = (

@@ -39,7 +39,7 @@ def draw(report: Report, path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure = _race(report) if report.what == "race" else _sweep(report)
+    figure = _race(report) if report.measurement == "race" else _sweep(report)
     try:
         figure.savefig(path, dpi=_DPI, bbox_inches="tight")
     except OSError as error:
@@ -56,11 +56,11 @@ def _sweep(report: Report) -> Any:
     for name, is_ours, points in curves(report.results["sizes"]):
         sizes, rates = zip(*points, strict=True)
         axes.plot(sizes, rates, "o-" if is_ours else ".--", label=name, linewidth=2 if is_ours else 1)
-    what, rate = "One exchange", "GB/s, up and down together"
+    title, rate = "One exchange", "GB/s, up and down together"
     if "of" in report.results["sizes"][0]:
-        what, rate = "One all-reduce", "bus bandwidth, GB/s"
+        title, rate = "One all-reduce", "bus bandwidth, GB/s"
     axes.set(xscale="log", yscale="log", xlabel="size of the model, MB", ylabel=rate)
-    axes.set_title(f"{what} by size; {report.title}", fontsize=10)
+    axes.set_title(f"{title} by size; {report.title}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
     return figure
@@ -99,7 +99,7 @@ def curves(sizes: list[dict[str, Any]]) -> list[tuple[str, bool, list[tuple[floa
         found.append((name, name == "ours", [(size["size_kb"] / 1e3, size["of"][name]["bus_gb_s"]) for size in sizes]))
     if found:
         return found
-    for group in ("ours", "peers"):
+    for group in ("ours", "baselines"):
         for name in sizes[0][group]:
             points = [(size["size_mb"], 2 * size["size_mb"] / _ms(size[group][name])) for size in sizes]
             found.append((name, group == "ours", points))
@@ -107,5 +107,5 @@ def curves(sizes: list[dict[str, Any]]) -> list[tuple[str, bool, list[tuple[floa
 
 
 def _ms(metric: dict[str, float]) -> float:
-    """Of an exchange; there and back where a peer has no more."""
+    """Of an exchange; there and back where a baseline has no more."""
     return metric["exchange_ms"] if "exchange_ms" in metric else metric["up_ms"] + metric["down_ms"]

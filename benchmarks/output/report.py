@@ -25,7 +25,7 @@ SIGNIFICANT_DIGITS = 4  # in the JSON file
 class Report:
     """`results` holds numbers under names with units; `table` is the same for people."""
 
-    what: str
+    measurement: str
     config: dict[str, Any]
     results: dict[str, Any]
     table: RenderableType
@@ -36,11 +36,11 @@ class Report:
 
     @property
     def has_picture(self) -> bool:
-        return self.is_sweep or self.what == "race"
+        return self.is_sweep or self.measurement == "race"
 
     @property
     def kept_name(self) -> str:
-        return f"{self.what}-sweep" if self.is_sweep else self.what
+        return f"{self.measurement}-sweep" if self.is_sweep else self.measurement
 
     @property
     def title(self) -> str:
@@ -51,7 +51,7 @@ class Report:
     def write(self, path: str) -> None:
         """Write the report as JSON. Raises OutputError."""
         content = {
-            "what": self.what,
+            "what": self.measurement,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
@@ -64,9 +64,9 @@ class Report:
             raise OutputError(f"cannot write {path}: {error.strerror}", fix="choose a path you may write to") from None
 
 
-def kept_path(what: str, suffix: str, folder: Path = RESULTS) -> Path:
+def kept_path(measurement: str, suffix: str, folder: Path = RESULTS) -> Path:
     """Where a result is kept: date, what, cores and clock, and a number from the second of a day on."""
-    stem = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{what}-{name()}"
+    stem = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{measurement}-{name()}"
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     return next(path for name in names if not (path := folder / f"{name}{suffix}").exists())
 

@@ -28,7 +28,7 @@ class ServerProcess:
         self.pid = process.pid
         self.events: list[dict[str, Any]] = []
         self._process = process
-        self._said: list[str] = []  # lines that are no events: a message for a person
+        self._texts: list[str] = []  # lines that are no events: a message for a person
         self._changed = threading.Condition()
         self._has_ended = False
         self._reader = threading.Thread(target=self._read, name="server-events", daemon=True)
@@ -49,9 +49,9 @@ class ServerProcess:
                     return found
                 left_s = deadline - time.monotonic()
                 if self._has_ended or left_s <= 0:
-                    what = "ended" if self._has_ended else f"said nothing for {timeout_s:g} s"
-                    said = "".join(f"\n{line}" for line in self._said[-20:])
-                    raise ParamServerError(f"ps-server {what} before '{event}'{said}")
+                    problem = "ended" if self._has_ended else f"said nothing for {timeout_s:g} s"
+                    output = "".join(f"\n{line}" for line in self._texts[-20:])
+                    raise ParamServerError(f"ps-server {problem} before '{event}'{output}")
                 self._changed.wait(left_s)
 
     def _read(self) -> None:
@@ -65,7 +65,7 @@ class ServerProcess:
                 if isinstance(event, dict):
                     self.events.append(event)
                 else:
-                    self._said.append(line.rstrip("\n"))
+                    self._texts.append(line.rstrip("\n"))
                 self._changed.notify_all()
         with self._changed:
             self._has_ended = True

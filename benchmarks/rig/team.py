@@ -52,24 +52,24 @@ class Team:
     def _receive_all(self, timeout_s: float) -> list[Any]:
         """Returns every member's next message by rank. Raises ParamServerError once one has failed."""
         deadline = time.monotonic() + timeout_s
-        said: dict[Connection, Any] = {}
-        while len(said) < len(self._links):
-            waited_for = [link for link in self._links if link not in said]
+        messages: dict[Connection, Any] = {}
+        while len(messages) < len(self._links):
+            waited_for = [link for link in self._links if link not in messages]
             ready = wait(waited_for, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise ParamServerError(f"processes of a measurement said nothing for {timeout_s:g} s")
-            said |= {link: _receive(link) for link in ready if isinstance(link, Connection)}
-        return [said[link] for link in self._links]
+            messages |= {link: _receive(link) for link in ready if isinstance(link, Connection)}
+        return [messages[link] for link in self._links]
 
 
 def _receive(link: Connection) -> Any:
     try:
-        said = link.recv()
+        message = link.recv()
     except (EOFError, OSError):
         raise ParamServerError("a process of a measurement ended before it was done") from None
-    if isinstance(said, str):
-        raise ParamServerError(f"a process of a measurement failed\n{said}")
-    return said
+    if isinstance(message, str):
+        raise ParamServerError(f"a process of a measurement failed\n{message}")
+    return message
 
 
 @contextmanager
@@ -113,10 +113,24 @@ def slowest(found: list[Samples]) -> Samples:
 
 
 @contextmanager
-def meeting_point() -> Iterator[str]:
+def rendezvous() -> Iterator[str]:
     """A `file://` address at which torch.distributed's processes find each other."""
     with tempfile.TemporaryDirectory(prefix="ps-bench-") as folder:
         yield (Path(folder) / "store").as_uri()
+
+
+@contextmanager
+def measured_team(workers: int, life: Life, *arguments: Any) -> Iterator[Measured]:
+    """Run `life(rank, store, workers, *arguments)` in `workers` processes; the slowest counts."""
+    with rendezvous() as store, team(workers, life, store, workers, *arguments) as members:
+        yield lambda count: slowest(members.turns(count))
+
+
+@contextmanager
+def measured_pair(life: Life, *arguments: Any) -> Iterator[Measured]:
+    """Run `life(rank, store, *arguments)` in two processes. Rank 0's times count."""
+    with rendezvous() as store, team(2, life, store, *arguments) as members:
+        yield lambda count: members.turns(count)[0]
 
 
 def stay_on(device: str) -> None:

@@ -1,6 +1,6 @@
 """Compared measurements take turns, so that a noisy machine disturbs all alike.
 
-Whatever is measured, ours or a peer's, is a `Measured`: called with a count it does its thing that
+Whatever is measured, ours or a baseline's, is a `Measured`: called with a count it does its thing that
 often and returns what each time took, in seconds by part ("up", "down", "exchange", ...).
 """
 

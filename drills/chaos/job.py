@@ -214,18 +214,18 @@ class Chaos:
 
     def _show(self, event: Event) -> None:
         self._ending.events[event.name] += 1
-        what = event.fields.get(_SHOWN[event.name], "")
+        text = event.fields.get(_SHOWN[event.name], "")
         rank = event.fields.get("rank")
         if event.name in _OF_SHARDS:
             whom = f" {event.fields.get('shard')}"
         elif "path" in event.fields:
-            whom, what = " server", f"version {event.fields.get('version')}"
+            whom, text = " server", f"version {event.fields.get('version')}"
         else:
             role = "shard" if event.fields.get("role") == SERVER.role and event.name == "snapshot_failed" else "worker"
             whom = f" {role} {rank}" if rank is not None and event.name != "restarting" else ""
-        self._say(f"    {event.name}{whom}: {what}")
+        self._say(f"    {event.name}{whom}: {text}")
         if event.name == "restarting":
-            self._count_restart(Child(str(event.fields.get("role")), int(rank or 0)), str(what))
+            self._count_restart(Child(str(event.fields.get("role")), int(rank or 0)), str(text))
 
     def _count_restart(self, child: Child, reason: str) -> None:
         assert self._injector is not None
@@ -234,9 +234,9 @@ class Chaos:
         else:
             self._ending.unexpected.append(reason)
 
-    def _who_waits(self, what: str) -> str:
+    def _who_waits(self, text: str) -> str:
         """Returns who waits for what, and the state of the processes."""
-        lines = [what]
+        lines = [text]
         status = self._status
         if status is not None:
             lines.append(f"step {status.step} of {status.steps}, version {status.version}: {status.waiting_reason()}")

@@ -107,8 +107,8 @@ def _run(setup: Setup) -> Ending:
 
     began = time.monotonic()
 
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - began:7.2f} s  {what}", flush=True)
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.2f} s  {text}", flush=True)
 
     async def run() -> Ending:
         return await Chaos(setup, say).run()

@@ -76,9 +76,9 @@ def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:
     for name in _NAMES_THE_SAME:
         of = {rank: item[name] for rank, item in sorted(machines.items())}
         if len(set(of.values())) > 1:
-            told = ", ".join(f"worker {rank} {value}" for rank, value in of.items())
+            values = ", ".join(f"worker {rank} {value}" for rank, value in of.items())
             level = "fail" if name == "program" else "warn"
-            yield Finding(level, f"versions of {name} differ: {told}", "install the same everywhere")
+            yield Finding(level, f"versions of {name} differ: {values}", "install the same everywhere")
 
 
 def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:
@@ -165,37 +165,37 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
     """Returns the advice as sentences."""
     exchange_s = trip_s + megabytes * 1e6 * (1 / link.up + 1 / link.down)
     rate = f"{link.up * 8 / 1e6:,.0f} Mbit/s up, {link.down * 8 / 1e6:,.0f} down, {trip_s * 1e3:.1f} ms there and back"
-    told = [
+    lines = [
         f"A step computes for {compute_s * 1e3:,.1f} ms; {megabytes:.3g} MB go up and come back in "
         f"{exchange_s * 1e3:,.1f} ms ({rate})."
     ]
     every_step = [item for item in foreseen if item.local_steps == 1 and item.of_ideal >= _GOOD]
     if any(item.codec == "raw" for item in every_step):
-        told.append(
+        lines.append(
             f"This link carries raw gradients of every step: {_named(every_step, 'raw')} compute {_GOOD:.0%} of the "
             "time or more. Equal machines: sync; unequal ones: ssp or async."
         )
     elif every_step:
         best = min(every_step, key=lambda foreseen: CODECS.index(foreseen.codec))
-        told.append(
+        lines.append(
             f"Raw, transfer takes more than a fifth of the time; --set worker.codec={best.codec} --set "
             f"worker.reply_codec={best.codec} makes it fit ({_named(every_step, best.codec)})."
         )
     else:
         local = {item.codec: item.local_steps for item in foreseen if item.local_steps > 1}
         steps = ", ".join(f"{steps} with {codec}" for codec, steps in local.items())
-        told.append(
+        lines.append(
             "No codec makes gradients of every step fit: take local steps, --mode diloco or localsgd, with "
             f"--local-steps {steps}, so that transfer stays below a fifth of the time."
         )
     best = first_try(foreseen)
-    told.append(
+    lines.append(
         f"First try: --mode {best.mode}"
         + (f" --local-steps {best.local_steps}" if best.local_steps > 1 else "")
         + (f" --set worker.codec={best.codec} --set worker.reply_codec={best.codec}" if best.codec != "raw" else "")
         + f": about {best.steps_per_s:,.1f} steps a second of all workers, who compute {best.of_ideal:.0%} of the time."
     )
-    return told
+    return lines
 
 
 def first_try(foreseen: Sequence[Foreseen]) -> Foreseen:

@@ -53,7 +53,7 @@ class Report:
                 f"{trip * 1e3:.2f} ms", f"{worst * 1e3:.2f} ms",
             )  # fmt: skip
         console.print(links)
-        console.print(_machines(found))
+        console.print(machines_table(found))
         for check in self.checks:
             style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
             console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
@@ -79,7 +79,7 @@ class Report:
             console.print(sentence, highlight=False)
 
 
-def _machines(found: Measured) -> Table:
+def machines_table(found: Measured) -> Table:
     """Returns the table of machines, also of those without problems."""
     free = ("memory free", "disk free", "shared memory free")
     names = ("clock differs by", "cores", "load", *free, "to write 1 MiB", "open files", "GPUs", "security")
@@ -91,7 +91,7 @@ def _machines(found: Measured) -> Table:
         written = f"{entry['fsync_s'] * 1e3:.1f} ms" if entry["fsync_s"] >= 0 else "no"
         table.add_row(
             f"{name} ({entry['host']})", "-" if behind_s is None else f"{behind_s:+.2f} s", str(entry["cores"]),
-            f"{entry['load']:.1f}", *(size(entry[f"free_{what}"]) for what in ("memory", "disk", "shm")), written,
+            f"{entry['load']:.1f}", *(size(entry[f"free_{name}"]) for name in ("memory", "disk", "shm")), written,
             f"{entry['files']:,}", str(entry["cuda"]), found.security,
         )  # fmt: skip
     return table

@@ -56,12 +56,12 @@ def examine(wanted: Request) -> int:
     plan = Plan(wanted.seconds, wanted.megabytes, wanted.transports, _task(config) if needs_task else None)
     job = Job((*where, *_sets("async", sets)), wanted.workers)
     with Steps() as steps:
-        found = measure(job, plan, wanted.budget_s, lambda part, what: steps.at(_MEASURING * part, what))
+        found = measure(job, plan, wanted.budget_s, lambda part, text: steps.at(_MEASURING * part, text))
         if not found.links:
             return _nothing(found, wanted)
         if wanted.hosts and not found.is_partial:
             steps.at(_MEASURING, "measuring the server's machine")
-            found.server = _server_of(wanted.hosts, wanted.workers, wanted.seconds, sets)
+            found.server = server_of(wanted.hosts, wanted.workers, wanted.seconds, sets)
         compute_s = wanted.compute_s or found.compute_s
         link = advice.typical(advice.best_links(found))
         trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
@@ -106,7 +106,7 @@ def _task(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) -> dict[str, Any]:
+def server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) -> dict[str, Any]:
     """Measure the server's machine, which keeps snapshots and optimizer state; empty where a worker runs on it."""
     known = load_hosts(hosts)
     host = place_servers(known, 1)[0]

@@ -103,8 +103,8 @@ class RayBackend(Backend):
     def dry_run(cls, specs: Sequence[ProcessSpec], site: Site) -> list[str]:
         launch = site.config.launch
         resources = {"server": json.dumps(launch.ray_server), "worker": json.dumps(launch.ray_worker)}
-        place = f"in Ray at {launch.ray_address}"
-        return [f"[{spec.child} {place}, {resources[spec.child.role]}] {command_text(spec)}" for spec in specs]
+        location = f"in Ray at {launch.ray_address}"
+        return [f"[{spec.child} {location}, {resources[spec.child.role]}] {command_text(spec)}" for spec in specs]
 
 
 ENTRY = RayBackend

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
 from ..hosts.connection import Connection, agent_command, watched
-from ..plan.allocation import Allocation, Place, parse_counts, place
+from ..plan.allocation import Allocation, Place, parse_counts, place_on_nodes
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper
@@ -58,7 +58,7 @@ class SlurmBackend(Backend):
         if "SLURM_JOB_ID" not in environ:
             environ |= await self._allocate(specs)
         self._allocation = await asyncio.to_thread(_allocation, environ)
-        self._places = place(specs, self._allocation)
+        self._places = place_on_nodes(specs, self._allocation)
         self._addresses = await asyncio.to_thread(_node_addresses, self._allocation.nodes)
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:

@@ -150,11 +150,11 @@ def _print_result(directory: Path, ranks: list[str], shard_names: list[str], ren
 
 def _print_commands(directory: Path, first: str, shard_names: list[str], host: str) -> None:
     address = f"[{host}]:{DEFAULT_PORT}" if ":" in host and not host.startswith("[") else f"{host}:{DEFAULT_PORT}"
-    own = shard_names[0] if shard_names else "server"
+    name = shard_names[0] if shard_names else "server"
     num_shards = ("--shards", str(len(shard_names))) if shard_names else ()
     rank = ("--rank", first.removeprefix(RANK_PREFIX)) if first.startswith(RANK_PREFIX) else ()
     listen = ("--listen", f"0.0.0.0:{DEFAULT_PORT}", *num_shards)
-    server = ("ps-server", *listen, *_flags(directory, own), "--set", "security.mutual=true")
+    server = ("ps-server", *listen, *_flags(directory, name), "--set", "security.mutual=true")
     worker = ("ps-worker", "--server", address, *rank, *_flags(directory, first))
     print(f"The server:\n  {shlex.join(server)}\n")
     if shard_names:

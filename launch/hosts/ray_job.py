@@ -152,11 +152,11 @@ def _pass(ray: Any, item: socket.socket, group: Any, options: dict[str, Any]) ->
     while not number.endswith(b"\n"):
         number += item.recv(1)
     bundle = options["bundles"][int(number)]
-    own = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
+    resources = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
     actor = (
         ray.remote(Host)
         .options(
-            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), resources=own, max_concurrency=3,
+            num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), resources=resources, max_concurrency=3,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, int(number)),
         )
         .remote(options["command"], options["folder"])

@@ -16,7 +16,7 @@ from ...common.errors import AuthError, UsageError, raise_first
 from ...common.registry import MODES
 from ...common.security import TOKEN_VARIABLE, is_loopback
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
-from ..plan.placement import Place, num_colocated, place
+from ..plan.placement import Place, num_colocated, place_processes
 from ..plan.process import Child
 from ..plan.runs import Plan
 from ..plan.settings import code_file
@@ -66,7 +66,7 @@ def places_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: s
         if config.launch.colocate:
             raise UsageError("--colocate: there are no hosts to put shards on", fix="--hosts hosts.yaml")
         return {}
-    return place(
+    return place_processes(
         hosts, num_workers, config.server.shards, colocate=config.launch.colocate, folder=folder,
         group=config.launch.group,
     )  # fmt: skip

@@ -38,7 +38,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def place(specs: Sequence[ProcessSpec], allocation: Allocation) -> dict[Child, Place]:
+def place_on_nodes(specs: Sequence[ProcessSpec], allocation: Allocation) -> dict[Child, Place]:
     """Returns the placement of each process: servers on the nodes in turn, workers in the tasks of node after node.
 
     Each server takes a task where there are enough. Raises UsageError for fewer tasks than workers.

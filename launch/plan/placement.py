@@ -51,7 +51,7 @@ def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
     return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
 
 
-def place(
+def place_processes(
     hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str, group: int = 1
 ) -> dict[Child, Place]:
     """Returns the placement of every process. Raises UsageError.

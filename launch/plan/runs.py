@@ -148,7 +148,7 @@ class Plan:
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, {"server.web": address})))
 
     def _server(self, child: Child, address: str) -> ProcessSpec:
-        place, identity = self.places.get(child), self.identities.get(child, {})
+        placement, identity = self.places.get(child), self.identities.get(child, {})
         settings: dict[str, Any] = {"server.listen": self.listen}
         if self.num_shards > 1:
             settings["server.shards"] = self.num_shards
@@ -159,16 +159,18 @@ class Plan:
                 settings["server.web"] = f"{DEFAULT_HOST}:0"
         else:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
-            listen = place.listen if place is not None and host not in WILDCARDS else host
+            listen = placement.listen if placement is not None and host not in WILDCARDS else host
             settings |= {"server.shard": child.rank, "server.coordinator": address, "server.listen": f"{listen}:0"}
             if self.config.server.direct_port:
                 settings["server.direct_port"] = 0
-            if place is None and self.config.server.metrics is not None:
+            if placement is None and self.config.server.metrics is not None:
                 settings["server.metrics"] = None  # the coordinator has that port on this host
         argv = (*self.server_argv, *arguments(None, {**settings, **identity}))
         needs = read_files(self.config.security, identity, file_of(self.mode))
         leaves = tuple(path for path in (self.save, self.history) if path and child == SERVER)
-        return _placed(ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves), place, self.config)
+        return _with_place(
+            ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves), placement, self.config
+        )
 
     def _worker(self, child: Child, server: str | None) -> ProcessSpec:
         address, identity = server or "none", dict(self.identities.get(child, {}))
@@ -185,15 +187,17 @@ class Plan:
         else:
             argv = (*argv, *arguments(None, identity), "--server", address, "--rank", rank)
             needs += (self.config.task.init,) if self.config.task.init is not None else ()
-        return _placed(ProcessSpec(child, argv, env, needs=needs), self.places.get(child), self.config)
+        return _with_place(ProcessSpec(child, argv, env, needs=needs), self.places.get(child), self.config)
 
     @property
     def per_hour(self) -> float | None:
         """The price of an hour of all hosts; None where none has a price, or the configuration sets the total."""
         if self.config.cost.total_per_hour is not None:
             return None
-        places = [place for child, place in self.places.items() if self.mode != SINGLE or child == self.reporter]
-        hosts = {place.host: place.per_hour for place in places}
+        places = [
+            placement for child, placement in self.places.items() if self.mode != SINGLE or child == self.reporter
+        ]
+        hosts = {placement.host: placement.per_hour for placement in places}
         prices = [self.config.cost.per_hour if price is None else price for price in hosts.values()]
         known = [price for price in prices if price is not None]
         return sum(known) if known else None
@@ -314,19 +318,19 @@ def _script_env(resolved: Resolved, history: str | None) -> dict[str, str]:
     return env if history is None else env | {"PS_OUTPUT__HISTORY": scalar_text(history)}
 
 
-def _placed(spec: ProcessSpec, place: Place | None, config: Config) -> ProcessSpec:
+def _with_place(spec: ProcessSpec, placement: Place | None, config: Config) -> ProcessSpec:
     """Returns the process with the interpreter, variables and share of the cores of its placement, if it has one."""
-    if place is None:
+    if placement is None:
         return spec
-    is_alone = spec.child.role == "server" and place.sharing == 1
-    chosen = config.worker.threads is not None or "OMP_NUM_THREADS" in place.env
+    is_alone = spec.child.role == "server" and placement.sharing == 1
+    chosen = config.worker.threads is not None or "OMP_NUM_THREADS" in placement.env
     num_each = config.launch.group if spec.child.role == "worker" else 1
     return dataclasses.replace(
         spec,
-        argv=(place.python, *spec.argv[1:]),
-        env={**spec.env, **place.env},
-        host=place.host,
-        sharing=0 if is_alone or chosen else place.sharing * num_each,
+        argv=(placement.python, *spec.argv[1:]),
+        env={**spec.env, **placement.env},
+        host=placement.host,
+        sharing=0 if is_alone or chosen else placement.sharing * num_each,
     )
 
 

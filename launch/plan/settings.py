@@ -181,5 +181,5 @@ def file_of(name: str) -> str | None:
 
 def read_files(security: SecurityConfig, identity: Mapping[str, Any], code: str | None) -> tuple[str, ...]:
     """Returns the files that a process with these certificate settings and this file of code reads."""
-    own = [identity.get(f"security.{name}", getattr(security, name)) for name in ("cert", "key")]
-    return tuple(path for path in (code, security.ca, *own, security.token_file) if path is not None)
+    files = [identity.get(f"security.{name}", getattr(security, name)) for name in ("cert", "key")]
+    return tuple(path for path in (code, security.ca, *files, security.token_file) if path is not None)

@@ -20,13 +20,13 @@ _HEADING = "Traceback (most recent call last):"
 class Raised(NamedTuple):
     """An exception, `ValueError: bad batch`, and the innermost `FILE, line N` of its traceback in no library."""
 
-    what: str
+    text: str
     where: str
 
     @property
     def kind(self) -> tuple[str, str]:
         """Equal for the same mistake; messages differ in values."""
-        return self.what.partition(":")[0], self.where
+        return self.text.partition(":")[0], self.where
 
     @property
     def is_mistake(self) -> bool:
@@ -35,7 +35,7 @@ class Raised(NamedTuple):
         return isinstance(kind, type) and not issubclass(kind, (OSError, EOFError, MemoryError))
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.where})"
+        return f"{self.text} ({self.where})"
 
 
 class Blame:

@@ -168,8 +168,8 @@ class Supervisor:
         if not self.all_listen:
             return []
         self.phase = Phase.RUNNING
-        what = "the server is" if len(self._servers) == 1 else "every shard of the server is"
-        return [self._start(child, f"{what} listening", now) for child in self._workers]
+        subject = "the server is" if len(self._servers) == 1 else "every shard of the server is"
+        return [self._start(child, f"{subject} listening", now) for child in self._workers]
 
     def admitted(self, worker: Child) -> None:
         """The server has admitted a worker: its earlier failure is over."""

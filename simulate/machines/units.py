@@ -32,7 +32,7 @@ def _bytes_per_s(flag: str, text: str) -> float:
     return _quantity(flag, text, units, "a bandwidth", "100mbit, 12.5MB/s, or 500mbit/110mbit for down and up")
 
 
-def _quantity(flag: str, text: str, units: dict[str, float], what: str, example: str) -> float:
+def _quantity(flag: str, text: str, units: dict[str, float], noun: str, example: str) -> float:
     found = _QUANTITY.fullmatch(text.strip())
     unit = found[2].lower() if found else ""
     try:
@@ -42,7 +42,7 @@ def _quantity(flag: str, text: str, units: dict[str, float], what: str, example:
     is_positive = value > 0 or (value == 0 and units is _SECONDS)
     if not math.isfinite(value) or not is_positive:
         known = ", ".join(units)
-        raise UsageError(f"flag {flag}: '{text}' is not {what}: a positive number with {known}", fix=f"e.g. {example}")
+        raise UsageError(f"flag {flag}: '{text}' is not {noun}: a positive number with {known}", fix=f"e.g. {example}")
     return value
 
 

@@ -98,7 +98,7 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     `config`: its mode, options and length. Bytes are foreseen where their `framing` is given.
     """
     found = cycles((line.op, line["t"], line.fields) for line in lines if line.role == "server")
-    half = len(found) // 2
+    middle = len(found) // 2
     if not any(cycle.compute_s for cycle in found):
         raise UsageError("the history does not say how long was computed: an unfinished run wrote it")
     if config.policy.delayed_update:
@@ -109,7 +109,7 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     ranks = sorted({cycle.rank for cycle in found})
     pairs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
     most = max(cycle.num_steps for cycle in found) or 1
-    for cycle in found[:half]:  # as if all had as many steps: `Recorded` takes less for fewer
+    for cycle in found[:middle]:  # as if all had as many steps: `Recorded` takes less for fewer
         pairs[cycle.rank].append((cycle.compute_s * most / (cycle.num_steps or most), cycle.exchange_s))
     few = [rank for rank in ranks if len(pairs[rank]) < _FEWEST]
     if few or ranks != list(range(len(ranks))):
@@ -122,14 +122,14 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     recorded = tuple(tuple(pairs[rank][-(-len(pairs[rank]) // 10) :]) for rank in ranks)
     world = World(num_workers=len(ranks), recorded=recorded, max_staged=1 << 20, framing=framing)
     again = _simulated(config, world)
-    extra = _extra(found[:half], again) if framing is not None else NOTHING
+    extra = _extra(found[:middle], again) if framing is not None else NOTHING
     again = [_with(extra, cycle) for cycle in again]
     exchange_s = sum(exchange for cycle in recorded for _, exchange in cycle) / sum(map(len, recorded))
     return Calibration(
         len(ranks),
-        measured(found[:half], found[0].at),
-        measured(found[half:], found[half - 1].at),
-        measured(again[half:], again[half - 1].at),
+        measured(found[:middle], found[0].at),
+        measured(found[middle:], found[middle - 1].at),
+        measured(again[middle:], again[middle - 1].at),
         world,
         exchange_s,
         extra,

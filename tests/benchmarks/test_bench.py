@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 
-def check_origin(report: dict[str, Any], what: str) -> None:
+def check_origin(report: dict[str, Any], text: str) -> None:
     assert list(report) == ["what", "date", "machine", "versions", "config", "results"]
-    assert report["what"] == what
+    assert report["what"] == text
     assert list(report["machine"]) == ["cores", "clock_mhz", "model"]
     assert report["machine"]["cores"] >= 1
     assert all(report["versions"][name] for name in ("torch", "grpcio", "python"))
@@ -104,10 +104,12 @@ def test_exchange_beside_peers(bench: Any) -> None:
         assert found[f"{part}_gb_s"] == pytest.approx(num_mb / found[f"{part}_ms"], rel=0.01)
     # In every single exchange the parts are within the whole.
     assert found["gate_wait_best_ms"] + found["down_best_ms"] < found["exchange_ms"] * 1.01
-    peers, ratios = report["results"]["peers"], report["results"]["ratios"]["grpc"]
-    assert ratios["unary"]["exchange"] == pytest.approx(peers["unary"]["exchange_ms"] / found["exchange_ms"], rel=0.01)
-    assert ratios.keys() == peers.keys() == {"unary", *(["iperf"] if shutil.which("iperf3") else [])}
-    assert "our rate / the peer's" in table
+    baselines, ratios = report["results"]["baselines"], report["results"]["ratios"]["grpc"]
+    assert ratios["unary"]["exchange"] == pytest.approx(
+        baselines["unary"]["exchange_ms"] / found["exchange_ms"], rel=0.01
+    )
+    assert ratios.keys() == baselines.keys() == {"unary", *(["iperf"] if shutil.which("iperf3") else [])}
+    assert "our rate / the baseline's" in table
     assert "ddp: has no part in exchange" in table
     assert ("iperf: NOT INSTALLED" in table) == (shutil.which("iperf3") is None)
 
@@ -132,9 +134,9 @@ def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
     report, table = bench.measure("round --mb 1 --runs 2 --transport grpc --workers 2 --baselines gloo,ddp")
     check_origin(report, "round")
     found = report["results"]
-    assert set(found["peers"]) == {"gloo", "ddp"}
+    assert set(found["baselines"]) == {"gloo", "ddp"}
     check_numbers(found)
-    for metric in (found["ours"]["grpc"], *found["peers"].values()):
+    for metric in (found["ours"]["grpc"], *found["baselines"].values()):
         assert 0 < metric["round_best_ms"] <= metric["round_ms"]
         assert metric["gb_s"] == pytest.approx(4 / metric["round_ms"], rel=0.01)
     assert "the slowest worker of each" in table
@@ -268,4 +270,4 @@ def test_xor(bench: Any) -> None:
 def test_ray(bench: Any, line: str) -> None:
     report, _ = bench.measure(line)
     check_numbers(report["results"])
-    assert "ray" in report["config"]["peers"]
+    assert "ray" in report["config"]["baselines"]

@@ -23,8 +23,8 @@ def test_four_bits_of_a_gradient_learn_as_well_as_all() -> None:
 def test_every_claim_is_a_command_that_exists(number: str) -> None:
     """With the module's own arguments, ways and codecs."""
     module = import_module(f"paramserver.benchmarks.claims.{CLAIMS[number].module}")
-    told = module.arguments().parse_args(command(number, 3, 1.0)[2:])
-    assert (told.seeds, told.steps) == (3, CLAIMS[number].steps)
+    options = module.arguments().parse_args(command(number, 3, 1.0)[2:])
+    assert (options.seeds, options.steps) == (3, CLAIMS[number].steps)
 
 
 def test_workers_of_unequal_speed_wait_for_each_other_in_rounds() -> None:

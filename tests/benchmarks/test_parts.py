@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paramserver.benchmarks.baselines import BASELINES
-from paramserver.benchmarks.baselines.base import Peer, choose, split_names
+from paramserver.benchmarks.baselines.base import Baseline, choose, split_names
 from paramserver.benchmarks.measures.exchange import ExchangeOptions, ratios
 from paramserver.benchmarks.measures.in_process.codecs import CodecOptions, measure_codecs
 from paramserver.benchmarks.measures.memory_use.memory import expected_parts
@@ -79,16 +79,16 @@ def test_a_round_takes_what_its_slowest_member_takes() -> None:
     assert slowest([{"round": [1.0, 5.0]}, {"round": [2.0, 3.0]}]) == {"round": [2.0, 5.0]}
 
 
-# ---- peers --------------------------------------------------------------------------------------
+# ---- baselines --------------------------------------------------------------------------------------
 
 
 def test_every_peer_says_what_it_is() -> None:
     for stem in BASELINES.names():
-        peer: Peer = BASELINES.load(stem)()
-        assert peer.name.replace("-", "_") == stem
-        assert peer.install
-        assert isinstance(peer.is_installed, bool)
-        assert any(peer.offers(what) for what in MEASUREMENTS)
+        baseline: Baseline = BASELINES.load(stem)()
+        assert baseline.name.replace("-", "_") == stem
+        assert baseline.install
+        assert isinstance(baseline.is_installed, bool)
+        assert any(baseline.offers(measurement) for measurement in MEASUREMENTS)
 
 
 def test_names_of_peers() -> None:
@@ -103,8 +103,8 @@ def test_names_of_peers() -> None:
 def test_a_peer_that_is_not_installed_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BASELINES.load("ray"), "modules", ("no_such_module",))
     monkeypatch.setattr(BASELINES.load("iperf"), "programs", ("no-such-program",))
-    peers, lines = choose(["ray", "iperf", "unary", "ddp"], "exchange")
-    assert [peer.name for peer in peers] == ["unary"]
+    baselines, lines = choose(["ray", "iperf", "unary", "ddp"], "exchange")
+    assert [baseline.name for baseline in baselines] == ["unary"]
     assert lines == [
         "ray: NOT INSTALLED, not measured (pip install ray)",
         "iperf: NOT INSTALLED, not measured (apt-get install iperf3)",

@@ -53,8 +53,8 @@ class Queue(nn.Module):
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of the queue and what belongs to it."""
-    held = b"".join(tensors[name].contiguous().numpy().tobytes() for name in ("queue", "pointer", "age"))
-    return hashlib.sha256(held).hexdigest()[:16]
+    content = b"".join(tensors[name].contiguous().numpy().tobytes() for name in ("queue", "pointer", "age"))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def main() -> None:

@@ -30,17 +30,17 @@ IN_ROUNDS = ("sync", "localsgd", "diloco", "allreduce")
 
 
 def serve(run: Run, mode: str, *more: str, life: int = 0) -> Forked:
-    told = ("--mode", mode.split()[0], "--workers", "2", "--steps", str(STEPS), *MODES[mode])
+    flags = ("--mode", mode.split()[0], "--workers", "2", "--steps", str(STEPS), *MODES[mode])
     where = ("--listen", "127.0.0.1:0", "--save", str(run.folder / "w.safetensors"))
-    server = run.forks[SERVER].fork(f"server-{life}", run.folder, *told, *where, *more)
+    server = run.forks[SERVER].fork(f"server-{life}", run.folder, *flags, *where, *more)
     run.processes.append(server)
     run.address = server.event("listening")["address"]
     return server
 
 
 def worker(run: Run, rank: int, *words: str, life: int = 0) -> Forked:
-    place = {"RANK": str(rank), "PS_SERVER": run.address}
-    item = run.forks[MEMBER].fork(f"w{rank}-{life}", run.folder, *words, **place)
+    environ = {"RANK": str(rank), "PS_SERVER": run.address}
+    item = run.forks[MEMBER].fork(f"w{rank}-{life}", run.folder, *words, **environ)
     run.processes.append(item)
     return item
 
@@ -88,8 +88,8 @@ def test_statistics_are_averaged_and_what_is_not_is_named_once(run: Run) -> None
     server = serve(run, "sync")
     workers = [worker(run, rank) for rank in range(2)]
     ended(server, *workers)
-    (said,) = server.events("buffers_not_averaged")
-    assert said["buffers"] == "queue, pointer, age, scale.mean"
+    (event,) = server.events("buffers_not_averaged")
+    assert event["buffers"] == "queue, pointer, age, scale.mean"
     found = saved(run)
     assert found["norm.num_batches_tracked"].item() == STEPS
     assert found["scale.mean"].mean().item() == pytest.approx(0.0, abs=0.5)  # rank 0's data
@@ -101,8 +101,8 @@ def test_a_norm_of_ones_own_is_averaged_where_its_statistics_are_named(run: Run)
     server = serve(run, "sync")
     workers = [worker(run, rank, "declared") for rank in range(2)]
     ended(server, *workers)
-    (said,) = server.events("buffers_not_averaged")
-    assert said["buffers"] == "queue, pointer, age"
+    (event,) = server.events("buffers_not_averaged")
+    assert event["buffers"] == "queue, pointer, age"
     assert saved(run)["scale.mean"].mean().item() == pytest.approx(1.0, abs=0.5)  # of 0 and 2
 
 

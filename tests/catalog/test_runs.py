@@ -38,9 +38,9 @@ EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"
 def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str = "digits", ends: bool = True,
           **config: Any) -> None:  # fmt: skip
     """A run of three statuses and two evaluations."""
-    told = {"run": {"mode": mode, "seed": seed, "steps": 100}, "optimizer": {"lr": 0.1, **config}}
+    settings = {"run": {"mode": mode, "seed": seed, "steps": 100}, "optimizer": {"lr": 0.1, **config}}
     writer = RunWriter(path, Beginning(run=run, mode=mode, work=work, project="paramserver", version=0, heartbeat_s=1.0,
-                                       config=told, code={}, machine={"host": "here"}))  # fmt: skip
+                                       config=settings, code={}, machine={"host": "here"}))  # fmt: skip
     curve = [
         EvaluatedPoint(step=step, version=step, elapsed_s=step / 10, metrics={"accuracy": step / 200},
                        samples=10 * step, num_bytes=1000 * step, is_best=True)
@@ -102,8 +102,8 @@ def test_runs_are_listed_shown_named_and_forgotten(folder: Path) -> None:
     assert "crashed" in ps_runs("list", folder=folder)
     assert "bbbb00000003 is baseline" in ps_runs("tag", "bbbb", "baseline", folder=folder)
     assert "baseline" in ps_runs("list", folder=folder) and "host here" in ps_runs("show", "baseline", folder=folder)
-    told = ps_runs("tag", "aaaa00000001", "baseline", folder=folder, code=2)
-    assert "another run is called baseline" in told
+    output = ps_runs("tag", "aaaa00000001", "baseline", folder=folder, code=2)
+    assert "another run is called baseline" in output
     assert "did you mean 'baseline'?" in ps_runs("show", "baselin", folder=folder, code=2)
     assert "may be" in ps_runs("show", "aaaa", folder=folder, code=2)
     everything = json.loads(ps_runs("show", "baseline", "--json", folder=folder))
@@ -117,12 +117,14 @@ def test_runs_are_listed_shown_named_and_forgotten(folder: Path) -> None:
 
 
 def test_runs_are_compared_with_what_differs(folder: Path) -> None:
-    told = json.loads(ps_runs("compare", "aaaa00000001", "aaaa00000002", "bbbb", "--json", folder=folder))
-    assert [run["label"] for run in told["runs"]] == ["sync", "sync", "async"], "of two seeds one name"
-    assert told["differences"] == {
+    result = json.loads(ps_runs("compare", "aaaa00000001", "aaaa00000002", "bbbb", "--json", folder=folder))
+    assert [run["label"] for run in result["runs"]] == ["sync", "sync", "async"], "of two seeds one name"
+    assert result["differences"] == {
         "run.mode": ["sync", "sync", "async"], "run.seed": [0, 1, 0], "optimizer.lr": [0.1, 0.1, 0.2],
     }  # fmt: skip
-    assert any(line.startswith("Seconds in all: async is best") or "no difference" in line for line in told["findings"])
+    assert any(
+        line.startswith("Seconds in all: async is best") or "no difference" in line for line in result["findings"]
+    )
     shown = ps_runs("compare", "aaaa00000001", "bbbb", "--report", "out", folder=folder)
     assert "optimizer.lr" in shown and "out/report.html" in shown
     html, text = ((folder / "out" / name).read_text() for name in ("report.html", "report.md"))
@@ -135,9 +137,9 @@ def test_runs_are_compared_with_what_differs(folder: Path) -> None:
 
 
 def test_runs_of_different_tasks_are_not_ranked(folder: Path) -> None:
-    told = json.loads(ps_runs("compare", "aaaa00000001", "cccc", "--json", "--report", "out", folder=folder))
-    assert told["findings"] == [] and "different tasks (digits, gpt)" in told["notes"][0]
-    assert "crashed" in told["notes"][1]
+    result = json.loads(ps_runs("compare", "aaaa00000001", "cccc", "--json", "--report", "out", folder=folder))
+    assert result["findings"] == [] and "different tasks (digits, gpt)" in result["notes"][0]
+    assert "crashed" in result["notes"][1]
     assert "different tasks" in (folder / "out" / "report.html").read_text()
     assert "a comparison needs two runs" in ps_runs("compare", "cccc", folder=folder, code=2)
 
@@ -168,31 +170,31 @@ def test_a_metric_is_drawn(folder: Path) -> None:
     assert ps_runs("plot", "bbbb", folder=folder).count("•") == 3
     ps_runs("plot", "bbbb", "--metric", "accuracy", "--over", "bytes", "--out", "a.svg", folder=folder)
     assert (folder / "a.svg").read_text().count("<polyline") == 1
-    told = ps_runs("plot", "bbbb", "--metric", "accuracy", "--over", "samples", "--json", folder=folder)
-    assert json.loads(told)["points"] == [[500.0, 0.25], [1000.0, 0.5]]
+    output = ps_runs("plot", "bbbb", "--metric", "accuracy", "--over", "samples", "--json", folder=folder)
+    assert json.loads(output)["points"] == [[500.0, 0.25], [1000.0, 0.5]]
     assert "has no metric loos" in ps_runs("plot", "bbbb", "--metric", "loos", folder=folder, code=2)
 
 
 def test_names_are_data(folder: Path) -> None:
     write(folder / "runs" / "paramserver.db", "dddd00000005", mode=EVIL, work=EVIL, lr=EVIL)
     for arguments in (["list"], ["show", "dddd"], ["compare", "dddd", "bbbb", "--report", "out"], ["plot", "dddd"]):
-        said = ps_runs(*arguments, folder=folder)
-        assert "\x1b[2J" not in said and "[bold red]" in said
+        output = ps_runs(*arguments, folder=folder)
+        assert "\x1b[2J" not in output and "[bold red]" in output
     for file in ("report.html",):
         assert "<script" not in (folder / "out" / file).read_text()
 
 
-@pytest.mark.parametrize("what", ["newer", "older", "damaged", "none"])
-def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("text", ["newer", "older", "damaged", "none"])
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, text: str) -> None:
     file, expected = tmp_path / "paramserver.db", {
         "newer": f"version {VERSION + 1}", "older": "an older paramserver wrote it", "damaged": "not a database"
     }  # fmt: skip
-    if what in ("newer", "older"):
+    if text in ("newer", "older"):
         with closing(sqlite3.connect(file)) as db:
-            db.execute(f"PRAGMA user_version = {VERSION + (1 if what == 'newer' else -1)}")
-    elif what == "damaged":
+            db.execute(f"PRAGMA user_version = {VERSION + (1 if text == 'newer' else -1)}")
+    elif text == "damaged":
         file.write_bytes(b"no database" * 1000)
-    assert expected.get(what, "there is no file") in ps_runs("list", "--db", str(file), folder=tmp_path, code=14)
+    assert expected.get(text, "there is no file") in ps_runs("list", "--db", str(file), folder=tmp_path, code=14)
 
 
 def test_a_thousand_runs_are_listed_at_once(tmp_path: Path) -> None:

@@ -137,18 +137,14 @@ def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], l
     }  # fmt: skip
     trial = make_trial(None, chosen, [], folder=folder, seconds=JOB_S, seed=seed, kinds=["kill_server"])
     setup = Setup(
-        arguments=trial.setup.arguments,
-        folder=folder,
-        plan=[],
-        seed=seed,
-        last_step=steps - LAST_STEPS,
+        arguments=trial.setup.arguments, folder=folder, plan=[], seed=seed, last_step=steps - LAST_STEPS,
         deadline_s=JOB_S,
-    )
+    )  # fmt: skip
     began = time.monotonic()
 
-    def say(what: str) -> None:
+    def say(text: str) -> None:
         if not is_quiet:
-            print(f"{time.monotonic() - began:7.2f} s  {what}", flush=True)
+            print(f"{time.monotonic() - began:7.2f} s  {text}", flush=True)
 
     async def run():
         job = KillPoints(setup, say)

@@ -50,8 +50,10 @@ def run(accuracy: float, wall_s: float, curve: dict[int, float] | None = None, s
 
 
 def test_what_is_best_is_said_with_what_the_others_have() -> None:
-    told = findings([("a", run(0.9, 4.0, {10: 0.5, 20: 0.9}, 1000)), ("b", run(0.8, 2.0, {10: 0.6, 20: 0.8}, 4000))])
-    assert told == [
+    sentences = findings(
+        [("a", run(0.9, 4.0, {10: 0.5, 20: 0.9}, 1000)), ("b", run(0.8, 2.0, {10: 0.6, 20: 0.8}, 4000))]
+    )
+    assert sentences == [
         "Accuracy at the end: a is best with 0.900; b 0.800.",
         "Seconds to accuracy 0.800, which every run reached: no difference beyond the spread; a 2.0 s, b 2.0 s.",
         "Seconds in all: b is best with 2.0 s; a 4.0 s.",
@@ -62,8 +64,8 @@ def test_what_is_best_is_said_with_what_the_others_have() -> None:
 def test_ranges_that_overlap_are_no_difference() -> None:
     """Two seeds each: c is beyond the spread of a, b is not."""
     seeds = {"a": (0.90, 0.96), "b": (0.88, 0.91), "c": (0.70, 0.89)}
-    told = findings([(name, run(value, 1.0)) for name, values in seeds.items() for value in values])
-    assert told == [
+    sentences = findings([(name, run(value, 1.0)) for name, values in seeds.items() for value in values])
+    assert sentences == [
         "Accuracy at the end: a is best (not beyond the spread of b) with 0.930 (0.900 to 0.960); "
         "b 0.895 (0.880 to 0.910), c 0.795 (0.700 to 0.890).",
         "Seconds in all: no difference beyond the spread; a 1.0 s, b 1.0 s, c 1.0 s.",
@@ -76,15 +78,17 @@ def test_one_way_of_training_is_compared_with_nothing(runs: list[tuple[str, Summ
 
 
 def test_who_has_no_metrics_is_compared_by_time() -> None:
-    told = findings([("a", run(0.5, 1.0)), ("b", Summary(mode="b", wall_s=2.0))])
-    assert told == ["Seconds in all: a is best with 1.0 s; b 2.0 s."]
+    sentences = findings([("a", run(0.5, 1.0)), ("b", Summary(mode="b", wall_s=2.0))])
+    assert sentences == ["Seconds in all: a is best with 1.0 s; b 2.0 s."]
 
 
 def test_who_diverged_is_named_and_not_ranked() -> None:
     """Its value is no number, and the best that it had on its way counts."""
     curve = {10: 0.5, 20: 0.7, 30: math.nan}
-    told = findings([("a", run(0.8, 1.0, {10: 0.6, 20: 0.8})), ("b", run(0.9, 1.0)), ("c", run(math.nan, 1.0, curve))])
-    assert told[:2] == [
+    sentences = findings(
+        [("a", run(0.8, 1.0, {10: 0.6, 20: 0.8})), ("b", run(0.9, 1.0)), ("c", run(math.nan, 1.0, curve))]
+    )
+    assert sentences[:2] == [
         "Accuracy at the end: b is best with 0.900; a 0.800.",
         "c diverged: accuracy at the end is not finite.",
     ]
@@ -140,10 +144,13 @@ def test_a_target_of_ones_own_says_when_each_came_to_it_and_who_did_not() -> Non
     runs = [("a", run(0.9, 4.0, {10: 0.5, 20: 0.9})), ("b", run(0.8, 2.0, {10: 0.6, 20: 0.8}))]
     head, rows = comparison_cells(runs, condition("accuracy>=0.85"))
     assert [row[head.index("s to accuracy >= 0.85")] for row in rows] == ["2.0", "-"]
-    told = findings(runs, condition("accuracy>=0.85"))
-    assert "Only a reached accuracy >= 0.85, after 2.0 s." in told and "b did not reach accuracy >= 0.85." in told
-    told = findings(runs, condition("accuracy >= 0.6"))
-    assert "Seconds to accuracy >= 0.6: b is best with 1.0 s; a 2.0 s." in told
+    sentences = findings(runs, condition("accuracy>=0.85"))
+    assert (
+        "Only a reached accuracy >= 0.85, after 2.0 s." in sentences
+        and "b did not reach accuracy >= 0.85." in sentences
+    )
+    sentences = findings(runs, condition("accuracy >= 0.6"))
+    assert "Seconds to accuracy >= 0.6: b is best with 1.0 s; a 2.0 s." in sentences
 
 
 def test_one_worker_with_the_batch_of_four_takes_as_many_steps_as_four() -> None:
@@ -171,12 +178,12 @@ def test_why_the_fastest_was_is_what_it_did_less_of() -> None:
         cost = Cost.of("USD", 3600.0, wall_s, 0.0, None)
         return Summary(mode=mode, wall_s=wall_s, workers=[worker], cost=cost)
 
-    told = findings([("sync", of("sync", 4.0, 1.0, 9000)), ("async", of("async", 2.0, 0.0, 9000))])
+    sentences = findings([("sync", of("sync", 4.0, 1.0, 9000)), ("async", of("async", 2.0, 0.0, 9000))])
     why = "0% waiting instead of 50%, 50.0 steps of the union batch a second instead of 25.0"
-    assert f"async was faster than sync with {why}." in told
-    assert "Cost, USD: least in async, 2.00; most in sync, 4.00, 2.0 times as much." in told
-    told = findings([("a", of("a", 2.0, 0.0, 9000)), ("b", of("b", 2.0, 0.0, 100))])
-    assert not [text for text in told if "faster" in text], "neither was"
+    assert f"async was faster than sync with {why}." in sentences
+    assert "Cost, USD: least in async, 2.00; most in sync, 4.00, 2.0 times as much." in sentences
+    sentences = findings([("a", of("a", 2.0, 0.0, 9000)), ("b", of("b", 2.0, 0.0, 100))])
+    assert not [text for text in sentences if "faster" in text], "neither was"
 
 
 def test_seeds_have_a_mean_a_range_and_a_band(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from paramserver.common.reporting.report import comparison_cells
 from paramserver.common.reporting.status import WorkerStatus
 from paramserver.common.reporting.summary import Cost, Summary, price
 from paramserver.launch.plan.hosts import load_hosts
-from paramserver.launch.plan.placement import place
+from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import Child
 
 
@@ -47,7 +47,7 @@ def test_a_comparison_has_prices_where_there_are_some() -> None:
 def test_each_host_has_its_price(tmp_path: Path) -> None:
     path = tmp_path / "hosts.yaml"
     path.write_text("hosts:\n  - {host: a, slots: 2, per_hour: 0.5}\n  - b\n")
-    places = place(load_hosts(str(path)), 3, 1, colocate=False, folder=".")
+    places = place_processes(load_hosts(str(path)), 3, 1, colocate=False, folder=".")
     found = {str(child): at.per_hour for child, at in places.items() if child.role == "worker"}
     assert found == {"worker 0": 0.5, "worker 1": 0.5, "worker 2": None}
     assert places[Child("server", 0)].per_hour == 0.5

@@ -10,7 +10,7 @@ from paramserver.common.reporting.happenings import event
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "told"),
+    ("kind", "fields", "expected"),
     [
         ("start", {"source": "", "mode": "ssp"}, ("start", "ssp, from the beginning")),
         ("start", {"source": "snap/7", "mode": "ssp"}, ("start", "continues from snap/7")),
@@ -32,6 +32,6 @@ from paramserver.common.reporting.happenings import event
         ("snapshot", {}, ("snapshot", "snapshot")),
     ],
 )  # fmt: skip
-def test_an_event_is_a_sentence(kind: str, fields: dict[str, Any], told: tuple[str, str]) -> None:
-    said = event(1.7e9, kind, 3, fields)
-    assert (said.kind, said.text, said.rank) == (*told, 3)
+def test_an_event_is_a_sentence(kind: str, fields: dict[str, Any], expected: tuple[str, str]) -> None:
+    record = event(1.7e9, kind, 3, fields)
+    assert (record.kind, record.text, record.rank) == (*expected, 3)

@@ -28,7 +28,7 @@ SLURM = {
 KUBERNETES = {"JOB_COMPLETION_INDEX": "3", "PS_RUN__WORKERS": "4"}
 
 
-def place(environ: dict[str, str], **flags: Any) -> dict[str, Any]:
+def placement(environ: dict[str, str], **flags: Any) -> dict[str, Any]:
     """What a worker makes of an environment, and whose word it was."""
     resolved = load_config(None, {key.replace("__", "."): value for key, value in flags.items()}, [], environ)
     worker = resolved.config.worker
@@ -56,7 +56,7 @@ def place(environ: dict[str, str], **flags: Any) -> dict[str, Any]:
 def test_an_engine_gives_all_of_a_place(
     environ: dict[str, str], rank: int, workers: int, local_rank: int, server: str, origin: str
 ) -> None:
-    assert place(environ) == {
+    assert placement(environ) == {
         "rank": rank, "workers": workers, "local_rank": local_rank, "server": server, "from": origin
     }  # fmt: skip
 
@@ -87,27 +87,27 @@ def test_the_innermost_engine_gives_everything(
 
 def test_a_rank_never_meets_another_engines_number_of_workers() -> None:
     """RANK set by hand in a job of 6 tasks is not one of these 6."""
-    assert place({"RANK": "9"} | SLURM)["rank"] == 9
-    assert place({"RANK": "9"} | SLURM)["workers"] is None
+    assert placement({"RANK": "9"} | SLURM)["rank"] == 9
+    assert placement({"RANK": "9"} | SLURM)["workers"] is None
 
 
 def test_srun_with_pmi2_still_says_the_rank_on_the_host() -> None:
-    assert place({"PMI_RANK": "4", "PMI_SIZE": "6"} | SLURM)["local_rank"] == 1
+    assert placement({"PMI_RANK": "4", "PMI_SIZE": "6"} | SLURM)["local_rank"] == 1
 
 
 def test_the_step_counts_and_not_the_job() -> None:
     """`srun -n 2` within a job of 6 tasks."""
-    assert place(SLURM | {"SLURM_STEP_NUM_TASKS": "5"})["workers"] == 5
-    assert place({name: text for name, text in SLURM.items() if name != "SLURM_STEP_NUM_TASKS"})["workers"] == 6
+    assert placement(SLURM | {"SLURM_STEP_NUM_TASKS": "5"})["workers"] == 5
+    assert placement({name: text for name, text in SLURM.items() if name != "SLURM_STEP_NUM_TASKS"})["workers"] == 6
 
 
 def test_a_shell_within_an_allocation_is_no_worker_of_it() -> None:
     """salloc gives its shell SLURM_NTASKS and no SLURM_PROCID."""
-    assert place({"SLURM_NTASKS": "6", "SLURM_JOB_NODELIST": "n[1-3]"}) == place({})
+    assert placement({"SLURM_NTASKS": "6", "SLURM_JOB_NODELIST": "n[1-3]"}) == placement({})
 
 
 def test_a_number_of_workers_alone_still_counts() -> None:
-    assert place({"WORLD_SIZE": "4"}) == place({}) | {"workers": 4}
+    assert placement({"WORLD_SIZE": "4"}) == placement({}) | {"workers": 4}
 
 
 def test_restarts_are_torchruns() -> None:
@@ -133,7 +133,7 @@ def test_restarts_are_torchruns() -> None:
     ],
 )
 def test_the_server_is_on_the_first_host(environ: dict[str, str], server: str) -> None:
-    assert place(environ)["server"] == server
+    assert placement(environ)["server"] == server
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_server_is_on_the_first_host(environ: dict[str, str], server: str) -
 )
 def test_one_process_may_train_alone(environ: dict[str, str]) -> None:
     """`RANK=0 python script.py` without a server is a run of one; several workers are never silently alone."""
-    assert place(environ)["from"] == "default"
+    assert placement(environ)["from"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_range_in_the_first_name_begins_with_its_first_number(names: list[str]
 
 
 def test_a_flag_wins_over_a_wrong_value() -> None:
-    assert place({"RANK": "first", "WORLD_SIZE": "2"}, worker__rank=1)["rank"] == 1
+    assert placement({"RANK": "first", "WORLD_SIZE": "2"}, worker__rank=1)["rank"] == 1
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_flag_wins_over_a_wrong_value() -> None:
 )
 def test_a_rank_beyond_the_workers_says_who_said_what(environ: dict[str, str], says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        place(environ)
+        placement(environ)
     assert caught.value.exit_code == 2
     assert "worker.rank is " in caught.value.message and says in caught.value.message
 

@@ -108,14 +108,8 @@ def test_the_layout_the_proto_describes() -> None:
         spec("b", P, "bfloat16", (3,)),
     ])  # fmt: skip
     assert [(entry.spec.name, entry.offset) for entry in layout.entries] == [
-        ("b", 0),
-        ("w2", 64),
-        ("w1", 84),
-        ("d", 192),
-        ("mean", 256),
-        ("count", 320),
-        ("frozen", 384),
-    ]
+        ("b", 0), ("w2", 64), ("w1", 84), ("d", 192), ("mean", 256), ("count", 320), ("frozen", 384),
+    ]  # fmt: skip
     assert (layout.parameter_bytes, layout.exchange_bytes, layout.total_bytes) == (200, 328, 392)
 
 
@@ -255,13 +249,8 @@ def test_tied_weights_are_one_tensor_with_aliases() -> None:
     assert (tied.name, tied.aliases) == ("embedding.weight", ("head.weight", "third.weight"))
     kinds = {spec.name: spec.kind for spec in layout.specs}
     assert kinds == {
-        "frozen": F,
-        "embedding.weight": P,
-        "norm.weight": P,
-        "norm.bias": P,
-        "norm.running_mean": B,
-        "norm.running_var": B,
-        "norm.num_batches_tracked": B,
-    }
+        "frozen": F, "embedding.weight": P, "norm.weight": P, "norm.bias": P, "norm.running_mean": B,
+        "norm.running_var": B, "norm.num_batches_tracked": B,
+    }  # fmt: skip
     again = layout_from_proto(layout_to_proto(layout))
     assert again.specs == layout.specs, "aliases travel"

@@ -67,14 +67,14 @@ get_logger().info("model", parameters=8)
 
 
 @pytest.mark.parametrize(
-    ("form", "level", "told"),
+    ("form", "level", "events"),
     [("text", "info", ["model"]), ("text", "debug", ["tensors", "model"]), ("json", "info", ["tensors", "model"]),
      ("json", "warning", []), ("text", "warning", [])],
 )  # fmt: skip
-def test_a_workers_normal_life_is_told_to_programs_only(form: str, level: str, told: list[str]) -> None:
+def test_a_workers_normal_life_is_told_to_programs_only(form: str, level: str, events: list[str]) -> None:
     command = [sys.executable, "-c", ROUTINE, form, level]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
-    assert [name for line in lines for name in ("tensors", "model") if name in line] == told
+    assert [name for line in lines for name in ("tensors", "model") if name in line] == events
     if form == "json" and lines:
         assert [json.loads(line)["level"] for line in lines] == ["debug", "info"]
         assert "_routine" not in json.loads(lines[0])

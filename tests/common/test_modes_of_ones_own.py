@@ -130,13 +130,17 @@ def test_what_is_wrong_with_it_is_said(name: str, content: str | None, says: str
 
 def test_another_process_cannot_name_a_file(mine: str, tmp_path: Path) -> None:
     """The coordinator's word for what a shard runs: the same mode as on its own command line, wherever it lies."""
-    own = load(run__mode=mine).config
-    told = {"mode": "/elsewhere/my_mode.py:Mine", "other_modes": [], "steps": 7}
-    assert own_modes(own.run.modes, told) == {"mode": f"{tmp_path}/my_mode.py:Mine", "other_modes": (), "steps": 7}
-    assert own_modes(own.run.modes, {"mode": "sync", "other_modes": []})["mode"] == "sync"
+    config = load(run__mode=mine).config
+    settings = {"mode": "/elsewhere/my_mode.py:Mine", "other_modes": [], "steps": 7}
+    assert own_modes(config.run.modes, settings) == {
+        "mode": f"{tmp_path}/my_mode.py:Mine",
+        "other_modes": (),
+        "steps": 7,
+    }
+    assert own_modes(config.run.modes, {"mode": "sync", "other_modes": []})["mode"] == "sync"
     for strange in ({"mode": "/elsewhere/my_mode.py:Other"}, {"mode": "sync", "other_modes": ["/x/evil.py:Mine"]}):
-        assert "was not given" in mistake(lambda strange=strange: own_modes(own.run.modes, strange)).message
-    assert "was not given" in mistake(lambda: own_modes(Config().run.modes, told)).message
+        assert "was not given" in mistake(lambda strange=strange: own_modes(config.run.modes, strange)).message
+    assert "was not given" in mistake(lambda: own_modes(Config().run.modes, settings)).message
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -176,10 +180,10 @@ def test_the_launcher_hands_on_the_whole_path(mine: str, tmp_path: Path) -> None
         "launch", "--dry-run", "--mode", f"sync,{mine}", "--alpha", "2", "--save", "w.safetensors", folder=tmp_path
     )
     assert shown.returncode == 0, shown.stderr
-    sync, own = [line for line in shown.stdout.splitlines() if line.startswith("[server")]
+    sync, custom = [line for line in shown.stdout.splitlines() if line.startswith("[server")]
     assert "run.mode=sync" in sync
-    assert f"run.mode={tmp_path}/my_mode.py:Mine" in own
-    for server, name in ((sync, "sync"), (own, "Mine")):
+    assert f"run.mode={tmp_path}/my_mode.py:Mine" in custom
+    for server, name in ((sync, "sync"), (custom, "Mine")):
         assert f"run.other_modes=[{tmp_path}/my_mode.py:Mine]" in server.replace("'", "").replace('"', "")
         assert "policy.alpha=2.0" in server
         assert f"output.save=w-{name}.safetensors" in server

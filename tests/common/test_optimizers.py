@@ -32,26 +32,11 @@ ELEMENTWISE = [name for name in CLASSES if is_elementwise(known_optimizers()[nam
 
 # Other arguments than torch's defaults: whatever the class takes of these is given.
 UNUSUAL: dict[str, Any] = {
-    "lr": 0.05,
-    "weight_decay": 0.1,
-    "momentum": 0.8,
-    "nesterov": True,
-    "betas": (0.8, 0.95),
-    "eps": 1e-5,
-    "amsgrad": True,
-    "maximize": True,
-    "centered": True,
-    "alpha": 0.7,
-    "rho": 0.8,
-    "etas": (0.4, 1.3),
-    "step_sizes": (1e-5, 20.0),
-    "lambd": 1e-3,
-    "t0": 2.0,
-    "momentum_decay": 0.01,
-    "decoupled_weight_decay": True,
-    "lr_decay": 0.01,
-    "initial_accumulator_value": 0.3,
-}
+    "lr": 0.05, "weight_decay": 0.1, "momentum": 0.8, "nesterov": True, "betas": (0.8, 0.95), "eps": 1e-5,
+    "amsgrad": True, "maximize": True, "centered": True, "alpha": 0.7, "rho": 0.8, "etas": (0.4, 1.3),
+    "step_sizes": (1e-5, 20.0), "lambd": 1e-3, "t0": 2.0, "momentum_decay": 0.01, "decoupled_weight_decay": True,
+    "lr_decay": 0.01, "initial_accumulator_value": 0.3,
+}  # fmt: skip
 
 
 def unusual_arguments(name: str) -> dict[str, Any]:
@@ -366,15 +351,15 @@ def test_a_tensor_learning_rate_is_a_number() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adamax", "adadelta"])
 def test_what_a_class_puts_into_its_groups_itself_is_no_mistake(name: str) -> None:
     optimizer = build_optimizer(name, [{"params": [torch.nn.Parameter(torch.zeros(2))]}], {"lr": 0.1})
-    told = current_hyperparameters(optimizer.param_groups[0])
-    check_hyperparameters(name, told)
-    check_hyperparameters(name, told | {"lr": 0.05}, told)
+    hyperparameters = current_hyperparameters(optimizer.param_groups[0])
+    check_hyperparameters(name, hyperparameters)
+    check_hyperparameters(name, hyperparameters | {"lr": 0.05}, hyperparameters)
 
 
 def test_numbers_may_change_and_nothing_else() -> None:
     def spec(name: str = "Adam", tensors: tuple[str, ...] = ("w",), **values: Any) -> OptimizerSpec:
-        told = {"lr": 0.1, "betas": [0.9, 0.99], "amsgrad": False, **values}
-        return OptimizerSpec(name, (GroupSpec(tensors, told), GroupSpec(("b",), told)))
+        settings = {"lr": 0.1, "betas": [0.9, 0.99], "amsgrad": False, **values}
+        return OptimizerSpec(name, (GroupSpec(tensors, settings), GroupSpec(("b",), settings)))
 
     assert spec().new_numbers(spec()) == []
     assert spec().new_numbers(spec(lr=0.2, betas=[0.8, 0.99])) == [

@@ -11,14 +11,14 @@ from paramserver.common.reporting.output import write_whole
 
 
 def test_what_a_killed_process_left_goes_with_the_next_file_and_one_that_is_being_written_stays(tmp_path: Path) -> None:
-    left, others, held = (tmp_path / name for name in (".w[1].7.tmp", ".w2.7.tmp", ".w[1].8.tmp"))
-    for path in (left, others, held):
+    left, others, in_use = (tmp_path / name for name in (".w[1].7.tmp", ".w2.7.tmp", ".w[1].8.tmp"))
+    for path in (left, others, in_use):
         path.write_bytes(b"half")
-    with held.open("rb") as file:
+    with in_use.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         write_whole(tmp_path / "w[1]", b"whole")
     assert (tmp_path / "w[1]").read_bytes() == b"whole"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([held.name, others.name, "w[1]"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([in_use.name, others.name, "w[1]"])
 
 
 def test_a_link_stays_and_a_pipe_is_written_to(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ def test_a_bad_value_of_a_tensor_is_seen(name: str, bad: float) -> None:
 def test_any_bytes_are_decoded_or_refused(name: str, seed: int, n: int) -> None:
     codec, generator = CODECS.load(name)(), torch.Generator().manual_seed(seed)
     encoded = through(name, torch.randn(n, generator=generator))[0]
-    for place in torch.randint(len(encoded), (seed % 9,), generator=generator).tolist():
-        encoded[place] = int(torch.randint(256, (), generator=generator))
+    for position in torch.randint(len(encoded), (seed % 9,), generator=generator).tolist():
+        encoded[position] = int(torch.randint(256, (), generator=generator))
     with suppress(ValueError):  # places that do not ascend
         codec.decode_piece(encoded, torch.zeros(n))
 

@@ -134,8 +134,8 @@ def test_a_device_that_may_be_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(f"{machine}._DRIVERS", (f"{tmp_path}/nvidia*",))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     check_device("cuda:1")
-    for told in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    for visible in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES hides all"):
             check_device("cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -125,9 +125,9 @@ def test_secrets_that_everyone_can_read_are_named_in_the_log(tmp_path: Path, cap
     assert "secret_readable" not in "".join(capsys.readouterr())
     (tmp_path / "token").chmod(0o644)
     warn_of_readable_secrets(config)
-    said = "".join(capsys.readouterr())
-    assert "secret_readable" in said
-    assert SECRET not in said
+    output = "".join(capsys.readouterr())
+    assert "secret_readable" in output
+    assert SECRET not in output
 
 
 # ---- certificates and keys ------------------------------------------------------------------------

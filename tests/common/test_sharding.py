@@ -57,8 +57,8 @@ def test_shares_differ_by_less_than_two_rows(layout, num_shards):
     row = max(spec.num_bytes // max(1, spec.shape[0] if spec.shape else 1) for spec in trained)
     total = sum(spec.num_bytes for spec in trained)
     for share in _divided(layout, num_shards):
-        held = sum(spec.num_bytes for spec in share.layout.specs if spec.kind is Kind.PARAMETER)
-        assert abs(held - total / num_shards) <= 2 * row + 1
+        num_bytes = sum(spec.num_bytes for spec in share.layout.specs if spec.kind is Kind.PARAMETER)
+        assert abs(num_bytes - total / num_shards) <= 2 * row + 1
 
 
 @given(layouts(), st.integers(1, 4))
@@ -70,8 +70,8 @@ def test_parts_put_together_are_the_tensors(layout, num_shards):
     whole = {spec.name: tensor for spec, tensor in layout.views(payload)}
     again = {name: torch.full_like(tensor, 1) for name, tensor in whole.items()}
     for share in shares:
-        held = new_payload(share.layout.total_bytes)
-        views = {spec.name: view for spec, view in share.layout.views(held)}
+        merged = new_payload(share.layout.total_bytes)
+        views = {spec.name: view for spec, view in share.layout.views(merged)}
         for part in share.parts:
             views[part.name].copy_(part.of(whole[part.spec.name]))
             part.of(again[part.spec.name]).copy_(views[part.name])

@@ -19,8 +19,8 @@ class Own(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
 
-def found(model, *own):
-    return statistics_of(model, named_tensors(model), own)
+def found(model, *classes):
+    return statistics_of(model, named_tensors(model), classes)
 
 
 @pytest.mark.parametrize(

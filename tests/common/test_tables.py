@@ -115,7 +115,7 @@ def test_the_sum_of_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "arguments", "said"),
+    ("optimizer", "arguments", "message"),
     [
         ("adamw", {}, "cannot step rows: Adam does not support sparse gradients"),
         ("sgd", {"momentum": 0.9}, "is not one for rows"),
@@ -124,8 +124,8 @@ def test_the_sum_of_parts() -> None:
         ("adagrat", {}, "no optimizer 'adagrat' for rows"),
     ],
 )
-def test_an_optimizer_that_is_not_one_for_rows_is_refused(optimizer: str, arguments: dict, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_an_optimizer_that_is_not_one_for_rows_is_refused(optimizer: str, arguments: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make_spec("items", 10, 2, "float32", 0.1, optimizer, arguments)
 
 

@@ -109,11 +109,8 @@ class Process:
             self.counted = welcome.seq
             return True
         self.encoder, self.decoder, self.num_taken, self.sent = (
-            CODEC.encoder(self.layout),
-            CODEC.decoder(self.layout),
-            0,
-            None,
-        )
+            CODEC.encoder(self.layout), CODEC.decoder(self.layout), 0, None,
+        )  # fmt: skip
         received = await self._next("reply", "send_weights")
         if received.kind == "send_weights":
             weights = new_payload(self.layout.total_bytes)
@@ -280,9 +277,9 @@ def test_what_cannot_be_decoded_is_the_workers_mistake_and_leaks_nothing(layout:
         assert process.sent is not None
         process.sent[0] = 77  # as many payloads were never counted
         process.send()
-        while not isinstance(said := await asyncio.wait_for(process.stream.received.get(), 20), str):
+        while not isinstance(received := await asyncio.wait_for(process.stream.received.get(), 20), str):
             pass
-        assert said == "BAD_REQUEST"
+        assert received == "BAD_REQUEST"
         await asyncio.wait(process.calls)
         await engine.tensors.run(lambda: None)
         assert engine.model.staging.num_lent == 0

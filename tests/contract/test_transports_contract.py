@@ -132,11 +132,11 @@ class Pair:
         """It comes to the worker, or half of it does."""
 
         def receive(write: Any) -> None:
-            half = len(reply) // 2
-            write(0, as_bytes(reply)[:half])
+            middle = len(reply) // 2
+            write(0, as_bytes(reply)[:middle])
             if break_off:
                 raise ConnectionError
-            write(half, as_bytes(reply)[half:])
+            write(middle, as_bytes(reply)[middle:])
 
         self.down.take(len(reply), "" if self.codec.is_identity else self.codec.name, receive)
 
@@ -287,8 +287,8 @@ def test_replies_are_remembered_once_on_both_sides(fates: list[str]) -> None:
             pair.memory.resumed(pair.down.num_taken)
         if fate.startswith("taken"):
             decoder: Any = pair.down._decoder
-            held = torch.cat([parameter.detach().reshape(-1) for parameter in pair.net.parameters()])
-            assert torch.equal(held, torch.cat(decoder.values))
+            weights = torch.cat([parameter.detach().reshape(-1) for parameter in pair.net.parameters()])
+            assert torch.equal(weights, torch.cat(decoder.values))
 
 
 # ---- what cannot be decoded ----------------------------------------------------------------------------

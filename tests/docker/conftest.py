@@ -100,10 +100,10 @@ class Project:
         found = json.loads(docker("inspect", *self.ids(service)))
         return [{**load["State"], "RestartCount": load["RestartCount"]} for load in found]
 
-    def until(self, condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    def until(self, condition: Callable[[], bool], description: str, deadline_s: float = DEADLINE_S) -> None:
         deadline = time.monotonic() + deadline_s
         while not condition():
-            assert time.monotonic() < deadline, f"no {what} in {deadline_s:g} s\n{self.logs()}"
+            assert time.monotonic() < deadline, f"no {description} in {deadline_s:g} s\n{self.logs()}"
             time.sleep(0.5)  # a look at the metrics costs a Python process
 
     def until_all_exited(self, *services: str) -> None:

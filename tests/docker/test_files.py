@@ -113,11 +113,11 @@ def test_what_the_containers_say_is_what_alloy_reads(tmp_path: Path) -> None:
     )  # fmt: skip
     try:
         assert server.stderr is not None
-        said = next(line for line in server.stderr if "listening" in line)
+        output = next(line for line in server.stderr if "listening" in line)
     finally:
         server.kill()
         server.communicate()
-    line = json.loads(said)
+    line = json.loads(output)
     (wanted,) = re.findall(r"expressions = \{(.*?)\}", alloy)
     asked = re.findall(r"(\w+) = ", wanted)
     assert {"program", "timestamp"} <= set(asked) <= line.keys()

@@ -99,23 +99,23 @@ def test_what_is_marked_is_run(page: str, checkout: Path) -> None:
     for block in BLOCKS:
         if block.page == page and block.mark == "run":
             shell = ["bash", "-euo", "pipefail", "-c", block.text]
-            code, said = run_in_a_group(shell, checkout)
-            assert code == 0, f"{block}\n{said}"
+            code, output = run_in_a_group(shell, checkout)
+            assert code == 0, f"{block}\n{output}"
 
 
 def run_in_a_group(command: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and output; nothing that it left in the background is there afterwards."""
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environ(), stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=folder, env=environ(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(400)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        said.seek(0)
-        return code, said.read()
+        output.seek(0)
+        return code, output.read()
 
 
 # ---- the test of the tests ---------------------------------------------------------------------

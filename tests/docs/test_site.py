@@ -37,8 +37,8 @@ def test_the_reference_has_every_key_and_every_flag() -> None:
     page = reference.settings_page()
     assert [key for key in settings() if f"| `{key}` |" not in page] == []
     page = reference.commands_page()
-    for told in ("## ps-server", "## ps-launch doctor", "## ps-runs compare", "`--local-steps`", "`--bandwidth` RATE"):
-        assert told in page
+    for text in ("## ps-server", "## ps-launch doctor", "## ps-runs compare", "`--local-steps`", "`--bandwidth` RATE"):
+        assert text in page
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -23,15 +23,23 @@ def encoded(*lines: Line) -> list[bytes]:
 
 
 def start(mode: str, *, incarnation: int = 1, version: int = 0, seqs: dict | None = None, **more: Any) -> Line:
-    told = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2, "staleness": None}
-    told |= {"options": {}, "common": {}}
+    settings = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2, "staleness": None}
+    settings |= {"options": {}, "common": {}}
     source = "s" if version else None
-    return {"op": "start", "role": "server", **told, "version": version, "seqs": seqs or {}, "source": source, **more}
+    return {
+        "op": "start",
+        "role": "server",
+        **settings,
+        "version": version,
+        "seqs": seqs or {},
+        "source": source,
+        **more,
+    }
 
 
 def op(name: str, rank: int | None = None, incarnation: int = 1, **fields: Any) -> Line:
-    place = {} if rank is None else {"rank": rank, "incarnation": incarnation}
-    return {"op": name, "role": "server", **place, **fields}
+    identity = {} if rank is None else {"rank": rank, "incarnation": incarnation}
+    return {"op": name, "role": "server", **identity, **fields}
 
 
 def applied(rank: int, seq: int, version: int, *members: int) -> list[Line]:

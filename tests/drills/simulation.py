@@ -33,7 +33,7 @@ class Simulation:
         self.incarnations: dict[int, int] = {}
         self.seated: set[int] = set()  # have joined, and have not said what they train
         self.contributed: set[int] = set()  # have contributed since they were let in
-        self.held: dict[int, int] = {}  # live ranks that compute, and the version they compute on
+        self.computing: dict[int, int] = {}  # live ranks that compute, and the version they compute on
         self.unanswered: set[int] = set()
         self.undecided: dict[int, Line] = {}  # by rank: what is noted of a report when it is decided
         self.server_incarnation = 0
@@ -48,7 +48,7 @@ class Simulation:
         version, seqs = self.snapshots[-1] if self.snapshots else (0, {})
         if self.snapshots:
             self.policy.restore(version, seqs, {})
-        self.held, self.unanswered, self.being_written, self.seated, self.undecided = {}, set(), [], set(), {}
+        self.computing, self.unanswered, self.being_written, self.seated, self.undecided = {}, set(), [], set(), {}
         self.open: list[list[int]] = []  # accepted, and in no version: rank, incarnation, number
         self.write(
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
@@ -57,12 +57,12 @@ class Simulation:
             options=self.policy.options.model_dump(mode="json"), common={"training_steps": 10_000},
         )  # fmt: skip
 
-    def place(self, rank: int) -> Line:
+    def sender(self, rank: int) -> Line:
         return {"rank": rank, "incarnation": self.incarnations[rank], "seq": self.policy.num_counted.get(rank, 0)}
 
     def join(self, rank: int) -> None:
         self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
-        self.write("join", **self.place(rank), resumed=False)
+        self.write("join", **self.sender(rank), resumed=False)
         self.seated.add(rank)
 
     def enter(self, rank: int) -> None:
@@ -73,11 +73,11 @@ class Simulation:
         self.unanswered.add(rank)
         self.perform(decisions)
         server = {"run": "r", "server_incarnation": self.server_incarnation, "version": self.policy.version}
-        self.write("start", "worker", **self.place(rank), **server)
+        self.write("start", "worker", **self.sender(rank), **server)
 
     def leave(self, rank: int, how: str = "closed") -> None:
         self.write("leave", rank=rank, incarnation=self.incarnations[rank], how=how)
-        self.held.pop(rank, None)
+        self.computing.pop(rank, None)
         self.undecided.pop(rank, None)
         self.unanswered.discard(rank)
         self.seated.discard(rank)
@@ -86,9 +86,9 @@ class Simulation:
     def resume(self, rank: int) -> None:
         """The same process again after a lost connection; it asks for the reply it did not get."""
         self.incarnations[rank] += 1
-        self.write("join", **self.place(rank), resumed=True)
+        self.write("join", **self.sender(rank), resumed=True)
         self.policy.disconnected(rank)
-        was_lost = rank in self.held and self.chance.random() < 0.5
+        was_lost = rank in self.computing and self.chance.random() < 0.5
         if (undecided := self.undecided.pop(rank, None)) is not None:
             self.contribute(rank, undecided["seq"], undecided["base_version"])
         elif rank in self.contributed and (was_lost or rank in self.unanswered):
@@ -114,7 +114,7 @@ class Simulation:
         if outcome == "accepted" and Wait(rank) not in decisions:
             self.open.append([rank, self.incarnations[rank], seq])
         if not refused:
-            self.held.pop(rank, None)
+            self.computing.pop(rank, None)
             self.unanswered.add(rank)
             if rank not in self.undecided:
                 self.contributed.add(rank)
@@ -135,17 +135,17 @@ class Simulation:
                     taken = [self.taken(rank) for rank in ranks]
                     self.write("commit", version=self.policy.version, members=members, contributions=taken)
                 case Reply(rank, outcome):
-                    place = {"rank": rank, "incarnation": self.incarnations[rank]}
-                    told: Line = {
+                    identity = {"rank": rank, "incarnation": self.incarnations[rank]}
+                    settings: Line = {
                         "seq": self.policy.num_counted[rank],
                         "version": self.policy.version,
                         "outcome": outcome.name,
                     }
-                    self.write("reply", **place, **told)
+                    self.write("reply", **identity, **settings)
                     if outcome.name != "START":
-                        self.write("replied", "worker", **place, **told)
+                        self.write("replied", "worker", **identity, **settings)
                     self.unanswered.discard(rank)
-                    self.held[rank] = self.policy.version
+                    self.computing[rank] = self.policy.version
 
     def taken(self, rank: int) -> list[int]:
         """The rank's first contribution that is in no version yet; it is now."""
@@ -155,7 +155,7 @@ class Simulation:
 
     def act(self) -> None:
         chance, live = self.chance, sorted(self.policy.members)
-        computing, seated = sorted(self.held), sorted(self.seated)
+        computing, seated = sorted(self.computing), sorted(self.seated)
         absent = [rank for rank in range(self.num_workers) if rank not in {*live, *seated}]
         roll = chance.random()
         if seated and roll > 0.7:
@@ -171,13 +171,13 @@ class Simulation:
         elif roll < 0.40 and self.being_written:
             version, seqs = self.being_written.pop(0)
             self.snapshots.append((version, seqs))
-            told = {str(rank): seq for rank, seq in seqs.items()}
-            self.write("snapshot", version=version, seqs=told, path="s", sha256="0")
+            settings = {str(rank): seq for rank, seq in seqs.items()}
+            self.write("snapshot", version=version, seqs=settings, path="s", sha256="0")
         elif roll < 0.43 and self.snapshots:
             self.start()
         elif computing:
             rank = chance.choice(computing)
-            seq, base_version = self.policy.num_counted[rank] + 1, self.held[rank]
+            seq, base_version = self.policy.num_counted[rank] + 1, self.computing[rank]
             self.contribute(rank, seq, base_version)
 
 

@@ -281,12 +281,12 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     trial = make_trial(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
     ending = Ending(exit_code=0, unexpected=["worker 0 failed: exit code 13"])
     assert judge(ending, trial) == ["nobody killed it: worker 0 failed: exit code 13", "there is no history"]
-    place = {"role": "server", "rank": 0, "incarnation": 1}
+    identity = {"role": "server", "rank": 0, "incarnation": 1}
     start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "seqs": {}, "source": None}
     start |= {"options": {}, "common": {}}
     history = [
         {"op": "start", "role": "server", **start},
-        {"op": "join", **place, "seq": 0},
+        {"op": "join", **identity, "seq": 0},
         {"op": "commit", "role": "server", "version": 1, "contributions": [[0, 1, 1]], "members": [0]},
     ]
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))

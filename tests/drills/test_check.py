@@ -120,14 +120,14 @@ def test_commits_that_only_the_snapshot_knows_are_counted() -> None:
 
 
 def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> None:
-    told = {"role": "worker", "rank": 0, "incarnation": 1}
+    settings = {"role": "worker", "rank": 0, "incarnation": 1}
     lines = [
         start("async"),
         *joined(0),
-        {"op": "start", **told, "run": "r", "server_incarnation": 1, "seq": 0, "version": 0},
+        {"op": "start", **settings, "run": "r", "server_incarnation": 1, "seq": 0, "version": 0},
         *applied(0, 1, 1, 0),
-        {"op": "send", **told, "seq": 2, "base_version": 1},
-        {"op": "replied", **told, "seq": 2, "version": 2, "outcome": "APPLIED"},
+        {"op": "send", **settings, "seq": 2, "base_version": 1},
+        {"op": "replied", **settings, "seq": 2, "version": 2, "outcome": "APPLIED"},
     ]
     assert messages(lines) == ""
     lines.append(op("end", version=1, seqs={"0": 1}))

@@ -15,17 +15,17 @@ from paramserver.tests.drills.histories import Line, applied, encoded, joined, m
 
 def test_half_a_line_is_allowed_where_a_process_died() -> None:
     first = [start("async"), *joined(0)]
-    half = b'{"op":"accept","role":"ser'
-    assert check({"h": [*encoded(*first), half]}).is_good
+    beginning = b'{"op":"accept","role":"ser'
+    assert check({"h": [*encoded(*first), beginning]}).is_good
     again = json.dumps(start("async", incarnation=2)).encode() + b"\n"
-    assert check({"h": [*encoded(*first), half + again]}).is_good
-    later = check({"h": [*encoded(*first), half + encoded(*applied(0, 1, 1, 0))[0]]})
+    assert check({"h": [*encoded(*first), beginning + again]}).is_good
+    later = check({"h": [*encoded(*first), beginning + encoded(*applied(0, 1, 1, 0))[0]]})
     assert [str(problem) for problem in later.problems] == [
         "h:4: a partial line, and then accept: only a start may follow what a killed process left"
     ]
     shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "seq": 1, "base_version": 0}
-    assert check({"h": [*encoded(*first), half + encoded(shared)[0]]}).is_good
-    middle = check({"h": [*encoded(*first), half + b"\n", *encoded(*applied(0, 1, 1, 0))]})
+    assert check({"h": [*encoded(*first), beginning + encoded(shared)[0]]}).is_good
+    middle = check({"h": [*encoded(*first), beginning + b"\n", *encoded(*applied(0, 1, 1, 0))]})
     assert [str(problem) for problem in middle.problems] == ["h:4: not a JSON object"]
 
 

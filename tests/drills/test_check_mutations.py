@@ -126,12 +126,12 @@ def forget_a_departure(lines: list[Line], chance: random.Random) -> None:
         """A member leaves, and the next commit comes before it is back."""
         if not is_op(lines, i, "leave"):
             return False
-        place = {key: lines[i][key] for key in ("rank", "incarnation")}
+        identity = {key: lines[i][key] for key in ("rank", "incarnation")}
         for line in rest_of_segment(lines, i):
-            if line["op"] == "join" and line["rank"] == place["rank"]:
+            if line["op"] == "join" and line["rank"] == identity["rank"]:
                 return False
             if line["op"] == "commit":
-                return any(is_op(lines, j, "reply", **place) for j in range(i))
+                return any(is_op(lines, j, "reply", **identity) for j in range(i))
         return False
 
     del lines[pick(lines, chance, matters)]

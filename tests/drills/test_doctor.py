@@ -60,15 +60,15 @@ def test_the_machine_of_the_server_is_looked_at_where_no_worker_is(tmp_path: Pat
     ]
     path = tmp_path / "hosts.yaml"
     path.write_text("hosts: [{host: a, slots: 2, server: true}, b]")
-    assert run._server_of(str(path), 2, 1.0, []) == {}, "a worker is there, and says it"
+    assert run.server_of(str(path), 2, 1.0, []) == {}, "a worker is there, and says it"
 
 
 def test_what_is_as_it_should_be_is_shown_too() -> None:
     out = io.StringIO()
     measured = Measured(1.0, {0: HEALTHY}, clocks={0: 0.012}, security="TLS, token")
-    report_console(out).print(results._machines(measured))
-    for told in ("worker 0 (a)", "+0.01 s", "8.6 GB", "10.0 ms", "65,536", "TLS, token"):
-        assert told in out.getvalue()
+    report_console(out).print(results.machines_table(measured))
+    for text in ("worker 0 (a)", "+0.01 s", "8.6 GB", "10.0 ms", "65,536", "TLS, token"):
+        assert text in out.getvalue()
 
 
 def test_how_machines_are_joined_is_said() -> None:
@@ -101,8 +101,8 @@ def test_advice_by_link(megabit: float, says: str, first: str) -> None:
     assert sync["raw"].steps_per_s <= sync["int8"].steps_per_s <= sync["q4"].steps_per_s
     diloco = {item.codec: item for item in foreseen if item.mode == "diloco"}
     assert all(text.of_ideal >= 0.77 for text in diloco.values())
-    told = "\n".join(advice.sentences(foreseen, link, trip_s, 0.1, 10.0))
-    assert says in told and first in told.partition("First try")[2]
+    advised = "\n".join(advice.sentences(foreseen, link, trip_s, 0.1, 10.0))
+    assert says in advised and first in advised.partition("First try")[2]
 
 
 def test_workers_that_share_a_link() -> None:
@@ -118,16 +118,16 @@ def test_workers_that_share_a_link() -> None:
 
 
 def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
-    told = cluster.command("launch", "doctor", "--mb", "4")
-    assert told.returncode == 2
-    assert "the model's size and a step's time" in told.stderr
+    result = cluster.command("launch", "doctor", "--mb", "4")
+    assert result.returncode == 2
+    assert "the model's size and a step's time" in result.stderr
     assert cluster.command("launch", "doctor", "--mb", "4", "--compute", "0ms").returncode == 2
-    told = cluster.command("launch", "doctor", "--mb", "-4", "--compute", "10ms")
-    assert (told.returncode, "the model has -4 MB" in told.stderr) == (2, True)
-    told = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--verify")
-    assert (told.returncode, "nothing that could be run" in told.stderr) == (2, True)
-    told = cluster.command("launch", "doctor", "nowhere.yaml")
-    assert (told.returncode, told.stderr[:56]) == (2, "ps-launch doctor: cannot read the configuration nowhere.")
+    result = cluster.command("launch", "doctor", "--mb", "-4", "--compute", "10ms")
+    assert (result.returncode, "the model has -4 MB" in result.stderr) == (2, True)
+    result = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--verify")
+    assert (result.returncode, "nothing that could be run" in result.stderr) == (2, True)
+    result = cluster.command("launch", "doctor", "nowhere.yaml")
+    assert (result.returncode, result.stderr[:56]) == (2, "ps-launch doctor: cannot read the configuration nowhere.")
 
 
 class Clock:
@@ -211,14 +211,8 @@ class Made:
     def messages(self, plan: Plan, secured: object) -> Iterator[dict]:
         try:
             yield {
-                "rank": 0,
-                "kind": "machine",
-                "bytes": 4000,
-                "compute_s": 0.1,
-                "arrived": 1.0,
-                **HEALTHY,
-                "time": 1.0,
-            }
+                "rank": 0, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 1.0, **HEALTHY, "time": 1.0,
+            }  # fmt: skip
             for number, value in enumerate(self._values):
                 self._clock.now += 1.0
                 yield said_of(0, number, value)
@@ -240,35 +234,24 @@ class Made:
 def test_the_run_is_ended_when_enough_is_known(values: list[float], after: int | None, ended: str) -> None:
     clock = Clock()
     job, parts = Made(clock, values, after), list[float]()
-    found = measure(job, Plan(0.3, 0.004, ("direct",)), 10.0, lambda part, what: parts.append(part), clock)
+    found = measure(job, Plan(0.3, 0.004, ("direct",)), 10.0, lambda part, text: parts.append(part), clock)
     assert found.ended == ended and job.is_ended
     assert found.is_partial == (after is not None) and len(found.links) == 1
     assert parts == sorted(parts) and 0 <= parts[0] <= parts[-1] <= 1
 
 
-@pytest.mark.parametrize("told", ["measuring", "starting"])
-def test_ctrl_c_shows_what_is_measured_so_far(cluster: Cluster, told: str) -> None:
+@pytest.mark.parametrize("message", ["measuring", "starting"])
+def test_ctrl_c_shows_what_is_measured_so_far(cluster: Cluster, message: str) -> None:
     flags = (
-        "--mb",
-        "0.5",
-        "--compute",
-        "20ms",
-        "--seconds",
-        "0.1",
-        "-n",
-        "1",
-        "--transports",
-        "direct",
-        "--budget",
-        "600",
-    )
+        "--mb", "0.5", "--compute", "20ms", "--seconds", "0.1", "-n", "1", "--transports", "direct", "--budget", "600",
+    )  # fmt: skip
     doctor = cluster.start("doctor", "-m", "paramserver.launch", "doctor", *flags, "--set=log.level=debug")
-    wanted = "round 2" if told == "measuring" else "starting"
+    wanted = "round 2" if message == "measuring" else "starting"
     doctor.until(lambda: wanted in doctor.output, wanted)
     doctor.signal(signal.SIGINT)
     assert doctor.wait() == 130, doctor.output
     assert "Traceback" not in doctor.output
-    if told == "measuring":
+    if message == "measuring":
         assert "then Ctrl-C" in doctor.output and "First try: --mode" in doctor.output
     else:
         assert "ended before anything was measured" in doctor.output
@@ -279,9 +262,9 @@ def test_ctrl_c_shows_what_is_measured_so_far(cluster: Cluster, told: str) -> No
 def test_it_measures_a_transport(cluster: Cluster, transport: str) -> None:
     flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "--transports", transport, "--json", "--set",
              "policy.local_steps=4")  # fmt: skip
-    told = cluster.command("launch", "doctor", *flags)
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout)
+    result = cluster.command("launch", "doctor", *flags)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
     assert {(link["rank"], link["transport"]) for link in found["links"]} == {(0, transport), (1, transport)}
     assert all(link["up"] > 1e6 and link["down"] > 1e6 and link["together"] >= 1 for link in found["links"])
     assert found["security"] == "none"
@@ -294,17 +277,19 @@ def test_it_measures_a_transport(cluster: Cluster, transport: str) -> None:
 @pytest.mark.slow
 def test_why_a_transport_is_not_there_is_said(cluster: Cluster) -> None:
     flags = ("--mb", "0.5", "--compute", "20ms", "--seconds", "0.2", "-n", "1", "--set", "server.shared_memory=false")
-    told = cluster.command("launch", "doctor", *flags, "--transports", "shared,direct", "--json")
-    assert told.returncode == 0, told.stderr
-    said = [check["text"] for check in json.loads(told.stdout)["checks"]]
-    assert any("has no transport shared: " in text and "server" in text for text in said), said
-    told = cluster.command("launch", "doctor", *flags, "--transports", "shared")
-    assert (told.returncode, "no worker was given a transport of shared: " in told.stderr) == (2, True), told.stderr
+    result = cluster.command("launch", "doctor", *flags, "--transports", "shared,direct", "--json")
+    assert result.returncode == 0, result.stderr
+    output = [check["text"] for check in json.loads(result.stdout)["checks"]]
+    assert any("has no transport shared: " in text and "server" in text for text in output), output
+    result = cluster.command("launch", "doctor", *flags, "--transports", "shared")
+    assert (result.returncode, "no worker was given a transport of shared: " in result.stderr) == (2, True), (
+        result.stderr
+    )
 
 
 def test_a_transport_that_is_none(cluster: Cluster) -> None:
-    told = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--transports", "tin")
-    assert (told.returncode, "there is no transport 'tin'" in told.stderr) == (2, True)
+    result = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--transports", "tin")
+    assert (result.returncode, "there is no transport 'tin'" in result.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -327,13 +312,13 @@ def test_what_is_foreseen_is_what_comes_of_it_on_a_link_of_100_megabit(cluster: 
                 pytest.skip(f"{' '.join(command)}: {made.stderr.strip()}")
         doctor = (sys.executable, "-m", "paramserver.launch", "doctor", str(ROOT / "configs/digits.yaml"))
         flags = ("--transports", "direct", "--seconds", "2", "--verify", "--json")
-        told = subprocess.run(
+        result = subprocess.run(
             [*inside, *doctor, *flags], cwd=cluster.folder, capture_output=True, text=True, check=False
         )
     finally:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
-    assert told.returncode == 0, told.stderr
-    verified = json.loads(told.stdout)["verified"]
+    assert result.returncode == 0, result.stderr
+    verified = json.loads(result.stdout)["verified"]
     errors = {(item["mode"], item["codec"]): item["foreseen"] / item["measured"] - 1 for item in verified}
     print("\n".join(f"{mode:>12} {codec:>5} {error:+.0%}" for (mode, codec), error in errors.items()))
     wanted = {*errors} - {("diloco", "raw")}

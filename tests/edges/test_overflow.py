@@ -18,17 +18,17 @@ STEPS, STEP_AT = 8, 4
 
 
 def serve(run: Run, *flags: str) -> Forked:
-    place = run.folder
+    folder = run.folder
     return run.serve(
-        "--workers", "2", "--steps", str(STEPS), "--history", str(place / "h.jsonl"), "--checkpoint-every", "1",
-        "--checkpoint-dir", str(place / "kept"), "--save", str(place / "w.safetensors"),
-        "--set", f"output.track_dir={place}", *flags,
+        "--workers", "2", "--steps", str(STEPS), "--history", str(folder / "h.jsonl"), "--checkpoint-every", "1",
+        "--checkpoint-dir", str(folder / "kept"), "--save", str(folder / "w.safetensors"),
+        "--set", f"output.track_dir={folder}", *flags,
     )  # fmt: skip
 
 
 def worker(run: Run, rank: int, *words: str) -> Forked:
-    place = {"RANK": str(rank), "PS_SERVER": run.address}
-    item = run.forks[MEMBER].fork(f"w{rank}", run.folder, *words, **place)
+    environ = {"RANK": str(rank), "PS_SERVER": run.address}
+    item = run.forks[MEMBER].fork(f"w{rank}", run.folder, *words, **environ)
     run.processes.append(item)
     return item
 
@@ -62,12 +62,12 @@ def test_the_run_ends_as_diverged_and_says_where(run: Run, mode: str, optimizer:
     server = serve(run, "--mode", mode)
     workers = [worker(run, rank, optimizer, str(STEP_AT if optimizer == "sgd" else 0)) for rank in range(2)]
     assert [worker.wait() for worker in (server, *workers)] == [16] * 3, server.output
-    (said,) = server.events("diverged")
+    (event,) = server.events("diverged")
     value = "-inf" if optimizer == "sgd" else "nan"
-    assert f"has {value} in '1.weight'" in said["error"]
-    assert "the weights overflowed: version" in said["error"]
-    assert "of rank " in said["error"]
-    assert ("(lr 1000)" if optimizer == "sgd" else "(lr 0.1, eps 0)") in said["error"]
+    assert f"has {value} in '1.weight'" in event["error"]
+    assert "the weights overflowed: version" in event["error"]
+    assert "of rank " in event["error"]
+    assert ("(lr 1000)" if optimizer == "sgd" else "(lr 0.1, eps 0)") in event["error"]
     for item in (server, *workers):
         assert "Traceback" not in item.output
         assert "the weights overflowed" in item.output
@@ -105,11 +105,13 @@ def test_weights_that_workers_step_themselves(run: Run, mode: str) -> None:
     codes = [worker.wait() for worker in workers]
     assert 16 in codes
     assert set(codes) <= {16, 15}, workers[0].output + workers[1].output
-    said = "\n".join(worker.output for worker in (server, *workers))
-    assert "Traceback" not in said
-    assert "1.weight" in said
-    told = "the weights overflowed" if mode == "allreduce" else "contributions with NaN or Inf in '1.weight' in a row"
-    assert told in said
+    output = "\n".join(worker.output for worker in (server, *workers))
+    assert "Traceback" not in output
+    assert "1.weight" in output
+    message = (
+        "the weights overflowed" if mode == "allreduce" else "contributions with NaN or Inf in '1.weight' in a row"
+    )
+    assert message in output
     if mode == "allreduce":
         server.popen.send_signal(15)
     assert server.wait() in (16, 143)

@@ -149,11 +149,11 @@ class SlurmCluster:
         states = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").stdout.split("\n")[:-1]
         return sorted(states) == sorted(f"{node} idle" for node in self.nodes)
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], description: str) -> None:
         """Wait for something; the daemons must live."""
         end = time.monotonic() + DEADLINE_S
         while not condition():
             for daemon in self._daemons:
                 assert daemon.poll() is None, f"{daemon.args} ended\n{self.log()}"
-            assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}\n{self.log()}"
+            assert time.monotonic() < end, f"not within {DEADLINE_S} s: {description}\n{self.log()}"
             time.sleep(0.05)  # the pause of a poll

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from paramserver.common.errors import UsageError
-from paramserver.launch.plan.allocation import Allocation, Place, parse_counts, place
+from paramserver.launch.plan.allocation import Allocation, Place, parse_counts, place_on_nodes
 from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
 from paramserver.tests.cluster import Process
 from paramserver.tests.engines.conftest import EngineRun
@@ -41,29 +41,25 @@ def test_counts_of_nodes(text: str, counts: tuple[int, ...]) -> None:
 
 def test_workers_fill_node_after_node_and_leave_the_server_a_task() -> None:
     allocation = Allocation("7", ("a", "b"), tasks=(3, 3), cores=(8, 4))
-    places = place([spec(SERVER), *map(spec, WORKERS)], allocation)
+    places = place_on_nodes([spec(SERVER), *map(spec, WORKERS)], allocation)
     assert places == {
-        SERVER: Place("a", 0, 2),
-        WORKERS[0]: Place("a", 0, 2),
-        WORKERS[1]: Place("a", 1, 2),
-        WORKERS[2]: Place("b", 0, 1),
-        WORKERS[3]: Place("b", 1, 1),
-        WORKERS[4]: Place("b", 2, 1),
-    }
+        SERVER: Place("a", 0, 2), WORKERS[0]: Place("a", 0, 2), WORKERS[1]: Place("a", 1, 2),
+        WORKERS[2]: Place("b", 0, 1), WORKERS[3]: Place("b", 1, 1), WORKERS[4]: Place("b", 2, 1),
+    }  # fmt: skip
 
 
 def test_a_job_with_a_task_for_each_worker_is_enough() -> None:
     """`#SBATCH -n 3` and three workers: the server shares a node with them. Shards go to the nodes in turn."""
     allocation = Allocation("7", ("a", "b", "c"), tasks=(1, 1, 1), cores=(2, 2, 2))
     servers = [SERVER, Child("server", 1)]
-    places = place([spec(child) for child in (*servers, *WORKERS[:3])], allocation)
+    places = place_on_nodes([spec(child) for child in (*servers, *WORKERS[:3])], allocation)
     assert [places[child].node for child in (*servers, *WORKERS[:3])] == ["a", "b", "a", "b", "c"]
 
 
 def test_too_few_tasks_is_the_users_mistake() -> None:
     allocation = Allocation("7", ("a", "b"), tasks=(1, 1), cores=(2, 2))
     with pytest.raises(UsageError, match="3 workers are to run, and job 7 has 2 tasks"):
-        place([spec(SERVER), *map(spec, WORKERS[:3])], allocation)
+        place_on_nodes([spec(SERVER), *map(spec, WORKERS[:3])], allocation)
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,13 @@ class Job(Cluster):
         listening = [process for process in self.processes if process.name.startswith("server")][-1].event("listening")
         return Proxy(self.address, plan, listening["direct_port"] if self.transport == "direct" else 0)
 
-    def until(self, condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
+    def until(self, condition: Callable[[], object], description: str, within_s: float = DEADLINE_S) -> None:
         """Wait for something in the history or the logs; every process must be there or have ended well."""
         deadline = time.monotonic() + within_s
         while not condition():
             failed = [process for process in self.processes if process.popen.poll() not in (None, 0, -9)]
-            assert not failed, f"{failed[0].name} ended before {what}\n{failed[0].output}"
-            assert time.monotonic() < deadline, f"no {what} within {within_s} s\n" + "\n".join(
+            assert not failed, f"{failed[0].name} ended before {description}\n{failed[0].output}"
+            assert time.monotonic() < deadline, f"no {description} within {within_s} s\n" + "\n".join(
                 f"--- {process.name}\n{process.output[-3000:]}" for process in self.processes
             )
             time.sleep(0.01)

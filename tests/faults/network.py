@@ -58,9 +58,9 @@ class Network:
         for namespace in self._namespaces:
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, timeout=30, check=False)
 
-    def at(self, place: str | int) -> tuple[str, ...]:
+    def at(self, host: str | int) -> tuple[str, ...]:
         """The command prefix that runs a program at the server ("server") or at a worker (its rank)."""
-        return ("ip", "netns", "exec", f"{self._name}-{place}")
+        return ("ip", "netns", "exec", f"{self._name}-{host}")
 
     # ---- faults ---------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ class Network:
 
     def limit(self, rank: int, mbit: float) -> None:
         """The worker's link passes so much, in each direction."""
-        for place, device in ((rank, "eth0"), (SERVER, f"p{rank}")):
-            _run("tc", "-n", f"{self._name}-{place}", "qdisc", "replace", "dev", device, "root",
+        for host, device in ((rank, "eth0"), (SERVER, f"p{rank}")):
+            _run("tc", "-n", f"{self._name}-{host}", "qdisc", "replace", "dev", device, "root",
                  "tbf", "rate", f"{mbit:g}mbit", "burst", _BURST, "latency", _LATENCY)  # fmt: skip
 
     def heal(self, rank: int) -> None:
@@ -105,14 +105,14 @@ class Network:
             if f"-s {address_of(rank)}/32" in rule:
                 self._iptables(SERVER, "-D", *rule.split()[1:])
 
-    def _drop(self, place: str | int, *which: str) -> None:
-        self._iptables(place, "-A", "INPUT", *which, "-j", "DROP")
+    def _drop(self, host: str | int, *which: str) -> None:
+        self._iptables(host, "-A", "INPUT", *which, "-j", "DROP")
 
-    def _iptables(self, place: str | int, *argv: str) -> None:
-        _run(*self.at(place), "iptables", "-w", "10", *argv)
+    def _iptables(self, host: str | int, *argv: str) -> None:
+        _run(*self.at(host), "iptables", "-w", "10", *argv)
 
-    def _new(self, place: str | int) -> str:
-        name = f"{self._name}-{place}"
+    def _new(self, host: str | int) -> str:
+        name = f"{self._name}-{host}"
         _run("ip", "netns", "add", name)
         self._namespaces.append(name)
         return name

@@ -72,11 +72,11 @@ def test_a_reply_that_breaks_off_comes_whole_over_the_next_connection(job, trans
 def test_of_two_shards_both_send_the_reply_again_where_one_broke_off(job, transport, mode):
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as also:
         port, direct_port = taken.getsockname()[1], also.getsockname()[1]
-    half = PAYLOAD // 2
+    middle = PAYLOAD // 2
     server = job.serve(mode, 1, 3, "--shards", "2", "--set", "server.lease_s=30")
     way = Proxy(
         f"127.0.0.1:{port}",
-        lambda _: Plan(reset_after_down=None if way.num_resets else half + half * 3 // 4),
+        lambda _: Plan(reset_after_down=None if way.num_resets else middle + middle * 3 // 4),
         direct_port if transport == "direct" else 0,
     )
     with way:

@@ -85,12 +85,12 @@ def test_half_an_upload_is_dropped_and_its_memory_is_back(job, metric, mode):
     steps = 30
     flags = ("--set", "server.max_staged=1", "--set", f"server.lease_s={LEASE_S}", "--set", "server.absent_s=0")
     server = job.serve(mode, 2, steps, *flags)
-    half = int(5.5 * 4 * padding)
-    with job.proxy(lambda _: Plan(lose_after_up=half)) as proxy:
+    num_bytes = int(5.5 * 4 * padding)
+    with job.proxy(lambda _: Plan(lose_after_up=num_bytes)) as proxy:
         other = job.work(0, padding=padding)
         server.event("admitted")  # it has brought the initial weights
         victim = job.work(1, padding=padding, PS_SERVER=proxy.address)
-        job.until(lambda: any(c.up >= half for c in proxy.connections), "half an upload")
+        job.until(lambda: any(c.up >= num_bytes for c in proxy.connections), "half an upload")
         job.until(lambda: _state(server, 1) == "uploading", "half an upload in the server's view")
         num_counted = job.history.last_step(1)
         victim.signal(signal.SIGKILL)

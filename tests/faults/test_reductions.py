@@ -73,8 +73,8 @@ def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing
     at = speed = 0.0
     versions = [line["contributions"] for line in lines if line["op"] == "commit"]
     for contributions in versions:
-        told = [slope(rank, number) for rank, _, number in contributions]
-        mean = sum(item * weight for item, weight in told) / sum(weight for _, weight in told)
+        slopes = [slope(rank, number) for rank, _, number in contributions]
+        mean = sum(item * weight for item, weight in slopes) / sum(weight for _, weight in slopes)
         speed = MOMENTUM * speed + mean
         at -= LR * speed
     (weights,) = load_file(folder / "w.safetensors").values()

@@ -95,40 +95,40 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, default=ROOT / "build" / f"gpu-packages-{VERSION}")
     parser.add_argument("--no-bench", action="store_true")
     parser.add_argument("--requirements", action="store_true", help="print all but torch and numpy, and end")
-    told, more = parser.parse_known_args()
-    if told.requirements:
+    options, more = parser.parse_known_args()
+    if options.requirements:
         print(*(text for text in needed() if text.partition(">=")[0] not in _OWN))
         return 0
-    began, out = time.monotonic(), told.out.resolve()
+    began, out = time.monotonic(), options.out.resolve()
     who = f"{sys.executable} (Python {sys.version.split()[0]})"
     if sys.version_info < (3, 11):  # noqa: UP036  (it is anybody's interpreter)
         say(f"{who} is too old: paramserver needs Python 3.11 or newer")
         return 2
-    if told.packages.is_dir():
-        sys.path.insert(0, str(told.packages))
+    if options.packages.is_dir():
+        sys.path.insert(0, str(options.packages))
     if missing := lacking(needed()):
         say(f"nothing has run: {who} lacks {', '.join(missing)}")
         say("nothing is installed here; give another interpreter (PYTHON=), or fetch all but torch and numpy into")
         say(f"build/gpu-packages-{VERSION} where there is a network: make gpu-packages FOR={VERSION}")
         return 2
-    path = [str(importable(out)), *([str(told.packages.resolve())] if told.packages.is_dir() else [])]
+    path = [str(importable(out)), *([str(options.packages.resolve())] if options.packages.is_dir() else [])]
     if given := os.environ.get("PYTHONPATH"):
         path.append(given)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "GPU_TEST_DEVICE": told.device}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "GPU_TEST_DEVICE": options.device}
     env |= {"PYTHONDONTWRITEBYTECODE": ""}
     flags = ["-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={out / 'tests.xml'}"]
     if find_spec("xdist") and not any(text.startswith("-n") for text in more):
-        flags += ["-n", "4" if told.device == "cuda" else "2"]
+        flags += ["-n", "4" if options.device == "cuda" else "2"]
     code = within([sys.executable, "-m", "pytest", *flags, *(more or ["tests/gpu"])], env, began + BUDGET_S)
     if code is None:
         say(f"ended after {BUDGET_S:.0f} s; {out / 'tests.xml'} has what ran until then, if anything")
         return 1
-    if not _has_device(told.device, env):
+    if not _has_device(options.device, env):
         say("NOTHING HAS RUN: there is no CUDA device here, see the reason above")
         return code
-    if code == 0 and not told.no_bench:
+    if code == 0 and not options.no_bench:
         code = bench(out, env, began + BUDGET_S)
-    say(f"{time.monotonic() - began:.0f} s on {told.device}; results in {out}")
+    say(f"{time.monotonic() - began:.0f} s on {options.device}; results in {out}")
     return code
 
 

@@ -29,8 +29,8 @@ def test_the_task_fails_on_another_device_than_the_test_asks_for(cluster: Cluste
 
 def test_without_a_gpu_the_reason_is_said() -> None:
     assert why_not("cpu") == ""
-    if said := why_not("cuda"):
-        assert said.startswith("NOT RUN: torch ") and "no CUDA device" in said
+    if reason := why_not("cuda"):
+        assert reason.startswith("NOT RUN: torch ") and "no CUDA device" in reason
 
 
 def test_an_interpreter_that_lacks_packages_is_told_which(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def test_all_reduce(cluster: Cluster, device: str, num_workers: int) -> None:
     assert summary["version"] == int(STEPS) and summary["final"]["loss"] < LEARNED
     over_nccl = device == "cuda" and num_workers == 1
     assert {line["backend"] for line in events(lines, "group")} == {"nccl" if over_nccl else "gloo"}
-    told = {line["reason"] for line in events(lines, "not_over_nccl")}
-    assert told == ({SHARE} if device == "cuda" and num_workers == 2 else set())
+    reasons = {line["reason"] for line in events(lines, "not_over_nccl")}
+    assert reasons == ({SHARE} if device == "cuda" and num_workers == 2 else set())
 
 
 def test_a_replica_group_of_two_processes(cluster: Cluster, device: str) -> None:
@@ -31,8 +31,8 @@ def test_a_replica_group_of_two_processes(cluster: Cluster, device: str) -> None
     summary, lines = launched(cluster, *task(device), *flags)
     assert summary["final"]["loss"] < LEARNED
     assert {line["backend"] for line in events(lines, "worker_group")} == {"gloo"}
-    told = {line["reason"] for line in events(lines, "not_over_nccl")}
-    assert told == ({SHARE} if device == "cuda" else set())
+    reasons = {line["reason"] for line in events(lines, "not_over_nccl")}
+    assert reasons == ({SHARE} if device == "cuda" else set())
 
 
 def test_a_replica_group_of_one_process_over_nccl(cluster: Cluster, device: str) -> None:

@@ -51,17 +51,8 @@ def test_every_transport_carries_every_kind_of_contribution(
 def test_a_run_on_a_gpu_ends_with_the_weights_of_a_run_on_a_cpu(cluster: Cluster, device: str) -> None:
     for where in (device, "cpu"):
         flags = (
-            "-n",
-            "2",
-            "--mode",
-            "sync",
-            "--steps",
-            str(STEPS),
-            "--device",
-            where,
-            "--save",
-            f"on-{where}.safetensors",
-        )
+            "-n", "2", "--mode", "sync", "--steps", str(STEPS), "--device", where, "--save", f"on-{where}.safetensors",
+        )  # fmt: skip
         launched(cluster, *task(where), *flags)
     ours, theirs = (load_file(cluster.folder / f"on-{where}.safetensors") for where in (device, "cpu"))
     assert ours.keys() == theirs.keys()
@@ -100,10 +91,12 @@ def test_a_compiled_model_trains(cluster: Cluster, device: str) -> None:
         str(HERE / "compiled.py"), "--", device, backend,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    told = [line.partition("LOSSES ")[2].split() for line in (ran.stdout + ran.stderr).splitlines() if "LOSSES" in line]
-    assert {item[2] for item in told} == {"0", "1"}
-    for first, last, _ in told:
-        assert float(last) < 0.2 * float(first), told
+    losses = [
+        line.partition("LOSSES ")[2].split() for line in (ran.stdout + ran.stderr).splitlines() if "LOSSES" in line
+    ]
+    assert {item[2] for item in losses} == {"0", "1"}
+    for first, last, _ in losses:
+        assert float(last) < 0.2 * float(first), losses
 
 
 def test_a_run_goes_on_from_a_cpu_to_a_gpu_and_back(cluster: Cluster, device: str) -> None:

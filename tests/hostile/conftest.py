@@ -40,11 +40,11 @@ _OPTIONS = (
 )
 
 
-def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+def until(condition: Callable[[], bool], description: Callable[[], str]) -> None:
     """Wait for a condition on the outside world, for at most DEADLINE_S."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, f"not in {DEADLINE_S} s: {what()}"
+        assert time.monotonic() < deadline, f"not in {DEADLINE_S} s: {description()}"
         time.sleep(0.01)
 
 
@@ -131,12 +131,12 @@ class DirectPeer(Peer):
         super().__init__(address, rank)
         self.socket: socket.socket | None = None  # None also of one that the server would not let in
         self._host = address.rpartition(":")[0]
-        self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def send(self, *raws: bytes) -> None:
         for raw in raws:
             if self.socket is not None:
-                self._said.put(struct.pack("<I", len(raw)) + raw)
+                self._outbox.put(struct.pack("<I", len(raw)) + raw)
             elif raw.startswith(_MODEL_TAG) and (raw := self._connect(raw)):
                 super().send(raw)
             else:
@@ -147,7 +147,7 @@ class DirectPeer(Peer):
         return self.socket is not None
 
     def raw(self, data: bytes) -> None:
-        self._said.put(data)
+        self._outbox.put(data)
 
     def _connect(self, raw: bytes) -> bytes:
         """With the ticket of the welcome, where there has been one."""
@@ -171,7 +171,7 @@ class DirectPeer(Peer):
     def _write(self) -> None:
         assert self.socket is not None
         with contextlib.suppress(OSError):
-            while (data := self._said.get()) is not None:
+            while (data := self._outbox.get()) is not None:
                 self.socket.sendall(data)
             self.socket.shutdown(socket.SHUT_WR)
 
@@ -220,7 +220,7 @@ class DirectPeer(Peer):
 
     def hang_up(self) -> None:
         super().hang_up()
-        self._said.put(None)
+        self._outbox.put(None)
 
     def close(self) -> None:
         super().close()
@@ -353,8 +353,8 @@ class Server:
         lines = [line for line in whole if line.startswith("{") and line.endswith("}")]
         return [event for event in map(json.loads, lines) if event.get("event") == name]
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        until(condition, lambda: f"{what}\n{self.output}")
+    def until(self, condition: Callable[[], bool], description: str) -> None:
+        until(condition, lambda: f"{description}\n{self.output}")
 
     def until_event(self, name: str, **fields: Any) -> dict[str, Any]:
         """The first event of this name with these fields, once it is there."""
@@ -405,17 +405,9 @@ class Server:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests: any number of workers, none of whom waits for another, and short deadlines."""
     flags = (
-        "--mode",
-        "async",
-        "--steps",
-        "1000000",
-        "--set",
-        "limits.progress_s=1.5",
-        "--set",
-        "server.direct=true",
-        "--set",
-        "server.join_timeout_s=3",
-    )
+        "--mode", "async", "--steps", "1000000", "--set", "limits.progress_s=1.5", "--set", "server.direct=true",
+        "--set", "server.join_timeout_s=3",
+    )  # fmt: skip
     server = Server(tmp_path_factory.mktemp("hostile"), *flags)
     yield server
     server.stop()

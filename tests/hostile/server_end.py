@@ -103,18 +103,18 @@ class ServerEnd:
         ]  # fmt: skip
 
     def _impolite(self, hostile: Hostile, polite: Sequence[bytes]) -> list[bytes]:
-        way, said = hostile.random.random(), list(polite)
-        if not said or way < 0.2:
+        way, messages = hostile.random.random(), list(polite)
+        if not messages or way < 0.2:
             message = pb.WorkerMessage()
             hostile.fill(message)
-            said = [message.SerializeToString()]
+            messages = [message.SerializeToString()]
         elif way < 0.8:
-            message = pb.WorkerMessage.FromString(said[0])
+            message = pb.WorkerMessage.FromString(messages[0])
             hostile.spoil(message if way < 0.3 else getattr(message, message.WhichOneof("kind")))
-            said[0] = message.SerializeToString()
+            messages[0] = message.SerializeToString()
         if way > 0.7:
-            said[0] = hostile.mutate(said[0], said)
-        return said
+            messages[0] = hostile.mutate(messages[0], messages)
+        return messages
 
     async def _beside(self, hostile: Hostile, server: Server) -> None:
         """The calls that are no conversation."""
@@ -151,9 +151,9 @@ class ShardEnd:
 
     def __init__(self) -> None:
         self.num_refused = 0
-        self._own = Config(server={"shard": 1, "shards": 2})
+        self._shard_config = Config(server={"shard": 1, "shards": 2})
         self._config = shared_config(Config(run={"mode": "async"}, server={"shards": 2}))
-        self._said = [LINES.write(item) for item in (
+        self._lines = [LINES.write(item) for item in (
             Register(1, 2, "127.0.0.1:9"), Ready(), ShardFailed("why"), Digest(256, "abc"), GoOn(1), End("why", 1),
             BeginRun("run", 1, None, self._config), events.Offered(0, 1, "m", "o"), contributed(0, 1, 1, 0),
             events.Stored(1, 1), events.Measured(1, 1.0), events.AskedAgain(0, 1, 1), events.Brought(0, 1),
@@ -167,21 +167,21 @@ class ShardEnd:
         )
 
     def deliver(self, hostile: Hostile) -> None:
-        text = hostile.random.choice(self._said)
+        text = hostile.random.choice(self._lines)
         for _ in range(hostile.random.randint(1, 2)):
             text = hostile.json(text)
         message = pb.ShardReport(number=1, message="")
         hostile.spoil(message, 1)
         try:
             if hostile.random.random() < 0.2:
-                with_shared(self._own, hostile.json(self._config))
+                with_shared(self._shard_config, hostile.json(self._config))
                 return
-            said = LINES.read(text)
-            if isinstance(said, BeginRun):
-                with_shared(self._own, said.config)
-            elif isinstance(said, Digest | events.Event):
+            heard = LINES.read(text)
+            if isinstance(heard, BeginRun):
+                with_shared(self._shard_config, heard.config)
+            elif isinstance(heard, Digest | events.Event):
                 self._coordinator.outboxes[1].acknowledge(message.num_received)
-                self._coordinator.hear(1, message.number, said)
+                self._coordinator.hear(1, message.number, heard)
         except ParamServerError:
             self.num_refused += 1
             self._new()

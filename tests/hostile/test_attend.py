@@ -25,8 +25,8 @@ REGISTER = LINES.write(Register(shard=1, shards=2, address="127.0.0.1:9", progra
 async def ended(channel: grpc.aio.Channel, *reports: str, method: str = "Attend") -> tuple[grpc.StatusCode, str]:
     """How a call ends that says these, and then nothing for ever."""
     call = channel.stream_stream(f"/{SERVICE}/{method}", pb.ShardReport.SerializeToString)()
-    for said in reports:
-        await call.write(pb.ShardReport(message=said))
+    for report in reports:
+        await call.write(pb.ShardReport(message=report))
     return await call.code(), await call.details()
 
 
@@ -41,8 +41,8 @@ def test_reports_that_are_no_json_and_silent_calls(start_server: Callable[..., A
 
     async def main() -> None:
         async with grpc.aio.insecure_channel(server.address) as channel:
-            for said in ("[" * 100_000, '{"kind":' * 100_000, '{"kind":"Register","address":"\\ud800"}'):
-                code, words = await ended(channel, said)
+            for text in ("[" * 100_000, '{"kind":' * 100_000, '{"kind":"Register","address":"\\ud800"}'):
+                code, words = await ended(channel, text)
                 assert code is grpc.StatusCode.INVALID_ARGUMENT and "not a known message" in words
             await hears_a_shard(channel)
             beating = asyncio.ensure_future(ended(channel, method="Heartbeat"))

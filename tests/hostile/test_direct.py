@@ -18,9 +18,9 @@ from paramserver.proto import parameter_server_pb2 as pb
 from .conftest import Peer, Server, contribution, contribution_header, join_bytes, model_bytes
 
 
-def knock(port: int, said: bytes) -> socket.socket:
+def knock(port: int, data: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-    connection.sendall(said)
+    connection.sendall(data)
     return connection
 
 
@@ -50,8 +50,8 @@ def message(raw: bytes) -> bytes:
 
 def test_no_ticket_of_ours(server: Server) -> None:
     _, offered = welcomed(server)
-    for said in (HELLO + os.urandom(32), b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(60), bytes(200)):
-        assert is_closed(knock(offered.port, said))
+    for data in (HELLO + os.urandom(32), b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(60), bytes(200)):
+        assert is_closed(knock(offered.port, data))
     shows_it_works(server)
 
 
@@ -129,8 +129,8 @@ def test_one_that_stops_in_the_middle_of_a_payload(server: Server) -> None:
     peer, connection = direct_peer(server)
     header = contribution_header(1, 0)
     header.contribution.payload.in_shared_memory = True
-    placed = out_of_band_frame(0, header.contribution.payload.num_bytes)
-    connection.sendall(message(header.SerializeToString()) + message(placed) + bytes(1000))
+    frame = out_of_band_frame(0, header.contribution.payload.num_bytes)
+    connection.sendall(message(header.SerializeToString()) + message(frame) + bytes(1000))
     assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")
     assert is_drained(connection)
     shows_it_works(server)
@@ -175,11 +175,11 @@ def exchanges(server: Server, rank: int) -> Any:
 def test_a_length_byte_by_byte(direct: Server) -> None:
     """Nothing is owed between two messages; who stops in the middle of one's length holds nobody up, and goes on."""
     peer = exchanges(direct, 48)
-    said = message(contribution_header(peer.seq + 1, peer.version).SerializeToString())
-    for byte in said[:-1]:
+    data = message(contribution_header(peer.seq + 1, peer.version).SerializeToString())
+    for byte in data[:-1]:
         peer.raw(bytes([byte]))
     exchanges(direct, 49)
-    peer.raw(said[-1:])
+    peer.raw(data[-1:])
     assert peer.ended()[:2] == ("ABORTED", "TOO_SLOW")  # the payload that was announced, of which nothing comes
 
 

@@ -56,9 +56,9 @@ def test_a_new_field_has_none():
     pool.Add(file)
     file.ClearField("name")
     changed = SimpleNamespace(message_types_by_name={"Join": pool.FindMessageTypeByName("paramserver.v2.Join")})
-    told = wrong(changed)
-    assert "Join.run_this has no rule in tests/hostile/fields.py" in told
-    assert "there is no Join.run any more" in told
+    problems = wrong(changed)
+    assert "Join.run_this has no rule in tests/hostile/fields.py" in problems
+    assert "there is no Join.run any more" in problems
 
 
 BY_HEADER = [item for item, rule in RULES.items() if rule.checked_by == "header" and rule.kind != "part"]
@@ -81,18 +81,18 @@ def test_what_is_said_to_be_checked_in_the_header_is(message, field):
         with pytest.raises(ParamServerError, match="name"):
             check_header(of[message](**{"a\nb": 1.0}))
         return
-    told = getattr(pb, message)()
-    told.MergeFrom(SOUND.get(message, told))
+    field_message = getattr(pb, message)()
+    field_message.MergeFrom(SOUND.get(message, field_message))
     descriptor = all_fields()[message, field]
     bad = _NARROW.get(descriptor.type, NOT_SO[RULES[message, field].kind])
     if descriptor.is_repeated:
-        getattr(told, field).extend([bad, bad])
+        getattr(field_message, field).extend([bad, bad])
     else:
-        setattr(told, field, bad)
+        setattr(field_message, field, bad)
     if message == "Direct":
-        told = welcome(direct=told)
+        field_message = welcome(direct=field_message)
     with pytest.raises(ParamServerError) as caught:
-        check_header(told)
+        check_header(field_message)
     assert field in caught.value.message or message in caught.value.message
     assert caught.value.message.isprintable()
 

@@ -18,17 +18,17 @@ from google.protobuf.message import DecodeError
 
 from paramserver.common.errors import ParamServerError
 from paramserver.common.wire.checks import check_header
-from paramserver.common.wire.frames import Frame, PayloadReader, parse
+from paramserver.common.wire.frames import parse
 from paramserver.common.wire.protocol import (
     SERVICE,
     hyperparameters_from_proto,
     layout_from_proto,
     optimizer_from_proto,
 )
-from paramserver.common.wire.segments import SegmentError, open_segment
+from paramserver.common.wire.segments import open_segment
 from paramserver.proto import parameter_server_pb2 as pb
 
-from .hostile import NUMBERS, Hostile
+from .hostile import Hostile
 
 MAX_S = 1.0
 
@@ -67,19 +67,6 @@ def _stops(raw: bytes) -> bool:
         return False
 
 
-def pieces_of(random: random.Random) -> list[Frame]:
-    """Pieces of a payload of 4096 bytes: most of them fit, some lie."""
-    found = []
-    for _ in range(random.randint(1, 6)):
-        offset, length = (
-            random.choice([0, 1, 1024, 2048, 4095, 4096, *NUMBERS]),
-            random.choice([0, 1, 1024, 4096, 5000]),
-        )
-        out_of_band = random.choice([0, 0, 0, 1, 1024, 2**63])
-        found.append(Frame(None, None, offset, memoryview(bytes(length)), out_of_band))
-    return found
-
-
 def take(raw: bytes) -> None:
     """All that a server reads out of a message before it acts on it. Raises ParamServerError or SegmentError."""
     received = parse(pb.WorkerMessage, raw)
@@ -98,33 +85,6 @@ def take(raw: bytes) -> None:
         hyperparameters_from_proto(header.training.hyperparameters)
 
 
-def assemble(pieces: list[Frame]) -> None:
-    reader = PayloadReader(4096, lambda *_: None, lambda *_: None)
-    for piece in pieces:
-        reader.feed(piece)
-
-
-def campaign(num_inputs: int, seed: int, wire: Any) -> tuple[int, float]:
-    """(how many were refused, CPU seconds the slowest took)."""
-    chance = random.Random(seed)
-    fuzzer = Fuzzer(seed, conversation(wire))
-    num_refused, slowest_s = 0, 0.0
-    for index in range(num_inputs):
-        raw, pieces = fuzzer.message(), pieces_of(chance)
-        started = time.process_time()
-        try:
-            if index % 10 == 0:
-                assemble(pieces)
-            else:
-                take(raw)
-        except (ParamServerError, SegmentError):
-            num_refused += 1
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}, input {index}, {raw[:200]!r}") from error
-        slowest_s = max(slowest_s, time.process_time() - started)
-    return num_refused, slowest_s
-
-
 def conversation(wire: Any) -> list[bytes]:
     """What a well-behaved worker says, one message of each kind; payloads are small."""
     groups = [{"lr": 0.1, "betas": [0.9, 0.999], "nesterov": True, "name": "x"}]
@@ -132,7 +92,7 @@ def conversation(wire: Any) -> list[bytes]:
     for values in groups:
         contribution.contribution.training.hyperparameters.add().update(values)
     contribution.data = bytes(32)
-    said = [
+    messages = [
         pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=32), data=bytes(32)),
         contribution,
         pb.WorkerMessage(begin=pb.Begin(num_bytes=32)),
@@ -142,7 +102,7 @@ def conversation(wire: Any) -> list[bytes]:
         pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1, can_evaluate=True)),
         pb.WorkerMessage(leave=pb.Leave(final_metrics={"loss": 0.5})),
     ]
-    return [wire.join_bytes(0), wire.model_bytes(), *(message.SerializeToString() for message in said)]
+    return [wire.join_bytes(0), wire.model_bytes(), *(message.SerializeToString() for message in messages)]
 
 
 def rss_bytes() -> int:

@@ -80,11 +80,11 @@ def test_bytes_keep_to_their_rate():
 def test_a_line_in_a_second_says_how_many_were_left_out():
     clock = Clock()
     seldom = Seldom(clock)
-    said = []
+    lines = []
     for _ in range(25):
-        said.append(seldom.left_out())
+        lines.append(seldom.left_out())
         clock.now += 0.1
-    assert [(index, left_out) for index, left_out in enumerate(said) if left_out is not None] == [
+    assert [(index, left_out) for index, left_out in enumerate(lines) if left_out is not None] == [
         (0, 0),
         (10, 9),
         (20, 9),
@@ -211,10 +211,10 @@ def test_two_hundred_workers_join_at_once(start_server, wire, transport):
     server.transport = transport
     first = server.peer(0)
     first.join()
-    for what in ("join", "join again"):
+    for action in ("join", "join again"):
         took, late = asyncio.run(join_at_once(server, wire))
         p50, p99 = statistics.median(took), sorted(took)[int(len(took) * 0.99)]
-        print(f"{NUM_JOINS} workers {what} ({transport}): p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
+        print(f"{NUM_JOINS} workers {action} ({transport}): p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
         assert p99 < 10
         assert {event["tensors"] for event in server.events("admitted")} == {transport}
         assert late[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")

@@ -50,9 +50,9 @@ NAMES = {
 }
 
 
-def follow(told: pb.RunSettings) -> None:
+def follow(received: pb.RunSettings) -> None:
     """All that a worker makes of its server's settings before it trains."""
-    found = read_settings(told)
+    found = read_settings(received)
     load_named_by_server(found.task, found.task_args or {}, {}, seed=found.seed, device=torch.device("cpu"))
     check_arguments(found.optimizer, found.optimizer_args or {})
 
@@ -85,9 +85,9 @@ def test_settings_that_are_none_end_a_worker_in_one_sentence(name, tmp_path):
 
 def test_a_folder_is_this_workers_to_name(tmp_path):
     """Its own word for the argument counts, and the server's is not looked at."""
-    told = settings(task="mnist", task_args=struct({"data_dir": "/etc", "hidden": 8}))
-    said = refused(welcoming(welcome(settings=told)), tmp_path, "--set", "task.args.data_dir=mine")
-    assert f"{tmp_path}/mine lacks 4 of 4 files" in said
+    run_settings = settings(task="mnist", task_args=struct({"data_dir": "/etc", "hidden": 8}))
+    output = refused(welcoming(welcome(settings=run_settings)), tmp_path, "--set", "task.args.data_dir=mine")
+    assert f"{tmp_path}/mine lacks 4 of 4 files" in output
 
 
 WELCOMES = {

@@ -28,8 +28,8 @@ from .lying import lying_server, run_worker, settings, welcome, welcoming
 )
 def test_a_server_runs_no_command_on_a_worker(task, argument, tmp_path):
     trace = tmp_path / "trace"
-    told = {argument: f"touch {trace}"} | ({"shell": True} if argument == "args" else {})
-    with lying_server(welcoming(welcome(settings=settings(task=task, task_args=struct(told))))) as address:
+    task_args = {argument: f"touch {trace}"} | ({"shell": True} if argument == "args" else {})
+    with lying_server(welcoming(welcome(settings=settings(task=task, task_args=struct(task_args))))) as address:
         ended = run_worker(address, folder=tmp_path)
     assert not trace.exists(), "the server's command has been run"
     assert "Traceback" not in ended.stderr, ended.stderr
@@ -57,12 +57,12 @@ def keep_snapshot(folder: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("mode", "does not say how many training steps"), ("run", "damaged: run: ")]
+    ("name", "says"), [("mode", "does not say how many training steps"), ("run", "damaged: run: ")]
 )
-def test_a_snapshot_names_no_file(what, says, tmp_path):
+def test_a_snapshot_names_no_file(name, says, tmp_path):
     trace = tmp_path / "trace"
-    named = {"mode": python_file(tmp_path, trace), "run": "../../elsewhere"}[what]
-    keep_snapshot(tmp_path / "kept", **{what: named})
+    named = {"mode": python_file(tmp_path, trace), "run": "../../elsewhere"}[name]
+    keep_snapshot(tmp_path / "kept", **{name: named})
     ended = subprocess.run(
         [sys.executable, "-m", "paramserver.ps", "--mode", "sync", "--listen", "127.0.0.1:0", "--checkpoint-dir",
          "kept", "--set", "run.workers=1"],
@@ -76,18 +76,18 @@ def test_a_snapshot_names_no_file(what, says, tmp_path):
 
 def test_a_coordinator_configures_what_holds_for_all_shards_and_nothing_else(tmp_path):
     """It names no file of a shard's: where that keeps, writes or reads is its own to say."""
-    own = Config(checkpoint={"dir": str(tmp_path / "own")})
-    told = json.loads(shared_config(Config(run={"mode": "async", "steps": 7})))
-    config, _ = with_shared(own, json.dumps(told))
+    own_config = Config(checkpoint={"dir": str(tmp_path / "own")})
+    shared = json.loads(shared_config(Config(run={"mode": "async", "steps": 7})))
+    config, _ = with_shared(own_config, json.dumps(shared))
     assert (config.run.mode, config.run.steps, config.checkpoint.dir) == ("async", 7, str(tmp_path / "own"))
     for more in (
         {"checkpoint": {"dir": str(tmp_path / "theirs")}}, {"output": {"history": str(tmp_path / "trace")}},
         {"options": 3}, {"run": []}, {"policy": {"x": 1}},
-        {"run": {**told["run"], "mode": python_file(tmp_path, tmp_path / "trace")}},
+        {"run": {**shared["run"], "mode": python_file(tmp_path, tmp_path / "trace")}},
     ):  # fmt: skip
         with pytest.raises(ParamServerError):
-            with_shared(own, json.dumps(told | more))
+            with_shared(own_config, json.dumps(shared | more))
     for text in ("", "[]", "{}", "[" * 100_000):
         with pytest.raises(ParamServerError):
-            with_shared(own, text)
+            with_shared(own_config, text)
     assert not (tmp_path / "trace").exists()

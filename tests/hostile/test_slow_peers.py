@@ -63,10 +63,10 @@ def pair(server):
     pair.close()
 
 
-def compare(what: str, before: list[float], during: list[float]) -> None:
+def compare(text: str, before: list[float], during: list[float]) -> None:
     """Generous: other work may run on these cores. The metric to read is printed."""
     ms = [statistics.median(times) * 1e3 for times in (before, during)]
-    print(f"{what}: median step {ms[0]:.2f} ms without, {ms[1]:.2f} ms with them: {ms[1] / ms[0] - 1:+.0%}")
+    print(f"{text}: median step {ms[0]:.2f} ms without, {ms[1]:.2f} ms with them: {ms[1] / ms[0] - 1:+.0%}")
     assert ms[1] < 3 * ms[0] + 20
 
 

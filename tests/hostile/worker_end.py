@@ -109,12 +109,12 @@ class WorkerEnd:
             patch.stop()
 
     def deliver(self, hostile: Hostile) -> None:
-        place = hostile.random.choice((
+        position = hostile.random.choice((
             self._welcome, self._settings, self._start, self._reply, self._final, self._pull, self._pull_optimizer,
             self._rows, self._status, self._heartbeat,
         ))  # fmt: skip
         try:
-            place(hostile)
+            position(hostile)
         except REFUSED:
             self.num_refused += 1
 
@@ -172,9 +172,9 @@ class WorkerEnd:
 
     def _settings(self, hostile: Hostile) -> None:
         """And what a worker makes of them that was given no task."""
-        told = settings()
-        hostile.spoil(told)
-        found = read_settings(told)
+        run_settings = settings()
+        hostile.spoil(run_settings)
+        found = read_settings(run_settings)
         check_named_by_server(found.task, found.task_args or {}, {})
         check_arguments(found.optimizer, found.optimizer_args or {})
 
@@ -213,8 +213,10 @@ class WorkerEnd:
             found.drop()
 
     def _snapshot(self, num_bytes: int) -> pb.ServerMessage:
-        told = pb.Snapshot(run="run", version=1, payload_bytes=num_bytes, tensors=layout_to_proto(self._model.layout))
-        return pb.ServerMessage(snapshot=told)
+        snapshot = pb.Snapshot(
+            run="run", version=1, payload_bytes=num_bytes, tensors=layout_to_proto(self._model.layout)
+        )
+        return pb.ServerMessage(snapshot=snapshot)
 
     def _pull(self, hostile: Hostile) -> None:
         found, num_bytes = self._begun(), self._model.layout.total_bytes

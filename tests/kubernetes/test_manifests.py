@@ -181,8 +181,8 @@ class Pods(Cluster):
         return self._start(pod, argv, env | {"PS_RUN__STEPS": str(self.steps)})
 
     def worker(self, index: int, **env: str) -> Process:  # type: ignore[override]
-        own = self._variables("worker", {}, index) | {"JOB_COMPLETION_INDEX": str(index)}
-        return self._start(f"ps-worker-{index}", self._here(container("worker")["args"], index), own | env)
+        variables = self._variables("worker", {}, index) | {"JOB_COMPLETION_INDEX": str(index)}
+        return self._start(f"ps-worker-{index}", self._here(container("worker")["args"], index), variables | env)
 
     def probe(self, index: int) -> subprocess.CompletedProcess[str]:
         """The readiness probe, in the container's environment."""

@@ -25,22 +25,22 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize(("text", "what", "line"), SCRIPTS.values(), ids=SCRIPTS)
-def test_what_python_prints_is_read(tmp_path: Path, text: str, what: str, line: int) -> None:
+@pytest.mark.parametrize(("text", "description", "line"), SCRIPTS.values(), ids=SCRIPTS)
+def test_what_python_prints_is_read(tmp_path: Path, text: str, description: str, line: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    said = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr.splitlines()
+    output = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr.splitlines()
     blame = Blame()
     blame.started(W0)
-    assert [shown for line in said for shown in blame.read(W0, line)] == said
+    assert [shown for line in output for shown in blame.read(W0, line)] == output
     raised = blame.last[W0]
-    assert raised.what.startswith(what)
+    assert raised.text.startswith(description)
     assert raised.where == f"{script}, line {line}"
 
 
 def test_the_same_of_another_process_is_one_line() -> None:
     blame = Blame()
-    text = ["Traceback (most recent call last):", '  File "train.py", line 9, in f', "    bad()", RAISED.what]
+    text = ["Traceback (most recent call last):", '  File "train.py", line 9, in f', "    bad()", RAISED.text]
     assert [blame.read(W0, line) for line in text] == [[], [], [], text]
     assert blame.read(W1, json.dumps("other output")) == ['"other output"']
     again = [*text[:-1], "ValueError: bad batch 8"]
@@ -74,7 +74,7 @@ def test_the_same_exception_at_the_same_place_ends_the_job_after_one_restart() -
     assert finish.reason.endswith("bad batch 8 (train.py, line 9); the same had ended it before it was started again")
 
 
-@pytest.mark.parametrize("other", [Raised("OSError: gone", RAISED.where), Raised(RAISED.what, "train.py, line 10")])
+@pytest.mark.parametrize("other", [Raised("OSError: gone", RAISED.where), Raised(RAISED.text, "train.py, line 10")])
 def test_another_exception_or_another_place_is_another_failure(other: Raised) -> None:
     supervisor = running()
     supervisor.exited(W0, 1, 1.0, RAISED)

@@ -202,13 +202,15 @@ def test_validity_ends_with_the_ca() -> None:
 
 def test_init_says_what_to_type_and_shows_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     certs("init", tmp_path / "lab", "--host", "10.0.0.5", "--workers", "4")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     lab = tmp_path / "lab"
-    assert f"ps-server --listen 0.0.0.0:50051 --ca {lab}/ca.crt --cert {lab}/server.crt --key {lab}/server.key" in said
-    assert f"ps-worker --server 10.0.0.5:50051 --rank 0 --ca {lab}/ca.crt --cert {lab}/rank-0.crt" in said
-    assert said.count(f"--token-file {lab}/token") == 2
-    assert (lab / "token").read_text().strip() not in said
-    assert "PRIVATE" not in said
+    assert (
+        f"ps-server --listen 0.0.0.0:50051 --ca {lab}/ca.crt --cert {lab}/server.crt --key {lab}/server.key" in output
+    )
+    assert f"ps-worker --server 10.0.0.5:50051 --rank 0 --ca {lab}/ca.crt --cert {lab}/rank-0.crt" in output
+    assert output.count(f"--token-file {lab}/token") == 2
+    assert (lab / "token").read_text().strip() not in output
+    assert "PRIVATE" not in output
 
 
 def test_show_lists_every_certificate_and_what_is_wrong_with_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -15,16 +15,16 @@ from paramserver.tests.cluster import Cluster
 
 @pytest.mark.slow
 def test_an_estimate_leaves_nothing_behind(cluster: Cluster) -> None:
-    told = cluster.command(
+    result = cluster.command(
         "launch", "-n", "2", "--task", "xor", "--mode", "sync,localsgd", "--steps", "100000", "--estimate", "--save",
         "w.safetensors", "--checkpoint-dir", "snapshots", "--set", "cost.per_hour=36", "--set", "slowdown.base_s=0.02",
         "--local-steps", "4", "--set", "policy.backup_workers=1",
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    rows = [line.split() for line in told.stdout.splitlines() if re.match(r"(sync|localsgd) ", line)]
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if re.match(r"(sync|localsgd) ", line)]
     assert [row[0] for row in rows] == ["sync", "localsgd"]
-    assert len(re.findall(r"a server and 2 workers", told.stderr)) == 2, "one short run of each mode"
-    last = told.stdout.strip().splitlines()[-1]
+    assert len(re.findall(r"a server and 2 workers", result.stderr)) == 2, "one short run of each mode"
+    last = result.stdout.strip().splitlines()[-1]
     assert re.match(r"100,000 steps take about .* in (sync|localsgd), plus the time to start; .* times as long", last)
     for row in rows:
         assert 20 <= float(row[1].replace(",", "")) < 200  # ms: each step sleeps 20
@@ -53,23 +53,20 @@ def test_bytes_that_travel_once_are_left_out(num_workers: int) -> None:
     """60 rounds of 1,000 bytes each way; the weights once up, and once down to each."""
     workers = [
         WorkerStatus(
-            rank=rank,
-            training_steps=60,
-            contributions=60,
-            bytes_sent=60_000 + 1_000 * (rank == 0),
+            rank=rank, training_steps=60, contributions=60, bytes_sent=60_000 + 1_000 * (rank == 0),
             bytes_received=61_000,
         )
         for rank in range(num_workers)
-    ]
+    ]  # fmt: skip
     summary = Summary(mode="sync", local_steps=1, staleness_bound=0, version=60, workers=workers)
-    assert estimate._bytes_once(summary) == pytest.approx(1_000 * (num_workers + 1))
-    assert estimate._taken(summary, 60) == 60
+    assert estimate.bytes_once(summary) == pytest.approx(1_000 * (num_workers + 1))
+    assert estimate.steps_taken(summary, 60) == 60
 
 
 def test_the_closing_sentence() -> None:
-    told = estimate._sentence({"sync": 120.0, "localsgd": 40.0}, 1000)
-    assert told == "1,000 steps take about 40 s in localsgd, plus the time to start; sync takes 3.0 times as long."
-    assert estimate._sentence({"sync": 3.0}, 10) == "10 steps take about 3.0 s in sync, plus the time to start."
+    text = estimate.sentence({"sync": 120.0, "localsgd": 40.0}, 1000)
+    assert text == "1,000 steps take about 40 s in localsgd, plus the time to start; sync takes 3.0 times as long."
+    assert estimate.sentence({"sync": 3.0}, 10) == "10 steps take about 3.0 s in sync, plus the time to start."
 
 
 def test_ctrl_c_shows_the_modes_that_were_estimated(cluster: Cluster) -> None:
@@ -84,6 +81,6 @@ def test_ctrl_c_shows_the_modes_that_were_estimated(cluster: Cluster) -> None:
 
 
 def test_what_cannot_be_estimated_is_said(cluster: Cluster) -> None:
-    told = cluster.command("launch", "-n", "2", "--task", "xor", "--epochs", "3", "--estimate")
-    assert told.returncode == 2
-    assert "does not say how many steps it has" in told.stderr and "--steps N" in told.stderr
+    result = cluster.command("launch", "-n", "2", "--task", "xor", "--epochs", "3", "--estimate")
+    assert result.returncode == 2
+    assert "does not say how many steps it has" in result.stderr and "--steps N" in result.stderr

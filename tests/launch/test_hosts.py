@@ -15,7 +15,7 @@ from paramserver.common.errors import AuthError, UsageError
 from paramserver.launch.hosts.agent import Agent
 from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
 from paramserver.launch.plan.hosts import Host, load_hosts
-from paramserver.launch.plan.placement import Place, place
+from paramserver.launch.plan.placement import Place, place_processes
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 
@@ -93,7 +93,7 @@ def test_where_a_host_keeps_things(entry: str, python: str, folder: str, tmp_pat
 def test_the_example_is_valid() -> None:
     hosts = load_hosts(str(EXAMPLE))
     assert len(hosts) >= 2
-    assert place(hosts, 2, 1, colocate=False, folder="/here")[SERVER].host
+    assert place_processes(hosts, 2, 1, colocate=False, folder="/here")[SERVER].host
 
 
 # ---- who runs where -------------------------------------------------------------------------------
@@ -109,11 +109,11 @@ def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
     num_slots = sum(slots for slots, _ in rows)
     if num_workers > num_slots:
         with pytest.raises(UsageError, match=f"{num_workers} workers are to run, and the hosts have {num_slots} slots"):
-            place(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
+            place_processes(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
         return
-    placed = place(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
-    servers = [placed[child].host for child in placed if child.role == "server"]
-    names = [placed[child].host for child in placed if child.role == "worker"]
+    placement = place_processes(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
+    servers = [placement[child].host for child in placement if child.role == "server"]
+    names = [placement[child].host for child in placement if child.role == "worker"]
     assert len(names) == num_workers
     assert names == sorted(names)  # slot after slot, in the order of the file
     for host in hosts:
@@ -126,31 +126,33 @@ def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
         assert set(servers) <= chosen
         load = [servers.count(name) for name in chosen]
         assert max(load) - min(load) <= 1
-    for child, spot in placed.items():
+    for child, spot in placement.items():
         assert spot.sharing == (names if child.role == "worker" else servers).count(spot.host)
 
 
 def test_devices_are_dealt_out_in_turn(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path, "hosts: [{host: a, devices: [3, 5], slots: 3}, b]\n")
-    placed = place(hosts, 4, 1, colocate=False, folder="/here")
-    seen = [placed[Child("worker", rank)].env.get("CUDA_VISIBLE_DEVICES") for rank in range(4)]
+    placement = place_processes(hosts, 4, 1, colocate=False, folder="/here")
+    seen = [placement[Child("worker", rank)].env.get("CUDA_VISIBLE_DEVICES") for rank in range(4)]
     assert seen == ["3", "5", "3", None]
-    assert "CUDA_VISIBLE_DEVICES" not in placed[SERVER].env
+    assert "CUDA_VISIBLE_DEVICES" not in placement[SERVER].env
 
 
 def test_this_machine_must_be_known_to_others_by_an_address(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path, "hosts: [localhost, far]\n")
     with pytest.raises(UsageError, match="a server runs on localhost, and far could not find it") as raised:
-        place(hosts, 2, 1, colocate=False, folder="/here")
+        place_processes(hosts, 2, 1, colocate=False, folder="/here")
     assert "address:" in raised.value.fix
-    assert place(hosts, 1, 1, colocate=False, folder="/here")[SERVER].listen == "127.0.0.1"
+    assert place_processes(hosts, 1, 1, colocate=False, folder="/here")[SERVER].listen == "127.0.0.1"
 
 
 # ---- the plan ----------------------------------------------------------------------------------------
 
 
 def places_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, **options: Any) -> dict[Child, Place]:
-    return place(hosts_of(tmp_path, text), num_workers, num_shards, **{"colocate": False, "folder": "/here", **options})
+    return place_processes(
+        hosts_of(tmp_path, text), num_workers, num_shards, **{"colocate": False, "folder": "/here", **options}
+    )
 
 
 def plan_of(resolved: Resolved, places: dict[Child, Place], **request: Any) -> Plan:
@@ -158,7 +160,7 @@ def plan_of(resolved: Resolved, places: dict[Child, Place], **request: Any) -> P
     return plan_runs(resolved, Request(modes=(resolved.config.run.mode,), **request), machine)[0]
 
 
-def told(argv: tuple[str, ...]) -> Any:
+def settings_of(argv: tuple[str, ...]) -> Any:
     sets = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
     return load_config(None, {}, sets, {}).config
 
@@ -177,7 +179,7 @@ def test_processes_elsewhere_are_told_everything_and_no_file(tmp_path: Path) -> 
     workers = plan.workers("10.0.0.1:4000")
     for spec in (plan.server, *workers):
         assert path not in " ".join(spec.argv)
-        config = told(spec.argv)
+        config = settings_of(spec.argv)
         assert config.run.steps == 9
         assert config.optimizer.arguments() == {"lr": 0.1, "betas": [0.8, 0.9]}
         assert config.output.summary is None
@@ -201,10 +203,10 @@ def test_shards_listen_where_they_are(tmp_path: Path) -> None:
     assert listen_of(plan.server.argv) == "10.0.0.1:7000"
     assert listen_of(shard.argv) == "[fe80::2]:0"
     assert (str(shard.child), shard.host, shard.argv[0]) == ("server shard 1", "b", "pb")
-    server = told(shard.argv).server
+    server = settings_of(shard.argv).server
     assert (server.shard, server.shards, server.coordinator) == (1, 2, "10.0.0.1:7000")
     assert server.direct_port == 0  # the coordinator's may be on the same host
-    assert told(plan.server.argv).server.shards == 2
+    assert settings_of(plan.server.argv).server.shards == 2
 
 
 def test_an_address_that_was_set_is_kept(tmp_path: Path) -> None:
@@ -305,11 +307,11 @@ class _Racing(dict[int, Any]):
         return self.pop(number, default)
 
 
-@pytest.mark.parametrize("what", ["end", "kill"])
-def test_an_order_for_a_process_that_ends_just_then_does_not_end_the_agent(what: str) -> None:
+@pytest.mark.parametrize("text", ["end", "kill"])
+def test_an_order_for_a_process_that_ends_just_then_does_not_end_the_agent(text: str) -> None:
     """With it all processes of the host would end."""
     agent = object.__new__(Agent)
     with subprocess.Popen(["true"], start_new_session=True) as ended:
         ended.wait()
     agent._popens = _Racing({1: ended})
-    agent._do({"do": what, "id": 1})
+    agent._do({"do": text, "id": 1})

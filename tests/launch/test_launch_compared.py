@@ -57,11 +57,11 @@ def test_rates_are_those_of_the_processes_whatever_the_first_step_takes(cluster:
     (cluster.folder / "slow.py").write_text(TASK)
     found, done = {}, {}
     for mode in ("single", *modes.split(",")):
-        told = cluster.command(
+        result = cluster.command(
             "launch", "--mode", mode, "--task", "slow.py:Slow", "-n", "2", "--steps", "80", "--batch-size", "8",
             "--summary", "s.json", *(["--set", "policy.local_steps=4"] if mode == "localsgd" else []),
         )  # fmt: skip
-        assert told.returncode == 0, told.stderr
+        assert result.returncode == 0, result.stderr
         found[mode] = Summary.model_validate_json((cluster.folder / "s.json").read_text())
         done[mode] = calls(cluster.folder)
     for mode, item in found.items():
@@ -76,11 +76,11 @@ def test_rates_are_those_of_the_processes_whatever_the_first_step_takes(cluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["xor", "digits"])
 def test_the_configurations_that_are_offered(cluster: Cluster, config: str) -> None:
-    told = cluster.command(
+    result = cluster.command(
         "launch", str(ROOT / f"configs/{config}.yaml"), "--mode", "single,sync,localsgd", "-n", "4", "--steps", "50",
         "--summary", "s.json", "--report", "out", "--set", "output.track_dir=runs",
     )  # fmt: skip
-    assert told.returncode == 0, told.stderr
+    assert result.returncode == 0, result.stderr
     runs = [Summary.model_validate(run) for run in json.loads((cluster.folder / "s.json").read_text())["runs"]]
     assert [[worker.training_steps for worker in run.workers] for run in runs] == [[50], [50] * 4, [50] * 4]
     assert [{worker.contributions for worker in run.workers} for run in runs] == [{50}, {50}, {7}]
@@ -107,5 +107,5 @@ def cells(text: str) -> tuple[list[str], list[list[str]]]:
 
 
 def names(cluster: Cluster) -> list[str]:
-    told = cluster.command("catalog", "list", "--db", "runs/paramserver.db", "--json")
-    return re.findall(r'"id": "([0-9a-f]+)"', told.stdout)
+    result = cluster.command("catalog", "list", "--db", "runs/paramserver.db", "--json")
+    return re.findall(r'"id": "([0-9a-f]+)"', result.stdout)

@@ -17,9 +17,9 @@ KILLED = "failed: killed by SIGKILL; started again in 0.01 s (restart 1 of 3)"
 def test_a_killed_worker_comes_back_and_the_job_goes_well(marked) -> None:
     run = marked.run("-n", "2", *SOON, FAKE_WORKER_1="once kill")
     assert run.returncode == 0
-    said = run.stderr.splitlines()
-    at = said.index(f"ps-launch: worker 1 {KILLED}")
-    lives = [index for index, line in enumerate(said) if line.startswith("[worker 1] joined rank=1")]
+    output = run.stderr.splitlines()
+    at = output.index(f"ps-launch: worker 1 {KILLED}")
+    lives = [index for index, line in enumerate(output) if line.startswith("[worker 1] joined rank=1")]
     assert len(lives) == 2
     assert lives[0] < at < lives[1]
     assert "loss 0.125" in run.stdout

@@ -15,7 +15,7 @@ from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch import run
 from paramserver.launch.plan.hosts import load_hosts
-from paramserver.launch.plan.placement import place
+from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import SERVER
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 from paramserver.launch.plan.settings import own_path
@@ -137,7 +137,7 @@ def test_seeds_have_their_own_places_too_and_a_report_is_made_of_twenty_evaluati
 
 
 @pytest.mark.parametrize(
-    ("path", "num_modes", "own"),
+    ("path", "num_modes", "expected"),
     [
         ("w.safetensors", 1, "w.safetensors"),
         ("w.safetensors", 2, "w-sync.safetensors"),
@@ -148,8 +148,8 @@ def test_seeds_have_their_own_places_too_and_a_report_is_made_of_twenty_evaluati
         (None, 2, None),
     ],
 )
-def test_each_mode_has_its_own_place(path: str | None, num_modes: int, own: str | None) -> None:
-    assert own_path(path, "sync", num_modes) == own
+def test_each_mode_has_its_own_place(path: str | None, num_modes: int, expected: str | None) -> None:
+    assert own_path(path, "sync", num_modes) == expected
 
 
 def test_several_modes_keep_snapshots_and_history_apart() -> None:
@@ -230,9 +230,9 @@ def test_with_mutual_tls_each_worker_shows_its_own_certificate(
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     for worker, name in zip(plan.workers("h:1"), names, strict=True):
         environ = {key: value for key, value in worker.env.items() if key.startswith("PS_SECURITY")}
-        own = security_of(worker.argv, **environ)
-        assert (own["cert"], own["key"]) == (f"lab/{name}.crt", f"lab/{name}.key")
-        assert (own["ca"], own["mutual"]) == ("lab/ca.crt", True)
+        files = security_of(worker.argv, **environ)
+        assert (files["cert"], files["key"]) == (f"lab/{name}.crt", f"lab/{name}.key")
+        assert (files["ca"], files["mutual"]) == ("lab/ca.crt", True)
 
 
 def test_a_worker_without_a_certificate_is_noticed_before_anything_starts() -> None:
@@ -249,8 +249,8 @@ def test_with_mutual_tls_each_shard_shows_its_own_certificate() -> None:
     machine = Machine(python="python", num_cores=2, exists=there.__contains__)
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     for number, shard in enumerate([plan.server, *plan.shards("h:1")]):
-        own = security_of(shard.argv)
-        assert (own["cert"], own["key"]) == (f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
+        files = security_of(shard.argv)
+        assert (files["cert"], files["key"]) == (f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
         assert shard.needs == ("lab/ca.crt", f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
     there.remove("lab/shard-2.crt")
     with pytest.raises(UsageError, match=r"shard 2 needs a .* no shard-2\.crt beside lab/server\.crt") as raised:
@@ -329,11 +329,8 @@ def test_plan_and_supervise_are_pure() -> None:
     impure = {"torch", "grpc", "time", "random", "threading", "asyncio", "os", "logging", "subprocess"}
     launch = Path(plan_module.__file__).parents[1]
     pure = [
-        *launch.glob("plan/*.py"),
-        *launch.glob("supervise/*.py"),
-        launch / "view/events.py",
-        launch / "view/text.py",
-    ]
+        *launch.glob("plan/*.py"), *launch.glob("supervise/*.py"), launch / "view/events.py", launch / "view/text.py",
+    ]  # fmt: skip
     for path in pure:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -346,11 +343,11 @@ def test_the_headline_says_what_becomes_of_the_optimizer_where_gradients_are_lat
     less = f"{bound}lower momentum with more workers"
     found = plan_of(resolve(), mode).headline()
     assert found.startswith(f"{mode} ({less}, above 8 lower rates for late gradients): a server")
-    told = resolve(policy__late_scale="none")
-    assert plan_of(told, mode).headline().startswith(f"{mode} ({less}): a server")
-    told = resolve(policy__late_momentum=False)
+    resolution = resolve(policy__late_scale="none")
+    assert plan_of(resolution, mode).headline().startswith(f"{mode} ({less}): a server")
+    resolution = resolve(policy__late_momentum=False)
     alone = f" ({bound[:-2]})" if bound else ""
-    assert plan_of(told, mode).headline().startswith(f"{mode}{alone}: a server")
+    assert plan_of(resolution, mode).headline().startswith(f"{mode}{alone}: a server")
 
 
 def test_the_headline_says_that_a_run_is_delayed_update() -> None:
@@ -363,7 +360,7 @@ def test_the_headline_says_that_a_run_is_delayed_update() -> None:
 def test_a_report_says_in_what_the_modes_differ_beside_their_names() -> None:
     resolved = resolve("policy.buffer=3", "policy.staleness=5", run__batch_size=16, run__mode="ssp")
     plans = plan_runs(resolved, Request(modes=("ssp", "localsgd", "buffered", "single")), MACHINE)
-    found = run._differences(plans)
+    found = run.differences_of(plans)
     assert found["policy.staleness"] == [5, "-", "-", "-"] and found["policy.buffer"] == ["-", "-", 3, "-"]
     assert found["policy.local_steps"] == ["-", 8, "-", "-"] and found["run.batch_size"] == [16, 16, 16, 64]
     assert "run.seed" not in found
@@ -380,7 +377,7 @@ def test_a_plan_costs_what_its_machines_cost_together(
 ) -> None:
     """`single` has the first one alone."""
     (tmp_path / "hosts.yaml").write_text(HOSTS)
-    places = place(load_hosts(str(tmp_path / "hosts.yaml")), 2, 1, colocate=False, folder=".")
+    places = place_processes(load_hosts(str(tmp_path / "hosts.yaml")), 2, 1, colocate=False, folder=".")
     machine = Machine(python="python", num_cores=8, spans_hosts=True, places=places)
     plans = plan_runs(resolve(*sets, run__workers=2), Request(modes=("sync", "single")), machine)
     assert tuple(plan.rate for plan in plans) == rates

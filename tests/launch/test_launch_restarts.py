@@ -74,32 +74,32 @@ def test_the_first_failure_is_the_oldest_that_was_not_lived_down() -> None:
     assert restarts.first == Failure(SERVER, "gone")
 
 
-def raise_by_turns(what: str, admitted: Child | None = None) -> list[Decision]:
+def raise_by_turns(error: str, admitted: Child | None = None) -> list[Decision]:
     """What is decided when worker 0 and then worker 1 of two has raised this, worker 0 being let in between or not."""
     supervisor = Supervisor(JobSettings(num_workers=2))
     supervisor.begin(0.0)
     supervisor.listening(SERVER, 0.0)
     supervisor.may_train(0.0)
-    supervisor.exited(W0, 1, 5.0, Raised(what, "train.py, line 7"))
+    supervisor.exited(W0, 1, 5.0, Raised(error, "train.py, line 7"))
     supervisor.tick(5.5)
     if admitted is not None:
         supervisor.admitted(admitted)
-    return supervisor.exited(W1, 1, 6.0, Raised(f"{what} or so", "train.py, line 7"))
+    return supervisor.exited(W1, 1, 6.0, Raised(f"{error} or so", "train.py, line 7"))
 
 
 def test_a_mistake_that_every_worker_has_made_is_not_tried_again() -> None:
-    told = raise_by_turns("ValueError: bad batch")
-    assert told == [
+    decisions = raise_by_turns("ValueError: bad batch")
+    assert decisions == [
         Terminate(child, "every worker failed: ValueError: bad batch or so (train.py, line 7)")
         for child in (SERVER, W0)
     ]
 
 
 @pytest.mark.parametrize(
-    "what", ["ConnectionResetError: a file server", "requests.exceptions.Timeout: 30 s", "Mine: x"]
+    "error", ["ConnectionResetError: a file server", "requests.exceptions.Timeout: 30 s", "Mine: x"]
 )
-def test_a_bad_moment_of_all_workers_is_tried_again(what: str) -> None:
-    assert [type(decision) for decision in raise_by_turns(what)] == [Restart]
+def test_a_bad_moment_of_all_workers_is_tried_again(error: str) -> None:
+    assert [type(decision) for decision in raise_by_turns(error)] == [Restart]
 
 
 def test_a_mistake_that_one_worker_got_over_is_tried_again() -> None:
@@ -174,29 +174,24 @@ class World:
         if self.finish is None and not self.alive:
             assert self.supervisor.deadline is not None, "nothing runs, nothing ever will, and it is not over"
 
-    def play(self, kind: str, what: float, code: int) -> None:
+    def play(self, kind: str, number: float, code: int) -> None:
         if kind == "exit" and self.alive:
-            child = self.alive.pop(int(what) % len(self.alive))
+            child = self.alive.pop(int(number) % len(self.alive))
             self.carry_out(self.supervisor.exited(child, code, self.now))
         elif kind == "tick":
-            self.now += what
+            self.now += number
             self.carry_out(self.supervisor.tick(self.now))
         elif kind == "listening" and SERVER in self.alive:
             self.carry_out(self.supervisor.listening(SERVER, self.now) + self.supervisor.may_train(self.now))
-        elif kind == "interrupt" and what == 0:
+        elif kind == "interrupt" and number == 0:
             self.carry_out(self.supervisor.interrupt(15, self.now))
 
 
 @settings(max_examples=400, deadline=None)
 @given(
-    events=EVENTS,
-    num_workers=st.integers(1, 3),
-    with_server=st.booleans(),
-    keeps_snapshots=st.booleans(),
-    max_restarts=st.integers(0, 3),
-    backoff_s=st.sampled_from([0.0, 0.5]),
-    asks_again=st.booleans(),
-)
+    events=EVENTS, num_workers=st.integers(1, 3), with_server=st.booleans(), keeps_snapshots=st.booleans(),
+    max_restarts=st.integers(0, 3), backoff_s=st.sampled_from([0.0, 0.5]), asks_again=st.booleans(),
+)  # fmt: skip
 def test_whatever_happens_the_job_ends_once_and_whole(
     events: list, num_workers: int, with_server: bool, keeps_snapshots: bool, max_restarts: int, backoff_s: float,
     asks_again: bool,
@@ -204,14 +199,11 @@ def test_whatever_happens_the_job_ends_once_and_whole(
     world = World(
         Supervisor(
             JobSettings(
-                num_workers=num_workers,
-                num_shards=int(with_server),
-                keeps_snapshots=keeps_snapshots,
-                max_restarts=max_restarts,
-                backoff_s=backoff_s,
+                num_workers=num_workers, num_shards=int(with_server), keeps_snapshots=keeps_snapshots,
+                max_restarts=max_restarts, backoff_s=backoff_s,
             )
         )
-    )
+    )  # fmt: skip
     for event in events:
         if world.finish is None:
             world.play(*event)

@@ -23,14 +23,14 @@ WORKER = str(Path(__file__).parent / "programs" / "fake_worker.py")
 def test_a_run_from_start_to_end(marked) -> None:
     run = marked.run("-n", "3", "--steps", "10", "--set", "launch.status_interval_s=0.001")
     assert run.returncode == 0
-    said = run.stderr.splitlines()
-    assert said[0] == "ps-launch: sync: a server and 3 workers, 10 steps, batch 32, task digits"
-    assert re.fullmatch(r"\[server\] listening address=127\.0\.0\.1:\d+", said[1])
+    output = run.stderr.splitlines()
+    assert output[0] == "ps-launch: sync: a server and 3 workers, 10 steps, batch 32, task digits"
+    assert re.fullmatch(r"\[server\] listening address=127\.0\.0\.1:\d+", output[1])
     for rank in range(3):
-        assert any(line.startswith(f"[worker {rank}] hello from {rank}") for line in said)
-        assert any(line.startswith(f"[worker {rank}] joined rank={rank}") for line in said)
-    assert [line for line in said if line.startswith("step ")]
-    assert not [line for line in said if "summary" in line or "status" in line]
+        assert any(line.startswith(f"[worker {rank}] hello from {rank}") for line in output)
+        assert any(line.startswith(f"[worker {rank}] joined rank={rank}") for line in output)
+    assert [line for line in output if line.startswith("step ")]
+    assert not [line for line in output if "summary" in line or "status" in line]
     table = run.stdout.splitlines()
     assert table[0].startswith("sync   10 updates in 1.2 s")
     assert table[1] == "loss 0.125"
@@ -195,11 +195,7 @@ def test_on_a_terminal_there_is_a_live_table(marked, read_until) -> None:
     launcher = subprocess.Popen(
         [sys.executable, marked.launcher, "-n", "2", "--set", "launch.backoff_s=0.01"],
         env={
-            **os.environ,
-            "PS_TEST_MARK": marked.mark,
-            "TERM": "xterm",
-            "COLUMNS": "100",
-            "FAKE_WORKER": "hang",
+            **os.environ, "PS_TEST_MARK": marked.mark, "TERM": "xterm", "COLUMNS": "100", "FAKE_WORKER": "hang",
             "FAKE_WORKER_1": "once kill",
         },
         cwd=marked.folder,
@@ -207,7 +203,7 @@ def test_on_a_terminal_there_is_a_live_table(marked, read_until) -> None:
         stdout=subprocess.PIPE,
         stderr=slave,
         text=True,
-    )
+    )  # fmt: skip
     os.close(slave)
     shown = ""
     while "computing" not in shown.partition("(restart 1 of 3)")[2]:  # and the table goes on

@@ -81,12 +81,12 @@ def test_shards_on_this_machine_share_its_cores() -> None:
 def test_a_run_with_shards(marked) -> None:
     run = marked.run("-n", "2", "--shards", "3")
     assert run.returncode == 0, run.stderr
-    said = run.stderr.splitlines()
-    assert said[0].startswith("ps-launch: sync: a server in 3 shards and 2 workers,")
-    listens = [line for line in said if " listening address=" in line]
+    output = run.stderr.splitlines()
+    assert output[0].startswith("ps-launch: sync: a server in 3 shards and 2 workers,")
+    listens = [line for line in output if " listening address=" in line]
     assert sorted(line.partition("]")[0] for line in listens) == ["[server", "[server shard 1", "[server shard 2"]
-    first_worker = next(index for index, line in enumerate(said) if line.startswith("[worker"))
-    assert first_worker > max(said.index(line) for line in listens)
+    first_worker = next(index for index, line in enumerate(output) if line.startswith("[worker"))
+    assert first_worker > max(output.index(line) for line in listens)
 
 
 def test_a_killed_shard_comes_back_at_its_address(marked, read_until) -> None:

@@ -100,7 +100,7 @@ def test_a_run_that_is_done_already_starts_nobody_and_is_no_failure(have_listene
         supervisor.listening(SERVER, 0.5)
         running += [start.child for start in supervisor.may_train(0.5)]
     decisions = supervisor.already_done("all is done", 1.0)
-    assert {(type(told), told.child) for told in decisions} == {(Terminate, child) for child in running}
+    assert {(type(decision), decision.child) for decision in decisions} == {(Terminate, child) for child in running}
     assert supervisor.listening(SERVER, 1.1) == supervisor.may_train(1.1) == []
     *_, finish = [found for child in running[::-1] for found in supervisor.exited(child, 143, 2.0)]
     assert (finish.exit_code, finish.reason) == (0, "all is done")

@@ -57,9 +57,9 @@ def status(**changes: object) -> Status:
     return parsed
 
 
-def drawn(what: RenderableType, width: int = 100) -> str:
+def drawn(renderable: RenderableType, width: int = 100) -> str:
     file = io.StringIO()
-    Console(file=file, width=width, highlight=False).print(what)
+    Console(file=file, width=width, highlight=False).print(renderable)
     return file.getvalue()
 
 
@@ -106,14 +106,16 @@ def test_status_in_one_line() -> None:
 
 def test_the_first_line_of_a_status_fits_80_columns_and_names_both_losses() -> None:
     point = {"step": 100, "version": 400, "elapsed_s": 3.0, "metrics": {"accuracy": 0.97, "loss": 0.0612}}
-    told = status(step=118_000, steps=500_000, version=47_200_000, evaluated=point, elapsed_s=9_000.0)
-    (line, _) = status_line(told).splitlines()
+    current = status(step=118_000, steps=500_000, version=47_200_000, evaluated=point, elapsed_s=9_000.0)
+    (line, _) = status_line(current).splitlines()
     assert line == "step 118,000/500,000  training loss 0.300  held-out loss 0.061  8 h 05 min to go"
-    told = status(evaluated=point)
-    assert status_line(told).splitlines()[0] == ("step 118/500  training loss 0.300  held-out loss 0.061  10 s to go")
+    current = status(evaluated=point)
+    assert status_line(current).splitlines()[0] == (
+        "step 118/500  training loss 0.300  held-out loss 0.061  10 s to go"
+    )
     job = "run 12 of 14, about 2 h 05 min to go"
-    for told in (status(evaluated=point), status(evaluated=point, step=10**8, steps=10**9)):
-        (line, _) = status_line(told, job).splitlines()
+    for current in (status(evaluated=point), status(evaluated=point, step=10**8, steps=10**9)):
+        (line, _) = status_line(current, job).splitlines()
         assert len(line) <= 80 and line.startswith(f"{job}  step ") and "to go" not in line.removeprefix(job)
 
 
@@ -135,10 +137,10 @@ def test_which_run_of_several_it_is(series: Series, run_s: float, eta_s: float |
 def test_the_start_of_training_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     screen = PlainScreen({}, lambda: None)
     for num, line in ((4, "ps-launch: 4 workers joined"), (1, "ps-launch: 1 worker joined")):
-        said = json.dumps({"event": "training_started", "level": "info", "workers": num, "mode": "ssp"})
-        screen.line(SERVER, said, parse_event(said))
+        log_line = json.dumps({"event": "training_started", "level": "info", "workers": num, "mode": "ssp"})
+        screen.line(SERVER, log_line, parse_event(log_line))
         assert capsys.readouterr().err == f"{line}\n"
-    screen.line(WORKER_2, said, parse_event(said))  # somebody else's word
+    screen.line(WORKER_2, log_line, parse_event(log_line))  # somebody else's word
     assert capsys.readouterr().err.startswith("[worker 2] training_started")
 
 
@@ -151,10 +153,10 @@ def test_status_as_a_table() -> None:
 
 
 def test_at_80_columns_nothing_is_lost_of_what_a_worker_waits_for() -> None:
-    told = status().model_copy(update={"step": 999_000, "steps": 1_000_000, "version": 12_345_678})
+    current = status().model_copy(update={"step": 999_000, "steps": 1_000_000, "version": 12_345_678})
     why = "the round 12,345,679 needs 3 of 4 workers; missing rank 2, which is at training step 118"
-    rows = [worker.model_copy(update={"step": 999_123, "waiting_for": why}) for worker in told.workers]
-    lines = drawn(status_panel(told.model_copy(update={"workers": rows})), 80).splitlines()
+    rows = [worker.model_copy(update={"step": 999_123, "waiting_for": why}) for worker in current.workers]
+    lines = drawn(status_panel(current.model_copy(update={"workers": rows})), 80).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert "…" not in "".join(lines)
     assert [line for line in lines if "999,123/1,000,000" in line and line.rstrip().endswith("%")] != []

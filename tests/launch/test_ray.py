@@ -18,16 +18,9 @@ SMALL = ("--task", "linear", "--steps", "20", "--set", "server.insecure=true", "
 @pytest.mark.timeout(300)  # the cluster starts too
 def test_a_run_on_three_nodes(marked: Marked, ray_address: str) -> None:
     argv = (
-        "-m",
-        "paramserver.launch",
-        "-n",
-        "2",
-        *SMALL,
-        "--set",
-        "launch.ray_strategy=STRICT_SPREAD",
-        "--summary",
+        "-m", "paramserver.launch", "-n", "2", *SMALL, "--set", "launch.ray_strategy=STRICT_SPREAD", "--summary",
         "s.json",
-    )
+    )  # fmt: skip
     process = marked.start(*argv, PS_LAUNCH__RAY_ADDRESS=ray_address)
     out, err = process.communicate(timeout=180)
     assert process.returncode == 0, out + err

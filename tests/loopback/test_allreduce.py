@@ -240,8 +240,8 @@ with paramserver.connect() as session:
 def test_an_optimizer_that_begins_with_another_state_is_refused(cluster, flags):
     (cluster.folder / "script.py").write_text(LOADS)
     settings = {"PS_WORKER__ZERO": "1"} if "--zero" in flags else {}
-    told = flags if "--staleness" in flags else []
-    server = cluster.server("--mode", "allreduce", "--workers", "2", "--steps", "5", *told)
+    extra = flags if "--staleness" in flags else []
+    server = cluster.server("--mode", "allreduce", "--workers", "2", "--steps", "5", *extra)
     first, other = (cluster.script(rank, cluster.folder / "script.py", **settings) for rank in range(2))
     assert other.wait() == 2, other.output
     assert "the optimizer of rank 1 begins with another state than that of rank 0" in other.output

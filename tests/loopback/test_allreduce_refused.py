@@ -54,7 +54,7 @@ def members(cluster):
 
 @pytest.mark.parametrize("victim", [0, 2])  # to whom small sums come, and one that sends
 @pytest.mark.parametrize(
-    ("case", "code", "told"),
+    ("case", "code", "message"),
     [
         # The lowest is right where as many say one as the other; of three one is alone.
         ("schedule", 2, "the optimizer of rank {victim} would step with other numbers (lr 0.005) than that of rank"),
@@ -62,30 +62,30 @@ def members(cluster):
     ],
     ids=["schedule", "not finite"],
 )
-def test_it_ends_in_its_step_and_the_others_go_on(cluster, case, code, told, victim):
+def test_it_ends_in_its_step_and_the_others_go_on(cluster, case, code, message, victim):
     server, worker = start(cluster, 3)
     workers = [worker(rank, *([case] if rank == victim else [])) for rank in range(3)]
     ended = workers.pop(victim)
     assert ended.wait() == code, ended.output
-    assert told.format(victim=victim) in ended.output
+    assert message.format(victim=victim) in ended.output
     assert "Traceback" not in ended.output
     assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], workers[0].output
     assert members(cluster) == [3] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize(
-    ("zero", "copies", "told"),
+    ("zero", "copies", "message"),
     [
         ("0", "2", "worker.zero is 0 for rank 1, and worker.zero is 1 (worker.zero_copies 2) for rank 0, with which"),
         ("1", "1", "worker.zero is 1 (worker.zero_copies 1) for rank 1, and worker.zero is 1 (worker.zero_copies 2) "),
     ],
 )
-def test_one_that_divides_otherwise_is_refused(cluster, zero, copies, told):
+def test_one_that_divides_otherwise_is_refused(cluster, zero, copies, message):
     server, worker = start(cluster, 2)
     first = worker(0, PS_WORKER__ZERO="1")
     other = worker(1, PS_WORKER__ZERO=zero, PS_WORKER__ZERO_COPIES=copies)
     assert other.wait() == 2, other.output
-    assert told in other.output
+    assert message in other.output
     assert "Traceback" not in other.output
     assert [first.wait(), server.wait()] == [0, 0]
 
@@ -130,7 +130,7 @@ def test_an_optimizer_of_sparse_gradients_alone_is_refused_before_the_first_step
     worker = cluster.script(0, cluster.folder / "sparse.py", optimizer)
     assert worker.wait() == code, worker.output
     assert "Traceback" not in worker.output
-    told = "SparseAdam steps along sparse gradients only, and workers of mode allreduce average"
-    assert (told in worker.output) == bool(code)
+    message = "SparseAdam steps along sparse gradients only, and workers of mode allreduce average"
+    assert (message in worker.output) == bool(code)
     assert ("fix: take torch.optim.Adam; or --mode localsgd" in worker.output) == bool(code)
     server.signal(15)

@@ -117,9 +117,9 @@ def test_it_is_delayed_sgd(cluster, kind):
     versions = versions_of(cluster)
     assert versions == [[(rank, t, max(0, t - 1 - K)) for rank in range(2)] for t in range(1, 41)]
     assert difference(cluster, alone(kind, versions, has_schedule)) <= 1e-9
-    said = json.loads((cluster.folder / "s.json").read_text())
-    assert said["staleness_bound"] == K
-    assert {worker["staleness_max"] for worker in said["workers"]} == {K}
+    result = json.loads((cluster.folder / "s.json").read_text())
+    assert result["staleness_bound"] == K
+    assert {worker["staleness_max"] for worker in result["workers"]} == {K}
 
 
 def test_one_is_killed_with_means_outstanding_and_comes_back(cluster):

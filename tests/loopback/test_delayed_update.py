@@ -133,14 +133,14 @@ def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_
     assert server.wait() == 0
     begun, average = _delayed_averaging(num_workers, STEPS, local_steps)
     for rank, worker in enumerate(workers):
-        told = [line.split() for line in worker.output.splitlines() if line.startswith(("before", "at the end"))]
-        assert [float.fromhex(words[-1]) for words in told[:-1]] == pytest.approx(begun[rank], rel=1e-13)
-        assert told[-1][3] == str(STEPS)
-        assert float.fromhex(told[-1][-1]) == pytest.approx(average, rel=1e-13)
+        lines = [line.split() for line in worker.output.splitlines() if line.startswith(("before", "at the end"))]
+        assert [float.fromhex(words[-1]) for words in lines[:-1]] == pytest.approx(begun[rank], rel=1e-13)
+        assert lines[-1][3] == str(STEPS)
+        assert float.fromhex(lines[-1][-1]) == pytest.approx(average, rel=1e-13)
     rounds = -(-STEPS // local_steps)
     rows = _rows(cluster)
-    told = [(row["contributions"], row["training_steps"], row["samples"]) for row in rows]
-    assert told == [(rounds, STEPS, STEPS)] * num_workers
+    lines = [(row["contributions"], row["training_steps"], row["samples"]) for row in rows]
+    assert lines == [(rounds, STEPS, STEPS)] * num_workers
     assert [row["staleness_max"] for row in rows] == [1] * num_workers
     assert rows[0]["staleness_mean"] == pytest.approx((rounds - 1) / rounds)
 

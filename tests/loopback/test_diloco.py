@@ -88,18 +88,10 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
 @pytest.mark.parametrize("more", [(), ("--delayed-update", "--overlap-steps", "2")], ids=["waiting", "going_on"])
 def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster, more: tuple[str, ...]) -> None:
     """Rounds close without the one that is killed; a new process takes its remaining steps."""
-    told = (
-        "--mode",
-        "async_diloco",
-        *more,
-        "--history",
-        "h.jsonl",
-        "--summary",
-        "s.json",
-        "--set",
-        "server.absent_s=60",
-    )
-    server = cluster.server(*flags(3), *told)
+    arguments = (
+        "--mode", "async_diloco", *more, "--history", "h.jsonl", "--summary", "s.json", "--set", "server.absent_s=60",
+    )  # fmt: skip
+    server = cluster.server(*flags(3), *arguments)
     gate = cluster.folder / "go"
     killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")
     others = [cluster.script(rank, "outer.py", "sgd") for rank in (0, 2)]
@@ -144,11 +136,11 @@ def delayed_reference(delay: int) -> dict[str, torch.Tensor]:
 
 def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_two_moves(cluster: Cluster) -> None:
     """Killed after two of three deltas: what they come to is in the snapshot, and so is how many they were."""
-    told = flags(1, "--mode", "async_diloco", "--outer-lr", str(LR), "--outer-delay", "3")
+    arguments = flags(1, "--mode", "async_diloco", "--outer-lr", str(LR), "--outer-delay", "3")
     ends = []
     for shards, kills in ((3, False), (1, True)):
         folder = ("--checkpoint-dir", f"snapshots{len(ends)}", "--checkpoint-every", "1")
-        server = cluster.server(*told, *folder, "--shards", str(shards))
+        server = cluster.server(*arguments, *folder, "--shards", str(shards))
         others = [cluster.shard(number, shards, *folder[:2]) for number in range(1, shards)]
         gate = cluster.folder / f"go{len(ends)}"
         worker = cluster.script(0, "outer.py", "sgd", str(gate), "12")
@@ -156,7 +148,7 @@ def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_
         if kills:
             server.until(lambda item=server: any(e["version"] == 2 for e in item.events("snapshot")), "snapshot")
             server.kill()
-            server = cluster.server(*told, *folder, "--listen", cluster.address)
+            server = cluster.server(*arguments, *folder, "--listen", cluster.address)
         gate.touch()
         assert {other.wait() for other in (worker, server, *others)} == {0}, worker.output
         assert not kills or server.event("resumed")["version"] == 2

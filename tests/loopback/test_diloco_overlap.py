@@ -176,8 +176,8 @@ def test_codecs_that_remember_have_each_fragment_s_own(
     h, inner = {2: 6, 3: 9, 5: 10}[num], "adamw-wide"
     server = cluster.server(*flags(h, num, tau, rule, "--workers", "2", "--shards", str(shards)))
     others = [cluster.shard(number, shards) for number in range(1, shards)]
-    told = {"PS_WORKER__CODEC": up, "PS_WORKER__REPLY_CODEC": down, "PS_WORKER__TRANSPORTS": transport}
-    workers = [cluster.script(rank, "outer.py", inner, **told) for rank in range(2)]
+    environ = {"PS_WORKER__CODEC": up, "PS_WORKER__REPLY_CODEC": down, "PS_WORKER__TRANSPORTS": transport}
+    workers = [cluster.script(rank, "outer.py", inner, **environ) for rank in range(2)]
     assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
     ups = trip_of(inner, up, shards), CODECS.load(up)().decay
     assert_is(cluster, reference(inner, h, num, tau, rule, {0: (0, 1)}, ups, trip_of(inner, down, shards)))
@@ -194,10 +194,10 @@ def test_codecs_that_remember_have_each_fragment_s_own(
 def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Cluster, rule: str, codec: str) -> None:
     server = cluster.server(*flags(6, 3, 1, rule))
     gate, inner = cluster.folder / "go", "adamw-deep" if codec == "raw" else "adamw-wide"
-    told = {"PS_WORKER__CODEC": codec, "PS_WORKER__REPLY_CODEC": codec}
-    first = cluster.script(0, "outer.py", inner, str(gate), "12", **told)
+    environ = {"PS_WORKER__CODEC": codec, "PS_WORKER__REPLY_CODEC": codec}
+    first = cluster.script(0, "outer.py", inner, str(gate), "12", **environ)
     first.until(lambda: "at the gate" in first.output, "gate")
-    second = cluster.script(1, "outer.py", inner, str(gate), "12", **told)
+    second = cluster.script(1, "outer.py", inner, str(gate), "12", **environ)
     second.until(lambda: "at the gate" in second.output, "gate")
     gate.touch()
     assert {process.wait() for process in (first, second, server)} == {0}, second.output
@@ -215,18 +215,18 @@ def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Clus
 )
 def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, codec: str) -> None:
     """Steps of fragments that had not had their turn, and what was on its way or left out, are done again."""
-    told = flags(
+    arguments = flags(
         6, 3, 1, rule, "--workers", "2", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set",
         "policy.min_workers=2",
     )  # fmt: skip
-    server = cluster.server(*told)
+    server = cluster.server(*arguments)
     gate, inner = cluster.folder / "go", "sgd-deep" if codec == "raw" else "sgd-wide"
     codecs = {"PS_WORKER__CODEC": codec, "PS_WORKER__REPLY_CODEC": codec}
     workers = [cluster.script(rank, "outer.py", inner, str(gate), "12", **codecs) for rank in range(2)]
     at_gates(workers)
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot")
     server.kill()
-    second = cluster.server(*told, "--listen", cluster.address)
+    second = cluster.server(*arguments, "--listen", cluster.address)
     gate.touch()
     assert {worker.wait() for worker in (*workers, second)} == {0}, workers[0].output
     version = second.event("resumed")["version"]
@@ -239,18 +239,18 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, 
 def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: Cluster) -> None:
     """One worker, whose deltas are whole rounds: what was on its way at the kill is done again, over two shards before
     and after."""
-    told = flags(
+    arguments = flags(
         5, 1, 3, "blend", "--mode", "async_diloco", "--outer-lr", str(LR), "--workers", "1", "--shards", "2",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "2",
     )  # fmt: skip
-    told = tuple(text for at, text in enumerate(told) if not {"--fragments"} & {text, told[at - 1]})
-    server, gate = cluster.server(*told), cluster.folder / "go"
+    arguments = tuple(text for at, text in enumerate(arguments) if not {"--fragments"} & {text, arguments[at - 1]})
+    server, gate = cluster.server(*arguments), cluster.folder / "go"
     other = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
     worker = cluster.script(0, "outer.py", "sgd", str(gate), "13")
     worker.until(lambda: "at the gate" in worker.output, "gate")
     server.until(lambda: any(event["version"] == 2 for event in server.events("snapshot")), "snapshot")
     server.kill()
-    second = cluster.server(*told, "--listen", cluster.address)
+    second = cluster.server(*arguments, "--listen", cluster.address)
     gate.touch()
     assert {process.wait() for process in (worker, second, other)} == {0}, worker.output
     assert second.event("resumed")["version"] == 2

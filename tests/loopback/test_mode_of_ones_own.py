@@ -73,18 +73,18 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
     assert (summary["mode"], summary["version"]) == (f"{cluster.folder}/{NAME}", 2 * STEPS)
     lines = history(cluster.folder)
     assert lines[0]["options"] == {"cooling": COOLING, "max_age": 40}
-    code, said = check_history(cluster, "--mode", NAME)
-    assert (code, "were not checked" in said) == (0, False), said
-    code, said = check_history(cluster)
-    assert (code, UNCHECKED in said) == (0, True), said
+    code, output = check_history(cluster, "--mode", NAME)
+    assert (code, "were not checked" in output) == (0, False), output
+    code, output = check_history(cluster)
+    assert (code, UNCHECKED in output) == (0, True), output
 
     # One line claims that a contribution was older than it was: only the rule minds.
     lines[0]["options"]["max_age"] = 0
     late = next(line for line in lines if line["op"] == "accept" and line["version"] > 0)
     late["base_version"] = late["version"] - 1
     (cluster.folder / "h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, said = check_history(cluster, "--mode", NAME)
-    assert (code, "is 1 versions old, over 0" in said) == (1, True), said
+    code, output = check_history(cluster, "--mode", NAME)
+    assert (code, "is 1 versions old, over 0" in output) == (1, True), output
     assert check_history(cluster)[0] == 0
 
 
@@ -112,8 +112,8 @@ def test_its_state_goes_on_where_the_killed_server_was(cluster, example: Path, s
     assert [process.wait() for process in (*workers, server, *others)] == [0] * (3 + len(others))
     assert server.event("resumed")["version"] > 0
     check_weights(cluster.folder)
-    code, said = check_history(cluster, "--mode", NAME)
-    assert (code, "were not checked" in said) == (0, False), said
+    code, output = check_history(cluster, "--mode", NAME)
+    assert (code, "were not checked" in output) == (0, False), output
 
 
 @pytest.mark.slow

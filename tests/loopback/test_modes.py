@@ -172,6 +172,6 @@ def test_by_hand_a_worker_says_who_it_is_and_when_it_is_through(cluster):
     server = cluster.server("--steps", "3", "--workers", "1", "--task", "xor")
     worker = cluster.worker(0, PS_LOG__FORMAT="text")
     assert [worker.wait(), server.wait()] == [0, 0]
-    told = [line for line in worker.output.splitlines() if "rank=0" in line]
-    assert "training" in told[0] and "steps=3" in told[0]
-    assert "trained" in told[-1] and "batches=3" in told[-1]
+    lines = [line for line in worker.output.splitlines() if "rank=0" in line]
+    assert "training" in lines[0] and "steps=3" in lines[0]
+    assert "trained" in lines[-1] and "batches=3" in lines[-1]

@@ -30,7 +30,7 @@ def train(cluster: Any, overlap: bool, flags: tuple[str, ...], env: dict[str, st
 def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
     """On every transport."""
     without = train(cluster, False, *WAYS["grpc"])
-    found = {way: train(cluster, True, *told) for way, told in WAYS.items()}
+    found = {way: train(cluster, True, *environ) for way, environ in WAYS.items()}
     for way, weights in found.items():
         assert all(torch.equal(tensor, weights[name]) for name, tensor in without.items()), way
 
@@ -47,8 +47,8 @@ def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
             "--summary", "s.json",
         )  # fmt: skip
         shard = cluster.shard(1, 2)
-        told = env | {"PS_WORKER__OVERLAP": str(overlap).lower()}
-        workers = [cluster.script(rank, "wide.py", **told) for rank in range(2)]
+        environ = env | {"PS_WORKER__OVERLAP": str(overlap).lower()}
+        workers = [cluster.script(rank, "wide.py", **environ) for rank in range(2)]
         assert [process.wait() for process in (*workers, server, shard)] == [0] * 4, workers[0].output
         found.append(load_file(cluster.folder / "w.safetensors"))
         summary = json.loads((cluster.folder / "s.json").read_text())

@@ -111,8 +111,8 @@ def test_a_run_that_goes_on_in_another_mode_counts_training_steps(cluster):
         assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
         assert server.events("snapshot")[-1]["version"] == version
         if mode == "sync":
-            told = server.events("mode_changed")[0]["meaning"]
-            assert told == "training steps are counted: 20 of 30 are done by the slowest rank, 10 are left"
+            meaning = server.events("mode_changed")[0]["meaning"]
+            assert meaning == "training steps are counted: 20 of 30 are done by the slowest rank, 10 are left"
 
 
 @pytest.mark.slow

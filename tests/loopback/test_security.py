@@ -81,9 +81,9 @@ def test_run_goes_on_while_certificates_are_renewed_and_shows_no_secret(cluster:
     assert server.wait() == 143
     assert worker.events("connection_lost") == []
     printed = cluster.command("ps", "--print-config", *flags(lab, "server"), PS_TOKEN=token)
-    said = [server.output, worker.output, renewal.stdout, renewal.stderr, printed.stdout, printed.stderr]
+    outputs = [server.output, worker.output, renewal.stdout, renewal.stderr, printed.stdout, printed.stderr]
     assert "security.token_file" in printed.stdout
-    assert not any(token in text or "PRIVATE" in text for text in [*said, *command_lines])
+    assert not any(token in text or "PRIVATE" in text for text in [*outputs, *command_lines])
 
 
 def test_worker_with_the_wrong_token_ends_at_once(shared_cluster: Any, mutual: str, lab: Path) -> None:

@@ -51,8 +51,8 @@ def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, transp
     padding = load_file(cluster.folder / "w.safetensors")["padding"]
     assert torch.equal(padding, torch.full((100_000,), -STEPS * (2.0 if mode != "sync" else 1.0)))
     summary = json.loads((cluster.folder / "s.json").read_text())
-    held = [shard["bytes"]["weights"] for shard in summary["shards"]]
-    assert len(held) == 3 and max(held) <= 1.1 * sum(held) / 3
+    num_bytes = [shard["bytes"]["weights"] for shard in summary["shards"]]
+    assert len(num_bytes) == 3 and max(num_bytes) <= 1.1 * sum(num_bytes) / 3
 
 
 @pytest.mark.slow
@@ -196,8 +196,8 @@ def test_a_missing_shard_is_named_to_whoever_waits(cluster):
     shard = cluster.shard(2, 3)
     worker = cluster.script(0, "onehot.py", str(STEPS))
     server.until(lambda: bool(server.events("shard_joined")), "shard 2")
-    said = "shard 1 of 3 to join (ps-server --shard 1 --shards 3"
-    server.until(lambda: any(said in status["waiting"] for status in server.events("status")), "what it waits for")
+    message = "shard 1 of 3 to join (ps-server --shard 1 --shards 3"
+    server.until(lambda: any(message in status["waiting"] for status in server.events("status")), "what it waits for")
     third = cluster.shard(1, 3)
     assert _ends(worker, server, shard, third) == [0] * 4
 

@@ -28,5 +28,5 @@ def test_strangers_find_no_key_and_delay_nobody(cluster: Any, tmp_path: Path) ->
         assert on_other_addresses(found) == []
         at_workers = listens([worker.popen.pid for worker in workers])
         assert at_workers
-        assert {place: num_keys(place) for place in at_workers} == dict.fromkeys(at_workers, 0)
+        assert {address: num_keys(address) for address in at_workers} == dict.fromkeys(at_workers, 0)
     assert not any(worker.events("group_broken") for worker in workers)

@@ -90,9 +90,9 @@ def test_the_servers_spans_hang_under_the_workers_exchanges(cluster: Cluster, co
             above = exchanges[span.trace_id, span.parent_span_id]
             assert above.start_time_unix_nano <= span.start_time_unix_nano + 50_000_000, "clocks of one machine"
             assert span.start_time_unix_nano <= span.end_time_unix_nano
-    own = {(span.trace_id, span.span_id): span for span in collector.of("ps-server", "contribution")}
+    contributions = {(span.trace_id, span.span_id): span for span in collector.of("ps-server", "contribution")}
     waits = collector.of("ps-server", "wait")
-    assert all((span.trace_id, span.parent_span_id) in own for span in waits)
+    assert all((span.trace_id, span.parent_span_id) in contributions for span in waits)
     assert bool(waits) == (mode == "sync")
 
 
@@ -106,9 +106,9 @@ def test_a_collector_that_is_not_there_costs_a_warning(cluster: Cluster) -> None
     assert "Traceback" not in server.output
 
 
-@pytest.mark.parametrize("told", ["localhost:4318", "file:///etc/passwd"])
-def test_what_is_no_address_is_refused(cluster: Cluster, told: str) -> None:
-    done = cluster.command("ps", "--traces", told)
+@pytest.mark.parametrize("message", ["localhost:4318", "file:///etc/passwd"])
+def test_what_is_no_address_is_refused(cluster: Cluster, message: str) -> None:
+    done = cluster.command("ps", "--traces", message)
     assert done.returncode == 2
     assert "flag --traces: output.traces: is the address of a collector, such as http://127.0.0.1:4318" in done.stderr
 

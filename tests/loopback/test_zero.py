@@ -47,9 +47,9 @@ def test_it_equals_one_process_with_one_nth_of_the_state(cluster):
     versions = [[(rank, number) for rank in range(3)] for number in range(1, 21)]
     assert difference(cluster, versions) <= 1e-9
     whole = 2 * 8 * (9 * 20 + 20 + 20 * 3 + 3)  # Adam's two moments, float64
-    held = [worker.event("optimizer_state")["bytes"] for worker in workers]
-    assert max(held) <= whole / 3 + 2 * 8 * 20 + 200  # cut between rows; and each tensor's count of steps
-    assert sum(held) >= whole
+    state_bytes = [worker.event("optimizer_state")["bytes"] for worker in workers]
+    assert max(state_bytes) <= whole / 3 + 2 * 8 * 20 + 200  # cut between rows; and each tensor's count of steps
+    assert sum(state_bytes) >= whole
     for steps, zero, num in ((30, 1, 2), (40, 0, 2)):
         server, worker = start(cluster, num, steps, "steps", zero=zero)
         finished(server, workers := [worker(rank) for rank in range(num)])

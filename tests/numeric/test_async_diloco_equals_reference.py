@@ -37,7 +37,9 @@ def reference(
     models = [make_model() for _ in ranks]
     inner = [INNER["adamw"](model) for model in models]
     theta = nn.utils.parameters_to_vector(models[0].parameters()).detach()
-    start, told, done, began = [theta for _ in ranks], [H for _ in ranks], [0 for _ in ranks], [0.0 for _ in ranks]
+    start, local_steps, done, began = (
+        [theta for _ in ranks], [H for _ in ranks], [0 for _ in ranks], [0.0 for _ in ranks],
+    )  # fmt: skip
     due = {rank: H * SECONDS[rank] for rank in ranks}
     speed, newest, took, delta = {}, {}, {}, {}  # by rank; the last two of the round
     opened = closes = inf
@@ -48,13 +50,13 @@ def reference(
         if due.get(rank) == now:
             del due[rank]
             nn.utils.vector_to_parameters(start[rank].clone(), models[rank].parameters())
-            for step in range(done[rank], done[rank] + told[rank]):
+            for step in range(done[rank], done[rank] + local_steps[rank]):
                 local_step(models[rank], inner[rank], rank, SIZES[rank], step)
             delta[rank] = start[rank] - nn.utils.parameters_to_vector(models[rank].parameters()).detach()
-            done[rank] += told[rank]
-            newest[rank] = (told[rank] * SIZES[rank]) ** 2 / told[rank]
+            done[rank] += local_steps[rank]
+            newest[rank] = (local_steps[rank] * SIZES[rank]) ** 2 / local_steps[rank]
             took[rank] = now - began[rank]
-            speed[rank] = (speed.get(rank, told[rank] / took[rank]) + told[rank] / took[rank]) / 2
+            speed[rank] = (speed.get(rank, local_steps[rank] / took[rank]) + local_steps[rank] / took[rank]) / 2
             opened = min(opened, now)
             if len(delta) == quorum:
                 closes = now + max(0.0, grace * (sum(took.values()) / len(took) - (now - opened)))
@@ -72,11 +74,11 @@ def reference(
         num += len(delta)
         theta = theta - LR * (taken * mu * momentum + change)
         for item in delta:
-            start[item], began[item], told[item] = theta, now, min(H, STEPS - done[item])
+            start[item], began[item], local_steps[item] = theta, now, min(H, STEPS - done[item])
             if even_pace:
-                told[item] = min(told[item], max(1, ceil(H * (speed[item] / max(speed.values())))))
-            if told[item]:
-                due[item] = now + told[item] * SECONDS[item]
+                local_steps[item] = min(local_steps[item], max(1, ceil(H * (speed[item] / max(speed.values())))))
+            if local_steps[item]:
+                due[item] = now + local_steps[item] * SECONDS[item]
         opened, closes, took, delta = inf, inf, {}, {}
     return theta
 
@@ -86,7 +88,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     policy = policy_of("async_diloco", {"training_steps": STEPS, "num_workers": 3, "local_steps": H, **options})
     workers = [Worker("adamw") for _ in SIZES]
     store = store_of(workers[0], policy)
-    base, told, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
+    base, local_steps, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
 
     def perform(decisions: list[Any], now: float, staged: torch.Tensor | None = None) -> None:
         for decision in decisions:
@@ -103,7 +105,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
                 workers[rank].receive(store.weights)
                 base[rank] = policy.version
                 if steps:
-                    told[rank].append(steps)
+                    local_steps[rank].append(steps)
                     due[rank] = now + steps * SECONDS[rank]
 
     for rank in range(3):
@@ -114,34 +116,34 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
             perform(policy.tick(policy._closes_at), policy._closes_at)
             continue
         del due[rank]
-        done, steps = policy.steps_done(rank), told[rank][-1]
+        done, steps = policy.steps_done(rank), local_steps[rank][-1]
         for step in range(done, done + steps):
             local_step(workers[rank].model, workers[rank].optimizer, rank, SIZES[rank], step)
-        said = contribution_of(len(told[rank]), base[rank], steps * SIZES[rank], steps)
-        perform(policy.contributed(rank, said, now), now, workers[rank].delta())
+        contribution = contribution_of(len(local_steps[rank]), base[rank], steps * SIZES[rank], steps)
+        perform(policy.contributed(rank, contribution, now), now, workers[rank].delta())
         assert policy.min_steps_done == min(map(policy.steps_done, range(3)))
     assert not policy._round, "what is there is in the weights"
     assert policy.committed_steps() == dict.fromkeys(range(3), STEPS)
-    return torch.cat([view.reshape(-1) for _, view in store.layout.views(store.weights)]), told
+    return torch.cat([view.reshape(-1) for _, view in store.layout.views(store.weights)]), local_steps
 
 
 @pytest.mark.parametrize(("quorum", "grace"), [(1, 0.0), (1, 0.25), (2, 0.5)])
 @pytest.mark.parametrize("even_pace", [True, False])
 def test_it_equals_an_independent_reference(quorum: int, grace: float, even_pace: bool) -> None:
-    found, told = ours(quorum=quorum, grace=grace, even_pace=even_pace, outer_lr=LR)
+    found, local_steps = ours(quorum=quorum, grace=grace, even_pace=even_pace, outer_lr=LR)
     assert_equal(found, reference(quorum, grace, even_pace), 1e-12)
-    assert all(sum(steps) == STEPS for steps in told.values())
+    assert all(sum(steps) == STEPS for steps in local_steps.values())
     if even_pace:
-        assert told[2][1] == 2 and told[0][1] == H, "a worker 2.9 times as slow"
+        assert local_steps[2][1] == 2 and local_steps[0][1] == H, "a worker 2.9 times as slow"
     else:
-        assert told == {rank: [4, 4, 4, 4, 2] for rank in range(3)}
+        assert local_steps == {rank: [4, 4, 4, 4, 2] for rank in range(3)}
 
 
 @pytest.mark.parametrize(("delay", "part"), [(1, 0.0), (1, 1.0), (3, 0.0), (3, 0.25), (4, 0.25)])
 @pytest.mark.parametrize("quorum", [1, 2])
 def test_delayed_nesterov_equals_an_independent_reference(quorum: int, delay: int, part: float) -> None:
-    told = {"outer_momentum": 0.7, "outer_delay": delay, "outer_delay_part": part}
-    found, _ = ours(quorum=quorum, grace=0.25, outer_lr=LR, **told)
+    settings = {"outer_momentum": 0.7, "outer_delay": delay, "outer_delay_part": part}
+    found, _ = ours(quorum=quorum, grace=0.25, outer_lr=LR, **settings)
     expected = reference(quorum, 0.25, True, 0.7, delay, part)
     assert_equal(found, expected, 1e-12)
     assert (expected - reference(quorum, 0.25, True)).abs().max() > 1e-3, "the momentum is seen"
@@ -178,7 +180,7 @@ def test_delayed_nesterov_is_the_papers_where_deltas_come_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("settings", "message"),
     [
         ({"outer_delay": 0, "outer_momentum": 0.5}, "greater than or equal to 1"),
         ({"outer_delay": 4, "outer_momentum": 0.0}, "policy.outer_delay is 4 and policy.outer_momentum 0"),
@@ -186,6 +188,6 @@ def test_delayed_nesterov_is_the_papers_where_deltas_come_one_by_one() -> None:
         ({"outer_delay_part": 0.1}, "policy.outer_delay none"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(told: dict[str, float], said: str) -> None:
-    with pytest.raises(Exception, match=said):
-        policy_of("async_diloco", told)
+def test_numbers_that_mean_nothing_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        policy_of("async_diloco", settings)

@@ -39,7 +39,7 @@ def reference(tau: int, rule: str, even_pace: bool) -> torch.Tensor:
     inner = [INNER["adamw"](model) for model in models]
     theta = torch.nn.utils.parameters_to_vector(models[0].parameters()).detach()
     local, anchor, sent, given = ([theta.clone() for _ in RANKS] for _ in range(4))
-    done, told, taken, since = [0] * 3, [H] * 3, [H] * 3, [0.0] * 3
+    done, local_steps, taken, since = [0] * 3, [H] * 3, [H] * 3, [0.0] * 3
     due = {rank: H * SECONDS[rank] for rank in RANKS}
     speed: dict[int, float] = {}
     newest: dict[int, float] = {}
@@ -63,8 +63,8 @@ def reference(tau: int, rule: str, even_pace: bool) -> torch.Tensor:
         theta = theta - LR * min(1.0, share) * (anchor[rank] - local[rank])
         sent[rank], given[rank], since[rank] = local[rank].clone(), theta, now
         # What follows was told with the reply before this one's; with this one what comes after that.
-        taken[rank] = min(told[rank], STEPS - done[rank])
-        told[rank] = max(1, ceil(H * (speed[rank] / max(speed.values())))) if even_pace else H
+        taken[rank] = min(local_steps[rank], STEPS - done[rank])
+        local_steps[rank] = max(1, ceil(H * (speed[rank] / max(speed.values())))) if even_pace else H
         due[rank] = now + taken[rank] * SECONDS[rank]
         if not taken[rank]:
             del due[rank]
@@ -74,9 +74,9 @@ def reference(tau: int, rule: str, even_pace: bool) -> torch.Tensor:
 def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     """The weights, and of each rank the local steps of its contributions."""
     merge = Merge(rule, ALPHA, tau)
-    told = {"training_steps": STEPS, "num_workers": len(SIZES), "local_steps": H, "grace": 0.0, "outer_lr": LR}
+    settings = {"training_steps": STEPS, "num_workers": len(SIZES), "local_steps": H, "grace": 0.0, "outer_lr": LR}
     overlap = {"delayed_update": True, "overlap_steps": tau, "merge": rule, "merge_alpha": ALPHA}
-    policy = policy_of("async_diloco", told | overlap | options)
+    policy = policy_of("async_diloco", settings | overlap | options)
     assert policy.merge == merge and policy.outer is not None
     arguments = dict(policy.outer.arguments)
     workers = [Overlapping(1, merge) for _ in SIZES]
@@ -106,21 +106,21 @@ def ours(tau: int, rule: str, **options: Any) -> tuple[torch.Tensor, dict[int, l
         due[rank] = progress[rank].local_steps * SECONDS[rank]
     while due:
         now, rank = min((at, rank) for rank, at in due.items())
-        worker, own = workers[rank], progress[rank]
-        steps, begin = own.local_steps, own.training_steps
+        worker, mine = workers[rank], progress[rank]
+        steps, begin = mine.local_steps, mine.training_steps
         for step in range(begin, begin + steps):
             local_step(worker.model, worker.optimizer, rank, SIZES[rank], step)
             if begin and step + 1 - begin == min(tau, steps):
                 worker.merge()
         version, hears = replied.pop(rank, (0, steps))  # what `DelayedUpdate` does with it
         staged = worker.delta()
-        said = contribution_of(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
+        contribution = contribution_of(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
         contributions[rank].append(steps)
-        perform(policy.contributed(rank, said, now), staged)
+        perform(policy.contributed(rank, contribution, now), staged)
         del due[rank]
-        if not own.assume_counted(hears):
-            due[rank] = now + own.local_steps * SECONDS[rank]
-        assert policy.steps_done(rank) == own.training_steps
+        if not mine.assume_counted(hears):
+            due[rank] = now + mine.local_steps * SECONDS[rank]
+        assert policy.steps_done(rank) == mine.training_steps
     assert policy.committed_steps() == dict.fromkeys(RANKS, STEPS)
     return torch.cat([view.reshape(-1) for _, view in store.layout.views(store.weights)]), contributions
 

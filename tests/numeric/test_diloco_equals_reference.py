@@ -191,8 +191,8 @@ def ours(sizes: tuple[int, ...], steps: int, policy: Policy, workers: list[Worke
                     worker.merge()
             staged[rank] = worker.delta(None if step + taken == steps else policy.version % num)
         for rank in reversed(range(len(sizes))):
-            said = contribution_of(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
-            for decision in policy.contributed(rank, said, 0.0):
+            contribution = contribution_of(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
+            for decision in policy.contributed(rank, contribution, 0.0):
                 if isinstance(decision, Fold):
                     without = workers[decision.rank].without
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank, without=without)
@@ -263,7 +263,7 @@ def test_one_step_a_round_without_an_outer_optimizer_is_synchronous_sgd():
 
 
 @pytest.mark.parametrize(
-    ("steps", "told", "momentum", "because"),
+    ("steps", "given", "momentum", "because"),
     [
         (500 * H, None, 0.9, "500 rounds"),
         (499 * H, None, 0.5, "499 rounds: 0.9 needs 500"),
@@ -273,22 +273,22 @@ def test_one_step_a_round_without_an_outer_optimizer_is_synchronous_sgd():
         (1, 0.0, 0.0, "policy.outer_momentum"),
     ],
 )
-def test_momentum_is_for_runs_with_many_rounds(steps, told, momentum, because):
-    outer = policy_for(2, H, steps, **({} if told is None else {"outer_momentum": told})).outer
+def test_momentum_is_for_runs_with_many_rounds(steps, given, momentum, because):
+    outer = policy_for(2, H, steps, **({} if given is None else {"outer_momentum": given})).outer
     assert outer is not None and because in outer.reason
     assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
 
 
 @pytest.mark.parametrize(
-    ("codec", "told", "momentum", "because"),
+    ("codec", "given", "momentum", "because"),
     [
         ("sparse", None, 0.0, "sends most of every delta later"),
         ("sparse", 0.5, 0.5, "policy.outer_momentum"),
         ("q4", None, 0.9, "500 rounds"),
     ],
 )
-def test_sparse_goes_without_momentum_unless_it_is_asked_for(codec, told, momentum, because):
-    policy = {"local_steps": H, **({} if told is None else {"outer_momentum": told})}
+def test_sparse_goes_without_momentum_unless_it_is_asked_for(codec, given, momentum, because):
+    policy = {"local_steps": H, **({} if given is None else {"outer_momentum": given})}
     run = {"mode": "diloco", "steps": 500 * H}
     outer = make_policy(Config.model_validate({"run": run, "policy": policy, "worker": {"codec": codec}})).outer
     assert outer is not None and because in outer.reason
@@ -423,7 +423,7 @@ def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "delayed_update", "told", "fix"),
+    ("options", "delayed_update", "message", "fix"),
     [
         ({"fragments": 4}, True, r"policy\.fragments is 4, and policy\.local_steps is 30", "--local-steps 32"),
         ({"overlap_steps": 31}, True, r"overlap_steps is 31.*30 local steps.*local_steps is 30", "--overlap-steps 30"),
@@ -439,9 +439,9 @@ def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
     ],
 )
 def test_what_cannot_be_names_the_limit_and_the_value(
-    options: dict[str, Any], delayed_update: bool, told: str, fix: str
+    options: dict[str, Any], delayed_update: bool, message: str, fix: str
 ) -> None:
-    with pytest.raises(UsageError, match=told) as refused:
+    with pytest.raises(UsageError, match=message) as refused:
         check_fragments("diloco", DilocoOptions(local_steps=30, **options), delayed_update)
     assert fix in str(refused.value.fix)
 

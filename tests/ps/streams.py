@@ -35,9 +35,9 @@ LARGE = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (100_000,))])
 class Aborted(Exception):
     """What grpc's abort raises; carries the reason."""
 
-    def __init__(self, reason: str, *told: str) -> None:
+    def __init__(self, reason: str, *texts: str) -> None:
         super().__init__(reason)
-        self.told = told  # what people read, and what they can do
+        self.texts = texts  # what people read, and what they can do
 
 
 class Stream:
@@ -132,7 +132,7 @@ class Worker:
         values = torch.full((num_bytes // 4,), value)
         self.stream.send(frame(None, offset, [as_bytes(values)]))
 
-    def place(self, seq: int = 1, value: float = 1.0) -> None:
+    def write_to_segment(self, seq: int = 1, value: float = 1.0) -> None:
         """A contribution in the worker's segment."""
         assert self.segment is not None
         self.segment.payload.view(torch.float32).fill_(value)

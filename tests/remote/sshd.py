@@ -53,8 +53,8 @@ class Sshd:
         found = []
         for process in psutil.process_iter():
             try:
-                place = process.environ().get("SSH_CONNECTION", "")
-                if place.endswith(f" {self.port}") and process.status() != psutil.STATUS_ZOMBIE:
+                address = process.environ().get("SSH_CONNECTION", "")
+                if address.endswith(f" {self.port}") and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
                 continue

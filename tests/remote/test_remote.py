@@ -26,11 +26,11 @@ def test_a_run_on_two_hosts(remote, events) -> None:
     (remote.folder / "run.yaml").write_text("run: {workers: 3, steps: 7}\noutput: {summary: out.json}\n")
     run = remote.run("run.yaml", "--log-format", "json")
     assert run.returncode == 0, run.stderr
-    said = events(run.stderr)
-    (listening,) = [event for event in said if event["event"] == "listening"]
+    found_events = events(run.stderr)
+    (listening,) = [event for event in found_events if event["event"] == "listening"]
     assert (listening["role"], listening["host"]) == ("server", "node2")
     assert listening["address"].startswith("127.0.0.2:")
-    joined = {event["rank"]: event["host"] for event in said if event["event"] == "joined"}
+    joined = {event["rank"]: event["host"] for event in found_events if event["event"] == "joined"}
     assert joined == {0: "node2", 1: "node2", 2: "node3"}
     assert json.loads((remote.folder / "out.json").read_text())["version"] == 10
 
@@ -47,13 +47,13 @@ def test_each_worker_has_its_device_its_share_of_the_cores_and_the_hosts_variabl
         workdir=tmp_path / "there",
     )
     launcher = remote.launch("-n", "3", "--script", "tell.py", PS_TOKEN="the-secret")
-    told: list[str] = []
-    while len(told) < 3:
-        told += re.findall(r"\] told (.*)", launcher.stderr.readline())
+    lines: list[str] = []
+    while len(lines) < 3:
+        lines += re.findall(r"\] told (.*)", launcher.stderr.readline())
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=DEADLINE_S)
     cores, there = max(1, len(os.sched_getaffinity(0)) // 2), tmp_path / "there"
-    assert sorted(told) == [
+    assert sorted(lines) == [
         f"0 3 4 {cores} upstairs the-secret {there}",
         f"1 3 7 {cores} upstairs the-secret {there}",
         f"2 3 - 5 - the-secret {there}",
@@ -288,12 +288,13 @@ def test_what_a_lost_host_still_runs_is_ended_before_anything_starts_there_anew(
     remote.hosts(*TWO)
     sets = ("--set", "launch.lost_after_s=5", *SOON)
     launcher = remote.launch("-n", "3", *sets, FAKE_WORKER="hang", FAKE_WORKER_2="family")
-    said = ""
-    while said.count("] hanging") < 3:
-        said += launcher.stderr.readline()
+    output = ""
+    while output.count("] hanging") < 3:
+        output += launcher.stderr.readline()
     (agent,) = agents_on(remote, "127.0.0.3")
     old = [
-        psutil.Process(int(pid)) for pid in re.findall(r"\[worker 2 on node3\] (?:joined|has_child) .*?pid=(\d+)", said)
+        psutil.Process(int(pid))
+        for pid in re.findall(r"\[worker 2 on node3\] (?:joined|has_child) .*?pid=(\d+)", output)
     ]
     assert len(old) == 2
     agent.suspend()

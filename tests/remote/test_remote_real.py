@@ -89,10 +89,10 @@ def lab(tmp_path: Path) -> Iterator[tuple[Network, Sshd]]:
 
 def start_in(net: Network, sshd: Sshd, marked, *argv: str, **env: str) -> subprocess.Popen[str]:
     hosts = hosts_yaml(marked.folder / "hosts.yaml", "host0", "host1", env=env)
-    own = {"PS_LAUNCH__SSH": sshd.ssh, "PS_TEST_MARK": marked.mark, "PYTHONUNBUFFERED": "1"}
+    environ = {"PS_LAUNCH__SSH": sshd.ssh, "PS_TEST_MARK": marked.mark, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [*net.at(network.SERVER), sys.executable, *argv, "--hosts", hosts, "--insecure"],
-        env={**os.environ, **own}, cwd=marked.folder, text=True,
+        env={**os.environ, **environ}, cwd=marked.folder, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

@@ -31,14 +31,14 @@ def alone(
 ) -> dict[str, torch.Tensor]:
     """One process with the union batch."""
     model = make()
-    own = optimizer_of(optimizer, model)
+    local_optimizer = optimizer_of(optimizer, model)
     shares = Shares(data(), batch_size, seed)
     inputs, targets = data().tensors
     plan = [rows for epoch in range(steps) for rows, _ in shares.batches_of(epoch, 1, 0)][:steps]
     for rows in plan:
-        own.zero_grad()
+        local_optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs[rows]), targets[rows]).backward()
-        own.step()
+        local_optimizer.step()
     return model.state_dict()
 
 
@@ -56,17 +56,9 @@ def difference(item: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_in_sync_two_groups_of_two_are_one_process_with_the_union_batch(run: Run, optimizer: str) -> None:
     """The last batch of each epoch has two samples for four processes."""
     run.serve(
-        "--mode",
-        "sync",
-        "--workers",
-        "2",
-        "--steps",
-        "100",
-        "--batch-size",
-        "8",
-        "--save",
+        "--mode", "sync", "--workers", "2", "--steps", "100", "--batch-size", "8", "--save",
         str(run.folder / "w.safetensors"),
-    )
+    )  # fmt: skip
     for rank in range(2):
         run.group(rank, 2, optimizer)
     ended(run)
@@ -94,8 +86,8 @@ def test_every_mode_takes_a_group_as_a_worker(run: Run, mode: str) -> None:
     summary = json.loads((run.folder / "s.json").read_text())
     if mode != "async_diloco":  # whose contributions may be of fewer steps
         contributions = STEPS // (4 if len(more) > 1 else 1)
-        told = [(worker["training_steps"], worker["contributions"]) for worker in summary["workers"]]
-        assert told == [(STEPS, contributions)] * 2
+        counts = [(worker["training_steps"], worker["contributions"]) for worker in summary["workers"]]
+        assert counts == [(STEPS, contributions)] * 2
     assert summary["workers"][0]["samples"] > STEPS * 6  # of both processes
     saved = load_file(run.folder / "w.safetensors")
     for rank in range(2):
@@ -107,17 +99,9 @@ def test_every_mode_takes_a_group_as_a_worker(run: Run, mode: str) -> None:
 def test_a_model_in_ddp_is_not_averaged_twice(run: Run, size: int, batch_size: int) -> None:
     """With 9 the last batch of an epoch has five samples for three processes."""
     run.serve(
-        "--mode",
-        "sync",
-        "--workers",
-        "1",
-        "--steps",
-        "30",
-        "--batch-size",
-        str(batch_size),
-        "--save",
+        "--mode", "sync", "--workers", "1", "--steps", "30", "--batch-size", str(batch_size), "--save",
         str(run.folder / "w.safetensors"),
-    )
+    )  # fmt: skip
     run.group(0, size, "ddp")
     ended(run)
     saved = load_file(run.folder / "w.safetensors")

@@ -80,8 +80,8 @@ class Lain:
             if tensor.grad is not None
             else None
             if isinstance(tensor, nn.Parameter)
-            else held
-            for tensor, held in zip(model.tensors, self.tensors, strict=True)
+            else tensor_parts
+            for tensor, tensor_parts in zip(model.tensors, self.tensors, strict=True)
         ]
 
     def find(self, kind: ContributionKind, index: int) -> torch.Tensor | None:
@@ -98,8 +98,8 @@ def redistributed(channels: list[Channel], model: ModelTensors) -> Iterator[tupl
 
     found = [Redistribution(channel, [borders(tensor) for tensor in model.tensors]) for channel in channels]
     lain = [Lain(model, rank) for rank in range(SIZE)]
-    for redistribution, own in zip(found, lain, strict=True):
-        redistribution.find = own.find
+    for redistribution, part in zip(found, lain, strict=True):
+        redistribution.find = part.find
     with ThreadPoolExecutor(SIZE) as pool:
         found[0].begin()
         following = [pool.submit(redistribution.follow) for redistribution in found[1:]]
@@ -163,8 +163,8 @@ def test_the_same_bytes_as_of_a_model_in_one_process(
                 transfer.write(at, piece)
                 at += len(piece)
             transfer.finish_write(len(data))
-    for rank, own in enumerate(lain):
-        for mine, tensor in zip(own.tensors, model.tensors, strict=True):
+    for rank, laid in enumerate(lain):
+        for mine, tensor in zip(laid.tensors, model.tensors, strict=True):
             wanted = rows_of(tensor, rank) if isinstance(tensor, nn.Parameter) else tensor
             assert mine is not None
             assert mine.reshape(-1).view(torch.uint8).equal(wanted.detach().reshape(-1).view(torch.uint8))

@@ -12,7 +12,7 @@ from torch import nn
 
 from paramserver.common.config.launchers import engine_settings
 from paramserver.common.errors import MismatchError, UsageError
-from paramserver.launch.plan.placement import place
+from paramserver.launch.plan.placement import place_processes
 from paramserver.tests.forks import Run
 from paramserver.worker.replica_group.group import _compare
 from paramserver.worker.replica_group.rendezvous import find_member
@@ -29,18 +29,18 @@ def test_the_place_in_a_group_is_torchruns_and_the_rank_another_engines() -> Non
     assert find_member(TORCHRUN | {"RANK": "0"}).is_host
     assert not find_member(TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_host
     slurm = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a[1-3]"}
-    told = engine_settings(TORCHRUN | slurm, is_group=True)
-    assert {key: said.value for key, said in told.settings.items()} == {
+    found = engine_settings(TORCHRUN | slurm, is_group=True)
+    assert {key: setting.value for key, setting in found.settings.items()} == {
         "worker.rank": "2", "run.workers": "3", "worker.local_rank": "1", "worker.server": "h:50051",
     }  # fmt: skip
     alone = engine_settings(TORCHRUN, is_group=True).settings
-    assert {key: said.value for key, said in alone.items()} == {
+    assert {key: setting.value for key, setting in alone.items()} == {
         "worker.local_rank": "1", "worker.server": "127.0.0.1:50051",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not in the environment"),
         (TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT not in the environment"),
@@ -48,14 +48,14 @@ def test_the_place_in_a_group_is_torchruns_and_the_rank_another_engines() -> Non
         (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
     ],
 )
-def test_nobody_says_who_it_is(environ: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_nobody_says_who_it_is(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         find_member(environ)
 
 
 def test_the_port_of_a_group_is_nobody_elses_until_its_store_listens_there() -> None:
-    with reserved_port() as held:
-        port = held.getsockname()[1]
+    with reserved_port() as port_holder:
+        port = port_holder.getsockname()[1]
         for _ in range(2):  # as a process that is started again
             store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
             dist.TCPStore("127.0.0.1", port, is_master=False).set("here", "1")
@@ -74,10 +74,10 @@ def test_devices_of_a_host_are_divided(tmp_path) -> None:
     from paramserver.tests.launch.test_hosts import hosts_of
 
     hosts = hosts_of(tmp_path, "hosts: [{host: a, devices: [0, 1, 2, 5], slots: 2}]")
-    placed = place(hosts, 2, 1, colocate=False, folder="/here", group=2)
-    assert [item.env.get("CUDA_VISIBLE_DEVICES") for item in placed.values()] == [None, "0,1", "2,5"]
+    placement = place_processes(hosts, 2, 1, colocate=False, folder="/here", group=2)
+    assert [item.env.get("CUDA_VISIBLE_DEVICES") for item in placement.values()] == [None, "0,1", "2,5"]
     with pytest.raises(UsageError, match="a has 4 devices, and workers of 3 processes each"):
-        place(hosts, 2, 1, colocate=False, folder="/here", group=3)
+        place_processes(hosts, 2, 1, colocate=False, folder="/here", group=3)
 
 
 def test_a_model_in_parts_outside_of_a_group_is_refused() -> None:
@@ -98,18 +98,18 @@ def test_a_model_in_parts_outside_of_a_group_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--group", "3", "--batch-size", "32"), "a batch of 32 samples (run.batch_size) cannot be divided among 3"),
         (("--group", "0"), "launch.group: input should be greater than or equal to 1"),
     ],
 )
-def test_the_launcher_refuses(flags: tuple[str, ...], said: str) -> None:
-    told = subprocess.run(
+def test_the_launcher_refuses(flags: tuple[str, ...], message: str) -> None:
+    result = subprocess.run(
         [sys.executable, "-m", "paramserver.launch", "--dry-run", *flags], capture_output=True, text=True, check=False
     )
-    assert told.returncode == 2
-    assert said in told.stderr
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 SERVE = ("--mode", "sync", "--workers", "1", "--steps", "20", "--batch-size", "8")
@@ -121,12 +121,12 @@ def test_who_is_missing_is_named(run: Run, absent: int) -> None:
     run.serve(*SERVE)
     (other,) = run.group(0, 2, absent=absent, PS_WORKER__GIVE_UP_S="2")
     assert other.wait() == 15
-    said = "group rank 1 of 2 did not come in 2 s (worker.give_up_s), and group rank 0 waits no longer"
-    assert (said if absent else "group rank 1: group rank 0 did not come: nobody at 127.0.0.1:") in other.output
+    message = "group rank 1 of 2 did not come in 2 s (worker.give_up_s), and group rank 0 waits no longer"
+    assert (message if absent else "group rank 1: group rank 0 did not come: nobody at 127.0.0.1:") in other.output
 
 
 @pytest.mark.parametrize(
-    ("words", "env", "code", "said"),
+    ("words", "env", "code", "message"),
     [
         ((), {"inner1": "PS_WORKER__CODEC=bf16"}, 12, "worker.codec is bf16 in group rank 1 and raw in group rank 0"),
         ((), {"inner1": "PS_RUN__SEED=7"}, 12, "run.seed is 7 in group rank 1 and 0 in group rank 0"),
@@ -137,12 +137,12 @@ def test_who_is_missing_is_named(run: Run, absent: int) -> None:
     ids=["codec", "seed", "model", "parted", "no server"],
 )
 def test_the_worker_ends_and_says_why(
-    run: Run, words: tuple[str, ...], env: dict[str, str], code: int, said: str
+    run: Run, words: tuple[str, ...], env: dict[str, str], code: int, message: str
 ) -> None:
     run.serve(*SERVE)
     group = run.group(0, 2, *words, **env)
     assert {code} <= {forked.wait() for forked in group} <= {code, 15}, group[0].output + group[1].output
-    assert any(said in forked.output for forked in group), (
+    assert any(message in forked.output for forked in group), (
         group[0].output + group[1].output
     )  # the others may just lose it
 

@@ -51,8 +51,8 @@ def test_every_mode_in_which_a_server_steps_or_averages_takes_it(run: Run, mode:
     summary = json.loads((run.folder / "s.json").read_text())
     if mode != "async_diloco":  # whose contributions may be of fewer steps
         contributions = 20 // (4 if len(more) > 1 else 1)
-        told = [(worker["training_steps"], worker["contributions"]) for worker in summary["workers"]]
-        assert told == [(20, contributions)] * 2
+        counts = [(worker["training_steps"], worker["contributions"]) for worker in summary["workers"]]
+        assert counts == [(20, contributions)] * 2
     saved = load_file(run.folder / "w.safetensors")
     for rank in range(2):
         assert difference(torch.load(run.folder / f"w{rank}-0.pt"), saved) == 0
@@ -102,29 +102,29 @@ def test_the_worker_divides_the_model_of_a_task_and_evaluates_it(run: Run) -> No
 
 
 @pytest.mark.parametrize(
-    ("mode", "words", "env", "said"),
+    ("mode", "words", "env", "message"),
     [
         ("sync", (), {"PS_WORKER__ZERO": "3"}, "worker.zero is 3, and the model of this script is whole"),
         ("allreduce", ("fsdp",), {}, "(fully_shard), and workers of mode allreduce step whole models themselves"),
         ("localsgd", ("fsdp", "adafactor"), {}, "Adafactor does not treat each element by itself"),
     ],
 )
-def test_what_cannot_be_is_said(run: Run, mode: str, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
+def test_what_cannot_be_is_said(run: Run, mode: str, words: tuple[str, ...], env: dict[str, str], message: str) -> None:
     more = ("--local-steps", "4") if mode == "localsgd" else ()
     run.serve("--mode", mode, "--workers", "1", "--steps", "20", "--batch-size", "8", *more)
     group = run.group(0, 2, *words, **env)
     assert {forked.wait() for forked in group} <= {2, 15}, group[0].output + group[1].output
-    assert any(said in forked.output for forked in group), group[0].output + group[1].output
+    assert any(message in forked.output for forked in group), group[0].output + group[1].output
 
 
 @pytest.mark.slow
 def test_all_are_killed_and_go_on_from_the_servers_snapshot_in_groups_of_another_size(run: Run) -> None:
     """Adam's moments are the server's: nothing of the processes is needed."""
     saved = run.folder / "w.safetensors"
-    told = ("--mode", "sync", "--workers", "1", "--steps", "60", "--batch-size", "16", "--set", "server.absent_s=60",
+    flags = ("--mode", "sync", "--workers", "1", "--steps", "60", "--batch-size", "16", "--set", "server.absent_s=60",
             "--save", str(saved), "--checkpoint-dir", str(run.folder / "snapshots"),
             "--checkpoint-every", "5")  # fmt: skip
-    run.serve(*told)
+    run.serve(*flags)
     group = run.group(0, 2, "fsdp", "adam", PS_SLOWDOWN__BASE_S="0.05")
     run.processes[0].until(lambda: '"version": 15, "path"' in run.processes[0].output, "a snapshot of version 15")
     for item in (run.processes[0], *group):
@@ -135,7 +135,7 @@ def test_all_are_killed_and_go_on_from_the_servers_snapshot_in_groups_of_another
     run.processes.clear()
     run.folder = run.folder / "again"
     run.folder.mkdir()
-    run.serve(*told)
+    run.serve(*flags)
     again = run.group(0, 4, "fsdp", "adam", life=1)
     assert [forked.wait() for forked in again] == [0, 0, 0, 0], again[0].output
     assert run.processes[0].wait() == 0

@@ -34,7 +34,7 @@ def test_strangers_find_no_key_and_delay_nobody(run: Run, where: str) -> None:
         second.until(lambda: "step 3" in second.output, "steps")
         found = listens([process.popen.pid for process in run.processes])
         assert on_other_addresses(found) == []
-        keys = {place: num_keys(place) for place in listens([first.popen.pid, second.popen.pid])}
+        keys = {address: num_keys(address) for address in listens([first.popen.pid, second.popen.pid])}
         assert set(keys.values()) == {0}, keys
 
 

@@ -97,7 +97,7 @@ class Link:
         self.is_up, self.is_held = True, False
         self.ways = [
             Way(down, lambda: up.num_received, follower.hear),
-            Way(up, lambda: down.num_received, lambda number, said: hears(shard, number, said)),
+            Way(up, lambda: down.num_received, lambda number, message: hears(shard, number, message)),
         ]
 
     def pump(self) -> bool:
@@ -125,12 +125,9 @@ class Shards:
         self.shards = [Shard(make_run()) for _ in range(num_shards)]
         first = self.shards[0]
         self.coordinator = Coordinator(
-            num_shards,
-            happens=first.happens,
-            now=lambda: self.now,
-            judge=partial(judge_whole, Limits()),
+            num_shards, happens=first.happens, now=lambda: self.now, judge=partial(judge_whole, Limits()),
             digest=first.run.digest,
-        )
+        )  # fmt: skip
         first.sequencer = self.coordinator
         self.links: dict[int, Link] = {}
         self.is_paused = False
@@ -150,8 +147,8 @@ class Shards:
         for shard in at if at is not None else range(len(self.shards) if event.is_gathered else 1):
             self._comes(shard, partial(self.shards[shard].sequencer.offer, event))
 
-    def _heard(self, shard: int, number: int, said: Any) -> None:
-        self._comes(0, partial(self.coordinator.hear, shard, number, said))
+    def _heard(self, shard: int, number: int, message: Any) -> None:
+        self._comes(0, partial(self.coordinator.hear, shard, number, message))
 
     def _comes(self, shard: int, work: Callable[[], None]) -> None:
         if shard == 0 and self.is_paused:
@@ -192,8 +189,8 @@ class Shards:
             both = zip(shard.applied, self.shards[0].applied, strict=False)
             new = islice(both, self._num_checked[number], None)
             self._num_checked[number] = len(shard.applied)
-            for (event, mine), (said, theirs) in new:
-                assert repr(event) == repr(said), f"shard {number}"  # a loss may be NaN
+            for (event, mine), (other, theirs) in new:
+                assert repr(event) == repr(other), f"shard {number}"  # a loss may be NaN
                 assert [_shown(item) for item in mine] == [_shown(item) for item in theirs], (
                     f"shard {number} at {event}"
                 )

@@ -133,8 +133,8 @@ class Workers:
         seat = (rank, incarnation)
         match verb:
             case "offer":
-                told = dict(zip(rest.split()[::2], rest.split()[1::2], strict=True))
-                return events.Offered(*seat, told.get("model", "model"), told.get("optimizer", "sgd"))
+                fields = dict(zip(rest.split()[::2], rest.split()[1::2], strict=True))
+                return events.Offered(*seat, fields.get("model", "model"), fields.get("optimizer", "sgd"))
             case "bring":
                 return events.Brought(*seat)
             case "contribute":
@@ -182,7 +182,7 @@ class Workers:
                 self.versions[effect.rank] = effect.reply.result.version
 
 
-def said(found: Iterable[effects.Effect]) -> str:
+def in_words(found: Iterable[effects.Effect]) -> str:
     """Effects in words; of the log only warnings, and nothing of what observers are told."""
     return "; ".join(words for effect in found if (words := _words(effect))) or "(nothing)"
 
@@ -254,13 +254,13 @@ def play(story: str, begin: Callable[[dict[str, Any], list[str]], Callable[[str]
     settings: dict[str, Any] = {}
     restored: list[str] = []
     tell: Callable[[str], str] | None = None
-    told: list[str] = []
+    output: list[str] = []
     for line in lines:
         words = line.split()
         if not words or words[0].startswith("#"):
-            told.append(line)
+            output.append(line)
         elif words[0] in ("mode", "option", "restored", "shards"):
-            told.append(line)
+            output.append(line)
             if words[0] == "restored":
                 restored = words[1:]
             else:
@@ -269,15 +269,17 @@ def play(story: str, begin: Callable[[dict[str, Any], list[str]], Callable[[str]
         else:
             tell = tell or begin(settings, restored)
             event = line.split("->")[0].rstrip()
-            told.append(f"{event:<{width}} -> {tell(' '.join(event.split()))}")
-    return "\n".join(told) + "\n"
+            output.append(f"{event:<{width}} -> {tell(' '.join(event.split()))}")
+    return "\n".join(output) + "\n"
 
 
-def compare(path: Path, told: str) -> None:
+def compare(path: Path, transcript: str) -> None:
     """What was told is what the file says; PS_UPDATE_SCENARIOS=1 writes it anew."""
     expected = path.read_text(encoding="utf-8")
     if os.environ.get("PS_UPDATE_SCENARIOS") == "1":
-        path.write_text(told, encoding="utf-8")
+        path.write_text(transcript, encoding="utf-8")
         return
-    diff = "\n".join(difflib.unified_diff(expected.splitlines(), told.splitlines(), path.name, "now", lineterm=""))
-    assert told == expected, f"PS_UPDATE_SCENARIOS=1 accepts this:\n{diff}"
+    diff = "\n".join(
+        difflib.unified_diff(expected.splitlines(), transcript.splitlines(), path.name, "now", lineterm="")
+    )
+    assert transcript == expected, f"PS_UPDATE_SCENARIOS=1 accepts this:\n{diff}"

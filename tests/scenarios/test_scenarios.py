@@ -54,7 +54,7 @@ class Teller:
     policy: Policy
     now: float = 0.0
     bases: dict[int, int] = field(default_factory=dict)  # version of the next contribution
-    held: dict[int, int] = field(default_factory=dict)  # version of the weights in the worker's model
+    computed_on: dict[int, int] = field(default_factory=dict)  # version of the weights in the worker's model
     generations: dict[int, int] = field(default_factory=dict)  # that they were told last
     staleness: dict[int, int] = field(default_factory=dict)  # of the last contribution
     folded: list[str] = field(default_factory=list)  # since the last commit, in the order of folding
@@ -83,7 +83,7 @@ class Teller:
         raise AssertionError(f"no such event: {event}")
 
     def _say(self, decisions: list[Any], rank: int | None) -> str:
-        said: list[str] = []
+        lines: list[str] = []
         replies: dict[str, list[int]] = {}
         for decision in decisions:
             match decision:
@@ -95,26 +95,26 @@ class Teller:
                     late = f"; staleness {stale}" if stale else ""
                     late += f"; rate x{' '.join(f'{scale:.3g}' for scale in dict.fromkeys(scales))}" if scales else ""
                     late += f"; momentum among {among}" if among > 1 else ""
-                    said.append(f"commit [{' '.join(self.folded)}] ({reason}{late})")
+                    lines.append(f"commit [{' '.join(self.folded)}] ({reason}{late})")
                     self.folded = []
                 case Reply(replied, outcome):
                     self._take_weights(replied, outcome)
                     replies.setdefault(self._going_on(replied) + _NAMES[outcome], []).append(replied)
                 case Refuse(refused, kind, reason):
-                    said.append(f"refuse w{refused} {kind} ({reason})")
+                    lines.append(f"refuse w{refused} {kind} ({reason})")
                 case Discard() | Wait() | Accept():
                     pass  # the reply or refusal says so
-        said += [f"reply {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in replies.items()]
+        lines += [f"reply {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in replies.items()]
         if rank is not None and (reason := self.policy.waiting(self.now).get(rank)) is not None:
-            said.append(f"(w{rank} waits: {reason})")
-        return "; ".join(said) or "(nothing)"
+            lines.append(f"(w{rank} waits: {reason})")
+        return "; ".join(lines) or "(nothing)"
 
     def _take_weights(self, rank: int, outcome: Outcome) -> None:
         """What the replied worker's next contribution is based on."""
         policy = self.policy
         is_computed = policy.common.delayed_update and not policy.kind.worker_steps and outcome != Outcome.START
-        self.bases[rank] = self.held[rank] if is_computed else policy.version
-        self.held[rank], self.generations[rank] = policy.version, generation_of(policy, rank)
+        self.bases[rank] = self.computed_on[rank] if is_computed else policy.version
+        self.computed_on[rank], self.generations[rank] = policy.version, generation_of(policy, rank)
 
     def _going_on(self, rank: int) -> str:
         steps = self.policy.next_local_steps(rank)
@@ -134,39 +134,39 @@ def play(story: str) -> str:
     mode, options = None, {}
     width = max((len(line.split("->")[0].rstrip()) for line in lines if "->" in line), default=0)
     teller: Teller | None = None
-    told: list[str] = []
+    output: list[str] = []
     for line in lines:
         words = line.split()
         if not words or words[0].startswith("#"):
-            told.append(line)
+            output.append(line)
         elif words[0] == "mode":
             mode = words[1]
-            told.append(line)
+            output.append(line)
         elif words[0] == "option":
             value = words[2]
             options[words[1]] = yaml.safe_load(value)
-            told.append(line)
+            output.append(line)
         else:
             assert mode is not None, "a story begins with its mode"
             teller = teller or Teller(policy_of(mode, options))
             event = " ".join(line.split("->")[0].split())
-            told.append(f"{line.split('->')[0].rstrip():<{width}} -> {teller.tell(event)}")
-    return "\n".join(told) + "\n"
+            output.append(f"{line.split('->')[0].rstrip():<{width}} -> {teller.tell(event)}")
+    return "\n".join(output) + "\n"
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
 def test_story(path: Path) -> None:
     expected = path.read_text(encoding="utf-8")
-    told = play(expected)
+    transcript = play(expected)
     if os.environ.get("PS_UPDATE_SCENARIOS") == "1":
-        path.write_text(told, encoding="utf-8")
+        path.write_text(transcript, encoding="utf-8")
         return
     diff = "\n".join(
         difflib.unified_diff(
-            expected.splitlines(), told.splitlines(), path.name, "what the policy decides", lineterm=""
+            expected.splitlines(), transcript.splitlines(), path.name, "what the policy decides", lineterm=""
         )
     )
-    assert told == expected, f"PS_UPDATE_SCENARIOS=1 accepts this:\n{diff}"
+    assert transcript == expected, f"PS_UPDATE_SCENARIOS=1 accepts this:\n{diff}"
 
 
 def test_every_mode_ships_with_a_story() -> None:

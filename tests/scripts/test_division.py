@@ -132,10 +132,10 @@ def test_ranks_that_train_on_the_same_batches_are_told(cluster: Cluster, mode: s
     """In the server's log once, and in that of each of them."""
     server, ranks = own_loaders(cluster, mode, env, env)
     for process in (server, *ranks):
-        (said,) = process.events("same_batches")
-        assert sorted(said["ranks"]) == [0, 1] and said["level"] == "warning"
-        assert "equal to the bit" in said["meaning"] and "same batches" in said["meaning"]
-        assert all(way in said["fix"] for way in ("session.shard(", "DistributedSampler", "another seed"))
+        (event,) = process.events("same_batches")
+        assert sorted(event["ranks"]) == [0, 1] and event["level"] == "warning"
+        assert "equal to the bit" in event["meaning"] and "same batches" in event["meaning"]
+        assert all(way in event["fix"] for way in ("session.shard(", "DistributedSampler", "another seed"))
 
 
 def test_fewer_samples_than_workers_end_the_script_with_a_sentence(cluster: Cluster) -> None:

@@ -33,10 +33,10 @@ def codes(*processes: Process) -> list[int]:
     return [process.wait() for process in processes]
 
 
-def said(process: Process, what: str) -> str:
+def sentences(process: Process, text: str) -> str:
     """The word after `rank N WHAT`."""
     lines = [line.split() for line in process.output.splitlines() if line.startswith("rank ")]
-    return next((words[3] for words in lines if words[2] == what), "")
+    return next((words[3] for words in lines if words[2] == text), "")
 
 
 def summary(cluster: Cluster) -> dict:
@@ -52,8 +52,8 @@ def sometimes(*values: object) -> object:
 def test_nobody_waits_for_a_rank_that_finishes_early_and_it_gets_the_final_weights(cluster: Cluster, mode: str) -> None:
     server, workers = start(cluster, mode, "finish", "5")
     assert codes(*workers, server) == [0, 0, 0], server.output
-    assert [said(worker, "took") for worker in workers] == [str(STEPS), "5"]
-    assert said(workers[0], "has") == said(workers[1], "has") != ""
+    assert [sentences(worker, "took") for worker in workers] == [str(STEPS), "5"]
+    assert sentences(workers[0], "has") == sentences(workers[1], "has") != ""
     assert summary(cluster)["final"] == {"loss": 0.5}
 
 
@@ -64,7 +64,7 @@ def test_nobody_waits_for_a_rank_that_finishes_early_and_it_gets_the_final_weigh
 def test_who_just_leaves_has_finished_and_the_rest_goes_on(cluster: Cluster, how: str, plain: str) -> None:
     server, workers = start(cluster, "sync", how, "5", PLAIN=plain)
     assert codes(*workers, server) == [0, 0, 0], server.output
-    assert said(workers[0], "took") == str(STEPS)
+    assert sentences(workers[0], "took") == str(STEPS)
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_who_just_leaves_has_finished_and_the_rest_goes_on(cluster: Cluster, how
 def test_who_fails_is_lost_and_the_rest_goes_on(cluster: Cluster, how: str, plain: str, code: int) -> None:
     server, workers = start(cluster, "sync", how, "5", PLAIN=plain)
     assert codes(*workers, server) == [0, code, 0], server.output
-    assert said(workers[0], "took") == str(STEPS)
+    assert sentences(workers[0], "took") == str(STEPS)
     assert [event["reason"] for event in server.events("left") if event["rank"] == 1] == ["connection lost"]
 
 
@@ -108,11 +108,11 @@ def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> Non
     # Slowly where the other one does not wait: it would be through before the word has come.
     server, workers = start(cluster, mode, how, "5", PS_SLOWDOWN__BASE_S="0.1" if mode == "async" else "0")
     assert codes(*workers, server) == [0, 0, 0], server.output
-    assert all(int(said(worker, "took")) < STEPS for worker in workers)
-    assert said(workers[0], "has") == said(workers[1], "has") != ""
+    assert all(int(sentences(worker, "took")) < STEPS for worker in workers)
+    assert sentences(workers[0], "has") == sentences(workers[1], "has") != ""
     assert summary(cluster)["ended_by"] == "stopped by rank 1: good enough"
     if mode == "sync":  # the round that was open is the last
-        assert [said(worker, "took") for worker in workers] == ["6", "6" if how == "stop" else "5"]
+        assert [sentences(worker, "took") for worker in workers] == ["6", "6" if how == "stop" else "5"]
         assert summary(cluster)["version"] == 6
     assert (cluster.folder / "w.safetensors").exists()
 
@@ -123,7 +123,7 @@ def test_a_loop_that_fetches_ahead_is_stopped_with_a_batch_in_hand(cluster: Clus
     server, workers = start(cluster, "sync", "stop_ahead", "5")
     assert codes(*workers, server) == [0, 0, 0], workers[0].output + workers[1].output
     assert summary(cluster)["version"] == 6
-    assert said(workers[0], "has") == said(workers[1], "has") != ""
+    assert sentences(workers[0], "has") == sentences(workers[1], "has") != ""
 
 
 @pytest.mark.slow
@@ -133,8 +133,8 @@ def test_a_loop_that_fetches_ahead_is_stopped_with_a_batch_in_hand(cluster: Clus
 )
 def test_what_fails_in_the_evaluation_fails_the_run(cluster: Cluster, after: str, plain: str) -> None:
     outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
-    told = ("--steps", "10", *MODES["sync"], *outputs, "--script", str(LOOP), "--", "none", "99", after)
-    done = cluster.command("launch", "-n", "2", *told, PLAIN=plain)
+    flags = ("--steps", "10", *MODES["sync"], *outputs, "--script", str(LOOP), "--", "none", "99", after)
+    done = cluster.command("launch", "-n", "2", *flags, PLAIN=plain)
     shown = done.stdout + done.stderr
     assert done.returncode == {"raise": 1, "kill": 1, "3": 3}[after], shown
     assert shown.count("Traceback") == (after == "raise"), shown
@@ -153,8 +153,8 @@ def test_what_fails_in_the_evaluation_fails_the_run(cluster: Cluster, after: str
 def test_who_fails_near_the_end_is_not_waited_for_and_fails_the_job(cluster: Cluster) -> None:
     """It is started again, and nothing is left of the run by then. It would look for the server for an hour."""
     script = ("--script", str(LOOP.with_name("late.py")))
-    told = ("--steps", "30", *MODES["async"], "--save", "w.safetensors", *script)
-    done = cluster.command("launch", "-n", "2", *told, PS_WORKER__GIVE_UP_S="3600")
+    flags = ("--steps", "30", *MODES["async"], "--save", "w.safetensors", *script)
+    done = cluster.command("launch", "-n", "2", *flags, PS_WORKER__GIVE_UP_S="3600")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "started again in" in done.stderr and done.stderr.count("Traceback") == 1
     *_, last = done.stderr.splitlines()

@@ -68,14 +68,14 @@ def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     run(cluster, "sync", EVERY="3", SAVE=str(tmp_path / "w.pt"))
     both = load_file(cluster.folder / "w.safetensors")
     assert all(torch.equal(both[name], without[name]) for name in without)
-    own = torch.load(tmp_path / "w.pt")
-    assert all(torch.equal(own[name], without[name]) for name in without)
+    local = torch.load(tmp_path / "w.pt")
+    assert all(torch.equal(local[name], without[name]) for name in without)
 
 
 @pytest.mark.parametrize("mode", ["sync", "localsgd"])
 def test_one_that_fails_fails_the_run_with_its_reason(cluster: Cluster, mode: str) -> None:
-    told = ("--summary", "s.json", "--save", "w.safetensors", *MODES[mode], "--script", str(SCRIPT))
-    done = cluster.command("launch", "-n", "2", *told, EVERY="5", FAIL="2")
+    flags = ("--summary", "s.json", "--save", "w.safetensors", *MODES[mode], "--script", str(SCRIPT))
+    done = cluster.command("launch", "-n", "2", *flags, EVERY="5", FAIL="2")
     shown = done.stdout + done.stderr
     assert done.returncode == 1, shown
     assert shown.count("Traceback") == 1 and shown.count("ValueError: no such metric") >= 1, shown
@@ -100,17 +100,9 @@ def with_evaluator(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, 
     outputs = ("--summary", "s.json", "--save", "w.safetensors")
     server = cluster.server("--workers", "1", "--steps", "60", *outputs, *flags, *TASK)
     evaluator = cluster.start(
-        "evaluator",
-        "-m",
-        "paramserver.worker",
-        "--evaluate",
-        "--server",
-        cluster.address,
-        "--eval-every",
-        "5",
-        *TASK,
+        "evaluator", "-m", "paramserver.worker", "--evaluate", "--server", cluster.address, "--eval-every", "5", *TASK,
         **env,
-    )
+    )  # fmt: skip
     server.event("evaluator")
     worker = cluster.worker(0, "--set", "slowdown.base_s=0.05", *TASK)
     return server, evaluator, worker
@@ -134,8 +126,8 @@ def test_a_script_is_a_evaluator_too_and_ends_where_its_loop_would_begin(cluster
     server.event("evaluator")
     worker = cluster.script(0, SCRIPT, EVERY="5", PS_SLOWDOWN__BASE_S="0.05")
     assert [worker.wait(), server.wait(), evaluator.wait()] == [0, 0, 0], server.output + evaluator.output
-    told = evaluator.events("evaluated")
-    assert len(told) >= 3 and {event["version"] for event in told} <= {
+    events = evaluator.events("evaluated")
+    assert len(events) >= 3 and {event["version"] for event in events} <= {
         point["version"] for point in summary(cluster)["curve"]
     }
     assert worker.output.count("evaluates") <= 2, "what was due before it was there, and the final weights"
@@ -155,11 +147,11 @@ def test_a_evaluator_over_shards_evaluates_one_version_and_what_is_enough_is_the
     workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.02", *task) for rank in range(2)]
     ends = [process.wait() for process in (*workers, server, *shards, evaluator)]
     assert ends == [0] * 6, server.output + evaluator.output
-    told = evaluator.events("evaluated")
-    assert len(told) >= 3 and all(event["spread"] == 0 for event in told)
-    assert all(event["loss"] == -event["version"] for event in told)
+    events = evaluator.events("evaluated")
+    assert len(events) >= 3 and all(event["spread"] == 0 for event in events)
+    assert all(event["loss"] == -event["version"] for event in events)
     found = summary(cluster)
-    assert {event["version"] for event in told[:-1]} <= {point["version"] for point in found["curve"]}
+    assert {event["version"] for event in events[:-1]} <= {point["version"] for point in found["curve"]}
     assert found["ended_by"].startswith("stopped: loss < -60 (run.stop_when): ")
     weight = load_file(cluster.folder / "best.safetensors")["weight"]
     assert torch.equal(weight, torch.full_like(weight, -found["best"]["version"]))

@@ -13,10 +13,10 @@ EPOCHS = Path(__file__).parent / "length" / "epochs.py"
 MODES = {"sync": (), "localsgd": ("--local-steps", "4"), "async": (), "ssp": ("--staleness", "1")}
 
 
-def run(cluster: Cluster, *flags: str, own: int = 0) -> tuple[Process, list[Process]]:
+def run(cluster: Cluster, *flags: str, num_steps: int = 0) -> tuple[Process, list[Process]]:
     outputs = ("--summary", "s.json", "--set", "server.status_interval_s=0.05")
     server = cluster.server("--workers", "2", *outputs, *flags)
-    workers = [cluster.script(rank, EPOCHS, str(own)) for rank in range(2)]
+    workers = [cluster.script(rank, EPOCHS, str(num_steps)) for rank in range(2)]
     assert [process.wait() for process in (*workers, server)] == [0, 0, 0], server.output + workers[0].output
     return server, workers
 
@@ -39,7 +39,7 @@ def summary(cluster: Cluster) -> dict:
 )
 def test_a_script_s_own_loop_rules_where_nobody_has_set_a_length(cluster: Cluster, mode: str) -> None:
     """40 samples, two workers, batches of 4: 5 steps an epoch. In localsgd no step is lost that a round has not."""
-    server, workers = run(cluster, "--mode", mode, *MODES[mode], own=3)
+    server, workers = run(cluster, "--mode", mode, *MODES[mode], num_steps=3)
     assert [counts(worker) for worker in workers] == [[5, 10, 15]] * 2
     assert final(workers[0]) == final(workers[1]) != ""
     assert summary(cluster)["version"] == {"sync": 15, "localsgd": 4}.get(mode, 30)

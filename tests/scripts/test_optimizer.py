@@ -63,10 +63,10 @@ def test_each_mistake_gets_its_sentence_and_harms_nothing(cluster: Cluster):
     script = cluster.script(0, HERE / "mistakes.py")
     assert script.wait() == 0, script.output
     assert server.wait() == 0, server.output
-    told = script.event("told")
-    assert told["rates"] == [0.025, 0.025]
+    event = script.event("told")
+    assert event["rates"] == [0.025, 0.025]
     for name, words in TOLD.items():
-        assert words in told.get(name, "nothing"), name
+        assert words in event.get(name, "nothing"), name
     assert len(script.events("optimizer_state_not_loaded")) == 1, "of another run's, once"
     assert (
         "lr_scheduler.step()" not in script.output

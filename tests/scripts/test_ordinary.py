@@ -20,15 +20,9 @@ HERE = Path(__file__).parent / "ordinary"
 BATCH = 10
 # How often each steps its optimizer.
 STEPS = {
-    "unfreezing": 12,
-    "early_stopping": 400,
-    "mixed": 8,
-    "epochs": 48,
-    "language_model": 12,
-    "fine_tuning": 15,
-    "sparse": 10,
-    "closure": 12,
-}
+    "unfreezing": 12, "early_stopping": 400, "mixed": 8, "epochs": 48, "language_model": 12, "fine_tuning": 15,
+    "sparse": 10, "closure": 12,
+}  # fmt: skip
 FIRST = ("language_model",)
 
 
@@ -68,8 +62,8 @@ def test_branches_without_a_gradient_and_a_clipped_mean(cluster: Cluster, tmp_pa
     wanted = plain("branches", tmp_path, CLIP="0.1", **more)
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "14", "--clip-norm", "0.1")
     out = tmp_path / "together.pt"
-    place = {"BATCH": str(BATCH), "OUT": str(out), **more}
-    scripts = [cluster.script(rank, HERE / "branches.py", **place) for rank in range(2)]
+    environ = {"BATCH": str(BATCH), "OUT": str(out), **more}
+    scripts = [cluster.script(rank, HERE / "branches.py", **environ) for rank in range(2)]
     assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
     found = torch.load(out)
     for name, tensor in wanted.items():

@@ -73,22 +73,22 @@ def test_of_a_step_only_its_part_travels(cluster: Cluster, tmp_path: Path, flags
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["critic 11", pytest.param("critic 7", marks=slow), pytest.param("generator 7", marks=slow)]
+    "gate", ["critic 11", pytest.param("critic 7", marks=slow), pytest.param("generator 7", marks=slow)]
 )
 def test_a_run_that_is_killed_between_two_parts_of_a_step_ends_as_one_that_was_not(
-    cluster: Cluster, tmp_path: Path, place: str
+    cluster: Cluster, tmp_path: Path, gate: str
 ):
     """BatchNorm counts its batches, and noise comes from torch's generator."""
-    more = {"SGD": "1"} if place == "generator 7" else {}
+    more = {"SGD": "1"} if gate == "generator 7" else {}
     wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", NOISE="1", BATCH=str(BATCH), **more)
     flags = ("--mode", "sync", "--workers", "1", "--steps", "12", "--checkpoint-dir", "kept", "--checkpoint-every", "1")
     out = tmp_path / "together.pt"
-    env = {"BATCH": str(BATCH), "OUT": str(out), "NOISE": "1", "GATE": str(tmp_path / "go"), "GATE_AT": place}
+    env = {"BATCH": str(BATCH), "OUT": str(out), "NOISE": "1", "GATE": str(tmp_path / "go"), "GATE_AT": gate}
     env |= more
     server = cluster.server(*flags)
     script = cluster.script(0, HERE / "gan.py", **env)
     script.until(lambda: "at the gate" in script.output, "gate")
-    version = 2 * int(place.split()[1]) + 1
+    version = 2 * int(gate.split()[1]) + 1
     server.until(lambda: any(event["version"] >= version for event in server.events("snapshot")), "snapshot")
     for item in (server, script):
         item.kill()

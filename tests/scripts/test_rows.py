@@ -158,9 +158,9 @@ def test_the_example_learns_and_sends_what_it_uses(cluster: Cluster):
     assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output
     summary = json.loads((cluster.folder / "s.json").read_text())
     assert summary["final"]["auc"] > 0.75
-    said = "".join(script.output for script in scripts)
-    sent = float(re.search(r"a step sent ([0-9.]+) MB", said)[1])
-    assert 0 < sent < 0.08 and re.search("log loss 0.6[0-9]+ in the first batch, 0.[345]", said), said
+    output = "".join(script.output for script in scripts)
+    sent = float(re.search(r"a step sent ([0-9.]+) MB", output)[1])
+    assert 0 < sent < 0.08 and re.search("log loss 0.6[0-9]+ in the first batch, 0.[345]", output), output
 
 
 @pytest.mark.slow

@@ -30,10 +30,10 @@ def replaced(cluster: Cluster, server: Process, old: Process, how: str, rank: in
     return cluster.script(rank, SCRIPT, HOW=how, **env)
 
 
-def stopped(process: Process, *told: str) -> None:
+def stopped(process: Process, *texts: str) -> None:
     assert process.wait() == 2, process.output
     assert "Traceback" not in process.output
-    for text in ("resumes at training step", FIX, "session.step", "worker.accept_restarted_schedule", *told):
+    for text in ("resumes at training step", FIX, "session.step", "worker.accept_restarted_schedule", *texts):
         assert text in process.output, process.output
 
 
@@ -69,9 +69,9 @@ def test_a_script_that_registers_nothing_is_warned_once(cluster: Cluster, how: s
     assert not first.events("nothing_registered"), "a new run"
     second = replaced(cluster, server, first, how)
     assert (second.wait(), server.wait()) == (0, 0), second.output
-    (said,) = second.events("nothing_registered")
-    assert said["level"] == "warning" and said["step"] == 6 and FIX in said["fix"]
-    assert ("its learning rate was 0.02" in said["meaning"]) == (how == "by hand")
+    (event,) = second.events("nothing_registered")
+    assert event["level"] == "warning" and event["step"] == 6 and FIX in event["fix"]
+    assert ("its learning rate was 0.02" in event["meaning"]) == (how == "by hand")
 
 
 @pytest.mark.parametrize("how", ["registered", "warm-up"])

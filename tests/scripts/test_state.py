@@ -69,7 +69,7 @@ class Job:
 
 def flat(value: object, name: str = "") -> dict[str, object]:
     if isinstance(value, dict):
-        return {key: item for part, held in value.items() for key, item in flat(held, f"{name}.{part}").items()}
+        return {key: item for part, inner in value.items() for key, item in flat(inner, f"{name}.{part}").items()}
     return {name: value}
 
 

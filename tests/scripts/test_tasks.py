@@ -68,9 +68,9 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
     """In the middle of an accumulating, scheduled run: the weights are those of a plain loop."""
     flags = ("--workers", "2", "--batch-size", "4", *RUN, "--accumulate", str(ACCUMULATE), "--save", "w.safetensors")
     kept = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "1")
-    own = ("--task", f"{FILE}:{name}", "--set", "slowdown.base_s=0.1")
+    task_flags = ("--task", f"{FILE}:{name}", "--set", "slowdown.base_s=0.1")
     server = cluster.server(*flags, *kept, "--set", "server.status_interval_s=0.02")
-    workers = [cluster.worker(0, *own), cluster.worker(1, *own, "--loader-workers", "1")]
+    workers = [cluster.worker(0, *task_flags), cluster.worker(1, *task_flags, "--loader-workers", "1")]
     server.until(lambda: any(5 <= event["step"] < STEPS for event in server.events("status")), "five steps")
     server.signal(signal.SIGKILL)
     again = cluster.server(*flags, *kept, "--listen", cluster.address)
@@ -81,9 +81,9 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
 @pytest.mark.slow
 def test_a_worker_alone_and_one_that_averages_with_itself(cluster: Cluster, tmp_path: Path) -> None:
     accumulate = ("--set", f"train.accumulate={ACCUMULATE}")
-    told = [f"optimizer.lr={LR}", "optimizer.name=adamw", "train.lr_schedule=cosine", f"train.warmup={WARMUP}"]
-    told += [f"train.min_lr={MIN_LR}", f"run.seed={SEED}"]
-    sets = [word for item in told for word in ("--set", item)]
+    settings = [f"optimizer.lr={LR}", "optimizer.name=adamw", "train.lr_schedule=cosine", f"train.warmup={WARMUP}"]
+    settings += [f"train.min_lr={MIN_LR}", f"run.seed={SEED}"]
+    sets = [word for item in settings for word in ("--set", item)]
     alone = cluster.start(
         "alone", "-m", "paramserver.worker", "--server", "none", *TASK, "--steps", str(STEPS), "--batch-size", "8",
         "--save", "alone.safetensors", *sets, *accumulate,
@@ -112,24 +112,15 @@ def test_a_run_begins_with_the_weights_of_a_file(cluster: Cluster, tmp_path: Pat
 @pytest.mark.parametrize("mode", ["sync", "localsgd"])
 def test_another_rate_on_resume_takes_effect_and_the_log_says_so(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     kept = (
-        "--mode",
-        mode,
-        "--workers",
-        "1",
-        "--batch-size",
-        "8",
-        "--optimizer",
-        "sgd",
-        "--checkpoint-dir",
-        "snapshots",
-    )
+        "--mode", mode, "--workers", "1", "--batch-size", "8", "--optimizer", "sgd", "--checkpoint-dir", "snapshots",
+    )  # fmt: skip
     kept += ("--local-steps", "3") if mode == "localsgd" else ()
     for steps, lr in (("6", "0.05"), ("9", "0.2")):
         server = cluster.server(*kept, "--steps", steps, "--lr", lr, "--save", "w.safetensors")
         worker = cluster.worker(0, *TASK)
         assert [worker.wait(), server.wait()] == [0, 0], worker.output + server.output
-    told = [(event["what"], event["now"], event["snapshot"]) for event in server.events("resumed_with_another")]
-    assert told == [("lr", 0.2, 0.05)]
+    changes = [(event["what"], event["now"], event["snapshot"]) for event in server.events("resumed_with_another")]
+    assert changes == [("lr", 0.2, 0.05)]
 
     task, data = Double(), Double().train.tensors
     torch.manual_seed(0)

@@ -30,14 +30,14 @@ def run(forks: Programs, tmp_path: Path) -> Iterator[Scripts]:
 class Scripts(Run):
     def shards(self, num: int) -> None:
         for number in range(1, num):
-            told = ("--shard", str(number), "--shards", str(num), "--coordinator", self.address)
+            flags = ("--shard", str(number), "--shards", str(num), "--coordinator", self.address)
             self.processes.append(
-                self.forks[SERVER].fork(f"shard{number}", self.folder, *told, "--listen", "127.0.0.1:0")
+                self.forks[SERVER].fork(f"shard{number}", self.folder, *flags, "--listen", "127.0.0.1:0")
             )
 
     def script(self, rank: int, **env: str) -> Forked:
-        told = {"OUT": str(self.folder / "w"), "PS_SERVER": self.address, "RANK": str(rank)} | env
-        found = self.forks[LOOP].fork(f"script{rank}", self.folder, **told)
+        environ = {"OUT": str(self.folder / "w"), "PS_SERVER": self.address, "RANK": str(rank)} | env
+        found = self.forks[LOOP].fork(f"script{rank}", self.folder, **environ)
         self.processes.append(found)
         return found
 
@@ -50,10 +50,10 @@ class Scripts(Run):
                 self.script(rank, **env)
             else:
                 self.group(rank, group, of=LOOP, OUT=str(self.folder / "w"), **env)
-        told = [
+        arguments = [
             (process.wait(), f"== {process.name}: {process.output[-2000:]}") for process in reversed(self.processes)
         ]
-        assert not any(code for code, _ in told), "\n".join(output for code, output in told if code)
+        assert not any(code for code, _ in arguments), "\n".join(output for code, output in arguments if code)
         found = [torch.load(path) for path in sorted(self.folder.glob("w-*.pt"))]
         assert len(found) == num * group
         assert all(
@@ -73,16 +73,16 @@ def plain(
     model, (inputs, wanted) = make(norm), [tensor[:num] for tensor in data(num).tensors]
     kinds = {"sgd": lambda: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
              "adam": lambda: torch.optim.Adam(model.parameters(), lr=lr)}  # fmt: skip
-    own = kinds[optimizer]()
+    local_optimizer = kinds[optimizer]()
     batches: list[torch.Tensor] = []
     for epoch in range(STEPS):
         batches += torch.randperm(num, generator=torch.Generator().manual_seed(epoch)).split(num_workers * BATCH)
     for rows in batches[:STEPS]:
-        own.zero_grad()
+        local_optimizer.zero_grad()
         F.mse_loss(model(inputs[rows]), wanted[rows], reduction=loss).backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        own.step()
+        local_optimizer.step()
     return model.state_dict()
 
 
@@ -179,8 +179,8 @@ def test_workers_that_clip_to_different_norms_are_named_once(run: Scripts) -> No
     run.serve("--mode", "sync", "--workers", "2", "--steps", str(STEPS))
     scripts = run.script(0), run.script(1, CLIP=str(CLIP))
     assert [script.wait() for script in (*scripts, run.processes[0])] == [0, 0, 0], run.processes[0].output
-    (said,) = run.server_said("clip_norms_differ")
-    assert (said["level"], said["norms"], said["used"]) == ("warning", "none (rank 0), 0.05 (rank 1)", "none")
+    (event,) = run.server_said("clip_norms_differ")
+    assert (event["level"], event["norms"], event["used"]) == ("warning", "none (rank 0), 0.05 (rank 1)", "none")
 
 
 @slow
@@ -239,11 +239,11 @@ def test_batch_norm_is_said_once_where_it_keeps_workers_from_being_one_process(
     run: Scripts, flags: tuple[str, ...], norm: str, num: int, is_said: bool
 ) -> None:
     found = run.train(num, *flags, NORM=norm, NUM=str(ROUND))
-    said = [event for process in run.processes for event in process.events("batch_norm")]
-    assert len(said) == is_said
+    events = [event for process in run.processes for event in process.events("batch_norm")]
+    assert len(events) == is_said
     if is_said:
-        assert said[0]["level"] == "warning" and said[0]["layers"] == "1"
-        assert all(words in str(said[0]["meaning"]) for words in ("SyncBatchNorm", "GroupNorm", "--group"))
+        assert events[0]["level"] == "warning" and events[0]["layers"] == "1"
+        assert all(words in str(events[0]["meaning"]) for words in ("SyncBatchNorm", "GroupNorm", "--group"))
     elif num == 2 and flags[1] == "sync":
         assert difference(found, plain(num, norm=norm, num=ROUND)) <= NEAR
 

@@ -13,7 +13,9 @@ from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import config_of, world_of
 
 
-def recorded(mode: str, num_workers: int, steps: int, policy: dict[str, Any] | None = None, **told: Any) -> list[Line]:
+def recorded(
+    mode: str, num_workers: int, steps: int, policy: dict[str, Any] | None = None, **settings: Any
+) -> list[Line]:
     written: list[bytes] = []
 
     def tell(at: float, fact: effects.Fact) -> None:
@@ -21,7 +23,7 @@ def recorded(mode: str, num_workers: int, steps: int, policy: dict[str, Any] | N
         if op:
             written.append(json.dumps({"op": op, "role": "server", "t": round(at, 6), **fields}).encode() + b"\n")
 
-    config, world = config_of(mode, num_workers, steps, **(policy or {})), world_of(num_workers, **told)
+    config, world = config_of(mode, num_workers, steps, **(policy or {})), world_of(num_workers, **settings)
     Simulation(config, world, observe=tell).go()
     return parsed(b"".join(written))
 

@@ -32,7 +32,7 @@ def test_far_from_what_was_recorded_it_says_so() -> None:
     found = calibrate(recorded("async", 4, 40, **LINKS), config_of("async", 4, 40))
     assert found.outside(world_of(8, up=2.0 * MB, down=2.0 * MB)) == []
     far = replace(world_of(100), up=10_000.0)
-    assert [told.split(",")[0] for told in found.outside(far)] == ["100 workers", "an exchange of 101 s"]
+    assert [text.split(",")[0] for text in found.outside(far)] == ["100 workers", "an exchange of 101 s"]
 
 
 def test_what_a_history_does_not_tell_is_said() -> None:

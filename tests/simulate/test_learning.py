@@ -25,10 +25,10 @@ TASK = {"name": "xor", "args": ARGS}
 UNEQUAL = {"speeds": (1.0, 0.6, 0.3), "jitter": 0.3}
 
 
-def config_of(mode: str, num_workers: int, steps: int = 12, **told: Any) -> Config:
+def config_of(mode: str, num_workers: int, steps: int = 12, **settings: Any) -> Config:
     run = {"mode": mode, "workers": num_workers, "steps": steps, "batch_size": 8, "seed": 3}
     return Config.model_validate(
-        {"run": run, "task": TASK, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.5}, **told}
+        {"run": run, "task": TASK, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.5}, **settings}
     )
 
 
@@ -46,12 +46,12 @@ MODES = ("sync", "async", "localsgd", "diloco", "buffered")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_learns_decides_as_one_that_does_not(mode: str) -> None:
     config = config_of(mode, 3, policy={"local_steps": 3} if mode in ("localsgd", "diloco") else {})
-    told = learned(config, **UNEQUAL)
+    trained = learned(config, **UNEQUAL)
     bare = Simulation(config, world_of(3, **UNEQUAL))
     bare.go()
-    assert told.tally.digest == bare.tally.digest
-    assert told.learner is not None
-    assert told.learner.model.store.version == told.policy.version
+    assert trained.tally.digest == bare.tally.digest
+    assert trained.learner is not None
+    assert trained.learner.model.store.version == trained.policy.version
 
 
 @pytest.mark.parametrize("delayed_update", [False, True])
@@ -150,7 +150,7 @@ def test_the_same_work_alone_stands_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "problem"),
+    ("settings", "problem"),
     [
         ({"worker": {"codec": "q2"}}, "worker.codec is q2: the server's SGD has momentum 0.5"),
         ({"store": {"max_norm": 1.0}}, "store.max_norm is 1.0"),
@@ -158,9 +158,9 @@ def test_the_same_work_alone_stands_beside_it() -> None:
         ({"task": {"name": "nothing.py:Task"}}, "nothing.py"),
     ],
 )
-def test_what_cannot_be_learned_is_said(told: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_learned_is_said(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        Learner(config_of("sync", 2, **told), 2)
+        Learner(config_of("sync", 2, **settings), 2)
 
 
 def test_a_codec_whose_workers_do_not_wait_is_refused() -> None:

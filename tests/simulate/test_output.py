@@ -25,11 +25,11 @@ def test_ctrl_c_shows_what_was_simulated(cluster: Cluster) -> None:
 
 def test_the_closing_sentence_and_the_columns() -> None:
     found = [(mode, summary(simulated(mode, 4, 20, jitter=0.5))) for mode in ("sync", "async")]
-    told = sentence(found)
+    text = sentence(found)
     assert re.fullmatch(
         r"Fastest is async: [\d.,]+ training steps a second of all workers, who compute \d+% of the time\. "
-        r"Of that rate the others make: sync \d+%\.", told,
-    ), told  # fmt: skip
+        r"Of that rate the others make: sync \d+%\.", text,
+    ), text  # fmt: skip
     assert sentence(found[:1]).endswith("% of the time.")
     assert set(dict(for_people(found))["sync"].final) == {"of ideal", "dropped"}
     assert "skew p50" in found[0][1].final, "--json has them all"

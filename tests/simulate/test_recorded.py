@@ -33,9 +33,9 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     lines = read_trace(history)
     verdict = replay(lines)
     assert (verdict.problem, verdict.decided, verdict.notes) == (None, "", [])
-    told = json.loads(Path(summary).read_text())
+    result = json.loads(Path(summary).read_text())
     accepted = sum(line.op == "accept" for line in lines)
-    assert accepted == sum(worker["training_steps"] for worker in told["workers"]) == 180
+    assert accepted == sum(worker["training_steps"] for worker in result["workers"]) == 180
 
     sets = ["worker.transports=grpc"]
     config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Flags())[0]

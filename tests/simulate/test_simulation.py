@@ -22,14 +22,14 @@ from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
 EVERY_MODE = pytest.mark.parametrize("mode", [mode for mode in MODES.names() if not MODES.load(mode).kind.has_peers])
 
 
-def commit_times(mode: str, num_workers: int, steps: int, **told: Any) -> list[float]:
+def commit_times(mode: str, num_workers: int, steps: int, **settings: Any) -> list[float]:
     times = []
 
     def tell(at: float, fact: effects.Fact) -> None:
         if isinstance(fact, effects.Commit):
             times.append(at)
 
-    Simulation(config_of(mode, num_workers, steps), world_of(num_workers, **told), observe=tell).go()
+    Simulation(config_of(mode, num_workers, steps), world_of(num_workers, **settings), observe=tell).go()
     return times
 
 
@@ -62,8 +62,8 @@ def test_a_straggler_holds_who_may_not_go_on_without_it() -> None:
     assert simulated("sync", 3, 10, **slow).now == pytest.approx(40.0)
     freely = simulated("async", 3, 10, **slow)
     assert freely.tally.seconds["mode"] == 0.0
-    held = simulated("ssp", 3, 10, {"staleness": 1}, **slow)
-    assert held.tally.seconds["mode"] > 0.0 and metrics(held)["lead max"] == 2
+    simulation = simulated("ssp", 3, 10, {"staleness": 1}, **slow)
+    assert simulation.tally.seconds["mode"] > 0.0 and metrics(simulation)["lead max"] == 2
 
 
 def test_delayed_update_hides_the_exchange_behind_computing() -> None:
@@ -82,18 +82,18 @@ def test_delayed_update_hides_the_exchange_behind_computing() -> None:
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_any_run_keeps_to_what_holds_of_time_and_of_counts(mode: str, is_failing: bool) -> None:
     """Time never goes back, staleness is not negative, all steps are taken, bytes are payloads times contributions."""
-    told: list[tuple[float, effects.Fact]] = []
+    facts: list[tuple[float, effects.Fact]] = []
     config, failing = config_of(mode, 6, 24), {"mtbf_s": 20.0, "back_s": 2.0} if is_failing else {}
     slow = SlowdownConfig(straggler_probability=0.1)
     world = world_of(
         6, up=3.0 * MB, server_up=8.0 * MB, jitter=0.3, slowdown=slow, fold_s=0.01, max_staged=4, **failing
     )
-    simulation = Simulation(config, world, observe=lambda at, fact: told.append((at, fact)))
+    simulation = Simulation(config, world, observe=lambda at, fact: facts.append((at, fact)))
     simulation.go()
 
-    times = [at for at, _ in told]
+    times = [at for at, _ in facts]
     assert times == sorted(times)
-    taken = [fact for _, fact in told if isinstance(fact, effects.ContributionTaken)]
+    taken = [fact for _, fact in facts if isinstance(fact, effects.ContributionTaken)]
     assert all(fact.version >= fact.contribution.base.version for fact in taken)
     assert min(simulation.tally.staleness) >= 0
     accepted = sum(fact.outcome == "accepted" for fact in taken)

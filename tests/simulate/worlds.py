@@ -16,14 +16,16 @@ def config_of(mode: str, num_workers: int, steps: int, **policy: Any) -> Config:
     return Config.model_validate({"run": run, "policy": policy})
 
 
-def world_of(num_workers: int, num_bytes: int = MB, **told: Any) -> World:
+def world_of(num_workers: int, num_bytes: int = MB, **settings: Any) -> World:
     """Links of 1 MB/s and 100 ms unless told otherwise, a server with room for all."""
     sizes = {"up_bytes": num_bytes, "down_bytes": num_bytes, "start_bytes": 0, "max_staged": num_workers}
     links = {"up": 1.0 * MB, "down": 1.0 * MB, "latency_s": 0.1}
-    return World(**{"num_workers": num_workers, "compute_s": 1.0, **sizes, **links, **told})
+    return World(**{"num_workers": num_workers, "compute_s": 1.0, **sizes, **links, **settings})
 
 
-def simulated(mode: str, num_workers: int, steps: int, policy: dict[str, Any] | None = None, **told: Any) -> Simulation:
-    simulation = Simulation(config_of(mode, num_workers, steps, **(policy or {})), world_of(num_workers, **told))
+def simulated(
+    mode: str, num_workers: int, steps: int, policy: dict[str, Any] | None = None, **settings: Any
+) -> Simulation:
+    simulation = Simulation(config_of(mode, num_workers, steps, **(policy or {})), world_of(num_workers, **settings))
     simulation.go()
     return simulation

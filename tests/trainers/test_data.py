@@ -95,7 +95,7 @@ for package, extra in (("lightning", "lightning"), ("transformers", "huggingface
     except ImportError as error:
         print(error)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert [line.partition(": ")[2] for line in said] == [
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.partition(": ")[2] for line in lines] == [
         f"pip install 'paramserver[{extra}]'" for extra in ("lightning", "huggingface", "accelerate")
     ]

@@ -50,9 +50,9 @@ class Run:
         return server
 
     def worker(self, name: str, rank: int, **environ: str) -> Forked:
-        place = {"PS_SERVER": self.address, "PS_WORKER__RANK": str(rank), **environ}
+        variables = {"PS_SERVER": self.address, "PS_WORKER__RANK": str(rank), **environ}
         argv = (str(self._folder), str(rank), self._mode, name)
-        return self._forks[self._trainer].fork(f"{name}-{rank}", self._folder, *argv, **place)
+        return self._forks[self._trainer].fork(f"{name}-{rank}", self._folder, *argv, **variables)
 
     def play(self, name: str, *more: str) -> list[dict]:
         """What the workers have in the end."""
@@ -61,13 +61,13 @@ class Run:
         return self.ended(everyone, [name] * WORKERS)
 
     def ended(self, everyone: list[Forked], names: list[str]) -> list[dict]:
-        said = ""
+        text = ""
         for forked in everyone:  # the server last: it waits for those that have failed
             code = forked.wait()
             lines = [line[:300] for line in forked.output.splitlines() if '"status"' not in line]
-            said += f"== {forked.name}: code {code}\n" + "\n".join(lines[-12:]) + "\n"
-            assert code == 0, said
-            assert forked.name.startswith("server") or "Traceback" not in forked.output, said
+            text += f"== {forked.name}: code {code}\n" + "\n".join(lines[-12:]) + "\n"
+            assert code == 0, text
+            assert forked.name.startswith("server") or "Traceback" not in forked.output, text
         return [torch.load(self._folder / f"{name}.{rank}.pt") for rank, name in enumerate(names)]
 
 

@@ -55,13 +55,13 @@ class Tab:
         self._context.route(lambda url: "//127.0.0.1:" not in url, self._leaves)
         self.page = self._context.new_page()
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", self._said)
+        self.page.on("console", self._on_console)
 
     def _leaves(self, route: Any) -> None:
         self.wrong.append(f"asks for {route.request.url}")
         route.abort()
 
-    def _said(self, message: Any) -> None:
+    def _on_console(self, message: Any) -> None:
         # A server that is gone for a moment is no mistake of the page's.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.wrong.append(message.text)
@@ -100,8 +100,8 @@ def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """A page of this process, with the token `secret` and no runs on record."""
     serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
     monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
-    told = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}}
-    page = serve.Dashboard(Config.model_validate(told))
+    settings = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}}
+    page = serve.Dashboard(Config.model_validate(settings))
     page.start()
     yield page
     page.close()
@@ -121,8 +121,8 @@ def tick(number: int, num_workers: int = 2, **fields: Any) -> Tick:
         for rank in range(num_workers)
     ]  # fmt: skip
     status = Status(mode="async", step=number, steps=1000, version=number, elapsed_s=float(number), workers=workers)
-    told: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status}
-    return Tick(**{**told, "staleness": {0: number, 1: 2}, **fields})
+    update: dict[str, Any] = {"at": 1.7e9 + number, "clock_s": float(number), "status": status}
+    return Tick(**{**update, "staleness": {0: number, 1: 2}, **fields})
 
 
 class Client:
@@ -148,8 +148,8 @@ def asked() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def client(page: Any, asked: list[dict[str, Any]]) -> Client:
-    async def control(what: dict[str, Any]) -> str:
-        asked.append(what)
+    async def control(command: dict[str, Any]) -> str:
+        asked.append(command)
         return "done"
 
     page.begin(View(about=about()), control)

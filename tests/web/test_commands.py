@@ -36,9 +36,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_command_is_a_400(client: Client, asked: list[dict[str, Any]], name: str) -> None:
-    status, said = client.ask("POST", CONTROL, BAD[name], **SHOWN)
+    status, body = client.ask("POST", CONTROL, BAD[name], **SHOWN)
     assert (status, asked) == (400, [])
-    assert said["error"] and said["fix"]
+    assert body["error"] and body["fix"]
 
 
 def test_no_command_ends_the_run(cluster: Cluster) -> None:

@@ -33,11 +33,11 @@ def idle() -> Iterator[Callable[..., socket.socket]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
 
-        def connected(address: str, said: bytes = b"") -> socket.socket:
+        def connected(address: str, data: bytes = b"") -> socket.socket:
             host, _, port = address.rpartition(":")
             item = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
             with suppress(OSError):  # it may be closed already
-                item.sendall(said)
+                item.sendall(data)
             return item
 
         yield connected
@@ -77,7 +77,7 @@ def test_idle_connections_give_way_and_who_looks_stays(
     head = f"GET /api/events HTTP/1.1\r\nHost: {client.address}\r\n\r\n".encode()
     viewer = idle(client.address, head)
     assert viewer.recv(12) == b"HTTP/1.1 200"
-    those = [idle(client.address, said) for said in (b"", b"GET / HTTP/1.1\r\n") for _ in range(200)]
+    those = [idle(client.address, data) for data in (b"", b"GET / HTTP/1.1\r\n") for _ in range(200)]
     assert client.ask("GET", "/api/health")[1]["viewers"] == 1
     until(lambda: num_open(those) < door._MAX_CONNECTIONS)
     monkeypatch.setattr(door, "_IDLE_S", 0.1)
@@ -182,15 +182,15 @@ def test_silence_instead_of_tls(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: "], ids=["silent", "half a request"])
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\nHost: "], ids=["silent", "half a request"])
 def test_2000_idle_connections_cost_no_join_and_no_snapshot(
-    cluster: Cluster, idle: Callable[..., socket.socket], said: bytes
+    cluster: Cluster, idle: Callable[..., socket.socket], data: bytes
 ) -> None:
     flags = ("--mode", "async", "--task", "xor", "--steps", "100000", "--checkpoint-dir", "snapshots")
     server = limited(cluster, 1024, *flags)
     page = Client(server.event("dashboard")["address"])
     for _ in range(NUM_IDLE):
-        idle(page.address, said)
+        idle(page.address, data)
     worker = cluster.worker(0)
     server.until(lambda: bool(server.events("admitted")), "worker")
     assert page.ask("POST", CONTROL, b'{"do": "snapshot"}', **SHOWN)[0] == 200

@@ -54,10 +54,10 @@ def test_who_may_change_something(client: Client, asked: list[dict[str, Any]]) -
 def test_bodies_that_are_none(client: Client, asked: list[dict[str, Any]]) -> None:
     shown = {"Authorization": "Bearer secret"}
     for body in (b"", b"[]", b"{", b"nul", b"\xff\xfe"):
-        status, said = client.ask("POST", CONTROL, body, **shown)
-        assert (status, said["error"]) == (400, "the body is not a JSON object")
-    status, said = client.ask("POST", CONTROL, b"{}", Content_Length=str(1 << 30), **shown)
-    assert status == 413 and "65536 bytes" in said["error"]
+        status, reply = client.ask("POST", CONTROL, body, **shown)
+        assert (status, reply["error"]) == (400, "the body is not a JSON object")
+    status, reply = client.ask("POST", CONTROL, b"{}", Content_Length=str(1 << 30), **shown)
+    assert status == 413 and "65536 bytes" in reply["error"]
     assert not asked
 
 
@@ -108,11 +108,11 @@ def test_everything_is_described(page: Any, client: Client) -> None:
     assert described["openapi"].startswith("3.1")
 
     def is_as_described(answer: tuple[int, Any], path: str, method: str = "get") -> None:
-        status, said = answer
+        status, content = answer
         of = described["paths"][path][method]["responses"][str(status)]
         (kind,) = of["content"].values()
         schema = {**kind["schema"], "components": described["components"]}
-        jsonschema.validate(said, schema, cls=jsonschema.Draft202012Validator)
+        jsonschema.validate(content, schema, cls=jsonschema.Draft202012Validator)
 
     shown, order = {"Authorization": "Bearer secret"}, json.dumps({"do": "drain"}).encode()
     for path, methods in described["paths"].items():
@@ -146,10 +146,10 @@ def test_everything_is_described(page: Any, client: Client) -> None:
 def events_of(client: Client) -> list[dict[str, Any]]:
     """All messages of the stream, of a run that is over."""
     lines = client.ask("GET", "/api/events")[1].decode().splitlines()
-    told = [line.partition(": ")[2] for line in lines if line]
+    texts = [line.partition(": ")[2] for line in lines if line]
     return [
         {"event": kind, "number": int(number), "data": json.loads(data)}
-        for kind, number, data in zip(told[::3], told[1::3], told[2::3], strict=True)
+        for kind, number, data in zip(texts[::3], texts[1::3], texts[2::3], strict=True)
     ]
 
 
@@ -206,8 +206,8 @@ def test_a_viewer_that_never_reads_holds_up_nobody(page: Any, client: Client, vi
 def until_step(lines: Any, step: int) -> None:
     for line in lines:
         if line.startswith(b"data:"):
-            said = json.loads(line[5:])
-            if (said.get("newest") or said)["status"]["step"] == step:
+            event = json.loads(line[5:])
+            if (event.get("newest") or event)["status"]["step"] == step:
                 return
     raise AssertionError(f"the stream ended before step {step}")
 
@@ -236,10 +236,10 @@ def test_live_over_a_websocket(page: Any, client: Client) -> None:
 
 
 def test_an_open_address_needs_tls_and_a_token(cluster: Cluster) -> None:
-    told = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", "0.0.0.0:0")
-    assert told.returncode == 11
+    result = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", "0.0.0.0:0")
+    assert result.returncode == 11
     assert (
-        "the dashboard at 0.0.0.0:0 could be opened from other machines, and lacks TLS (--cert, --key)" in told.stderr
+        "the dashboard at 0.0.0.0:0 could be opened from other machines, and lacks TLS (--cert, --key)" in result.stderr
     )
 
 
@@ -252,10 +252,10 @@ def test_on_a_network_one_trusts_all_needs_the_token(cluster: Cluster) -> None:
 
 def test_a_port_that_is_taken(cluster: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        told = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert told.returncode == 10
-    assert "for the dashboard: Address already in use" in told.stderr
-    assert "Traceback" not in told.stderr
+        result = cluster.command("ps", "--listen", "127.0.0.1:0", "--web", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert result.returncode == 10
+    assert "for the dashboard: Address already in use" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_without_a_page_its_packages_are_not_loaded(cluster: Cluster) -> None:

@@ -70,13 +70,13 @@ def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
     assert client.ask("GET", "/api/runs/live")[1]["about"]["label"].startswith("ssp (staleness 3, ")
     asks(client, do="set", name="staleness", value=7)
     asks(client, do="set", name="lr_scale", value=0.5)
-    said = client.ask("GET", "/api/runs/live")[1]["about"]
-    assert said["label"].startswith("ssp (staleness 7, ")
-    assert (said["lr_scale"], said["settings"]["policy"]["staleness"]) == (0.5, 7)
+    about = client.ask("GET", "/api/runs/live")[1]["about"]
+    assert about["label"].startswith("ssp (staleness 7, ")
+    assert (about["lr_scale"], about["settings"]["policy"]["staleness"]) == (0.5, 7)
     asks(client, do="set", name="mode", value="async")
-    said = client.ask("GET", "/api/runs/live")[1]["about"]
-    assert (said["mode"], said["settings"]["run"]["mode"]) == ("async", "async")
-    assert said["label"].startswith("async")
+    about = client.ask("GET", "/api/runs/live")[1]["about"]
+    assert (about["mode"], about["settings"]["run"]["mode"]) == ("async", "async")
+    assert about["label"].startswith("async")
     step = newest(client)["status"]["step"]
     server.until(lambda: newest(client)["status"]["step"] > step + 20, "more steps")
     asks(client, do="drain")
@@ -115,18 +115,18 @@ def client_run(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("version", "kept", "said"),
+    ("version", "kept", "message"),
     [(None, [], "none"), (0, [Snapshot(version=0, at=1.7e9, path="snapshots/0")], "version 0")],
 )
 def test_the_page_has_the_same(
-    page: Any, tab: Callable[..., Tab], version: int | None, kept: list[Snapshot], said: str
+    page: Any, tab: Callable[..., Tab], version: int | None, kept: list[Snapshot], message: str
 ) -> None:
     page.begin(View(about=about(mode="ssp", label="ssp (staleness 3)")))
     page.push(tick(1, durable_version=version, snapshots=kept))
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
     shown.page.locator("#snapshots").wait_for(state="visible" if kept else "hidden")
-    shown.page.wait_for_function("said => document.querySelector('#more dd')?.textContent === said", arg=said)
+    shown.page.wait_for_function("said => document.querySelector('#more dd')?.textContent === said", arg=message)
     assert shown.page.locator("#title").text_content() == "ssp (staleness 3) · digits"
     page.retell(about(mode="ssp", label="ssp (staleness 9)", lr_scale=0.5))
     page.push(tick(2, durable_version=version))

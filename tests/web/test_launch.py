@@ -105,9 +105,9 @@ def test_runs_one_after_another_have_their_page_at_one_address(cluster: Cluster)
 
 
 def test_a_worker_alone_has_no_page(cluster: Cluster) -> None:
-    told = cluster.command("launch", "--mode", "single", "--web", "--task", "xor", "--steps", "5")
-    assert told.returncode == 2
-    assert "a worker alone has no server and no dashboard" in told.stderr
+    result = cluster.command("launch", "--mode", "single", "--web", "--task", "xor", "--steps", "5")
+    assert result.returncode == 2
+    assert "a worker alone has no server and no dashboard" in result.stderr
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ def test_another_mode_takes_over_while_workers_train(cluster: Cluster, tmp_path:
     ask(address, "/api/runs/live/controls", {"do": "drain"})
     assert job.wait() == 0, job.output
     check_history(tmp_path / "history.jsonl")
-    said = (tmp_path / "history.jsonl").read_bytes()
-    stricter = said.replace(b'"mode":"ssp","staleness":1', b'"mode":"ssp","staleness":-1')
-    assert stricter != said
+    history = (tmp_path / "history.jsonl").read_bytes()
+    stricter = history.replace(b'"mode":"ssp","staleness":1', b'"mode":"ssp","staleness":-1')
+    assert stricter != history
     assert "at most -1 are allowed" in check({"history": stricter.splitlines(keepends=True)}).problems[0].message
 
 

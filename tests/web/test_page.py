@@ -42,19 +42,9 @@ def until(shown: Tab, expression: str, argument: Any = None) -> None:
 def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, tab: Callable[..., Tab]) -> None:
     flags = (*RUN, "--workers", "2", "--steps", "100000", "--eval-every", "50", "--checkpoint-dir", "snapshots")
     server = cluster.server(
-        *flags,
-        "--web",
-        "127.0.0.1:0",
-        "--summary",
-        "s.json",
-        "--set",
-        "cost.per_hour=3600",
-        "--history",
-        "h.jsonl",
-        "--set",
-        "checkpoint.keep=100",
-        PS_WEB_TOKEN=TOKEN,
-    )
+        *flags, "--web", "127.0.0.1:0", "--summary", "s.json", "--set", "cost.per_hour=3600", "--history", "h.jsonl",
+        "--set", "checkpoint.keep=100", PS_WEB_TOKEN=TOKEN,
+    )  # fmt: skip
     workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.01") for rank in range(2)]
     shown = opened(tab, server)
     page = shown.page
@@ -165,9 +155,10 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
     assert sum(summary["staleness"].values()) == sums["contributions"]
     late = sum(int(behind) * count for behind, count in summary["staleness"].items())
     assert late == pytest.approx(mean * sums["contributions"], abs=0.01 * sums["contributions"])
-    said = [f"{shard['shard']}: version {shard['version']:,}" for shard in summary["shards"]]
+    versions = [f"{shard['shard']}: version {shard['version']:,}" for shard in summary["shards"]]
     row = shown.page.locator("#more [data-key=shards] dd")
-    assert [text.rpartition(",")[0] for text in row.text_content().split("; ")] == said if said else row.count() == 0
+    shown_versions = [text.rpartition(",")[0] for text in row.text_content().split("; ")]
+    assert shown_versions == versions if versions else row.count() == 0
 
 
 @pytest.mark.slow
@@ -193,8 +184,8 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
     server = cluster.server(*flags, "--web", "127.0.0.1:0", PS_WEB_TOKEN=TOKEN)
     workers = [cluster.worker(rank, "--set", f"slowdown.base_s={base_s}") for rank, base_s in ((0, 0.01), (1, 0.02))]
     shown = opened(tab, server)
-    said = "(document.getElementById('evaluations').ariaLabel || '')"
-    until(shown, f"() => Number(({said}.match(/: ([0-9]+) points/) || [])[1]) >= 2")
+    label = "(document.getElementById('evaluations').ariaLabel || '')"
+    until(shown, f"() => Number(({label}.match(/: ([0-9]+) points/) || [])[1]) >= 2")
     text, version = shown.page.locator("#events").text_content(), int(shown.metric("version").replace(",", ""))
     newest = "(document.querySelector('#snapshots tbody td') || {}).textContent"
     until(shown, f"version => Number({newest}?.replace(/,/g, '')) > version", version)
@@ -272,8 +263,8 @@ def test_two_pages_in_one_browser(
 def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
     asked: list[dict[str, Any]] = []
 
-    async def control(what: dict[str, Any]) -> str:
-        asked.append(what)
+    async def control(command: dict[str, Any]) -> str:
+        asked.append(command)
         return f"done {len(asked)}"
 
     page.begin(View(about=about(controls=["snapshot", "drain", "pause", "evict", "set staleness"])), control)
@@ -322,12 +313,12 @@ def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
 
 
 def test_samples_that_nobody_said_are_a_dash(page: Any, tab: Callable[..., Tab]) -> None:
-    told = tick(1)
-    told.status.samples = told.status.samples_per_s = None
-    for worker in told.status.workers:
+    status = tick(1)
+    status.status.samples = status.status.samples_per_s = None
+    for worker in status.status.workers:
         worker.samples = worker.samples_per_s = None
     page.begin(View(about=about()))
-    page.push(told)
+    page.push(status)
     shown = tab()
     shown.page.goto(f"http://{page.address}/")
     until(shown, f"() => ({STEP})() === 1")
@@ -372,8 +363,8 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
     monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
     folder = tmp_path / "certs"
     security = {"cert": f"{folder}/server.crt", "key": f"{folder}/server.key", "token_file": f"{folder}/token"}
-    told = {"server": {"web": "0.0.0.0:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
-    secured = serve.Dashboard(Config.model_validate(told))
+    settings = {"server": {"web": "0.0.0.0:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
+    secured = serve.Dashboard(Config.model_validate(settings))
     secured.start()
     try:
         secured.begin(View(about=about()))

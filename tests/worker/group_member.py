@@ -135,8 +135,8 @@ def main(rank, folder, optimizer, steps, kill_at, members):
         for p, g in zip(net.parameters(), mean, strict=True):
             p.grad = g
         inner.step()
-    told = {"stall": stall, "weights": [p.tolist() for p in net.parameters()]}
-    (folder / f"done.{rank}").write_text(json.dumps(told))
+    settings = {"stall": stall, "weights": [p.tolist() for p in net.parameters()]}
+    (folder / f"done.{rank}").write_text(json.dumps(settings))
 
 
 def members_of(folder, optimizer, steps, kill_at, members):

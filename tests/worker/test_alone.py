@@ -17,7 +17,7 @@ from paramserver.common.runstore.reading import RunStore
 from paramserver.worker.training.alone import AloneSession, reporting, write_alone
 
 
-def told(**run: int) -> AloneSession:
+def alone(**run: int) -> AloneSession:
     return AloneSession(Config(run=RunConfig(**run)))
 
 
@@ -41,19 +41,19 @@ def epochs(session: AloneSession, stop_at: int | None = None, accumulate: int = 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_where_nobody_has_set_a_length_the_script_s_loop_decides(accumulate: int) -> None:
     """A loop over session.shard() is an epoch, as one over a DataLoader."""
-    session = told()
+    session = alone()
     with capture_logs() as logs:
         assert epochs(session, accumulate=accumulate) == [4, 4, 4]
     assert (logs, session.num_steps, session.is_done) == ([], 12 // accumulate, False)
 
 
 def test_one_loop_may_be_several_epochs() -> None:
-    session = told()
+    session = alone()
     assert epochs(session, epochs=3) == [12, 0, 0]
 
 
 def test_a_loader_made_once_is_an_epoch_each_time() -> None:
-    session, model = told(), torch.nn.Linear(2, 1)
+    session, model = alone(), torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batches, counts = session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2), []
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_loader_made_once_is_an_epoch_each_time() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_epochs_of_the_run_count_batches_and_its_length_training_steps(accumulate: int) -> None:
-    session = told(epochs=2)
+    session = alone(epochs=2)
     with capture_logs() as logs:
         assert epochs(session, accumulate=accumulate) == [8, 0, 0]
     assert session.is_done and session.total_steps == session.num_steps == 8 // accumulate
@@ -76,12 +76,12 @@ def test_epochs_of_the_run_count_batches_and_its_length_training_steps(accumulat
 
 
 def test_steps_of_the_run_are_training_steps() -> None:
-    session = told(steps=3)
+    session = alone(steps=3)
     assert epochs(session, accumulate=2) == [6, 0, 0]
 
 
 def test_a_run_that_cuts_a_script_short_says_so_at_the_start() -> None:
-    session = told(steps=5)
+    session = alone(steps=5)
     with capture_logs() as logs:
         assert epochs(session, epochs=3) == [5, 0, 0]
     assert logs[0]["event"] == "cut_short"
@@ -89,7 +89,7 @@ def test_a_run_that_cuts_a_script_short_says_so_at_the_start() -> None:
 
 
 def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
-    session, model = told(epochs=2), torch.nn.Linear(2, 1)
+    session, model = alone(epochs=2), torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(UsageError, match=r"run\.epochs is 2"):
@@ -97,14 +97,14 @@ def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
 
 
 def test_one_that_is_stopped_says_no_more() -> None:
-    session = told(steps=500)
+    session = alone(steps=500)
     with capture_logs() as logs:
         assert epochs(session, stop_at=3) == [3, 0, 0]
     assert (logs, session.ended_by, session.is_done) == ([], "stopped: enough", True)
 
 
 def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_server() -> None:
-    session, model = told(steps=2), torch.nn.Linear(2, 1)
+    session, model = alone(steps=2), torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="a second session"):
         session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -115,7 +115,7 @@ def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_serve
 
 
 def test_of_several_optimizers_a_training_step_is_a_batch() -> None:
-    session, model = told(steps=3), torch.nn.ModuleDict({"g": torch.nn.Linear(2, 2), "d": torch.nn.Linear(2, 1)})
+    session, model = alone(steps=3), torch.nn.ModuleDict({"g": torch.nn.Linear(2, 2), "d": torch.nn.Linear(2, 1)})
     g, d = session.optimizers(
         g=(model["g"], torch.optim.SGD(model["g"].parameters(), lr=0.1)),
         d=(model["d"], torch.optim.Adam(model["d"].parameters(), lr=0.1)),
@@ -161,7 +161,7 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
 
 @pytest.mark.parametrize(("num_said", "known"), [(0, None), (5, 10)])
 def test_samples_that_nobody_said_are_unknown(num_said: int, known: int | None) -> None:
-    session, model = told(steps=2), torch.nn.Linear(2, 1)
+    session, model = alone(steps=2), torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert session.known_samples == 0
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_samples_that_nobody_said_are_unknown(num_said: int, known: int | None) 
 
 def test_clipping_counts_the_rows_of_tables_too() -> None:
     """As torch's over all that one process has; a row that is asked for twice has one gradient."""
-    session = told(steps=3)
+    session = alone(steps=3)
     table = session.rows("items", 6, 2, optimizer="sgd", lr=1.0, dtype=torch.float64)
     dense = torch.nn.Linear(2, 1, bias=False).double()
     optimizer = session.optimizer(dense, torch.optim.SGD(dense.parameters(), lr=1.0))
@@ -199,6 +199,6 @@ def test_clipping_counts_the_rows_of_tables_too() -> None:
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
 def test_a_norm_that_is_no_bound_is_a_mistake(max_norm: float) -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer = told(steps=1).optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = alone(steps=1).optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(UsageError, match="a norm is larger than 0"):
         optimizer.clip_grad_norm(max_norm)

@@ -13,11 +13,8 @@ from paramserver.worker.transports.auto.rule import Cost, Measured, choose
 from paramserver.worker.transports.transport import Transports
 
 COSTS = {
-    "q4": Cost(7.76, 1.97e9, 3.7e9),
-    "raw": Cost(),
-    "bf16": Cost(2.0, 2.3e9, 2.3e9),
-    "int8": Cost(3.94, 7e9, 19.2e9),
-}
+    "q4": Cost(7.76, 1.97e9, 3.7e9), "raw": Cost(), "bf16": Cost(2.0, 2.3e9, 2.3e9), "int8": Cost(3.94, 7e9, 19.2e9),
+}  # fmt: skip
 RAW = Cost()
 MBIT = 1e6 / 8
 
@@ -48,14 +45,10 @@ def test_a_codec_pays_where_the_link_is_slower_than_it_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("up", "compute_s", "chosen"),
     [
-        (100_000, 0.1, "raw"),
-        (1000, 1.0, "raw"),
-        (1000, 0.5, "bf16"),
-        (1000, 0.25, "int8"),
-        (100, 0.1, "q4"),
+        (100_000, 0.1, "raw"), (1000, 1.0, "raw"), (1000, 0.5, "bf16"), (1000, 0.25, "int8"), (100, 0.1, "q4"),
         (1, 9, "q4"),
     ],
-)
+)  # fmt: skip
 def test_it_takes_the_least_lossy_that_is_enough(up: float, compute_s: float, chosen: str) -> None:
     """Or, where none is, the fastest; within 10 % of the best in any case."""
     found = choose(measured(up, compute_s), COSTS, RAW)

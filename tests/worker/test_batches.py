@@ -40,13 +40,13 @@ def use(model: torch.nn.Module, batch: list[torch.Tensor]) -> None:
 def test_a_loop_may_fetch_ahead_and_takes_all_steps(num_ahead: int, accumulate: int) -> None:
     run, model, optimizer = session(steps=5)
     batches = run.shard(data(), batch_size=4)
-    held: list[list[torch.Tensor]] = []
+    fetched: list[list[torch.Tensor]] = []
     num_used, taken = 0, []
     while True:
-        held += [batch for _ in range(num_ahead + 1 - len(held)) if (batch := next(batches, None)) is not None]
-        if not held:
+        fetched += [batch for _ in range(num_ahead + 1 - len(fetched)) if (batch := next(batches, None)) is not None]
+        if not fetched:
             break
-        use(model, held.pop(0))
+        use(model, fetched.pop(0))
         num_used += 1
         if num_used % accumulate == 0:
             optimizer.step()
@@ -99,16 +99,16 @@ def test_two_loops_side_by_side_are_at_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"batch_sampler": [[0], [1]]}, "cannot follow a batch_sampler of yours"),
         ({"sampler": DistributedSampler(range(10), 2, 0)}, "divides the data itself, and so does a DistributedSampler"),
         ({"sampler": iter([1, 2])}, "list_iterator has no length"),
     ],
 )
-def test_what_divides_by_itself_is_refused_with_what_to_use(options: dict, said: str) -> None:
+def test_what_divides_by_itself_is_refused_with_what_to_use(options: dict, message: str) -> None:
     run, _, _ = session(steps=1)
-    with pytest.raises(UsageError, match=said) as refused:
+    with pytest.raises(UsageError, match=message) as refused:
         run.shard(data(), batch_size=4, **options)
     assert refused.value.fix
 
@@ -160,13 +160,13 @@ def test_a_data_loader_of_a_stream_is_divided_as_the_stream() -> None:
 
 
 def test_all_options_of_a_data_loader_are_taken_over() -> None:
-    told = {
+    settings = {
         "num_workers": 2, "pin_memory": True, "timeout": 7, "worker_init_fn": print, "prefetch_factor": 3,
         "persistent_workers": True, "generator": torch.Generator(), "collate_fn": summed, "in_order": False,
     }  # fmt: skip
-    found = source_of(Source(DataLoader(data(), 4, multiprocessing_context="spawn", **told)))
+    found = source_of(Source(DataLoader(data(), 4, multiprocessing_context="spawn", **settings)))
     assert found.options.pop("multiprocessing_context").get_start_method() == "spawn"
-    assert found.options == told and found.batch_size == 4
+    assert found.options == settings and found.batch_size == 4
     assert source_of(Source(DataLoader(data(), 4))).options == {}
 
 
@@ -177,7 +177,7 @@ class Endless(DataLoader):
 
 
 @pytest.mark.parametrize(
-    ("loader", "given", "said"),
+    ("loader", "given", "message"),
     [
         (DataLoader(data(), batch_sampler=BatchSampler(range(9), 3, True)), {}, r"batch_sampler of its own \(BatchSa"),
         (DataLoader(data(), batch_size=None), {}, "batch_size=None, whose data set makes the batches"),
@@ -192,10 +192,10 @@ class Endless(DataLoader):
     ],
 )
 def test_what_a_data_loader_does_that_cannot_be_taken_over_is_refused(
-    loader: DataLoader, given: dict, said: str
+    loader: DataLoader, given: dict, message: str
 ) -> None:
     run, _, _ = session(steps=1)
-    with pytest.raises(UsageError, match=said) as refused:
+    with pytest.raises(UsageError, match=message) as refused:
         run.shard(loader, **given)
     assert refused.value.fix
 

@@ -140,5 +140,5 @@ def test_a_evaluator_says_for_which_server_it_waits_and_gives_up_in_time(capsys:
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(UnreachableError, match=f"no server at {address}"):
             Evaluator(Config.model_validate({"worker": {"server": address, "give_up_s": 0.5}}))
-    said = "".join(capsys.readouterr())
-    assert said.count("waiting_for_server") == 1 and address in said
+    output = "".join(capsys.readouterr())
+    assert output.count("waiting_for_server") == 1 and address in output

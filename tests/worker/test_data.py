@@ -66,12 +66,9 @@ def numbers(found: list[list[torch.Tensor]]) -> list[int]:
 
 
 @given(
-    num_samples=st.integers(7, 60),
-    workers=st.integers(1, 7),
-    batch_size=st.integers(1, 9),
-    epoch=st.integers(0, 2),
+    num_samples=st.integers(7, 60), workers=st.integers(1, 7), batch_size=st.integers(1, 9), epoch=st.integers(0, 2),
     shuffle=st.booleans(),
-)
+)  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_the_batches_of_a_step_make_up_one_of_a_process_alone(
     num_samples: int, workers: int, batch_size: int, epoch: int, shuffle: bool
@@ -113,15 +110,15 @@ def test_a_last_batch_that_is_not_full_is_left_out_for_all_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "options", "said"),
+    ("num_samples", "options", "message"),
     [
         (1, {}, "holds 1 sample; 2 workers need 2 or more"),
         (7, {"drop_last": True}, r"holds 7 samples; 2 workers need 8 or more \(drop_last\)"),
         (0, {"pads": True}, "is empty; 2 workers need 1 or more"),
     ],
 )
-def test_too_few_samples_for_the_workers_are_a_sentence(num_samples: int, options: dict, said: str) -> None:
-    with pytest.raises(ParamServerError, match=said):
+def test_too_few_samples_for_the_workers_are_a_sentence(num_samples: int, options: dict, message: str) -> None:
+    with pytest.raises(ParamServerError, match=message):
         batches(tensors_of(num_samples), 1, workers=2, **options)
 
 
@@ -135,12 +132,9 @@ def test_each_epoch_has_its_own_order() -> None:
 
 
 @given(
-    num_samples=st.integers(5, 50),
-    workers=st.integers(1, 5),
-    batch_size=st.integers(1, 8),
-    first=st.integers(0, 40),
+    num_samples=st.integers(5, 50), workers=st.integers(1, 5), batch_size=st.integers(1, 8), first=st.integers(0, 40),
     make=st.sampled_from([tensors_of, Slow]),
-)
+)  # fmt: skip
 @settings(max_examples=100, deadline=None)
 def test_a_worker_that_comes_back_goes_on_where_it_was(
     num_samples: int, workers: int, batch_size: int, first: int, make: Callable[[int], Dataset]

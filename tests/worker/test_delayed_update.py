@@ -126,10 +126,14 @@ class Bench:
         self.delayed_update.progress.took_step()
         self.delayed_update.contribute(WORK)
 
+    @property
+    def flight(self) -> Any:
+        return self.delayed_update._flight
+
     def land(self) -> None:
         """Let the flight under way land, and wait until it has."""
         self.exchange.may_land.release()
-        flight = self.delayed_update._flight
+        flight = self.flight
         deadline = time.monotonic() + DEADLINE_S
         while not flight.done():
             assert time.monotonic() < deadline
@@ -168,8 +172,8 @@ def test_memory_is_kept_and_a_missing_gradient_is_zero() -> None:
         assert bench.exchange.model.sources(ContributionKind.GRADIENT)[1].item() == 0.0
         bench.land()
     assert len(places) == 1
-    own = {tensor.data_ptr() for tensor in (bench.net.w, bench.net.seen, bench.net.w.grad)}
-    assert not own & set(next(iter(places)))
+    pointers = {tensor.data_ptr() for tensor in (bench.net.w, bench.net.seen, bench.net.w.grad)}
+    assert not pointers & set(next(iter(places)))
 
 
 def test_progress_counts_the_contribution_in_flight_and_the_last_one_is_waited_for() -> None:
@@ -179,7 +183,7 @@ def test_progress_counts_the_contribution_in_flight_and_the_last_one_is_waited_f
     assert (progress.num_counted, progress.training_steps, progress.steps_left, progress.is_done) == (1, 1, 1, False)
     bench.exchange.may_land.release(2)
     bench.step()
-    assert bench.delayed_update._flight is None
+    assert bench.flight is None
     assert (progress.num_counted, progress.training_steps, progress.is_done) == (2, 2, True)
     assert bench.delayed_update.progress is progress, "whoever holds it sees it change"
     bench.delayed_update.finish(can_evaluate=True)
@@ -192,7 +196,7 @@ def test_after_a_lost_connection_the_step_of_the_flight_is_thrown_away() -> None
     bench.step(1.0)
     bench.land()
     bench.step(2.0)
-    assert bench.delayed_update._flight is None
+    assert bench.flight is None
     assert bench.delayed_update.progress.num_counted == 0
     assert len(bench.exchange.sent) == 1
     bench.step(3.0)
@@ -285,7 +289,7 @@ def test_weights_begin_again_where_there_is_nothing_to_build_on(outcome: str, ki
     bench.land()
     bench.step()
     assert bench.net.w.item() == 100.0
-    assert bench.delayed_update._flight is None
+    assert bench.flight is None
 
 
 @pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])
@@ -367,7 +371,7 @@ def test_an_interrupted_worker_does_not_wait_for_its_reply() -> None:
     assert bench.exchange.sent == []
     assert bench.exchange.left == ["leave"]
     with pytest.raises(Stopped):
-        bench.delayed_update._flight.result(0)
+        bench.flight.result(0)
 
 
 def test_an_interrupted_worker_drops_a_flight_that_reaches_no_safe_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +401,7 @@ def test_a_signal_ends_the_wait_for_a_flight_and_leaves_it_pending() -> None:
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
-    assert bench.delayed_update._flight is not None
+    assert bench.flight is not None
     bench.delayed_update.leave({}, is_interrupted=True)
     assert bench.exchange.left == ["leave"]
 
@@ -437,8 +441,8 @@ def test_a_shadow_is_a_model_to_a_transfer() -> None:
     shadow = Shadow(model)
     for kind in (ContributionKind.GRADIENT, ContributionKind.WEIGHTS):
         shadow.snapshot(kind)
-        own = b"".join(make_transfer(model).gather(kind)[0].pieces)
-        assert b"".join(make_transfer(shadow).gather(kind)[0].pieces) == own
+        gathered = b"".join(make_transfer(model).gather(kind)[0].pieces)
+        assert b"".join(make_transfer(shadow).gather(kind)[0].pieces) == gathered
     transfer = make_transfer(shadow)
     payload = bytearray(b"".join(transfer.gather(ContributionKind.WEIGHTS)[0].pieces))
     before = {name: value.clone() for name, value in net.state_dict().items()}

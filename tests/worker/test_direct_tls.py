@@ -73,11 +73,11 @@ class Alone:
         if name not in ("read", "write"):
             return found
 
-        def called(*what: object) -> object:
+        def called(*arguments: object) -> object:
             self._num_inside += 1
             self.were_two |= self._num_inside > 1
             try:
-                return found(*what)
+                return found(*arguments)
             finally:
                 self._num_inside -= 1
 

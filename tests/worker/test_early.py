@@ -51,8 +51,8 @@ class Receiver:
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
 
-        place = (lambda offset, num_bytes: None) if self._is_out_of_band else None
-        self.reader = PayloadReader(len(target), write, place)
+        new_position = (lambda offset, num_bytes: None) if self._is_out_of_band else None
+        self.reader = PayloadReader(len(target), write, new_position)
 
     def contribute(self) -> torch.Tensor:
         """The rest; returns the payload that arrived."""

@@ -79,12 +79,14 @@ FATES = st.lists(
 def test_a_fragment_is_sent_as_a_model_of_its_own_would_be(name: str, fates: list[tuple[str, bool]]) -> None:
     """Bytes, what is decoded, and what is left out: each fragment beside a model that has no other tensors."""
     whole = Side(name, LAYOUT)
-    alone = [Side(name, Layout([spec for spec in SPECS if spec.name in own or spec.name == "n"])) for own in FRAGMENTS]
+    alone = [
+        Side(name, Layout([spec for spec in SPECS if spec.name in names or spec.name == "n"])) for names in FRAGMENTS
+    ]
     for seed, (fate, second) in enumerate(fates):
-        chance, own, item = torch.Generator().manual_seed(seed), FRAGMENTS[second], alone[second]
-        values = {spec.name: torch.randn(spec.shape, generator=chance) for spec in SPECS if spec.name in own}
-        other = {name: left for name, left in whole.left.items() if name not in own}
-        sent, wanted = whole.encode(values, frozenset(NAMES - own)), item.encode(values)
+        chance, names, item = torch.Generator().manual_seed(seed), FRAGMENTS[second], alone[second]
+        values = {spec.name: torch.randn(spec.shape, generator=chance) for spec in SPECS if spec.name in names}
+        other = {name: left for name, left in whole.left.items() if name not in names}
+        sent, wanted = whole.encode(values, frozenset(NAMES - names)), item.encode(values)
         assert len(sent) == payload_bytes(whole.encoding.codec, LAYOUT)
         num_bytes = whole.encoding.codec.encoded_bytes(LAYOUT)  # buffers follow
         assert num_bytes == item.encoding.codec.encoded_bytes(item.layout)
@@ -93,7 +95,7 @@ def test_a_fragment_is_sent_as_a_model_of_its_own_would_be(name: str, fates: lis
             assert sent[:num_bytes] == wanted[:num_bytes]
             for key, value in item.decode(wanted).items():
                 assert torch.equal(decoded[key], value)
-        assert not any(decoded[key].any() for key in NAMES - own)
+        assert not any(decoded[key].any() for key in NAMES - names)
         if fate == "again":
             whole.encoding.recall()
             payload = whole.encoding.payload
@@ -119,7 +121,7 @@ def test_a_fragment_that_was_dropped_raw_is_sent_when_its_turn_comes_again() -> 
     """And nothing of it with the other one, whose bytes stay at home."""
     side, (first, second) = Side("raw", LAYOUT), FRAGMENTS
     worked = {spec.name: torch.randn(spec.shape) for spec in SPECS if spec.name in NAMES}
-    of_first, of_second = ({name: worked[name] for name in own} for own in FRAGMENTS)
+    of_first, of_second = ({name: worked[name] for name in names} for names in FRAGMENTS)
     side.encode(of_first, frozenset(second))
     side.encoding.rollback(side.work)
     decoded = side.decode(side.encode(of_second, frozenset(first)))
@@ -135,8 +137,8 @@ def test_a_fragment_that_was_dropped_raw_is_sent_when_its_turn_comes_again() -> 
 
 def test_an_infinite_rest_of_one_fragment_costs_the_others_nothing() -> None:
     side = Side("int8", LAYOUT)
-    for own in FRAGMENTS:
-        side.encode({name: torch.randn(*spec_of(name).shape) for name in own}, frozenset(NAMES - own))
+    for names in FRAGMENTS:
+        side.encode({name: torch.randn(*spec_of(name).shape) for name in names}, frozenset(NAMES - names))
         side.encoding.commit()
     kept, norm = side.left["a"], math.hypot(*(float(side.left[name].norm()) for name in ("b", "c")))
     side.encode({"b": torch.full((61, 80), math.inf)}, frozenset({"a"}))
@@ -173,27 +175,27 @@ def size(without: set[str]) -> int:
 
 
 def test_differences_of_fragments_have_their_own_sizes() -> None:
-    place = {spec.name: at for at, spec in enumerate(LAYOUT.specs)}
-    taking(([place["a"]], [place["b"], place["c"]]), [size({"a"}), size({"b", "c"})], 3)
+    positions = {spec.name: at for at, spec in enumerate(LAYOUT.specs)}
+    taking(([positions["a"]], [positions["b"], positions["c"]]), [size({"a"}), size({"b", "c"})], 3)
     assert size({"a"}) + size({"b", "c"}) < size(set()) + 100
 
 
 @pytest.mark.parametrize(
-    ("left_out", "sizes", "told"),
+    ("left_out", "sizes", "message"),
     [
         (([0],), [size({"a"}), size(set())], "2 differences, and what is not in 1 of them"),
         (([0], []), [size(set()), size(set())], "bytes of weights"),
         (([9], []), [size({"a"}), size(set())], "tensors that the model does not have"),
     ],
 )
-def test_differences_that_cannot_be_are_refused(left_out: tuple[Any, ...], sizes: list[int], told: str) -> None:
-    with pytest.raises(ParamServerError, match=told):
+def test_differences_that_cannot_be_are_refused(left_out: tuple[Any, ...], sizes: list[int], message: str) -> None:
+    with pytest.raises(ParamServerError, match=message):
         taking(left_out, sizes, 3)
 
 
-@pytest.mark.parametrize(("up", "down", "told"), [("raw", "bf16", "reply_codec is bf16, which has replies whole")])
-def test_what_cannot_travel_by_itself_is_refused(up: str, down: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+@pytest.mark.parametrize(("up", "down", "message"), [("raw", "bf16", "reply_codec is bf16, which has replies whole")])
+def test_what_cannot_travel_by_itself_is_refused(up: str, down: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_codecs("diloco", ContributionKind.DELTA, CODECS.load(up)(), CODECS.load(down)(), fragments=3)
     for able in ("int8", "q4", "sparse", "topk", "powersgd", "bf16"):
         check_codecs("diloco", ContributionKind.DELTA, CODECS.load(able)(), CODECS.load("q4")(), fragments=3)

@@ -40,8 +40,8 @@ from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
 def run(folder, members, optimizer, steps, kill_at=-1, rounds=1, way="small"):
     """Of each round, exit codes and what the members tell."""
     script = Path(__file__).with_name("group_member.py")
-    told = [str(member) for member in (folder, optimizer, steps, kill_at, rounds, way, *members)]
-    subprocess.run([sys.executable, script, *told], check=True, timeout=120)
+    arguments = [str(member) for member in (folder, optimizer, steps, kill_at, rounds, way, *members)]
+    subprocess.run([sys.executable, script, *arguments], check=True, timeout=120)
     for turn in range(rounds):
         here = folder / str(turn)
         done = [here / f"done.{rank}" for rank in members]
@@ -68,8 +68,8 @@ def alone(members, optimizer, steps, kill_at=-1):
     return list(net.parameters())
 
 
-def difference(told, expected):
-    got = [torch.tensor(weight, dtype=torch.float64) for weight in told["weights"]]
+def difference(found, expected):
+    got = [torch.tensor(weight, dtype=torch.float64) for weight in found["weights"]]
     return max(float((a - b.detach()).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
@@ -78,10 +78,10 @@ def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
     members, names = [0, 1, 2], list(OPTIMIZERS)
     together = run(tmp_path, members, ",".join(names), 100, rounds=len(names))
     others = [run(tmp_path / way, members, names[-1], 100, way=way) for way in ("apart", "collectives")]
-    for optimizer, (codes, told) in zip([*names, *names[-1:] * 2], chain(together, *others), strict=True):
+    for optimizer, (codes, result) in zip([*names, *names[-1:] * 2], chain(together, *others), strict=True):
         assert codes == [0] * len(members)
         expected = alone(members, optimizer, 100)
-        assert max(difference(item, expected) for item in told) <= 1e-6
+        assert max(difference(item, expected) for item in result) <= 1e-6
 
 
 def test_nccl_is_for_a_gpu_each():
@@ -96,10 +96,10 @@ def test_nccl_is_for_a_gpu_each():
 def test_why_gpus_do_not_average_over_nccl_is_said():
     assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cuda/GPU-2"]) == ""
     assert backends.why_not_nccl(["a/cpu", "b/cpu"]) == "", "nobody expects NCCL without a GPU"
-    told = "2 processes share 1 GPU, and NCCL takes one process for each GPU"
-    assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cuda/GPU-1"]) == told
-    told = "1 of 2 processes have no GPU, or a torch without NCCL"
-    assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cpu"]) == told
+    message = "2 processes share 1 GPU, and NCCL takes one process for each GPU"
+    assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cuda/GPU-1"]) == message
+    message = "1 of 2 processes have no GPU, or a torch without NCCL"
+    assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cpu"]) == message
 
 
 def pair(rendezvous):
@@ -181,7 +181,7 @@ def test_a_member_that_does_not_come_is_named():
 
 
 @pytest.mark.parametrize(
-    ("is_there", "lost", "expected", "told", "attempts"),
+    ("is_there", "lost", "expected", "message", "attempts"),
     [
         (True, "-", Broken, "generation 1: ", UNKNOWN),  # it does not speak
         (False, "-", OutOfReach, "rank 0 cannot reach rank 1 at {address}, to average with it", ELSEWHERE),
@@ -189,7 +189,7 @@ def test_a_member_that_does_not_come_is_named():
     ],
 )
 def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_with_its_address(
-    is_there, lost, expected, told, attempts
+    is_there, lost, expected, message, attempts
 ):
     rendezvous, other = Rendezvous("127.0.0.1"), socket.create_server(("127.0.0.1", 0))
     address = "{}:{}".format(*other.getsockname())
@@ -200,7 +200,7 @@ def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_wi
     here = store_of(generation, 1, 5)
     here.set("here/1", f"h/cpu {address} {address}")  # and no more
     here.set("lost/1", lost)
-    with pytest.raises(expected, match=told.format(address=address)) as raised:
+    with pytest.raises(expected, match=message.format(address=address)) as raised:
         Group(generation, 0, rendezvous, meet_s=0.2)
     assert raised.value.attempts == attempts
     other.close()
@@ -229,17 +229,17 @@ def test_a_torch_without_the_backend_is_refused(monkeypatch):
         Rendezvous("127.0.0.1")
 
 
-@pytest.mark.parametrize("own", [None, torch.full((3,), 2.0)])
-def test_a_step_leaves_a_member_the_gradient_that_it_had(own):
+@pytest.mark.parametrize("local", [None, torch.full((3,), 2.0)])
+def test_a_step_leaves_a_member_the_gradient_that_it_had(local):
     """It is averaged from there, and once more where that came to nothing."""
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (3,))])
     weights, stepped = torch.nn.Parameter(torch.zeros(3)), []
-    weights.grad = own
+    weights.grad = local
     model = SimpleNamespace(tensors=[weights], layout=layout)
     step: UndoableStep = UndoableStep(model, None, lambda: stepped.append(weights.grad.clone()))
     step.apply([torch.ones(3)])
     assert torch.equal(stepped[0], torch.ones(3))
-    assert weights.grad is own
+    assert weights.grad is local
 
 
 def test_another_listener_that_opens_meanwhile_is_not_taken_for_the_devices():
@@ -303,8 +303,8 @@ def test_no_helper_thread_changes_the_environment(monkeypatch):
     """It belongs to the whole process: another thread would start a process, or a group of its own, with it."""
     if not _changes:
         sys.addaudithook(
-            lambda name, told: (
-                _changes.append((threading.current_thread().name, os.fsdecode(told[0])))
+            lambda name, variables: (
+                _changes.append((threading.current_thread().name, os.fsdecode(variables[0])))
                 if name in ("os.putenv", "os.unsetenv")
                 else None
             )

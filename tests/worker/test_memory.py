@@ -68,8 +68,8 @@ class Strategy:
     def begun(self) -> Any:
         return self.run.came.get(self.started_at)
 
-    def replay(self, place: Position) -> None:
-        self.progress.replay(place)
+    def replay(self, position: Position) -> None:
+        self.progress.replay(position)
 
     def replayed(self) -> int:
         return self.progress.replayed()
@@ -123,15 +123,15 @@ def ahead(batches: Any, is_ahead: bool) -> Any:
     if not is_ahead:
         yield from batches
         return
-    if (held := next(batches, None)) is None:
+    if (fetched := next(batches, None)) is None:
         return
     for batch in batches:
-        yield held
-        held = batch
-    yield held
+        yield fetched
+        fetched = batch
+    yield fetched
 
 
-def script(strategy: Strategy, way: dict[str, Any], told: list[Any], kill_at: int = 10**9) -> None:
+def script(strategy: Strategy, way: dict[str, Any], log: list[Any], kill_at: int = 10**9) -> None:
     """A loop of some shape, which tells each batch with all that it depends on. `kill_at`: before so many of its
     batches."""
     model = nn.Linear(1, 1)
@@ -150,37 +150,29 @@ def script(strategy: Strategy, way: dict[str, Any], told: list[Any], kill_at: in
                 raise Killed
             num += 1
             seen = (
-                session.step,
-                epoch,
-                session.epoch,
-                tuple(rows.flatten().tolist()),
-                session.opt.param_groups[0]["lr"],
-            )
-            told.append((*seen, float(torch.rand((), generator=noise))))
+                session.step, epoch, session.epoch, tuple(rows.flatten().tolist()), session.opt.param_groups[0]["lr"],
+            )  # fmt: skip
+            log.append((*seen, float(torch.rand((), generator=noise))))
             model(rows).sum().backward()
             if index % way["accumulate"] == 0:
                 session.opt.step()
                 by_step.step()
         by_epoch.step()
     assert session.step == STEPS
-    told.append(("end", by_step.get_last_lr(), by_epoch.last_epoch))
+    log.append(("end", by_step.get_last_lr(), by_epoch.last_epoch))
 
 
 WAYS = st.fixed_dictionaries(
     {
-        "num_samples": st.integers(9, 21),
-        "shuffle": st.booleans(),
-        "is_outside": st.booleans(),
-        "has_epochs": st.booleans(),
-        "is_ahead": st.booleans(),
-        "accumulate": st.integers(1, 2),
+        "num_samples": st.integers(9, 21), "shuffle": st.booleans(), "is_outside": st.booleans(),
+        "has_epochs": st.booleans(), "is_ahead": st.booleans(), "accumulate": st.integers(1, 2),
     }
-)
+)  # fmt: skip
 
 
-def of_step(told: list[Any], step: int) -> list[Any]:
+def of_step(log: list[Any], step: int) -> list[Any]:
     """From the first batch of a step on."""
-    return [item for item in told if item[0] == "end" or item[0] >= step]
+    return [item for item in log if item[0] == "end" or item[0] >= step]
 
 
 # The whole run is over, and the loop asks for a batch before it uses the one at hand.
@@ -225,15 +217,15 @@ def test_batches_of_a_step_that_a_scaler_skipped_are_used_up() -> None:
     way = {"num_samples": 12, "shuffle": False, "is_outside": False, "has_epochs": True, "is_ahead": False}
     script(Strategy(run, 0), {**way, "accumulate": 1}, [])
     session = OneSession(Strategy(run, 4), model := nn.Linear(1, 1))
-    told = []
+    log = []
     session.state()
     for _ in session.epochs(100):
         for (rows,) in session.shard(TensorDataset(torch.arange(12).float().unsqueeze(1)), 4, shuffle=False):
-            told.append((session.step, rows[0].item()))
+            log.append((session.step, rows[0].item()))
             model(rows).sum().backward()
-            if len(told) != 1:
+            if len(log) != 1:
                 session.opt.step()
-    assert told[:4] == [(3, 0.0), (4, 4.0), (5, 8.0), (6, 0.0)]
+    assert log[:4] == [(3, 0.0), (4, 4.0), (5, 8.0), (6, 0.0)]
 
 
 # ---- alone ------------------------------------------------------------------------------------------
@@ -249,17 +241,17 @@ def test_alone_epochs_end_with_the_data_and_the_run() -> None:
     assert (session.step, session.epoch, session.resumed) == (0, 0, False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     session.state(scheduler=scheduler, rng=True)
-    told = []
+    log = []
     for epoch in session.epochs(10):
         batches = session.shard(TensorDataset(torch.zeros(10, 1)), batch_size=4)
-        told.append((epoch, len(batches), session.step))
+        log.append((epoch, len(batches), session.step))
         for number, (rows,) in enumerate(batches):
             if epoch == 1 and number == 1:
                 break  # an epoch may be left early: the next is another one
             model(rows).sum().backward()
             optimizer.step()
             assert session.epoch == epoch
-    assert told == [(0, 3, 0), (1, 3, 3), (2, 3, 4), (3, 3, 7)]
+    assert log == [(0, 3, 0), (1, 3, 3), (2, 3, 4), (3, 3, 7)]
     assert session.step == 8 and session.is_done
 
 
@@ -284,7 +276,7 @@ class Odd:
 
 
 @pytest.mark.parametrize(
-    ("item", "told"),
+    ("item", "message"),
     [
         (object(), "session.state(one=...) is a object, without state_dict()"),
         (Odd(Odd(1)), "'one.held[0]' is of type Odd, and only tensors and JSON travel"),
@@ -292,11 +284,11 @@ class Odd:
         (Odd(torch.eye(2).to_sparse()), "'one.held[0]' is of type Tensor"),
     ],
 )
-def test_what_is_neither_tensors_nor_json_is_refused_by_name(item: Any, told: str) -> None:
+def test_what_is_neither_tensors_nor_json_is_refused_by_name(item: Any, message: str) -> None:
     session = OneSession(Strategy(Run(1), 0), nn.Linear(1, 1))
     with pytest.raises(UsageError) as refused:
         session.state(one=item)
-    assert told in refused.value.message and refused.value.fix
+    assert message in refused.value.message and refused.value.fix
 
 
 def test_state_after_the_first_batch_or_twice_is_a_mistake_that_is_said() -> None:

@@ -55,12 +55,8 @@ def sent(offered: pb.PartialTransfer) -> list[Any]:
 def offered_ones(**otherwise: Any) -> pb.PartialTransfer:
     crc = zlib.crc32(bytes(as_bytes(torch.ones(100_000))))
     fields = {
-        "seq": 4,
-        "payload_bytes": 4 * NUM,
-        "codec": "raw",
-        "ranges": [0, 200_000, 800_000, 1_000_000],
-        "crc": crc,
-    }
+        "seq": 4, "payload_bytes": 4 * NUM, "codec": "raw", "ranges": [0, 200_000, 800_000, 1_000_000], "crc": crc,
+    }  # fmt: skip
     return pb.PartialTransfer(**fields | otherwise)
 
 

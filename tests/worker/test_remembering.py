@@ -111,7 +111,7 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
     rng, way = np.random.default_rng(0), Way("onebit_adam", 32, 64)
     encoding = way.encoding
     encoding.of_optimizer([{"betas": [0.8, 0.99], "warmup_steps": 3.0}])
-    told = ({"betas": [0.8, 0.99], "lr": 0.1},)
+    hyperparameters = ({"betas": [0.8, 0.99], "lr": 0.1},)
     m = e = np.zeros(2048)
     for version in range(8):
         encoding.ready(version)
@@ -122,8 +122,10 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
         c = (gradient if version < 3 else new_m) + e
         wanted = c if version < 3 else np.sqrt((c * c).mean()) * np.where(c < 0, -1, 1)
         assert np.allclose(decoded, wanted, rtol=2**-8, atol=1e-6), version
-        assert encoding.prepared(told) == (told if version < 3 else ({"betas": [0.0, 0.99], "lr": 0.1},))
-        assert encoding.prepared(told) is encoding.prepared(told)
+        assert encoding.prepared(hyperparameters) == (
+            hyperparameters if version < 3 else ({"betas": [0.0, 0.99], "lr": 0.1},)
+        )
+        assert encoding.prepared(hyperparameters) is encoding.prepared(hyperparameters)
         if version == 5:
             encoding.rollback()
             continue

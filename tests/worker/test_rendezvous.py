@@ -138,10 +138,10 @@ def test_garbage_ends_no_server(server: StoreServer) -> None:
 
 def test_groups_of_torchs_are_made_of_it(server: StoreServer) -> None:
     def member(rank: int) -> torch.Tensor:
-        own = client(server, timeout_s=20)
+        store = client(server, timeout_s=20)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(dist.PrefixStore("x", own), rank, 3, options)
+        group = dist.ProcessGroupGloo(dist.PrefixStore("x", store), rank, 3, options)
         found = torch.full((2,), float(rank))
         group.allreduce([found]).wait()
         return found

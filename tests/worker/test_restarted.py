@@ -15,7 +15,7 @@ from paramserver.worker.training.position.restarted import Restarted, schedulers
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(restarted.log, "warning", lambda event, **fields: found.append({"event": event, **fields}))
     return found
@@ -53,7 +53,7 @@ def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> N
 
 
 @pytest.mark.parametrize(
-    ("what", "rate", "progress", "num_said"),
+    ("description", "rate", "progress", "num_said"),
     [
         ("a new rank", 0.1, at(0, [], []), 0),
         ("a constant rate", 0.1, at(7, [0.1], [0.1], 0), 1),
@@ -63,18 +63,18 @@ def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> N
         ("a server that knows no rates", 0.1, at(7, [], []), 1),
     ],
 )
-def test_who_is_not_stopped(said: list, what: str, rate: float, progress: Progress, num_said: int) -> None:
+def test_who_is_not_stopped(warnings: list, description: str, rate: float, progress: Progress, num_said: int) -> None:
     restarted = Restarted([an_optimizer(rate)])
     restarted.look(progress)
     progress.training_steps += 1
     restarted.look(progress)
-    assert [text["event"] for text in said] == ["nothing_registered"] * num_said
+    assert [warning["event"] for warning in warnings] == ["nothing_registered"] * num_said
 
 
 @pytest.mark.parametrize(
     ("declares", "num_said"), [("has_state", 0), ("knows_step", 1), ("has_epochs", None), ("accepts", 0)]
 )
-def test_what_a_script_has_declared(said: list, declares: str, num_said: int | None) -> None:
+def test_what_a_script_has_declared(warnings: list, declares: str, num_said: int | None) -> None:
     optimizer = an_optimizer(0.1)
     schedule = cosine(optimizer)
     restarted = Restarted([optimizer], accepts=declares == "accepts")
@@ -85,28 +85,28 @@ def test_what_a_script_has_declared(said: list, declares: str, num_said: int | N
             restarted.look(at(7, [0.1], [0.05]))
         return
     restarted.look(at(7, [0.1], [0.05]))
-    assert len(said) == num_said and schedule is not None
-    if said:
-        assert "its learning rate restarts at 0.1 instead of 0.05" in said[0]["meaning"]
+    assert len(warnings) == num_said and schedule is not None
+    if warnings:
+        assert "its learning rate restarts at 0.1 instead of 0.05" in warnings[0]["meaning"]
 
 
 @pytest.mark.parametrize("declares", ["knows_step", "has_epochs"])
-def test_who_goes_on_from_what_the_session_says_hears_nothing(said: list, declares: str) -> None:
+def test_who_goes_on_from_what_the_session_says_hears_nothing(warnings: list, declares: str) -> None:
     restarted = Restarted([an_optimizer(0.05)])
     setattr(restarted, declares, True)
     restarted.look(at(7, [0.1], [0.05]))
-    assert not said
+    assert not warnings
 
 
-def test_a_live_process_that_the_run_moves_is_warned_once(said: list) -> None:
+def test_a_live_process_that_the_run_moves_is_warned_once(warnings: list) -> None:
     restarted = Restarted([an_optimizer(0.1)])
     restarted.look(at(0, [], []))
     restarted.look(at(1, [], [], starts=2))  # let go and back, where it was
-    assert not said
+    assert not warnings
     restarted.look(at(9, [], [], starts=2))
     restarted.look(at(4, [0.2], [0.1], starts=3))
     restarted.look(at(1, [0.2], [0.1], starts=4))
-    assert len(said) == 1 and "moved this process by -6 training steps" in said[0]["meaning"]
+    assert len(warnings) == 1 and "moved this process by -6 training steps" in warnings[0]["meaning"]
 
 
 def test_schedulers_of_any_kind_are_seen_on_what_shares_the_groups() -> None:

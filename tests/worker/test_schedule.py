@@ -37,12 +37,12 @@ def schedulers(optimizer: torch.optim.Optimizer, train: TrainConfig, num_steps: 
 def test_every_rate_is_torchs(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["constant", "cosine", "linear", "step"]))
     num_steps, lr = data.draw(st.integers(1, 60)), data.draw(st.floats(1e-4, 2.0))
-    told = {"lr_schedule": kind, "warmup": data.draw(st.integers(0, num_steps - 1))}
+    options = {"lr_schedule": kind, "warmup": data.draw(st.integers(0, num_steps - 1))}
     if kind == "step":
-        told |= {"lr_step_size": data.draw(st.integers(1, 20)), "lr_gamma": data.draw(st.floats(0.05, 1))}
+        options |= {"lr_step_size": data.draw(st.integers(1, 20)), "lr_gamma": data.draw(st.floats(0.05, 1))}
     elif kind != "constant":
-        told["min_lr"] = data.draw(st.floats(0, lr))
-    train = TrainConfig(**told)
+        options["min_lr"] = data.draw(st.floats(0, lr))
+    train = TrainConfig(**options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about SequentialLR
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
@@ -60,7 +60,7 @@ def test_a_configuration_that_was_read_is_one_that_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "part"),
+    ("settings", "part"),
     [
         ({"lr_schedule": "step"}, "lr_schedule step and lr_step_size go together"),
         ({"lr_step_size": 5}, "lr_schedule step and lr_step_size go together"),
@@ -70,6 +70,6 @@ def test_a_configuration_that_was_read_is_one_that_can_be_read() -> None:
         ({"lr_schedule": "cosine", "min_lr": 0.5}, "train.min_lr is 0.5: it must not exceed optimizer.lr, 0.1"),
     ],
 )
-def test_what_would_be_ignored_or_cannot_be_is_refused(told: dict[str, object], part: str) -> None:
+def test_what_would_be_ignored_or_cannot_be_is_refused(settings: dict[str, object], part: str) -> None:
     with pytest.raises(ValidationError, match=part.replace(".", r"\.")):
-        Config(train=told)
+        Config(train=settings)

@@ -85,7 +85,7 @@ def test_one_loader_process_reads_as_the_worker_itself_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"num_workers": 2}, "2 loader processes would each read all of it"),
         ({"pad": True}, r"has no length, and session.shard\(pad=...\) needs one"),
@@ -93,11 +93,11 @@ def test_one_loader_process_reads_as_the_worker_itself_does() -> None:
         ({"epochs": 2}, "needs a number of training steps"),
     ],
 )
-def test_what_a_stream_cannot_do_is_said_at_once(options: dict[str, Any], said: str) -> None:
+def test_what_a_stream_cannot_do_is_said_at_once(options: dict[str, Any], message: str) -> None:
     run = AloneSession(Config(run={"steps": 3}))
     model = torch.nn.Linear(1, 1)
     run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         run.shard(Stream(5), batch_size=2, **options)
 
 

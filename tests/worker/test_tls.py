@@ -105,16 +105,16 @@ def security_of(folder: Path, worker: str | None) -> Credentials:
 
 
 @pytest.mark.parametrize(
-    ("own", "words", "fix"),
+    ("token", "words", "fix"),
     [
         (None, "the server at {} speaks TLS, and this shard was told nothing of it", "--ca FILE"),
         ("", "the server at {} asks for a shard's certificate", "shard-N.crt and shard-N.key"),
         ("stranger", "refused the certificate {folder}/stranger.crt", "has signed for shards"),
     ],
 )
-def test_a_shard_of_the_server_is_told_the_same(world: dict[str, Any], own: str | None, words: str, fix: str) -> None:
+def test_a_shard_of_the_server_is_told_the_same(world: dict[str, Any], token: str | None, words: str, fix: str) -> None:
     with grpc_server(world["good"], world["ca"]) as address:
-        mistake = diagnose(address, security_of(world["folder"], own), "shard")
+        mistake = diagnose(address, security_of(world["folder"], token), "shard")
     assert mistake is not None
     assert words.format(address, folder=world["folder"]) in mistake.message
     assert fix in mistake.fix

@@ -72,16 +72,16 @@ def test_how_they_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("message", "why"),
     [
         ("shared,direct", "grpc must be among them"),
         ("direct,direct,grpc", "each once, got direct, direct, grpc"),
         ("tcp", "'shared', 'direct' or 'grpc'"),
     ],
 )
-def test_what_cannot_be_meant(said: str, why: str) -> None:
+def test_what_cannot_be_meant(message: str, why: str) -> None:
     with pytest.raises(UsageError, match=why) as refused:
-        transports_of(f"worker.transports={said}")
+        transports_of(f"worker.transports={message}")
     assert "worker.transports" in refused.value.message
 
 

@@ -33,19 +33,19 @@ class Alone:
     """A run of one mode whose workers are played here. `settings`: of the policy and of the run."""
 
     def __init__(self, mode: str, num_workers: int, **settings: object) -> None:
-        told = {"training_steps": None, "max_workers": num_workers, "mode": mode, **settings}
-        known = {name: told[name] for name in Options.__dataclass_fields__ if name in told}
-        self.run = Run(Options(**known), policy_of(mode, told), "run")  # type: ignore[arg-type]
+        arguments = {"training_steps": None, "max_workers": num_workers, "mode": mode, **settings}
+        known = {name: arguments[name] for name in Options.__dataclass_fields__ if name in arguments}
+        self.run = Run(Options(**known), policy_of(mode, arguments), "run")  # type: ignore[arg-type]
         self.num_workers = num_workers
         self.now = 0.0
         self.versions: dict[int, int] = {}  # of the weights that each worker was given last
         self.numbers = dict.fromkeys(range(num_workers), 0)  # of its newest contribution
         self.incarnations = dict.fromkeys(range(num_workers), 0)
 
-    def play(self, said: Iterable[events.Event]) -> list[float]:
+    def play(self, found_events: Iterable[events.Event]) -> list[float]:
         """Returns the seconds in `apply` of each event."""
         clock, spent = time.thread_time, []  # of this thread: the machine may be busy
-        for event in said:
+        for event in found_events:
             self.now += 1e-6
             event.at = self.now
             begun = clock()

@@ -59,10 +59,10 @@ def _of_run(mb: int, stage: int, workers: int) -> dict[str, float]:
         team(workers, held_life, server.address, stage, workers, mb, port) as members,
     ):
         found = members.turns(_NUM_STEPS)
-    held = [{part: values[-1] / 1e6 for part, values in samples.items()} for samples in found]
-    most = {f"{part}_mb": max(number[part] for number in held) for part in (*HELD, "peak")}
-    most["least_peak_mb"] = min(number["peak"] for number in held)
-    return most | {"held_mb": max(sum(number[part] for part in HELD) for number in held)}
+    megabytes = [{part: values[-1] / 1e6 for part, values in samples.items()} for samples in found]
+    most = {f"{part}_mb": max(number[part] for number in megabytes) for part in (*HELD, "peak")}
+    most["least_peak_mb"] = min(number["peak"] for number in megabytes)
+    return most | {"held_mb": max(sum(number[part] for part in HELD) for number in megabytes)}
 
 
 @contextmanager
@@ -142,8 +142,8 @@ def _table(options: ZeroOptions, runs: list[dict[str, Any]]) -> Any:
     for run in runs:
         zero = whole.get(run["workers"])
         of = "" if zero is None else ", ".join(f"{run[key] / zero[key]:.4f}" for key in ("optimizer_mb", "held_mb"))
-        held = [f"{run[f'{part}_mb']:,.2f}" for part in (*HELD, "held")]
+        megabytes = [f"{run[f'{part}_mb']:,.2f}" for part in (*HELD, "held")]
         more = [f"{1 / run['workers']:.4f}", f"{run['peak_mb']:,.0f}, {run['least_peak_mb']:,.0f}"]
-        rows.append([str(run["stage"]), str(run["workers"]), *held, of, *more])
+        rows.append([str(run["stage"]), str(run["workers"]), *megabytes, of, *more])
     title = f"Adam, a model of {options.mb} MB in float32: what the process with most holds"
     return page(title, number_table(columns, rows))

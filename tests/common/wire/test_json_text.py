@@ -30,27 +30,13 @@ def test_what_json_can_say_is_read(value: object) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 100_000,
-        "[" * 100_000 + "]" * 100_000,
-        '{"a":' * 100_000 + "1" + "}" * 100_000,
-        "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
-        "[" * MAX_DEPTH + "[1]" + "]" * MAX_DEPTH,
-        '"\\ud800"',
-        '{"\\udfff": 1}',
-        b'"\xed\xa0\x80"',
-        b"\xff",
-        "NaN",
-        "[-Infinity]",
-        "1e999",
-        str(2**64),
-        str(-(2**63) - 1),
-        "9" * 10_000,
-        "",
-        "{",
-        "\x00",
+        "[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000,
+        "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "[" * MAX_DEPTH + "[1]" + "]" * MAX_DEPTH, '"\\ud800"',
+        '{"\\udfff": 1}', b'"\xed\xa0\x80"', b"\xff", "NaN", "[-Infinity]", "1e999", str(2**64), str(-(2**63) - 1),
+        "9" * 10_000, "", "{", "\x00",
     ],
     ids=lambda text: repr(text[:12]),
-)
+)  # fmt: skip
 def test_the_rest_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):
         read_json(text)

@@ -79,11 +79,11 @@ def test_what_is_left_out_is_zeros_or_what_is_here_already() -> None:
     assert bytes(written) == b"\0" * 7 + b"xxx"
     reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None)
     assert "at most" in refused_as_bad_request(lambda: reader.feed(left_out(0, MAX_DATA_BYTES + 1)))
-    told: list[tuple[int, int]] = []
-    reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None, leave=lambda *of: told.append(of))
+    received: list[tuple[int, int]] = []
+    reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None, leave=lambda *of: received.append(of))
     reader.feed(left_out(0, 3 * MAX_DATA_BYTES))
     assert reader.is_complete
-    assert told == [(0, 3 * MAX_DATA_BYTES)]
+    assert received == [(0, 3 * MAX_DATA_BYTES)]
 
 
 @given(
@@ -113,12 +113,12 @@ def test_zeros_are_found_and_the_rest_arrives(stretches: list[tuple[int, bool]],
     "wrong", [*map(out_of_band, (2, 8, 2**64 - 1), (4, 3, 2**64 - 1)), Frame(None, None, 4, memoryview(b"ab"), 2)]
 )
 def test_placed_pieces_are_held_to_the_same_rules(wrong: Frame) -> None:
-    told: list[tuple[int, int]] = []
-    reader = PayloadReader(10, lambda *_: pytest.fail("nothing came by message"), lambda *piece: told.append(piece))
+    received: list[tuple[int, int]] = []
+    reader = PayloadReader(10, lambda *_: pytest.fail("nothing came by message"), lambda *piece: received.append(piece))
     reader.feed(out_of_band(0, 4))
     refused_as_bad_request(lambda: reader.feed(wrong))
     reader.feed(out_of_band(4, 6))
-    assert told == [(0, 4), (4, 6)]
+    assert received == [(0, 4), (4, 6)]
     assert reader.is_complete
 
 
@@ -158,10 +158,10 @@ def test_whatever_comes_the_payload_is_whole_or_refused(num_bytes: int, attempts
     def write(offset: int, piece_of_payload: memoryview) -> None:
         written.update(enumerate(piece_of_payload, offset))
 
-    def place(offset: int, length: int) -> None:
+    def record(offset: int, length: int) -> None:
         write(offset, memoryview(payload)[offset : offset + length])
 
-    reader = PayloadReader(num_bytes, write, place)
+    reader = PayloadReader(num_bytes, write, record)
     for offset, length, is_outside in [*attempts, *((at, 1, False) for at in range(num_bytes))]:
         fits = length > 0 and offset + length <= num_bytes and written.keys().isdisjoint(range(offset, offset + length))
         before = dict(written)

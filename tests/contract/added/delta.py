@@ -38,10 +38,10 @@ class DeltaEncoder(Memory):
     def begin(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         out[:_COUNT_BYTES].view(torch.int64).fill_(self.num_counted)
         at, values = _COUNT_BYTES, []
-        for run, held in zip(self.runs, self.values, strict=True):
-            steps = ((run.view(payload).float() - held) * 16).round().clamp(-127, 127)
+        for run, remembered in zip(self.runs, self.values, strict=True):
+            steps = ((run.view(payload).float() - remembered) * 16).round().clamp(-127, 127)
             out[at : at + run.num_elements].view(torch.int8).copy_(steps)
-            values.append(held + steps / 16)
+            values.append(remembered + steps / 16)
             at += run.num_elements
         self.attempt(values)
 
@@ -52,9 +52,9 @@ class DeltaDecoder(Memory):
         if count != self.num_counted:
             raise ValueError(f"{count} payloads were counted there, {self.num_counted} here")
         at, values = _COUNT_BYTES, []
-        for run, held in zip(self.runs, self.values, strict=True):
+        for run, remembered in zip(self.runs, self.values, strict=True):
             steps = encoded[at : at + run.num_elements].view(torch.int8).float()
-            values.append(held + steps / 16)
+            values.append(remembered + steps / 16)
             run.view(payload).copy_(values[-1])
             at += run.num_elements
         self.attempt(values)

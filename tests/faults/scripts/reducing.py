@@ -73,8 +73,8 @@ def main(folder: Path) -> None:
             if (folder / f"dead.{number}").exists():
                 number += 1
             plan = folder / f"kill.{number}"
-            if plan.exists() and not armed and (told := plan.read_text().split())[0] == str(session.rank):
-                armed.append((number, float(told[1])))
+            if plan.exists() and not armed and (command := plan.read_text().split())[0] == str(session.rank):
+                armed.append((number, float(command[1])))
             if (folder / "enough").exists():
                 session.stop("enough")
             found, weight = slope(session.rank, optimizer.progress.num_counted + 1)

@@ -28,7 +28,7 @@ def say(event: str, **fields: object) -> None:
     print(json.dumps(line), file=sys.stderr, flush=True)
 
 
-def place() -> tuple[int, str]:
+def rank_and_version() -> tuple[int, str]:
     if "--rank" in sys.argv:
         return int(sys.argv[sys.argv.index("--rank") + 1]), sys.argv[sys.argv.index("--server") + 1]
     return int(os.environ["PS_WORKER__RANK"]), os.environ["PS_SERVER"]
@@ -76,7 +76,7 @@ def join(server: str, rank: int) -> socket.socket:
 
 
 def main() -> None:
-    rank, server = place()
+    rank, server = rank_and_version()
     text = os.environ.get(f"FAKE_WORKER_{rank}", os.environ.get("FAKE_WORKER", ""))
     todo, code = todo_of(text, Path(f"worker-{rank}.once"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN if todo == "stubborn" else lambda *_: sys.exit(143))

@@ -27,10 +27,10 @@ def ports() -> dict[str, int]:
     return found
 
 
-own = {"num_cpus": 4, "object_store_memory": 80 << 20}
-cluster = Cluster(initialize_head=True, head_node_args=own | ports() | {"include_dashboard": False})
+resources = {"num_cpus": 4, "object_store_memory": 80 << 20}
+cluster = Cluster(initialize_head=True, head_node_args=resources | ports() | {"include_dashboard": False})
 for _ in range(2):
-    cluster.add_node(**own, **ports())
+    cluster.add_node(**resources, **ports())
 print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()

@@ -19,9 +19,9 @@ from ...records import contributed
 
 
 def run_of(
-    mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, has_begun: bool = True, **told: object
+    mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, has_begun: bool = True, **given: object
 ) -> Run:
-    settings = {"num_workers": num_workers, "local_steps": 4, **told}
+    settings = {"num_workers": num_workers, "local_steps": 4, **given}
     options = Options(
         mode=mode,
         num_workers=num_workers,
@@ -46,7 +46,7 @@ def ask(run: Run, do: str, rank: int | None = None, name: str = "", value: objec
     return run.apply(events.Controlled(do, rank, name, value, number=7))  # type: ignore[arg-type]
 
 
-def told(found: list[effects.Effect]) -> tuple[bool, str]:
+def verdict(found: list[effects.Effect]) -> tuple[bool, str]:
     (taken,) = [effect for effect in found if isinstance(effect, effects.ControlTaken)]
     assert taken.number == 7
     return taken.is_done, taken.result
@@ -62,7 +62,7 @@ def commits(found: list[effects.Effect]) -> list[effects.Commit]:
 
 def test_a_paused_worker_gets_its_reply_when_it_is_resumed() -> None:
     run = run_of("async")
-    assert told(ask(run, "pause", 1)) == (True, "worker 1 is paused: its next reply waits for a resume")
+    assert verdict(ask(run, "pause", 1)) == (True, "worker 1 is paused: its next reply waits for a resume")
     assert replied(contribute(run, 0)) == [0]
     assert replied(contribute(run, 1)) == []
     assert run.policy.waiting(0.0) == {1: "a resume: a user paused this worker"}
@@ -97,7 +97,7 @@ def test_a_larger_lead_lets_those_go_on_who_waited() -> None:
         found = contribute(run, 0)
     assert replied(found) == []
     found = ask(run, "set", name="staleness", value=3)
-    assert told(found) == (True, "staleness is 3, was 1")
+    assert verdict(found) == (True, "staleness is 3, was 1")
     assert replied(found) == [0]
     assert run.policy.staleness_bound == 3
 
@@ -107,7 +107,7 @@ def test_another_mode_takes_over_with_all_that_counts() -> None:
     for _ in range(4):
         contribute(run, 0)
     found = ask(run, "set", name="mode", value="ssp")
-    assert told(found) == (True, "mode is ssp, was async")
+    assert verdict(found) == (True, "mode is ssp, was async")
     (taken,) = [item for item in found if isinstance(item, effects.ControlTaken)]
     assert (taken.mode_fields["mode"], taken.mode_fields["staleness"]) == ("ssp", 1)
     assert (run.policy.version, run.policy.num_counted) == (4, {0: 4, 1: 0})
@@ -132,7 +132,7 @@ def test_who_waits_when_the_mode_changes_gets_a_reply_by_the_new_one(mode: str, 
                 contribute(run, rank)
     ask(run, "pause", 2)
     contribute(run, 2)
-    is_done, _ = told(ask(run, "set", name="mode", value=then))
+    is_done, _ = verdict(ask(run, "set", name="mode", value=then))
     assert is_done == (mode != then)
     assert run.policy.paused == {2}
     assert replied(ask(run, "resume", 2)) == [2]
@@ -148,11 +148,11 @@ def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
     run = run_of("sync", num_workers=3)
     contribute(run, 2)  # it is folded after rank 0 and 1
     found = ask(run, "set", name="straggler_timeout_s", value=1.0)
-    assert told(found)[0]
+    assert verdict(found)[0]
     assert [item.id.rank for item in found if isinstance(item, effects.Fold)] == [2]
     (commit,) = commits(run.apply(events.Ticked(at=2.0)))
     assert [contribution.rank for contribution in commit.contributions] == [2]
-    assert told(ask(run, "set", name="straggler_timeout_s", value=None))[0]
+    assert verdict(ask(run, "set", name="straggler_timeout_s", value=None))[0]
     for rank in (2, 1, 0):
         found = contribute(run, rank)
     assert [contribution.rank for contribution in commits(found)[0].contributions] == [0, 1, 2]  # in order again
@@ -162,7 +162,7 @@ def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
 def test_the_rate_of_all_later_commits(mode: str) -> None:
     run = run_of(mode, num_workers=1)
     assert commits(contribute(run, 0))[0].lr_scale == 1.0
-    assert told(ask(run, "set", name="lr_scale", value=0.25)) == (True, "lr_scale is 0.25, was 1.0")
+    assert verdict(ask(run, "set", name="lr_scale", value=0.25)) == (True, "lr_scale is 0.25, was 1.0")
     assert commits(contribute(run, 0))[0].lr_scale == 0.25
 
 
@@ -183,7 +183,7 @@ def test_a_snapshot_is_taken_with_the_next_commit() -> None:
     attempt = run.rhythm._attempt
     run.apply(events.Stored(attempt, 0))
     assert "snapshot" in controls.offered(run)
-    assert told(ask(run, "snapshot"))[0]
+    assert verdict(ask(run, "snapshot"))[0]
     assert any(isinstance(item, effects.TakeSnapshot) for item in contribute(run, 0))
 
 
@@ -191,11 +191,11 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
     run = run_of("sync")
     ask(run, "pause", 1)
     contribute(run, 0)
-    assert told(ask(run, "drain"))[0]
+    assert verdict(ask(run, "drain"))[0]
     found = contribute(run, 1)
     assert [item.reply.next_work.local_steps for item in found if isinstance(item, effects.SendReply)] in ([0], [0, 0])
     assert run.ended_by == "drained by a user"
-    assert told(ask(run, "pause", 0)) == (False, "the run is ending")
+    assert verdict(ask(run, "pause", 0)) == (False, "the run is ending")
 
 
 @pytest.mark.parametrize(
@@ -223,19 +223,19 @@ def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> 
     run = run_of(mode)
     before = run.digest()
     found = ask(run, *asked)
-    assert told(found) == (False, why)
+    assert verdict(found) == (False, why)
     assert len(found) == 1 and run.digest() == before
 
 
 def test_delayed_update_the_slowest_must_not_wait_for_itself() -> None:
     run = run_of("ssp", staleness=2, delayed_update=True)
-    assert told(ask(run, "set", name="staleness", value=0)) == (
+    assert verdict(ask(run, "set", name="staleness", value=0)) == (
         False, "with delayed_update staleness must be 1 or more, got 0: all would wait"
     )  # fmt: skip
 
 
-def restored(run: Run, **told: object) -> Run:
-    again = Run(run.options, policy_of(run.options.mode, {"num_workers": 2, **told}), "r")
+def restored(run: Run, **settings: object) -> Run:
+    again = Run(run.options, policy_of(run.options.mode, {"num_workers": 2, **settings}), "r")
     again.restore(run.policy.version, ("model", "sgd"), json.loads(json.dumps(run.saved(1.0))))
     return again
 
@@ -267,21 +267,21 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
     committed: list[ContributionId] = []
     kept: list[ContributionId] = []
     busy = {0, 1, 2}  # who computes
-    for what, *how in asked:
+    for command, *how in asked:
         at += 0.1
-        if what == "step":
+        if command == "step":
             rank = how[0]
             if rank not in busy or rank not in run.policy.members:
                 continue
             busy.discard(rank)
             event: events.Event = contributed(rank, 1, run.policy.num_counted[rank] + 1, run.policy.version)
-        elif what == "tick":
+        elif command == "tick":
             at += how[0]
             event = events.Ticked()
             for rank in run.policy.members:
                 run.roster.spoke(run.roster.workers[rank], at)
         else:
-            event = events.Controlled(what, *how)
+            event = events.Controlled(command, *how)
         event.at = at
         for effect in run.apply(event):
             if isinstance(effect, effects.SendReply):
@@ -332,20 +332,20 @@ class Commanded:
                 assert effect.error is None, effect.error
         self.survives()
 
-    def happens(self, what: str, rank: int) -> None:
+    def happens(self, command: str, rank: int) -> None:
         worker = self.run.roster.workers.get(rank)
-        if what == "tick":
+        if command == "tick":
             for item in self.run.roster.workers.values():
                 self.run.roster.spoke(item, self.at)
             self.apply(events.Ticked())
-        elif what == "join" and worker is None:
+        elif command == "join" and worker is None:
             self.apply(events.Joined(100 + len(self.run.roster.num_joins), rank, process=f"p{self.at}"))
             if (worker := self.run.roster.workers.get(rank)) is not None:
                 self.apply(events.Offered(rank, worker.incarnation, "model", "sgd"))
-        elif what == "leave" and worker is not None:
+        elif command == "leave" and worker is not None:
             self.busy.discard(rank)
             self.apply(events.Left(rank, worker.incarnation))
-        elif what == "step" and rank in self.busy and rank in self.run.policy.members:
+        elif command == "step" and rank in self.busy and rank in self.run.policy.members:
             assert worker is not None
             self.busy.discard(rank)
             number = self.run.policy.num_counted[rank] + 1
@@ -375,11 +375,11 @@ def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happene
     if mode == "sync" and settings.get("delayed_update"):
         settings = {}
     commanded = Commanded(mode, settings)
-    for what, *told in happened:
-        if what in ("step", "join", "leave", "tick"):
-            commanded.happens(what, *told)
+    for command, *arguments in happened:
+        if command in ("step", "join", "leave", "tick"):
+            commanded.happens(command, *arguments)
         else:
-            commanded.apply(events.Controlled(what, *told))
+            commanded.apply(events.Controlled(command, *arguments))
 
 
 def test_what_was_set_in_a_mode_holds_when_it_comes_back() -> None:
@@ -390,7 +390,7 @@ def test_what_was_set_in_a_mode_holds_when_it_comes_back() -> None:
     assert again.mode == "async"
     for item in (run, again):
         item.policy.joined(0, 0.0)
-        assert told(ask(item, "set", name="mode", value="ssp"))[0]
+        assert verdict(ask(item, "set", name="mode", value="ssp"))[0]
         assert item.policy.staleness_bound == 5
     ask(restored(run, staleness=2), "set", name="mode", value="ssp")
     anew = restored(run, staleness=2)  # the configuration says something new

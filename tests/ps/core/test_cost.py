@@ -60,7 +60,7 @@ def test_an_event_takes_50_us_at_most_with_10_000_workers(mode: str) -> None:
         loops.append(loop_s())
     found |= {"a contribution": min(rounds), "a tick": mean(alone.tick()), "a finish": mean(alone.finish())}
     most_s = MOST_S * max(1.0, min(loops) / LOOP_S)
-    assert max(found.values()) < most_s, {what: f"{seconds * 1e6:.1f} us" for what, seconds in found.items()}
+    assert max(found.values()) < most_s, {name: f"{seconds * 1e6:.1f} us" for name, seconds in found.items()}
 
 
 def counted_gates(alone: Alone) -> Counter[str]:

@@ -41,8 +41,8 @@ def test_the_same_result_from_the_same_weights_is_said_once() -> None:
     assert not list(data.record(0, 0, 0, 5)), "its own again"
     assert not list(data.record(1, 0, 0, 6))
     assert not list(data.record(2, 0, 0, 0)), "not known"
-    (said,) = data.record(2, 0, 0, 5)
-    assert (said.event, said.fields["ranks"]) == ("same_batches", [0, 2])
+    (problem,) = data.record(2, 0, 0, 5)
+    assert (problem.event, problem.fields["ranks"]) == ("same_batches", [0, 2])
     assert data.twins == {0: 2, 2: 0}
     assert not list(data.record(3, 0, 0, 5)) and data.twins[3] == 0, "the server has said it; the worker has not heard"
     assert not list(Data().record(1, 4, 0, 5))
@@ -69,5 +69,5 @@ def test_data_sets_of_different_lengths_are_said_with_who_has_what() -> None:
     assert not list(data.record(0, 0, 1000, 1))
     assert not list(data.record(1, 0, 1000, 2))
     assert not list(data.record(2, 0, 0, 3)), "it has a loader of its own"
-    (said,) = data.record(3, 0, 900, 4)
-    assert "rank 0 1,000, rank 1 1,000, rank 3 900 samples" in said.fields["meaning"]
+    (problem,) = data.record(3, 0, 900, 4)
+    assert "rank 0 1,000, rank 1 1,000, rank 3 900 samples" in problem.fields["meaning"]

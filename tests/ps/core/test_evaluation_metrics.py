@@ -14,8 +14,8 @@ from ...records import contributed
 
 
 def run_of(mode: str = "sync", steps: int | None = None, **options: object) -> Run:
-    told = {"training_steps": steps, "num_workers": 2, "local_steps": 4}
-    return Run(Options(mode=mode, num_workers=2, **options), policy_of(mode, told), "run")  # type: ignore[arg-type]
+    settings = {"training_steps": steps, "num_workers": 2, "local_steps": 4}
+    return Run(Options(mode=mode, num_workers=2, **options), policy_of(mode, settings), "run")  # type: ignore[arg-type]
 
 
 def started(run: Run) -> Run:
@@ -31,8 +31,8 @@ def contribute(run: Run, number: int, *steps: int) -> list[effects.Effect]:
     version = run.policy.version
     found = []
     for rank in range(2):
-        said = steps[rank] if steps else 0
-        found += run.apply(contributed(rank, 1, number, version, first=FirstInfo(40, rank + 1, said)))
+        step = steps[rank] if steps else 0
+        found += run.apply(contributed(rank, 1, number, version, first=FirstInfo(40, rank + 1, step)))
     return found
 
 
@@ -101,12 +101,12 @@ def test_metrics_of_a_version_count_once_and_the_best_is_said() -> None:
     run = started(run_of())
     for number in range(1, 4):
         contribute(run, number)
-    told = [
+    facts = [
         fact
         for version, loss in ((1, 2.0), (1, 1.0), (2, 3.0), (3, 1.5), (4, 0.0))
         for fact in metrics(run, version, loss)
     ]
-    found = [(fact.version, fact.is_best) for fact in told if isinstance(fact, effects.Evaluated)]
+    found = [(fact.version, fact.is_best) for fact in facts if isinstance(fact, effects.Evaluated)]
     assert found == [(1, True), (2, False), (3, True)], "version 4 there is not"
     again = run_of()
     again.restore(3, ("model", "sgd"), run.saved(1.0))

@@ -23,8 +23,8 @@ def test_the_live_rate_is_of_the_newest_contributions() -> None:
 
 
 def started(mode: str, steps: int, **options: object) -> Run:
-    told = {"training_steps": steps, "num_workers": 2, **options}
-    run = Run(Options(mode=mode, num_workers=2), policy_of(mode, told), "run")
+    settings = {"training_steps": steps, "num_workers": 2, **options}
+    run = Run(Options(mode=mode, num_workers=2), policy_of(mode, settings), "run")
     for rank in range(2):
         run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
         run.apply(events.Offered(rank, 1, "model", "sgd"))
@@ -64,8 +64,8 @@ def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions
     for version, num_steps in enumerate((8, 8, 2)):
         for rank in range(2):
             at = 100.0 + 4.0 * version + rank
-            told = contributed(rank, 1, version + 1, version, at=at, num_samples=10 * num_steps)
-            run.apply(told)
+            contribution = contributed(rank, 1, version + 1, version, at=at, num_samples=10 * num_steps)
+            run.apply(contribution)
     rows = [run.roster.stats[rank] for rank in range(2)]
     assert [(row.training_steps, row.contributions, row.known_samples) for row in rows] == [(18, 3, 180)] * 2
     seconds, samples, steps = run.contributions.steady()
@@ -86,8 +86,8 @@ def test_the_last_step_of_an_all_reduce_is_counted_when_its_round_is_made() -> N
     run = started("allreduce", 3)
     for version in range(3):
         for rank in range(2):
-            told = contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
-            run.apply(told)
+            contribution = contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
+            run.apply(contribution)
     rows = [run.roster.stats[rank] for rank in range(2)]
     assert [(row.training_steps, row.contributions, row.known_samples) for row in rows] == [(3, 3, 24)] * 2
 
@@ -98,11 +98,11 @@ def test_a_training_step_of_several_parts_is_one(mode: str) -> None:
     for number in range(1, 9):
         for rank in range(2):
             part = 2 - number % 2
-            told = contributed(
+            contribution = contributed(
                 rank, 1, number, run.policy.version, at=float(number), num_samples=8 if part == 1 else 1,
                 num_steps=0 if part == 2 else None, part=part,
             )  # fmt: skip
-            run.apply(told)
+            run.apply(contribution)
     rows = [run.roster.stats[rank] for rank in range(2)]
     assert [(row.training_steps, row.contributions) for row in rows] == [(4, 8)] * 2
 

@@ -15,10 +15,10 @@ def of(*rates: float) -> tuple[dict, ...]:
 
 
 def test_the_first_is_that_of_the_first_step_and_the_last_that_of_what_counts() -> None:
-    found, told = Rates(), of(0.08, 0.8)
+    found, loss_rates = Rates(), of(0.08, 0.8)
     assert found.of(1) is None
-    found.counted(1, told, (0.1, 1.0))  # after some local steps
-    found.counted(1, told, ())  # as before: the same numbers are not sent again
+    found.counted(1, loss_rates, (0.1, 1.0))  # after some local steps
+    found.counted(1, loss_rates, ())  # as before: the same numbers are not sent again
     found.counted(1, of(0.06, 0.6), ())
     found.counted(1, of(0.06, 0.6), (0.1, 1.0))  # of a process that has replaced the first
     assert found.of(1) == RateInfo((0.1, 1.0), (0.06, 0.6), 1)

@@ -58,14 +58,14 @@ def _fields(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
 
 
 @given(_any_of(Report) | _any_of(Order))
-def test_what_shards_say_arrives_as_it_was_sent(said: Any) -> None:
-    arrived = LINES.read(LINES.write(said))
-    assert repr(arrived) == repr(said)  # which is the same for NaN too
+def test_what_shards_say_arrives_as_it_was_sent(message: Any) -> None:
+    arrived = LINES.read(LINES.write(message))
+    assert repr(arrived) == repr(message)  # which is the same for NaN too
 
 
 def test_hyperparameters_travel_with_their_contribution() -> None:
-    said = contributed(0, 1, 2, 3, hyperparameters=({"lr": 0.5, "betas": [0.9, 0.99]}, {}), loss=1.0, at=4.0)
-    assert LINES.read(LINES.write(said)) == said
+    contribution = contributed(0, 1, 2, 3, hyperparameters=({"lr": 0.5, "betas": [0.9, 0.99]}, {}), loss=1.0, at=4.0)
+    assert LINES.read(LINES.write(contribution)) == contribution
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from paramserver.ps.core.run import Run
 from paramserver.ps.observe.history import line_of
 from paramserver.tests.ps.policies.buffered import BUFFERED
 from paramserver.tests.scenarios.run.test_run_stories import begin
-from paramserver.tests.scenarios.telling import Workers, make_run, play, said
+from paramserver.tests.scenarios.telling import Workers, in_words, make_run, play
 
 TWO_WORKERS = """\
 option num_workers 2
@@ -29,8 +29,8 @@ bring w0                -> begin with the weights of w0; reply w0 START v0; repl
 def check(story: str, mode: str = BUFFERED) -> None:
     """Two workers' story has the effects that it has now."""
     story = TWO_WORKERS + story
-    told = play(story, lambda options, restored: begin({"mode": mode, **options}, restored))
-    assert _spaced(told) == _spaced(story)
+    story_result = play(story, lambda options, restored: begin({"mode": mode, **options}, restored))
+    assert _spaced(story_result) == _spaced(story)
 
 
 def _spaced(story: str) -> list[list[str]]:
@@ -126,7 +126,7 @@ class Told:
                 self.saved = json.loads(json.dumps(effect.saved))
                 for name in ("contributions", "num_joins"):  # the manifest has numbers again
                     self.saved[name] = {int(rank): number for rank, number in self.saved[name].items()}
-        return said(found)
+        return in_words(found)
 
 
 def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() -> None:
@@ -166,30 +166,30 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
 
 
 def test_a_snapshot_taken_while_the_buffer_is_half_full_has_what_its_version_has() -> None:
-    told = Told(make_run({"mode": BUFFERED, "num_workers": 1, "size": 2, "keeps_snapshots": True, "every_s": 5.0}))
+    run = Told(make_run({"mode": BUFFERED, "num_workers": 1, "size": 2, "keeps_snapshots": True, "every_s": 5.0}))
     for event in ("enter w0", "bring w0", "stored 1 v0", "contribute w0 s1", "contribute w0 s2", "contribute w0 s3"):
-        told.tell(event)
-    assert told.tell("after 5 s") == "snapshot 2 of v1"
-    assert told.saved["contributions"] == {0: 2}
-    assert told.tell("stored 2 v1") == "prune below v1"
-    assert told.tell("contribute w0 s4").startswith("keep w0#4; fold w0#4; commit v2 [w0#3 w0#4]")
+        run.tell(event)
+    assert run.tell("after 5 s") == "snapshot 2 of v1"
+    assert run.saved["contributions"] == {0: 2}
+    assert run.tell("stored 2 v1") == "prune below v1"
+    assert run.tell("contribute w0 s4").startswith("keep w0#4; fold w0#4; commit v2 [w0#3 w0#4]")
 
 
 def test_its_history_is_sound_for_the_checker_that_knows_the_mode() -> None:
     """As the run tells it; also where one of a rank's steps in a version is empty. In another mode it is not sound."""
-    told = Told(make_run({"mode": BUFFERED, "num_workers": 2, "size": 3}))
+    run = Told(make_run({"mode": BUFFERED, "num_workers": 2, "size": 3}))
     for event in ("enter w0", "enter w1", "bring w0", "contribute w0 s1 skip", "contribute w0 s2", "contribute w1 s1"):
-        told.tell(event)
+        run.tell(event)
     for event in ("contribute w0 s3", "contribute w0 s4", "contribute w1 s2", "leave w1"):
-        told.tell(event)
-    problems = problems_of(told, BUFFERED)
+        run.tell(event)
+    problems = problems_of(run, BUFFERED)
     assert problems == []
-    assert "rank 0 gets its reply for contribution 1, which is not committed" in problems_of(told, "async")[0]
+    assert "rank 0 gets its reply for contribution 1, which is not committed" in problems_of(run, "async")[0]
 
 
-def problems_of(told: Told, mode: str) -> list[str]:
+def problems_of(run: Told, mode: str) -> list[str]:
     start = effects.RunStarted("run", 1, mode, 0, {}, 2, None, None, (), {})
-    lines = [line_of(fact) for fact in (start, *told.facts)]
+    lines = [line_of(fact) for fact in (start, *run.facts)]
     history = [json.dumps({"op": op, "role": "server", "t": 0.0, **fields}).encode() + b"\n" for op, fields in lines]
     return [problem.message for problem in check_histories({"h": history}, [BUFFERED]).problems]
 
@@ -209,9 +209,9 @@ def problems_of(told: Told, mode: str) -> list[str]:
 def test_a_saved_state_that_is_not_json_is_refused_when_it_is_made(state: dict[str, Any], shown: str) -> None:
     run = make_run({"mode": "async", "keeps_snapshots": True})
     run.policy.saved_state = lambda: state  # type: ignore[method-assign]
-    told = Told(run)
-    told.tell("enter w0")
-    end = told.tell("bring w0")
+    recorded = Told(run)
+    recorded.tell("enter w0")
+    end = recorded.tell("bring w0")
     assert end.startswith("begin with the weights of w0; refuse w0.1: ")
     assert f"end with 2: mode async cannot be saved: {shown}, which is not the same after it has been JSON" in end
     assert run.is_closed

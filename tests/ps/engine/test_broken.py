@@ -23,9 +23,9 @@ LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
 SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
 
 
-def _training(place: Path) -> Engine:
+def _training(folder: Path) -> Engine:
     """An engine whose run stands at version 1, with rank 0 in it and nothing on the disk yet."""
-    config = Config(run={"mode": "async"}, checkpoint={"dir": str(place)})
+    config = Config(run={"mode": "async"}, checkpoint={"dir": str(folder)})
     engine = Engine(config, make_policy(config), name="run")
     engine.model.adopt(LAYOUT, SPEC)
     engine.model.begin(engine.model.new_memory())
@@ -74,9 +74,9 @@ def test_a_mistake_ends_the_run_and_is_not_kept(
 
     asyncio.run(main())
     assert not candidates(tmp_path), "a snapshot of a half-made state"
-    said = "".join(capsys.readouterr())
-    assert said.count("event_failed") == 1 and "KeyError" in said
-    assert '"kind":"Ticked"' in said.replace("\\", "") or '"kind":"Left"' in said.replace("\\", "")
+    output = "".join(capsys.readouterr())
+    assert output.count("event_failed") == 1 and "KeyError" in output
+    assert '"kind":"Ticked"' in output.replace("\\", "") or '"kind":"Left"' in output.replace("\\", "")
 
 
 def test_failed_tensor_work_is_not_kept(tmp_path: Path) -> None:

@@ -187,8 +187,8 @@ def test_a_few_spoiled_bytes_are_decoded_or_refused(name: str, seed: int) -> Non
     codec, payload = CODECS.load(name)(), torch.full((matrix.total_bytes + 64,), 7, dtype=torch.uint8)
     sent = torch.zeros(codec.encoded_bytes(matrix), dtype=torch.uint8)
     codec.encoder(matrix).begin(torch.randn(8200, generator=generator.manual_seed(seed)).view(torch.uint8), sent)
-    for place in torch.randint(len(sent), (1 + seed % 9,), generator=generator).tolist():
-        sent[place] = int(torch.randint(256, (), generator=generator))
+    for position in torch.randint(len(sent), (1 + seed % 9,), generator=generator).tolist():
+        sent[position] = int(torch.randint(256, (), generator=generator))
     with suppress(ParamServerError):
         take_payload(codec, codec.decoder(matrix), matrix, sent, payload)
     assert (payload[matrix.total_bytes :] == 7).all()
@@ -198,7 +198,7 @@ def test_a_few_spoiled_bytes_are_decoded_or_refused(name: str, seed: int) -> Non
 async def test_a_gradient_is_clipped_in_the_workers_segment(server: Server) -> None:
     worker = Worker(server, 0)
     await worker.share()
-    worker.place(value=7.0)
+    worker.write_to_segment(value=7.0)
     await server.settle()
     assert torch.linalg.vector_norm(worker.weights()).item() == pytest.approx(0.5, rel=1e-4)
 

@@ -88,8 +88,8 @@ def test_a_sink_that_raises_is_switched_off_and_the_others_go_on(
     bus.close()
     assert sink.facts == [committed(1)]
     assert other.facts == [committed(1)]  # its own exception
-    said = capsys.readouterr()
-    text = said.out + said.err
+    output = capsys.readouterr()
+    text = output.out + output.err
     assert text.count("sink_off") == 2  # one each
     assert "ValueError: I do not like it" in text
 
@@ -110,8 +110,8 @@ def test_a_slow_sink_loses_facts_and_the_run_no_time(capsys: pytest.CaptureFixtu
         bus.publish(0.0, committed(100))
         bus.close()
         assert [fact.version for fact in sink.facts] == expected  # type: ignore[union-attr]
-        said = capsys.readouterr()
-        text = said.out + said.err
+        output = capsys.readouterr()
+        text = output.out + output.err
         assert text.count("sink_slow") == 1
         assert f"dropped={51 - len(expected)}" in text
 
@@ -139,9 +139,9 @@ def test_the_status_is_a_line_for_people_and_an_event_for_programs(capsys: pytes
         bus = begun([StatusSink(is_json)])
         bus.publish(0.0, StatusTaken(taken))
         bus.close()
-    said = capsys.readouterr()
-    assert said.err.splitlines()[0] == "step 12/50  version 24  training loss 0.250  19 s to go"
-    assert "samples_per_s" in said.out + said.err  # of the event
+    output = capsys.readouterr()
+    assert output.err.splitlines()[0] == "step 12/50  version 24  training loss 0.250  19 s to go"
+    assert "samples_per_s" in output.out + output.err  # of the event
     assert Status.parse(taken.fields()) == taken
     assert "versions" not in taken.fields()  # where there is one server process
     assert Status.parse({**taken.fields(), "workers": [{"rank": "none"}]}) is None
@@ -171,8 +171,8 @@ def test_a_full_disk_costs_the_history_and_not_the_run(capsys: pytest.CaptureFix
         bus.publish(0.0, committed(version))
     bus.publish(0.0, RunEnded(100, {}))
     bus.close()
-    said = capsys.readouterr()
-    text = said.out + said.err
+    output = capsys.readouterr()
+    text = output.out + output.err
     assert text.count("sink_off") == 1
     assert "No space left on device" in text
     assert "dropped=101" in text
@@ -183,7 +183,7 @@ def test_a_full_disk_costs_a_worker_its_history_only(capsys: pytest.CaptureFixtu
     for seq in range(10):
         history.write("send", rank=0, seq=seq)
     history.close()
-    said = capsys.readouterr()
-    text = said.out + said.err
+    output = capsys.readouterr()
+    text = output.out + output.err
     assert text.count("history_off") == 1
     assert "missing=10" in text

@@ -25,8 +25,8 @@ def queries() -> list[str]:
 
 def reply(port: int, query: str) -> list[dict]:
     url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    with urllib.request.urlopen(url, timeout=DEADLINE_S) as said:
-        return json.loads(said.read())["data"]["result"]
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as reply:
+        return json.loads(reply.read())["data"]["result"]
 
 
 def test_every_query_is_replied(cluster: Cluster) -> None:

@@ -54,10 +54,10 @@ def scrape(server: Process) -> Samples:
         return samples_of(reply.read().decode())
 
 
-def scrape_until(server: Process, condition: Callable[[Samples], bool], what: str) -> Samples:
+def scrape_until(server: Process, condition: Callable[[Samples], bool], description: str) -> Samples:
     deadline = time.monotonic() + DEADLINE_S
     while not condition(found := scrape(server)):
-        assert time.monotonic() < deadline, f"no {what}\n{found}\n{server.output}"
+        assert time.monotonic() < deadline, f"no {description}\n{found}\n{server.output}"
         time.sleep(0.02)
     return found
 

@@ -167,8 +167,8 @@ def test_a_file_that_cannot_be_used_is_said_once_and_the_run_goes_on(
     spoil(database(cluster))
     before = database(cluster).read_bytes() if database(cluster).exists() else b""
     server = trained(cluster)
-    (said,) = server.events("store_off")
-    assert said["level"] == "warning" and BAD[spoil] in said["reason"], said
+    (event,) = server.events("store_off")
+    assert event["level"] == "warning" and BAD[spoil] in event["reason"], event
     assert (database(cluster).read_bytes() if database(cluster).exists() else b"") == before
     assert not server.events("sink_off")
 
@@ -199,8 +199,8 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(cluster: Cluster) -> None:
     server, worker = gated(cluster)
     server.until(on_record(cluster, lambda run: run.step > 5), "step on record")
     resource.prlimit(server.popen.pid, resource.RLIMIT_FSIZE, (500_000, 500_000))  # its log is far from that
-    said = server.event("store_off")
-    assert said["level"] == "warning" and ("full" in said["reason"] or "I/O" in said["reason"]), said
+    event = server.event("store_off")
+    assert event["level"] == "warning" and ("full" in event["reason"] or "I/O" in event["reason"]), event
     reached = server.events("status")[-1]["step"]
     server.until(lambda: server.events("status")[-1]["step"] > reached + 5, "step after that")
     worker.popen.kill()
@@ -301,4 +301,4 @@ def test_a_folder_that_may_not_be_written_is_a_warning_where_it_was_asked_for(
     server = cluster.start("server", "-c", code, *FLAGS, "--listen", "127.0.0.1:0", **OFTEN, **asked)
     cluster.address = server.event("listening")["address"]
     assert [cluster.worker(0).wait(), server.wait()] == [0, 0], server.output
-    assert [said["level"] for said in server.events("store_off")] == ["warning" if is_asked_for else "info"]
+    assert [event["level"] for event in server.events("store_off")] == ["warning" if is_asked_for else "info"]

@@ -35,11 +35,11 @@ def test_a_tracker_that_is_not_installed_or_not_known(cluster: Cluster) -> None:
         try:
             TRACKERS.load(name)
         except ModuleNotFoundError:
-            told = cluster.command("ps", "--track", name, "--listen", "127.0.0.1:0")
-            assert told.returncode == 2 and f"pip install 'paramserver[{name}]'" in told.stderr, told.stderr
+            result = cluster.command("ps", "--track", name, "--listen", "127.0.0.1:0")
+            assert result.returncode == 2 and f"pip install 'paramserver[{name}]'" in result.stderr, result.stderr
             break
-    told = cluster.command("ps", "--track", "tensorbord", "--listen", "127.0.0.1:0")
-    assert told.returncode == 2 and "tensorboard" in told.stderr and "Traceback" not in told.stderr
+    result = cluster.command("ps", "--track", "tensorbord", "--listen", "127.0.0.1:0")
+    assert result.returncode == 2 and "tensorboard" in result.stderr and "Traceback" not in result.stderr
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[float]]:

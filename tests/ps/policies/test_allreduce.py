@@ -46,8 +46,8 @@ def test_a_setting_of_what_passes_the_server_is_refused(settings, message):
 
 def test_a_flag_of_another_mode_is_refused():
     resolved = load_config(None, {"run.mode": "allreduce", "policy.local_steps": 2}, [], {})
-    told = "flag --local-steps: mode allreduce has no such option, it would change nothing"
-    with pytest.raises(UsageError, match=told):
+    message = "flag --local-steps: mode allreduce has no such option, it would change nothing"
+    with pytest.raises(UsageError, match=message):
         resolved.check_options(["allreduce"])
 
 
@@ -57,8 +57,8 @@ def test_a_stage_that_is_not_there_is_refused():
 
 
 def test_parameters_are_not_divided_among_workers_that_come_and_go():
-    told = "worker.zero is 3, and this worker is one process: .* fully_shard's group cannot"
-    with pytest.raises(UsageError, match=told) as found:
+    message = "worker.zero is 3, and this worker is one process: .* fully_shard's group cannot"
+    with pytest.raises(UsageError, match=message) as found:
         make_strategy(
             SimpleNamespace(config=SimpleNamespace(zero=3), settings=SimpleNamespace(kind=ContributionKind.GRADIENT)),
             may_send_early=False,

@@ -15,19 +15,19 @@ EXCHANGE_S = (0.1, 5.0, 0.1)  # worker 1 computes as fast as worker 0, over a sl
 
 def steps_told(policy: Policy, rounds: int, says_compute: bool) -> list[int]:
     """What each rank is told at last, of contributions on a clock."""
-    told = [policy.next_local_steps(rank) for rank in range(3)]
-    arrives = {rank: told[rank] * STEP_S[rank] + EXCHANGE_S[rank] for rank in range(3)}
+    local_steps = [policy.next_local_steps(rank) for rank in range(3)]
+    arrives = {rank: local_steps[rank] * STEP_S[rank] + EXCHANGE_S[rank] for rank in range(3)}
     for _ in range(rounds * 3):
         rank = min(arrives, key=lambda arrive: arrives[arrive])
         now = arrives[rank]
-        compute_s = told[rank] * STEP_S[rank] if says_compute else 0.0
+        compute_s = local_steps[rank] * STEP_S[rank] if says_compute else 0.0
         counted = policy.num_counted[rank] + 1
         policy.contributed(
-            rank, contribution_of(counted, policy.version, compute_s=compute_s, num_steps=told[rank]), now
+            rank, contribution_of(counted, policy.version, compute_s=compute_s, num_steps=local_steps[rank]), now
         )
-        told[rank] = policy.next_local_steps(rank)
-        arrives[rank] = now + told[rank] * STEP_S[rank] + EXCHANGE_S[rank]
-    return told
+        local_steps[rank] = policy.next_local_steps(rank)
+        arrives[rank] = now + local_steps[rank] * STEP_S[rank] + EXCHANGE_S[rank]
+    return local_steps
 
 
 @pytest.mark.parametrize("says_compute", [True, False])

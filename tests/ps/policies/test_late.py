@@ -25,8 +25,8 @@ from paramserver.ps.tensors.store import Step, Store
 from ...records import contributed, contribution_of
 
 
-def joined(mode: str, num_workers: int, **told: Any) -> Policy:
-    policy = policy_of(mode, {"num_workers": num_workers, **told})
+def joined(mode: str, num_workers: int, **settings: Any) -> Policy:
+    policy = policy_of(mode, {"num_workers": num_workers, **settings})
     for rank in range(num_workers):
         policy.joined(rank, 0.0)
     return policy
@@ -84,8 +84,8 @@ def test_with_many_workers_late_gradients_count_less_unless_somebody_says_otherw
     policy.left(8, 0.0)
     assert commit_of(policy, 2, 0).scales == ()
     assert not joined(mode, 8).may_scale
-    for told in ({"late_scale": "none"}, {"late_momentum": False}):
-        assert commit_of(joined(mode, 9, **told), 0, 0).scales == ()
+    for options in ({"late_scale": "none"}, {"late_momentum": False}):
+        assert commit_of(joined(mode, 9, **options), 0, 0).scales == ()
     always = joined(mode, 2, late_scale="inverse")
     assert commit_of(always, 0, 0).scales == (1.0,)
     assert json.dumps(always.full_state())  # shards compare it
@@ -134,12 +134,12 @@ def test_what_workers_that_take_turns_end_with_is_what_the_papers_say(mode: str,
 @ONE_BY_ONE
 def test_the_run_says_which_momentum_is_left_when_that_changes(mode: str) -> None:
     run = Run(Options(mode=mode), policy_of(mode, {}), "run")
-    said: list[dict[str, Any]] = []
+    recorded: list[dict[str, Any]] = []
 
     def happens(event: events.Event) -> None:
         for effect in run.apply(event):
             if isinstance(effect, effects.Log) and effect.event == "momentum":
-                said.append(effect.fields)
+                recorded.append(effect.fields)
             if isinstance(effect, effects.Commit):
                 assert effect.momentum_among == len(run.policy.members)
 
@@ -152,7 +152,10 @@ def test_the_run_says_which_momentum_is_left_when_that_changes(mode: str) -> Non
         for _ in range(2):
             number = run.policy.num_counted[rank] + 1
             happens(contributed(rank, 1, number, run.policy.version, hyperparameters=groups))
-    assert [(text["workers"], text["configured"], text["used"]) for text in said] == [(2, 0.9, 0.8), (3, 0.9, 0.7)]
+    assert [(event["workers"], event["configured"], event["used"]) for event in recorded] == [
+        (2, 0.9, 0.8),
+        (3, 0.9, 0.7),
+    ]
 
 
 # ---- buffered ----------------------------------------------------------------------------------

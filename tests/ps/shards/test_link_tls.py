@@ -105,7 +105,7 @@ def test_with_the_coordinators_own_certificate_all_is_well(folder: Path, is_mutu
 def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: Path) -> None:
     """Whoever stands between lets the look through to shard 0, and takes every other connection himself, with another
     certificate of the same CA: he is told nothing."""
-    told: list[object] = []
+    certificates: list[object] = []
 
     async def main() -> None:
         servers, ports = [], []
@@ -113,7 +113,7 @@ def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: P
             server = grpc.aio.server()
 
             async def attend(reports, context, name=name) -> None:
-                told.append((name, LINES.read((await anext(reports)).message)))
+                certificates.append((name, LINES.read((await anext(reports)).message)))
                 await context.write(pb.ShardOrder(message=LINES.write(BEGIN)))
 
             handler = grpc.stream_stream_rpc_method_handler(
@@ -158,4 +158,4 @@ def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: P
                 await server.stop(0)
 
     asyncio.run(main())
-    assert told == []
+    assert certificates == []

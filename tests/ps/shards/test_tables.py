@@ -44,11 +44,11 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_all_rows_are_in_the_file_and_some_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_DATA_BYTES", 50)  # 4 rows of one, 3 of the other
-    held, path = written(tmp_path), tmp_path / "w-tables.safetensors"
+    tables, path = written(tmp_path), tmp_path / "w-tables.safetensors"
     found = load_file(path)
-    assert found.keys() == held.keys() and all(torch.equal(found[name], held[name]) for name in held)
+    assert found.keys() == tables.keys() and all(torch.equal(found[name], tables[name]) for name in tables)
     with safe_open(path, "pt") as file:
-        assert torch.equal(file.get_slice("wide")[4:6], held["wide"][4:6])
+        assert torch.equal(file.get_slice("wide")[4:6], tables["wide"][4:6])
         assert file.metadata()["version"] == "3"
 
 

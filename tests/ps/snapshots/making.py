@@ -55,8 +55,8 @@ def hidden(directory: Path) -> list[str]:
     )
 
 
-def load_newest(place: Path) -> Loaded | None:
+def load_newest(folder: Path) -> Loaded | None:
     """As a server of one process finds it."""
-    available = Available(Config(checkpoint={"dir": str(place)}))
+    available = Available(Config(checkpoint={"dir": str(folder)}))
     name = available.newest()
     return available.load(name) if name is not None else None

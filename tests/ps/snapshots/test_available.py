@@ -34,7 +34,7 @@ def whole_weights(version: int) -> dict[str, torch.Tensor]:
     return {spec.name: torch.arange(spec.num_elements).view(spec.shape) + 1000.0 * version for spec in LAYOUT.specs}
 
 
-def keep(place: Path, version: int, shards: int = 1, only: tuple[int, ...] | None = None, run: str = "r") -> None:
+def keep(directory: Path, version: int, shards: int = 1, only: tuple[int, ...] | None = None, run: str = "r") -> None:
     """A snapshot of each shard, or of some, after one step of the optimizer."""
     for index, share in enumerate(divide(LAYOUT, shards)):
         if only is not None and index not in only:
@@ -54,35 +54,35 @@ def keep(place: Path, version: int, shards: int = 1, only: tuple[int, ...] | Non
             capture(store), share.layout, spec, run=run, server_incarnation=1, mode="sync", contributions={0: version},
             num_joins={0: 1}, training={}, seed=0, share=entry, paramserver_version="0",
         )  # fmt: skip
-        folder = place / f"shard-{index}-of-{shards}" if shards > 1 else place
+        folder = directory / f"shard-{index}-of-{shards}" if shards > 1 else directory
         write(folder, manifest, tensors_of(capture(store), share.layout, spec))
 
 
-def config(place: Path, shard: int = 0, shards: int = 1, resume: str | None = None) -> Config:
+def config(folder: Path, shard: int = 0, shards: int = 1, resume: str | None = None) -> Config:
     return Config(
-        checkpoint={"dir": str(place), "resume": resume},
+        checkpoint={"dir": str(folder), "resume": resume},
         server={"shard": shard, "shards": shards, "coordinator": "127.0.0.1:1"},
     )
 
 
-def of_all(place: Path, shards: int) -> list[Available]:
-    return [Available(config(place, shard, shards)) for shard in range(shards)]
+def of_all(folder: Path, shards: int) -> list[Available]:
+    return [Available(config(folder, shard, shards)) for shard in range(shards)]
 
 
-def chosen(place: Path, shards: int):
-    return choose_common({shard: available.entries for shard, available in enumerate(of_all(place, shards))})
+def chosen(folder: Path, shards: int):
+    return choose_common({shard: available.entries for shard, available in enumerate(of_all(folder, shards))})
 
 
-def damage(place: Path) -> None:
-    for path in place.glob("snapshot-*/weights.safetensors"):
+def damage(folder: Path) -> None:
+    for path in folder.glob("snapshot-*/weights.safetensors"):
         os.truncate(path, path.stat().st_size - 1)
 
 
-def held_after(place: Path, shards: int) -> dict[str, torch.Tensor]:
+def held_after(folder: Path, shards: int) -> dict[str, torch.Tensor]:
     """The model put together from what the stores of all shards hold after going on."""
-    name = chosen(place, shards)
+    name = chosen(folder, shards)
     found: dict[str, torch.Tensor] = {}
-    for available, share in zip(of_all(place, shards), divide(LAYOUT, shards), strict=True):
+    for available, share in zip(of_all(folder, shards), divide(LAYOUT, shards), strict=True):
         loaded = available.load(name)
         store = Store(
             loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.manifest.optimizer
@@ -126,8 +126,11 @@ def test_a_run_whose_snapshots_one_shard_has_lost_does_not_begin_anew(tmp_path, 
     assert caught.value.exit_code == 14
     text = caught.value.message
     assert "version 9 of server incarnation 1" in text and "version 5 of server incarnation 1" in text
-    said = {damage: "were written", shutil.rmtree: "shard 1 has none" if before == now else "the part of shard 1 of"}
-    assert said[harm] in text
+    messages = {
+        damage: "were written",
+        shutil.rmtree: "shard 1 has none" if before == now else "the part of shard 1 of",
+    }
+    assert messages[harm] in text
     if now == 1:
         with pytest.raises(CheckpointError):
             Available(config(tmp_path)).newest()
@@ -168,9 +171,9 @@ def test_a_server_of_one_process_reads_no_older_snapshots_than_it_needs(tmp_path
 # ---- nothing stays mapped ------------------------------------------------------------------------------
 
 
-def mapped(place: Path) -> list[str]:
+def mapped(folder: Path) -> list[str]:
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if str(place) in line]
+    return [line for line in lines if str(folder) in line]
 
 
 def test_only_the_snapshot_that_is_loaded_is_mapped_and_only_until_it_is_let_go(tmp_path):

@@ -19,20 +19,20 @@ def damaged(version: int, incarnation: int = 1) -> Entry:
 
 
 def test_the_newest_that_all_have_whole_is_taken():
-    held = {0: [whole(5), whole(10), whole(15)], 1: [whole(5), whole(10)], 2: [whole(10), damaged(15), whole(5)]}
-    assert choose_common(held) == SnapshotName(1, 10, "r")
+    snapshots = {0: [whole(5), whole(10), whole(15)], 1: [whole(5), whole(10)], 2: [whole(10), damaged(15), whole(5)]}
+    assert choose_common(snapshots) == SnapshotName(1, 10, "r")
 
 
 def test_a_later_incarnation_is_newer_than_a_higher_version():
-    held = {0: [whole(1000), whole(950, 2)], 1: [whole(950, 2), whole(1000)]}
-    assert choose_common(held) == SnapshotName(2, 950, "r")
+    snapshots = {0: [whole(1000), whole(950, 2)], 1: [whole(950, 2), whole(1000)]}
+    assert choose_common(snapshots) == SnapshotName(2, 950, "r")
 
 
 def test_only_a_run_without_any_snapshot_begins():
     assert choose_common({0: [], 1: [], 2: []}) is None
-    for held in ({0: [], 1: [damaged(3)]}, {0: [whole(0)], 1: []}, {0: [damaged(3)]}):
+    for snapshots in ({0: [], 1: [damaged(3)]}, {0: [whole(0)], 1: []}, {0: [damaged(3)]}):
         with pytest.raises(CheckpointError):
-            choose_common(held)
+            choose_common(snapshots)
 
 
 def test_a_run_that_has_let_nobody_in_yet_begins_again():
@@ -47,9 +47,9 @@ def test_a_run_that_has_let_nobody_in_yet_begins_again():
 
 
 def test_what_is_missing_where_is_said():
-    held = {0: [whole(version) for version in range(10, 17)], 1: [damaged(8, 2)], 2: []}
+    snapshots = {0: [whole(version) for version in range(10, 17)], 1: [damaged(8, 2)], 2: []}
     with pytest.raises(CheckpointError) as caught:
-        choose_common(held)
+        choose_common(snapshots)
     assert caught.value.exit_code == 14
     assert caught.value.message == (
         "no snapshot is whole on all shards: shard 0 has version 16 of server incarnation 1, version 15 of server "
@@ -70,12 +70,12 @@ entries = st.lists(st.builds(Entry, names, st.sampled_from(["", "damaged"]), st.
 
 
 @given(st.dictionaries(st.integers(0, 3), entries, min_size=1))
-def test_what_is_chosen_is_whole_everywhere_and_nothing_newer_is(held):
+def test_what_is_chosen_is_whole_everywhere_and_nothing_newer_is(snapshots):
     try:
-        name = choose_common(held)
+        name = choose_common(snapshots)
     except CheckpointError:
         name = None
-        assert any(held.values())
-    everywhere = [item for item in {e.name for of in held.values() for e in of}
-                  if all(Entry(item) in of for of in held.values())]  # fmt: skip
+        assert any(snapshots.values())
+    everywhere = [item for item in {e.name for of in snapshots.values() for e in of}
+                  if all(Entry(item) in of for of in snapshots.values())]  # fmt: skip
     assert name == max(everywhere, default=None)

@@ -163,9 +163,9 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
-def test_a_forged_manifest_is_refused(tmp_path: Path, what: str) -> None:
-    change, why = FORGED[what]
+@pytest.mark.parametrize("text", FORGED)
+def test_a_forged_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    change, why = FORGED[text]
     path = snapshot(tmp_path, 2)
     forge(path, change)
     with pytest.raises(CheckpointError, match=why):

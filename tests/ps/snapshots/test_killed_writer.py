@@ -51,13 +51,13 @@ def test_a_writer_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     try:
         for _ in range(20):
             writers.stdin.write(b"%d\n" % durable)
-            said = read_until(writers, b"pid ")
-            pid = int(said.rsplit(b"pid ")[1].split(b"\n")[0])
+            output = read_until(writers, b"pid ")
+            pid = int(output.rsplit(b"pid ")[1].split(b"\n")[0])
             time.sleep(chance.uniform(0, 0.02))  # when, not whether: any moment will do
             os.kill(pid, signal.SIGKILL)
-            said += read_until(writers, b"gone\n")
-            told = [int(line) for line in said.split(b"\n") if line.isdigit()]
-            durable = check_after_kill(tmp_path, max([durable, *told]))
+            output += read_until(writers, b"gone\n")
+            versions = [int(line) for line in output.split(b"\n") if line.isdigit()]
+            durable = check_after_kill(tmp_path, max([durable, *versions]))
             num_leftovers += bool(hidden(tmp_path))
     finally:
         writers.kill()
@@ -71,25 +71,25 @@ def test_a_writer_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
 
 def read_until(process: subprocess.Popen[bytes], end: bytes) -> bytes:
     assert process.stdout is not None
-    said, deadline = b"", time.monotonic() + 30
-    while end not in said or not said.endswith(b"\n"):
+    output, deadline = b"", time.monotonic() + 30
+    while end not in output or not output.endswith(b"\n"):
         ready, _, _ = select.select([process.stdout], [], [], deadline - time.monotonic())
-        assert ready, f"no {end!r} in {said!r}"
-        said += os.read(process.stdout.fileno(), 4096)
-    return said
+        assert ready, f"no {end!r} in {output!r}"
+        output += os.read(process.stdout.fileno(), 4096)
+    return output
 
 
-def check_after_kill(place: Path, durable: int) -> int:
+def check_after_kill(folder: Path, durable: int) -> int:
     """The newest is whole and at least what was said to be durable; no other is damaged either."""
-    if not candidates(place):
+    if not candidates(folder):
         assert durable == 0
         return 0
-    newest = load_newest(place)
-    assert newest is not None and newest.path == candidates(place)[0]
+    newest = load_newest(folder)
+    assert newest is not None and newest.path == candidates(folder)[0]
     version = newest.manifest.version
     assert durable <= version <= durable + 1
     assert hashlib.sha256((newest.path / WEIGHTS).read_bytes()).hexdigest() == newest.manifest.files[WEIGHTS].sha256
-    for path in candidates(place):
+    for path in candidates(folder):
         loaded = load(path)
         assert torch.equal(loaded.files[WEIGHTS]["w"], torch.full((3, 2), float(loaded.manifest.version)))
     return version

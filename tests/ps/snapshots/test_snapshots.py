@@ -32,8 +32,8 @@ SAVED = {
 }  # fmt: skip
 
 
-def of(place: Path, mode: str = "sync", keep: int = 2) -> Config:
-    return Config(run={"mode": mode}, checkpoint={"dir": str(place), "keep": keep})
+def of(folder: Path, mode: str = "sync", keep: int = 2) -> Config:
+    return Config(run={"mode": mode}, checkpoint={"dir": str(folder), "keep": keep})
 
 
 class Rig:
@@ -41,13 +41,13 @@ class Rig:
 
     def __init__(self, config: Config) -> None:
         self.ends: list[BaseException] = []
-        self.told: list[SnapshotTaken] = []
+        self.taken: list[SnapshotTaken] = []
         self.tensors = TensorThread(self.ends.append)
         self.model = Model(config, self.tensors, make_policy(config))
         self.model.adopt(LAYOUT, SPEC)
         self.model.begin(self.model.new_memory())
         self.model.store.weights.zero_()
-        self.snapshots = Snapshots(self.model, self.tensors, config, self.told.append)
+        self.snapshots = Snapshots(self.model, self.tensors, config, self.taken.append)
 
     def commit(self) -> None:
         store = self.model.store
@@ -69,8 +69,8 @@ def in_loop(scenario: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[
     return run
 
 
-def versions(place: Path) -> list[int]:
-    return [int(path.name.split("-")[1]) for path in candidates(place)]
+def versions(folder: Path) -> list[int]:
+    return [int(path.name.split("-")[1]) for path in candidates(folder)]
 
 
 # ---- taking --------------------------------------------------------------------------------------------
@@ -81,9 +81,9 @@ async def test_a_snapshot_is_written_told_and_gone_on_from(tmp_path):
     rig = Rig(of(tmp_path))
     rig.commit()
     assert await rig.take() == 1
-    assert rig.told == [], "another shard may be without it"
+    assert rig.taken == [], "another shard may be without it"
     rig.snapshots.prune(1)
-    (fact,) = rig.told
+    (fact,) = rig.taken
     assert (fact.version, fact.contributions) == (1, {0: 4, 1: 5})
     model = Model(of(tmp_path), rig.tensors, make_policy(of(tmp_path)))
     available = Available(of(tmp_path))
@@ -168,8 +168,8 @@ async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_
         (OptimizerSpec("SGD", ()), "nothing to train"),
         (OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": -1.0}),)), "Invalid learning rate"),
     ]):  # fmt: skip
-        place = tmp_path / str(index)
-        config = of(place, "localsgd")
+        folder = tmp_path / str(index)
+        config = of(folder, "localsgd")
         model = Model(config, tensors, make_policy(config))
         model.adopt(LAYOUT, spec)
         model.begin(model.new_memory())
@@ -178,10 +178,10 @@ async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_
         snapshots.take(SAVED, done.set_result)
         await done
         snapshots.close()
-        assert len(candidates(place)) == 1
-        available = Available(of(place))
+        assert len(candidates(folder)) == 1
+        available = Available(of(folder))
         with pytest.raises(CheckpointError, match=says):
-            resume_model(of(place), available, available.newest(), Model(of(place), tensors, make_policy(of(place))))
+            resume_model(of(folder), available, available.newest(), Model(of(folder), tensors, make_policy(of(folder))))
 
 
 def test_every_start_has_an_incarnation_of_its_own(tmp_path):

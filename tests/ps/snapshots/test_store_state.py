@@ -290,11 +290,11 @@ def test_an_outer_optimizer_goes_on_and_is_never_taken_for_the_workers(tmp_path:
         restore(resumed, again, is_outer=True)
         train(resumed, 2, 4)
         assert_same(resumed, straight)
-    half = merge([loaded], 1, 2)
-    assert half.manifest.outer == outer_spec("SGD", outer.groups[0].hyperparameters, half.layout)
+    merged = merge([loaded], 1, 2)
+    assert merged.manifest.outer == outer_spec("SGD", outer.groups[0].hyperparameters, merged.layout)
     restore(
-        other := Store(half.layout, torch.zeros(half.layout.total_bytes, dtype=torch.uint8), half.manifest.outer),
-        half,
+        other := Store(merged.layout, torch.zeros(merged.layout.total_bytes, dtype=torch.uint8), merged.manifest.outer),
+        merged,
         True,
     )
     assert other.optimizer is not None and 0 < other.optimizer.num_state_bytes < store.optimizer.num_state_bytes

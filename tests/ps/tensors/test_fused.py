@@ -19,9 +19,9 @@ TOLD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "told"), TOLD)
+@pytest.mark.parametrize(("name", "settings"), TOLD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kernel_steps_as_the_class_does(name: str, told: dict[str, Any], dtype: torch.dtype) -> None:
+def test_kernel_steps_as_the_class_does(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     sizes, kernel = (3, 83), fused.kernel_of(name)
     assert kernel is not None
 
@@ -29,20 +29,20 @@ def test_kernel_steps_as_the_class_does(name: str, told: dict[str, Any], dtype: 
         generator = torch.Generator().manual_seed(0)
         draw = lambda: [torch.randn(size, generator=generator).to(dtype) for size in sizes]  # noqa: E731
         weights = [torch.nn.Parameter(item, requires_grad=False) for item in draw()]
-        own = build_optimizer(name, [{"params": weights, "lr": 0.1, **told}])
-        group, num_direct = own.param_groups[0], 0
+        optimizer = build_optimizer(name, [{"params": weights, "lr": 0.1, **settings}])
+        group, num_direct = optimizer.param_groups[0], 0
         for _ in range(4):
             gradients = draw()
-            step = kernel(group, [own.state.get(weight, {}) for weight in weights]) if is_direct else None
+            step = kernel(group, [optimizer.state.get(weight, {}) for weight in weights]) if is_direct else None
             if step is not None:
                 num_direct += 1
                 step(list(weights), gradients)
                 continue
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
-            plain_step(type(own))(own)
+            plain_step(type(optimizer))(optimizer)
         assert num_direct >= 3 * is_direct
-        state = [value for weight in weights for value in own.state.get(weight, {}).values()]
+        state = [value for weight in weights for value in optimizer.state.get(weight, {}).values()]
         return [*weights, *state]
 
     assert all(map(torch.equal, stepped(True), stepped(False)))
@@ -59,18 +59,18 @@ def test_kernel_of_a_torch_that_steps_otherwise_is_not_called(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("told", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {}])
-def test_sgd_in_16_bits_is_not_torch_s_fused_one(told: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("settings", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {}])
+def test_sgd_in_16_bits_is_not_torch_s_fused_one(settings: dict[str, Any], dtype: torch.dtype) -> None:
     """That is off from float32 by 0.05 after four steps, with momentum by 0.13."""
 
     def stepped(kind: torch.dtype, **how: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(1000, generator=generator).to(dtype).to(kind), requires_grad=False)
-        group = {"params": [weight], "lr": 0.01, **told}
-        own = torch.optim.SGD([group], **how) if how else build_optimizer("SGD", [group])
+        group = {"params": [weight], "lr": 0.01, **settings}
+        optimizer = torch.optim.SGD([group], **how) if how else build_optimizer("SGD", [group])
         for _ in range(4):
             weight.grad = torch.randn(1000, generator=generator).to(dtype).to(kind)
-            plain_step(type(own))(own)
+            plain_step(type(optimizer))(optimizer)
         return weight.data.float()
 
     exact = stepped(torch.float32, foreach=False)

@@ -138,9 +138,9 @@ class World:
         assert publisher.num_memories == len(self.memories)
         free = [id(segment) for segment in publisher._free]
         assert len(set(free)) == len(free), "free twice"
-        held = {id(p.segment): p.version for p in publisher._used if p.num_readers > 0}
-        held[id(publisher.latest.segment)] = publisher.latest.version
-        assert held.keys().isdisjoint(free), "free, and being read"
+        versions = {id(p.segment): p.version for p in publisher._used if p.num_readers > 0}
+        versions[id(publisher.latest.segment)] = publisher.latest.version
+        assert versions.keys().isdisjoint(free), "free, and being read"
 
     async def end(self) -> None:
         """Everything decided is made, everybody gets what it asked for and goes: nothing is held any more."""
@@ -228,10 +228,10 @@ async def test_frames_are_made_once_for_all(world: World) -> None:
 
 @in_world(limit=2)
 async def test_when_too_many_versions_are_on_their_way_others_wait_for_a_newer_one(world: World) -> None:
-    held = [world.read(as_frames=False)]
+    readings = [world.read(as_frames=False)]
     await turns()
     world.commit()
-    held.append(world.read(as_frames=True))
+    readings.append(world.read(as_frames=True))
     await turns()
     world.commit()
     late = world.read(as_frames=False)
@@ -239,7 +239,7 @@ async def test_when_too_many_versions_are_on_their_way_others_wait_for_a_newer_o
     assert late.publication is None
     world.commit()
     world.work_on()
-    held[0].may_go.set()
+    readings[0].may_go.set()
     await turns()
     assert late.publication is not None
     assert late.publication.version == 3, "not the version it asked for, but the newest"

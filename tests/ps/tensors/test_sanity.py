@@ -76,14 +76,14 @@ def measured(store: Store, payload: Payload) -> Findings:
 def test_what_the_settings_say(on_nonfinite: Any, on_large: Any, max_norm: float | None) -> None:
     limits = Limits(on_nonfinite, max_norm, on_large)
     assert decide(limits, True, 2.0)[0] == "take", "the cap itself is allowed"
-    action, what, limit = decide(limits, False, math.nan)
-    assert (action, what, limit) == (on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {on_nonfinite}")
-    action, what, limit = decide(limits, True, 2.5)
+    action, text, limit = decide(limits, False, math.nan)
+    assert (action, text, limit) == (on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {on_nonfinite}")
+    action, text, limit = decide(limits, True, 2.5)
     if max_norm is None:
-        assert (action, what, limit) == ("take", "", "")
+        assert (action, text, limit) == ("take", "", "")
     else:
         assert action == on_large
-        assert what == "a gradient of norm 2.5"
+        assert text == "a gradient of norm 2.5"
         assert limit == f"store.max_norm is 2, store.on_large is {on_large}"
 
 
@@ -269,15 +269,15 @@ def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool,
         store.fold(payload_of(1), 1.0, 0)
         store.commit(Step(2, 0))
     skipping = stores[0]
-    before, averaged, told = skipping.weights.clone(), skipping.averaged.clone(), []
+    before, averaged, records = skipping.weights.clone(), skipping.averaged.clone(), []
     target = None
     if elsewhere:
         target = torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8)
         target[LAYOUT.exchange_bytes :] = skipping.weights[LAYOUT.exchange_bytes :]
         skipping_old = skipping.weights
-    assert skipping.commit(Step(2, 0, [{"lr": 0.1}]), target, told.append) == []
+    assert skipping.commit(Step(2, 0, [{"lr": 0.1}]), target, records.append) == []
     assert skipping.version == 2
-    assert told[-1] == LAYOUT.exchange_bytes
+    assert records[-1] == LAYOUT.exchange_bytes
     assert torch.equal(skipping.weights, before)
     assert torch.equal(skipping.averaged, averaged)
     if elsewhere:

@@ -116,7 +116,7 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
     async def play() -> None:
         pool = StagingPool(limit, 8)
         asking: list[asyncio.Future[Any]] = []
-        held: list[Any] = []
+        buffers: list[Any] = []
         donated: list[Any] = []
         created: set[int] = set()
         for kind, pick in actions:
@@ -124,10 +124,10 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
                 asking.append(ask(pool, pick % (limit + 1)))
             elif kind == 1 and asking:
                 pool.withdraw(asking.pop(pick % len(asking)))
-            elif kind == 2 and held:
-                pool.give_back(held.pop(pick % len(held)))
-            elif kind == 3 and held and not donated:
-                donated.append(held.pop(pick % len(held)))
+            elif kind == 2 and buffers:
+                pool.give_back(buffers.pop(pick % len(buffers)))
+            elif kind == 3 and buffers and not donated:
+                donated.append(buffers.pop(pick % len(buffers)))
                 pool.donate(donated[-1])
             elif kind == 3 and donated:
                 pool.reclaim([donated.pop()])
@@ -135,16 +135,16 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
                 await turn()  # or several things happen at once
                 for task in [task for task in asking if task.done()]:
                     asking.remove(task)
-                    held.append(task.result())
+                    buffers.append(task.result())
         await turn()
         for task in [task for task in asking if task.done()]:
             asking.remove(task)
-            held.append(task.result())
-        created = {id(payload) for payload in held + donated}
-        assert len(created) == len(held) + len(donated), "one payload in two hands"
-        assert pool.num_lent == len(held) <= limit
+            buffers.append(task.result())
+        created = {id(payload) for payload in buffers + donated}
+        assert len(created) == len(buffers) + len(donated), "one payload in two hands"
+        assert pool.num_lent == len(buffers) <= limit
         # Who still waits does so for a reason: all is lent, or its position is not served.
-        for payload in held:
+        for payload in buffers:
             pool.give_back(payload)
         await turn()
         for task in asking:

@@ -426,11 +426,11 @@ def test_a_commit_with_a_scale_steps_like_torch_with_that_rate(name, extra, lr_s
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_commit_among_late_workers_steps_like_torch_with_the_momentum_that_is_left(nesterov: bool) -> None:
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (64,))])
-    told = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     start = torch.linspace(-1, 1, 64, dtype=torch.float64)
-    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec("SGD", (GroupSpec(("w",), told),)))
+    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec("SGD", (GroupSpec(("w",), settings),)))
     parameter = torch.nn.Parameter(start.clone())
-    plain = torch.optim.SGD([parameter], **told)
+    plain = torch.optim.SGD([parameter], **settings)
     for among in (1, 4, 4, 10, 2, 1):
         gradient = torch.randn(64, dtype=torch.float64)
         parameter.grad = gradient

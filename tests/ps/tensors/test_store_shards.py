@@ -55,12 +55,14 @@ class Case:
         specs += [TensorSpec(f"b{index}", Kind.BUFFER, "float32", (draw(2, 50),)) for index in range(draw(0, 2))]
         self.layout = Layout(specs)
         names = [spec.name for spec in specs if spec.kind is Kind.PARAMETER]
-        told = current_hyperparameters(
+        hyperparameters = current_hyperparameters(
             build_optimizer(name, [{"params": [torch.zeros(1, requires_grad=True)], **arguments}]).param_groups[0]
         )
         at = draw(0, len(names))
         groups = [names[::2], names[1::2]] if draw(0, 1) else [names[:at], names[at:]]
-        self.optimizer = OptimizerSpec(name, tuple(GroupSpec(tuple(group), told) for group in groups if group))
+        self.optimizer = OptimizerSpec(
+            name, tuple(GroupSpec(tuple(group), hyperparameters) for group in groups if group)
+        )
         self.weights = self.values()
         self.rounds = [[(self.values(), float(draw(1, 32))) for _ in range(draw(1, 3))] for _ in range(4)]
         self.without = [frozenset(name for name in names if draw(0, 9) == 0) for _ in self.rounds]

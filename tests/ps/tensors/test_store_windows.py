@@ -70,16 +70,16 @@ class Twin:
         for rank in range(count):
             for payload in self.store.fold(payload_of(10 * number + rank), 1.0 + rank, 5 - rank, may_keep):
                 payload.fill_(0xFF)  # whoever gets it uploads into it at once
-        told: list[int] = []
+        progress: list[int] = []
         hyperparameters = [{"lr": 0.1 / number}, {"lr": 0.2 / number}]
         target = None
         if elsewhere:
             target = torch.full((LAYOUT.total_bytes,), 0xAA, dtype=torch.uint8)
             target[LAYOUT.exchange_bytes :] = self.store.weights[LAYOUT.exchange_bytes :]
-        for payload in self.store.commit(Step(3, 3, hyperparameters), target, told.append):
+        for payload in self.store.commit(Step(3, 3, hyperparameters), target, progress.append):
             payload.fill_(0xFF)
         assert target is None or self.store.weights is target
-        return told
+        return progress
 
     def values(self) -> dict[str, torch.Tensor]:
         averaged = {f"averaged {name}": tensor for name, tensor in self.store.tensors(averaged=True).items()}
@@ -172,10 +172,10 @@ def test_payloads_come_back_exactly_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_progress_grows_and_ends_at_the_end(
     monkeypatch: pytest.MonkeyPatch, window_bytes: int, elsewhere: bool
 ) -> None:
-    told = Twin(monkeypatch, window_bytes, optimizer("Adam")).round(1, count=2, elsewhere=elsewhere)
-    assert told == sorted(set(told))
-    assert told[-1] == LAYOUT.exchange_bytes
-    assert len(told) == -(-LAYOUT.exchange_bytes // window_bytes)
+    progress = Twin(monkeypatch, window_bytes, optimizer("Adam")).round(1, count=2, elsewhere=elsewhere)
+    assert progress == sorted(set(progress))
+    assert progress[-1] == LAYOUT.exchange_bytes
+    assert len(progress) == -(-LAYOUT.exchange_bytes // window_bytes)
 
 
 def test_what_progress_says_is_made_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,8 @@ def test_a_round_moves_rows_along_the_mean_of_all_contributions(found: list[tupl
     for ids, weight in found:
         values = torch.randn(len(ids), DIM, dtype=torch.float64, generator=generator)
         wanted.index_add_(0, torch.tensor(ids, dtype=torch.int64), values * weight / total)
-        half, rows = len(ids) // 2, []
-        for here in (slice(half), slice(half, None)):
+        middle, rows = len(ids) // 2, []
+        for here in (slice(middle), slice(middle, None)):
             if ids[here]:
                 rows.append(tables.read(0, len(ids[here]), sent(ids[here], values[here]), rows))
         tables.fold(rows, weight)
@@ -71,7 +71,7 @@ def test_the_learning_rate_of_a_commit_is_scaled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "table", "count", "said"),
+    ("ids", "table", "count", "message"),
     [
         ([1, 1], 0, 2, "not ascending"),
         ([2, 1], 0, 2, "not ascending"),
@@ -82,8 +82,8 @@ def test_the_learning_rate_of_a_commit_is_scaled() -> None:
         ([-5], 0, 1, "not ascending"),
     ],
 )
-def test_what_is_no_part_of_a_contribution_is_refused(ids: list[int], table: int, count: int, said: str) -> None:
-    with pytest.raises(ParamServerError, match=said):
+def test_what_is_no_part_of_a_contribution_is_refused(ids: list[int], table: int, count: int, message: str) -> None:
+    with pytest.raises(ParamServerError, match=message):
         Tables([SPEC], 1).read(table, count, sent(ids, torch.zeros(len(ids), DIM, dtype=torch.float64)), [])
 
 
@@ -126,16 +126,16 @@ def test_numbers_may_change_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [{"lr": -1.0}, {"lr": "0.1"}, {"lr": 1e10}, {"momentum": 0.9}, {"lr": 0.1, "eps": 0.1}]
+    "settings", [{"lr": -1.0}, {"lr": "0.1"}, {"lr": 1e10}, {"momentum": 0.9}, {"lr": 0.1, "eps": 0.1}]
 )
-def test_what_is_no_learning_rate_of_a_table_is_refused(told: dict) -> None:
+def test_what_is_no_learning_rate_of_a_table_is_refused(settings: dict) -> None:
     model = Model(Config(), TensorThread(lambda error: None), make_policy(Config()))
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (3,))])
     model.adopt(layout, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),), (SPEC,)))
     model.check_hyperparameters([{"lr": 0.2}, {"lr": 0.2}])
     model.check_hyperparameters([{}, {}])
     with pytest.raises(ParamServerError, match="is no learning rate"):
-        model.check_hyperparameters([{}, told])
+        model.check_hyperparameters([{}, settings])
 
 
 @pytest.mark.parametrize(("reduction", "factors"), [("mean", (2.0, 0.0)), ("sum", (0.25, 0.75))])

@@ -23,10 +23,10 @@ def test_an_error_reaches_who_awaits_the_work_and_nobody_else(num_bytes):
         tensors.size_for(num_bytes)
         with pytest.raises(RuntimeError, match="no such tensor"):
             await tensors.run(fail)
-        told: list[Exception] = []
-        tensors.submit(fail, failed=told.append)
+        errors: list[Exception] = []
+        tensors.submit(fail, failed=errors.append)
         assert await tensors.run(lambda: 7) == 7
-        assert len(told) == 1 and ends == [] and not tensors.is_broken
+        assert len(errors) == 1 and ends == [] and not tensors.is_broken
         tensors.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
@@ -90,8 +90,8 @@ def test_work_that_holds_is_gone_on_with_before_all_that_came_after_it(num_bytes
         found = [item for item in found if item is not None]
         work = [item for item in found if item.startswith(("step", "after"))]
         assert work == ["step a", "after a", "step b", "after b"]
-        told = ["a is measured", "at once after a", "then a", "b is measured", "at once after b", "then b"]
-        assert [item for item in found if item not in work] == told
+        expected = ["a is measured", "at once after a", "then a", "b is measured", "at once after b", "then b"]
+        assert [item for item in found if item not in work] == expected
         assert all(found.index(f"step {name}") < found.index(f"at once after {name}") for name in ("a", "b"))
         tensors.submit(fail, pauses=True)
         with pytest.raises(TensorsBroken):

@@ -18,11 +18,11 @@ async def refused(worker: Worker) -> tuple[str, ...]:
     assert await worker.end() == "BAD_REQUEST"
     error = worker.task.exception()
     assert isinstance(error, Aborted)
-    return error.told
+    return error.texts
 
 
 @pytest.mark.parametrize(
-    ("mode", "optimizer", "codecs", "told", "fix"),
+    ("mode", "optimizer", "codecs", "text", "fix"),
     [
         ("sync", "Adam", ["q2"], "rank 0: worker.codec is q2: the server's Adam divides", "--mode diloco"),
         ("sync", "Adam", ["int8", "topk"], "rank 0: worker.codec is topk", "--mode diloco"),
@@ -34,14 +34,14 @@ async def refused(worker: Worker) -> tuple[str, ...]:
     ids=lambda value: value if isinstance(value, str) and len(value) < 9 else "",
 )
 def test_what_the_run_cannot_have_is_refused_at_the_join(
-    mode: str, optimizer: str, codecs: list[str], told: str, fix: str
+    mode: str, optimizer: str, codecs: list[str], text: str, fix: str
 ) -> None:
     @served(workers=1, mode=mode)
     async def play(server: Server) -> None:
         worker = Worker(server, 0)
         await worker.join(codecs=codecs, optimizer=optimizer)
         message, remedy = await refused(worker)
-        assert told in message and fix in remedy, (message, remedy)
+        assert text in message and fix in remedy, (message, remedy)
         again = Worker(server, 0)
         await again.join(codecs=["q4", "bf16"] if mode != "localsgd" else ["bf16"], optimizer=optimizer)
         await server.settle()
@@ -91,8 +91,8 @@ def test_outer_momentum_with_a_codec_that_sends_few_values_is_warned_of_once(mom
             await server.settle()
 
     play()
-    told = capfd.readouterr()
-    assert (told.out + told.err).count("--set policy.outer_momentum=0") == (momentum != 0.0 and codec == "sparse")
+    output = capfd.readouterr()
+    assert (output.out + output.err).count("--set policy.outer_momentum=0") == (momentum != 0.0 and codec == "sparse")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,6 @@ def test_outer_momentum_with_a_codec_that_sends_few_values_is_warned_of_once(mom
     ],
 )  # fmt: skip
 def test_what_localsgd_sends_is_decided_by_the_codecs_that_the_server_was_told(up: str, down: str, sent: str) -> None:
-    told = {"run": {"mode": "localsgd"}, "worker": {"codec": up, "reply_codec": down}}
-    policy = make_policy(Config.model_validate(told))
+    settings = {"run": {"mode": "localsgd"}, "worker": {"codec": up, "reply_codec": down}}
+    policy = make_policy(Config.model_validate(settings))
     assert policy.kind == sent and (policy.outer is None) == (sent == ContributionKind.WEIGHTS)

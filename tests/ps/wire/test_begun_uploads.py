@@ -101,7 +101,7 @@ BEGUN_ENDS = {
     "another number": "SEQ_GAP",
     "two contributions": "BAD_REQUEST",
     "begin after contribution": "BAD_REQUEST",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("how", BEGUN_ENDS)

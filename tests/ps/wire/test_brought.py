@@ -14,8 +14,10 @@ from ..streams import LARGE, SMALL, Server, Worker, served
 
 def tell(worker: Worker, payload: bytes, size: int, **fields: int) -> None:
     for offset in range(0, len(payload), size):
-        told = {"num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields}
-        worker.send(optimizer=pb.State(**told))
+        fields_of_piece = {
+            "num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields,
+        }  # fmt: skip
+        worker.send(optimizer=pb.State(**fields_of_piece))
 
 
 @pytest.mark.parametrize("layout", [LARGE, SMALL])
@@ -43,7 +45,7 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
 
 
 @pytest.mark.parametrize(
-    ("payload", "told"),
+    ("payload", "fields"),
     [
         (b"no safetensors file", {}),
         (save({"momentum_buffer/w": torch.zeros(7)}), {}),
@@ -53,11 +55,11 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
         (save({"momentum_buffer/w": torch.zeros(8)}), {"num_bytes": 1 << 40}),
     ],
 )
-def test_what_is_none_of_this_model_is_refused(payload, told):
+def test_what_is_none_of_this_model_is_refused(payload, fields):
     @served(workers=1, layout=SMALL, mode="allreduce")
     async def refuse(server: Server) -> None:
         (worker,) = await server.workers(1)
-        tell(worker, payload, 1 << 18, **told)
+        tell(worker, payload, 1 << 18, **fields)
         worker.contribute(1, generation=1)
         await server.settle()
         assert await worker.end() == "BAD_REQUEST"

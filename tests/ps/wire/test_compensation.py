@@ -31,7 +31,7 @@ def by_formula(
     return float(w - LR * (g + rate * g * g * (w - then))), ms
 
 
-def told(worker: Worker) -> tuple[int, float]:
+def version_and_weight(worker: Worker) -> tuple[int, float]:
     """Version and weight that it has got."""
     reply = next(message.header for message in reversed(worker.stream.received) if message.kind == "reply")
     return reply.result.version, worker.weights()[0].item()
@@ -48,7 +48,7 @@ def test_a_late_gradient_is_moved_to_the_weights_of_now(
     @served(layout=layout, max_staged=3, policy=options, mode="async", workers=3)
     async def play(server: Server) -> None:
         workers = await server.workers(3)
-        has = [[told(worker)] for worker in workers]  # of each, what it has been given
+        has = [[version_and_weight(worker)] for worker in workers]  # of each, what it has been given
         weight = ms = 0.0
         for turn in ROUNDS:
             of = {}
@@ -57,7 +57,7 @@ def test_a_late_gradient_is_moved_to_the_weights_of_now(
                 workers[rank].contribute(server.engine.run.policy.num_counted[rank] + 1, gradient, version=base[0])
             await server.settle()
             for rank, _ in turn:
-                has[rank].append(told(workers[rank]))
+                has[rank].append(version_and_weight(workers[rank]))
             for rank, gradient in sorted(turn, key=lambda item: has[item[0]][-1][0]):  # as they were taken
                 weight, ms = by_formula(weight, of[rank][1], gradient, kind, strength, ms)
                 assert has[rank][-1][1] == pytest.approx(weight, rel=1e-5)
@@ -89,7 +89,7 @@ async def test_weights_that_others_move_before_they_are_sent_are_those_that_are_
     now = server.engine.model.store.weights.view(torch.float32)[0].item()
     may_write.set()
     await server.settle()
-    version, then = told(slow)
+    version, then = version_and_weight(slow)
     slow.contribute(2, 1.0, version=version)
     await server.settle()
     expected, _ = by_formula(now, then, 1.0, "constant", 0.04, 0.0)
@@ -115,9 +115,9 @@ async def test_weights_that_are_encoded_are_refused_with_it(server: Server) -> N
 
 
 def test_they_are_refused_before_anybody_comes() -> None:
-    told = {"run": {"mode": "async"}, "policy": {"late_compensation": "constant"}, "worker": {"reply_codec": "q4"}}
+    settings = {"run": {"mode": "async"}, "policy": {"late_compensation": "constant"}, "worker": {"reply_codec": "q4"}}
     with pytest.raises(UsageError, match=r"worker.reply_codec is q4"):
-        make_policy(Config.model_validate(told))
+        make_policy(Config.model_validate(settings))
 
 
 def test_a_strength_of_nothing_is_refused() -> None:

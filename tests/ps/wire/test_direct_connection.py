@@ -388,17 +388,17 @@ def test_who_says_it_byte_by_byte_is_not_waited_for(
     if is_tls:
         certs("init", tmp_path / "lab", "--workers", "1")
         names = {name: str(tmp_path / "lab" / f"server.{end}") for name, end in (("cert", "crt"), ("key", "key"))}
-    said = iter(b"\x16\x03\x01\x01\x00\x01" + bytes(1000) if is_tls else HELLO + bytes(32))
+    data = iter(b"\x16\x03\x01\x01\x00\x01" + bytes(1000) if is_tls else HELLO + bytes(32))
 
     def arrive(port: int, _: bytes) -> None:
         with socket.create_connection(("127.0.0.1", port)) as slow:
             slow.settimeout(0.05)
-            for byte in said:
+            for byte in data:
                 with contextlib.suppress(TimeoutError, ConnectionError):
                     slow.sendall(bytes([byte]))
                     if slow.recv(1) == b"":
                         break
-            assert next(said, None) is not None, "it was heard out"
+            assert next(data, None) is not None, "it was heard out"
 
     assert not met(config_of(**names), arrive)
 

@@ -24,14 +24,14 @@ class Trainer:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.held = new_payload(PARTS.exchange_bytes)
+        self.weights = new_payload(PARTS.exchange_bytes)
         self.base = self.number = self.num_left_out = 0
         self.num_seen = len(worker.stream.received)
 
     def contribute(self, part: int, has_base: bool = True, wants_weights: bool = True) -> None:
         self.number += 1
-        told = {"part": part + 1, "without_gradient": [1 - part], "has_all": has_base, "version": self.base}
-        self.worker.announce(self.number, wants_weights=wants_weights, **told)
+        fields = {"part": part + 1, "without_gradient": [1 - part], "has_all": has_base, "version": self.base}
+        self.worker.announce(self.number, wants_weights=wants_weights, **fields)
         gradient = as_bytes(torch.full((NUM,), float(self.number)))
         self.worker.stream.send(left_out_frame((1 - part) * BYTES, BYTES))
         self.worker.stream.send(frame(None, part * BYTES, [gradient]))
@@ -49,9 +49,11 @@ class Trainer:
                     segment = open_segment(received.header.weights.segment)
             start = received.offset
             if received.out_of_band:
-                self.held[start : start + received.out_of_band] = segment.payload[start : start + received.out_of_band]
+                self.weights[start : start + received.out_of_band] = segment.payload[
+                    start : start + received.out_of_band
+                ]
             elif len(received.data):
-                as_bytes(self.held)[start : start + len(received.data)] = received.data
+                as_bytes(self.weights)[start : start + len(received.data)] = received.data
             self.num_left_out += received.left_out
         if segment is not None:
             self.worker.send(taken=pb.Taken())
@@ -81,7 +83,7 @@ def test_a_worker_has_all_weights_though_only_what_has_changed_comes(shares: boo
             await server.settle()
             item.take()
             if fate < 0.8:
-                assert torch.equal(item.held, server.engine.model.store.weights)
+                assert torch.equal(item.weights, server.engine.model.store.weights)
         assert sum(trainer.num_left_out for trainer in both) > 3 * BYTES
         server.check_no_memory_is_kept()
 
@@ -98,7 +100,7 @@ async def test_each_reply_of_a_round_has_the_part_that_it_was_of(server: Server)
         await server.settle()
         for item, left_out in zip(both, before, strict=True):
             item.take()
-            assert torch.equal(item.held, server.engine.model.store.weights)
+            assert torch.equal(item.weights, server.engine.model.store.weights)
             assert BYTES - (2 << 20) < item.num_left_out - left_out <= BYTES
     assert both[0].worker.outcomes == ["START"] + ["APPLIED"] * 4
 

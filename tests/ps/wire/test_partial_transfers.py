@@ -75,11 +75,8 @@ async def test_the_rest_comes_on_the_next_stream(server: Server) -> None:
     worker, offered = await back(server)
     items_ = torch.ones(PIECE // 4).numpy().tobytes()
     assert (offered.seq, offered.payload_bytes, offered.codec, list(offered.ranges)) == (
-        1,
-        NUM_BYTES,
-        "raw",
-        [0, PIECE],
-    )
+        1, NUM_BYTES, "raw", [0, PIECE],
+    )  # fmt: skip
     assert offered.crc == zlib.crc32(items_)
     worker.continue_()
     worker.piece(PIECE, NUM_BYTES - PIECE)

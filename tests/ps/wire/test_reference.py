@@ -113,8 +113,8 @@ class Follower(Worker):
 
     def push(self, payload: torch.Tensor, **fields: Any) -> None:
         self.seq += 1
-        told = {"reference": self.down.reference, "version": self.version, **fields}
-        header = self.header(self.seq, **told)
+        settings = {"reference": self.down.reference, "version": self.version, **fields}
+        header = self.header(self.seq, **settings)
         self.stream.send(*message_frames(header, [as_bytes(payload)]))
 
     @property
@@ -161,10 +161,20 @@ class Follower(Worker):
         """All that have the newest number have the server's bits, in the copy and, but for local steps, the model."""
         reference = server.engine.model.references._of_codec[self.codec]
         assert self.down.reference == self.number
-        copy = self.down._reference._payload  # type: ignore[union-attr]
+        copy = payload_of(self.down)
         assert bytes(as_bytes(copy)) == bytes(self.mine)
         if self.number == reference.number:
             assert torch.equal(copy, reference._payload)
+
+
+def reference_of(down: Down) -> Any:
+    assert down._reference is not None
+    return down._reference
+
+
+def payload_of(down: Down) -> torch.Tensor:
+    """The worker's copy of the reference."""
+    return reference_of(down)._payload
 
 
 def random_payload(layout: Layout, chance: torch.Generator) -> torch.Tensor:
@@ -254,9 +264,8 @@ def _kinds_with_losses(seed: int) -> list[str]:
         worker.take()
         saved: list[tuple[int, bytes, torch.Tensor]] = []
         for _ in range(30):
-            reference = worker.down._reference
-            assert reference is not None and reference._payload is not None
-            saved.append((worker.number, bytes(worker.mine), reference._payload.clone()))
+            reference = reference_of(worker.down)
+            saved.append((worker.number, bytes(worker.mine), payload_of(worker.down).clone()))
             worker.push(random_payload(SMALL, chance), wants_weights=order.random() < 0.5)
             await server.settle()
             fault, says = order.choice(["none", "lost", "long lost", "torn"]), None
@@ -271,7 +280,7 @@ def _kinds_with_losses(seed: int) -> list[str]:
             elif fault == "long lost":  # as of a process that stood still
                 worker.number, mine, payload = saved[max(0, len(saved) - order.randint(1, 8))]
                 worker.mine, reference.number = bytearray(mine), worker.number
-                reference._payload.copy_(payload)
+                payload_of(worker.down).copy_(payload)
             worker.send(ask_again=pb.AskAgain(seq=worker.seq, reference=says or worker.number))
             await server.settle()
             worker.take()
@@ -325,13 +334,12 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
     nothing = bytes(as_bytes(begin_payload(codec, codec.encoder(layout), layout, new_payload(layout.exchange_bytes))))
     size, crc = len(nothing), zlib.crc32(bytes(layout.parameter_bytes))
 
-    def take(data: bytes, told: dict[str, Any], held: int = 3) -> int:
+    def take(data: bytes, settings: dict[str, Any], base: int = 3) -> int:
         down = Down(codec, tensors, make_transfer(tensors))
-        reference = down._reference
-        assert reference is not None
-        reference.number, reference._payload = held, new_payload(layout.exchange_bytes)
-        name = told.pop("codec", "topk")
-        info = ReferenceInfo(**{"number": 4, **told}) if told.get("number", 4) else None
+        reference = reference_of(down)
+        reference.number, reference._payload = base, new_payload(layout.exchange_bytes)
+        name = settings.pop("codec", "topk")
+        info = ReferenceInfo(**{"number": 4, **settings}) if settings.get("number", 4) else None
         down.take(len(data), name, lambda write: write(0, memoryview(data)), reference=info)
         return down.reference
 
@@ -350,9 +358,9 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
         (bytes(7), {"codec": ""}, 3, "sends 7 bytes"),
         (nothing, {"checked": 4, "crc": crc ^ 1}, 3, f"{crc:08x}, the server's"),
     ]
-    for data, told, held, text in wrong:
+    for data, settings, base, text in wrong:
         with pytest.raises(ParamServerError, match=text) as error:
-            take(data, told, held)
+            take(data, settings, base)
         assert "\n" not in error.value.message
 
 
@@ -376,12 +384,10 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         assert checked == [8]
         sink = MetricsSink("127.0.0.1:0")
         sink.begin(server.engine)
-        (told,) = re.findall(rb'paramserver_reference_distance{codec="int8"} (\S+)', generate_latest(sink.registry))
+        (distance,) = re.findall(rb'paramserver_reference_distance{codec="int8"} (\S+)', generate_latest(sink.registry))
         sink.close()
-        assert 0 < float(told) < 0.05
-        reference = worker.down._reference
-        assert reference is not None and reference._payload is not None
-        as_bytes(reference._payload)[3] ^= 0x80  # a bit of its memory turns over
+        assert 0 < float(distance) < 0.05
+        as_bytes(payload_of(worker.down))[3] ^= 0x80  # a bit of its memory turns over
         for _ in range(6):
             worker.push(random_payload(SMALL, chance))
             await server.settle()

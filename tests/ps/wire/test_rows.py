@@ -52,7 +52,7 @@ def test_rows_of_a_second_worker_wait_for_the_first_ones(is_shared: bool) -> Non
         await server.settle()
         assert (staging.num_lent, staging.num_waiting) == (1, 1)
         for worker in workers[1:]:
-            worker.place(1) if is_shared else worker.contribute(1)
+            worker.write_to_segment(1) if is_shared else worker.contribute(1)
             await server.settle()
             assert worker.outcomes == ["START", "APPLIED"]
         assert ones_of(server, before) == [0, 2, 2, 0, 0, 2, *[0] * 6]

@@ -77,23 +77,23 @@ def test_an_older_incarnation_than_the_one_that_was_seated_is_refused_at_once() 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("said", "is_told"), [("0.0.1", True), (PROGRAM_VERSION, False), ("", False)])
-def test_a_worker_of_another_version_is_said_so(monkeypatch: pytest.MonkeyPatch, said: str, is_told: bool) -> None:
-    told: list[tuple[str, dict[str, object]]] = []
-    monkeypatch.setattr(joining.log, "warning", lambda event, **fields: told.append((event, fields)))
+@pytest.mark.parametrize(("message", "is_told"), [("0.0.1", True), (PROGRAM_VERSION, False), ("", False)])
+def test_a_worker_of_another_version_is_said_so(monkeypatch: pytest.MonkeyPatch, message: str, is_told: bool) -> None:
+    warnings: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(joining.log, "warning", lambda event, **fields: warnings.append((event, fields)))
 
     async def main() -> None:
         config = Config.model_validate({"run": {"mode": "async"}})
         stream = Stream()
         service = ParameterServerService(Engine(config, make_policy(config), name="run"), config)
         call = asyncio.ensure_future(service.exchange(None, stream))
-        stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=-1, process="p", program_version=said))))
+        stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=-1, process="p", program_version=message))))
         await turns()
         assert [received.kind for received in stream.received] == ["welcome"]
         call.cancel()
         await asyncio.wait([call])
 
     asyncio.run(main())
-    assert [(event, fields["worker"], fields["server"]) for event, fields in told] == (
-        [("another_version", said, PROGRAM_VERSION)] if is_told else []
+    assert [(event, fields["worker"], fields["server"]) for event, fields in warnings] == (
+        [("another_version", message, PROGRAM_VERSION)] if is_told else []
     )

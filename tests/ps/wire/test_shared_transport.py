@@ -21,7 +21,7 @@ async def test_a_contribution_in_the_workers_segment(server: Server) -> None:
     worker = Worker(server, 0)
     await worker.share()
     for step in range(1, 10):
-        worker.place(step)
+        worker.write_to_segment(step)
         await server.settle()
         assert worker.stream.received[-1].out_of_band, "the weights came over the connection"
         assert torch.equal(worker.weights(), torch.full((100_000,), -0.5 * step))
@@ -38,7 +38,7 @@ async def test_a_worker_that_never_says_what_it_has_taken(server: Server) -> Non
     worker = Worker(server, 0)
     await worker.share()
     for step in range(1, 10):
-        worker.place(step)
+        worker.write_to_segment(step)
         await server.settle()
         if worker.task.done():
             break
@@ -72,7 +72,7 @@ def test_no_more_shared_memory_can_be_had(monkeypatch: pytest.MonkeyPatch) -> No
         worker = Worker(server, 0)
         await worker.share()
         for step in range(1, 10):
-            worker.place(step)
+            worker.write_to_segment(step)
             await server.settle()
             assert worker.outcomes == ["START"] + ["APPLIED"] * step, f"stuck at step {step}"
             assert torch.equal(worker.weights(), torch.full((100_000,), -0.5 * step))
@@ -91,16 +91,16 @@ async def test_while_a_worker_reads_others_go_on(server: Server) -> None:
     reader, *others = (Worker(server, rank) for rank in range(3))
     for worker in (reader, *others):
         await worker.share()
-    reader.place()
+    reader.write_to_segment()
     await server.settle()
-    held = reader.weights().clone()
+    weights = reader.weights().clone()
     for step in range(1, 6):
         for worker in others:
-            worker.place(step)
+            worker.write_to_segment(step)
             await server.settle()
             worker.send(taken=pb.Taken())
             await turns()
-    assert torch.equal(reader.weights(), held), "what it reads has changed"
+    assert torch.equal(reader.weights(), weights), "what it reads has changed"
     assert server.engine.model.publisher.num_memories == 2
     reader.task.cancel()
     await turns()
@@ -113,7 +113,7 @@ async def test_a_worker_dies_while_it_places_its_contribution(server: Server) ->
     victim, other = Worker(server, 0), Worker(server, 1)
     await victim.share()
     await other.share()
-    other.place()
+    other.write_to_segment()
     victim.announce(in_shared_memory=True)
     victim.send(out_of_band=4000, offset=8000)
     await turns()
@@ -129,13 +129,13 @@ async def test_a_mean_stands_though_its_first_worker_is_gone(server: Server) -> 
     victim, other = Worker(server, 0), Worker(server, 1)
     await victim.share()
     await other.share()
-    victim.place(value=1.0)
+    victim.write_to_segment(value=1.0)
     await server.settle()
     victim.segment = None
     victim.stream.close()
     victim.task.cancel()
     await turns()
-    other.place(value=3.0)
+    other.write_to_segment(value=3.0)
     await server.settle()
     assert torch.equal(other.weights(), torch.full((100_000,), -1.0))
 
@@ -234,7 +234,7 @@ def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str, monkeypatch: p
     async def play(server: Server) -> None:
         worker = Worker(server, 0)
         await worker.share()
-        worker.place()
+        worker.write_to_segment()
         await server.settle()
         if how != "killed while reading":
             worker.send(taken=pb.Taken())

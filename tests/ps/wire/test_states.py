@@ -16,12 +16,14 @@ from ..streams import LARGE, Server, Worker, served, turns
 
 def tell(worker: Worker, payload: bytes, size: int = 3, **fields: Any) -> None:
     for offset in range(0, len(payload), size):
-        told = {"num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields}
-        worker.send(state=pb.State(**told))
+        fields_of_piece = {
+            "num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields,
+        }  # fmt: skip
+        worker.send(state=pb.State(**fields_of_piece))
 
 
-def contribute(worker: Worker, step: int, place: int | None = None, **fields: Any) -> None:
-    at = {} if place is None else {"position": pb.Position(step=place, local_steps=1, batches=4 * place, epoch=0)}
+def contribute(worker: Worker, step: int, offset: int | None = None, **fields: Any) -> None:
+    at = {} if offset is None else {"position": pb.Position(step=offset, local_steps=1, batches=4 * offset, epoch=0)}
     worker.contribute(step, **at, **fields)
 
 

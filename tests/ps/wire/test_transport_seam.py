@@ -66,11 +66,11 @@ def test_a_transport_brings_payloads_straight_to_where_they_belong(codec: str) -
         for step in (1, 2):
             payload = torch.full((100_000,), 1.0, dtype=torch.float32 if codec == "raw" else torch.bfloat16)
             raw = bytes(as_bytes(payload))
-            half = len(raw) // 2
-            transport.up += [raw[half:], raw[:half]]
+            middle = len(raw) // 2
+            transport.up += [raw[middle:], raw[:middle]]
             worker.announce(step, codec=codec, num_bytes=len(raw), in_shared_memory=True)
-            worker.send(out_of_band=half, offset=half)
-            worker.send(out_of_band=half, offset=0)
+            worker.send(out_of_band=middle, offset=middle)
+            worker.send(out_of_band=middle, offset=0)
             await server.settle()
             assert torch.frombuffer(transport.down, dtype=torch.float32).tolist()[::50_000] == [-0.5 * step] * 2
             transport.down = bytearray()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paramserver.ps.core import effects
-from paramserver.tests.scenarios.telling import Workers, compare, make_run, play, restore, said
+from paramserver.tests.scenarios.telling import Workers, compare, in_words, make_run, play, restore
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 
@@ -32,7 +32,7 @@ def begin(settings: dict[str, Any], restored: list[str]) -> Callable[[str], str]
             new = run.apply(replace(event, at=now))
             workers.learn(new)
             found += new
-        return said(found)
+        return in_words(found)
 
     return tell
 

@@ -91,7 +91,7 @@ class Client:
             self.to_tell.remove(shard)
             self.shards.offer(self._event(chance), [shard])
             if not self.to_tell:
-                self._told()
+                self._take_messages()
 
     def _is_seated_at(self, shard: int) -> bool:
         """As `Engine.seated`: a stream waits until its shard has heard of it."""
@@ -110,7 +110,7 @@ class Client:
         bad = Judgement(chance.choice(["reject", "skip"]), "NaN", "limit")
         return contributed(*self.seat, self.number, self.version, judgement=bad if chance.random() < 0.05 else SOUND)
 
-    def _told(self) -> None:
+    def _take_messages(self) -> None:
         """All shards have it."""
         is_back = self.phase == "offering" and self.is_resumed
         self.phase = "waiting"

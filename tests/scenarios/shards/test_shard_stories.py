@@ -16,7 +16,7 @@ import pytest
 from paramserver.common.errors import ParamServerError
 from paramserver.ps.core import events
 from paramserver.tests.scenarios.sharded import LINES, Shards
-from paramserver.tests.scenarios.telling import Workers, compare, make_run, play, said
+from paramserver.tests.scenarios.telling import Workers, compare, in_words, make_run, play
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 _DIGEST = re.compile(r"shard (\d+) [0-9a-f]{16}")
@@ -31,10 +31,10 @@ def begin(settings: dict[str, Any], _: list[str]) -> Callable[[str], str]:
         refused = _do(shards, workers, text)
         _learn(shards, workers, before)
         found = [effect for _, effects in shards.shards[0].applied[before:] for effect in effects]
-        told = [*refused, _DIGEST.sub(r"shard \1 DIGEST", said(found))]
+        lines = [*refused, _DIGEST.sub(r"shard \1 DIGEST", in_words(found))]
         if behind := shards.behind():
-            told.append(f"[{', '.join(f'shard {shard}: {num} behind' for shard, num in behind.items())}]")
-        return " ".join(told)
+            lines.append(f"[{', '.join(f'shard {shard}: {num} behind' for shard, num in behind.items())}]")
+        return " ".join(lines)
 
     return tell
 
@@ -81,15 +81,15 @@ def _learn(shards: Shards, workers: Workers, since: int) -> None:
         workers.learn(effects)
 
 
-def _says(shards: Shards, workers: Workers, shard: int, what: str) -> None:
+def _says(shards: Shards, workers: Workers, shard: int, text: str) -> None:
     """Its next report is what no shard says."""
     outbox = shards.shards[shard].sequencer.outbox
-    if what.startswith("text "):
-        LINES.read(what.removeprefix("text "))
-    elif what == "a report after a gap":
+    if text.startswith("text "):
+        LINES.read(text.removeprefix("text "))
+    elif text == "a report after a gap":
         shards.coordinator.hear(shard, outbox.num_put + 2, events.Stored(1, 0))
     else:
-        outbox.put(workers.event(what))
+        outbox.put(workers.event(text))
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)

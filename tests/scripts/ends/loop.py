@@ -15,11 +15,11 @@ HOW, STEP, AFTER = sys.argv[1], int(sys.argv[2]), (sys.argv[3:] or [""])[0]
 
 def ahead(batches):
     """As trainers do: the next batch is asked for before the one at hand is used."""
-    held = next(batches, None)
-    while held is not None:
+    fetched = next(batches, None)
+    while fetched is not None:
         following = next(batches, None)
-        yield held
-        held = following
+        yield fetched
+        fetched = following
 
 
 def train(session: paramserver.Session) -> None:

@@ -9,14 +9,14 @@ import paramserver
 from paramserver.common.errors import UsageError
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
-told = {}
+messages = {}
 
 
 def wrong(name, action):
     try:
         action()
     except UsageError as error:
-        told[name] = f"{error.message}; {error.fix}"
+        messages[name] = f"{error.message}; {error.fix}"
 
 
 def change(by):
@@ -63,9 +63,9 @@ with paramserver.connect() as session:
             optimizer.load_state_dict(saved | {"paramserver": {"run": "another", "steps": 7}})
             optimizer.load_state_dict(saved | {"param_groups": [saved["param_groups"][0] | {"lr": 0.025}]})
             optimizer.load_state_dict(optimizer.state_dict())
-            told["rates"] = [optimizer.param_groups[0]["lr"], inner.param_groups[0]["lr"]]
+            messages["rates"] = [optimizer.param_groups[0]["lr"], inner.param_groups[0]["lr"]]
         optimizer.step()
         scheduler.step()
     wrong("after the end", optimizer.step)
     session.finish()
-print(json.dumps({"event": "told", **told}))
+print(json.dumps({"event": "told", **messages}))

@@ -16,11 +16,11 @@ GATE, GATE_AT = os.environ.get("GATE"), int(os.environ.get("GATE_AT", "-1"))  # 
 
 def ahead(batches):
     """Fetches a batch before the one at hand is used, as trainers do."""
-    held = next(batches)
+    fetched = next(batches)
     for batch in batches:
-        yield held
-        held = batch
-    yield held
+        yield fetched
+        fetched = batch
+    yield fetched
 
 
 generator = torch.Generator().manual_seed(3)

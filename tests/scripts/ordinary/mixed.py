@@ -24,9 +24,9 @@ with paramserver.connect() as session:
         optimizer.zero_grad(set_to_none=True)
         for _ in range(ACCUMULATE):
             inputs, labels = next(batches)
-            for half in range(HALVES):
+            for part in range(HALVES):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = F.cross_entropy(model(inputs[half::HALVES]), labels[half::HALVES])
+                    loss = F.cross_entropy(model(inputs[part::HALVES]), labels[part::HALVES])
                 (loss / ACCUMULATE / HALVES).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # of the mean where it matters: --clip-norm
         optimizer.step()

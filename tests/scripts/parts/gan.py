@@ -32,9 +32,9 @@ else:
     of_critic = torch.optim.Adam(critic.parameters(), lr=0.01, weight_decay=0.01)
 
 
-def gate(place):
+def gate(name):
     """Wait there for a file."""
-    if place == os.environ.get("GATE_AT"):
+    if name == os.environ.get("GATE_AT"):
         print("at the gate", flush=True)
         while not Path(os.environ["GATE"]).exists():
             time.sleep(0.01)

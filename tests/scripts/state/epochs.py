@@ -45,7 +45,7 @@ with paramserver.connect() as session:
     if not session.resumed:
         large.weight.data.add_(1)
     print(f"resumed {session.resumed} at {session.step} in {session.epoch}", flush=True)
-    num_batches, told = 0, []
+    num_batches, steps = 0, []
     for epoch in session.epochs(5):
         batches = session.shard(TensorDataset(x, y), batch_size=4)
         left, number = len(batches), 0
@@ -66,7 +66,7 @@ with paramserver.connect() as session:
                 optimizer.zero_grad()
                 by_step.step()
                 ema.update_parameters(model)
-                told += [session.step] if session.step > before else []
+                steps += [session.step] if session.step > before else []
         if "GOES_BACK" not in os.environ:
             assert session.epoch == epoch and (number == left or session.is_done), (epoch, number, left)
         by_epoch.step()
@@ -74,7 +74,7 @@ with paramserver.connect() as session:
         plateau.step(float(os.environ.get("FED", mean)))
         model.epoch_loss.zero_()
         print(f"epoch {epoch} of {left} batches, step {session.step}", flush=True)
-    assert "GOES_BACK" in os.environ or told == list(range(told[0], told[0] + len(told))), told
+    assert "GOES_BACK" in os.environ or steps == list(range(steps[0], steps[0] + len(steps))), steps
     session.finish()
     found = {"model": model.state_dict(), "ema": ema.state_dict(), "large": large.state_dict()}
     found |= {"lr": by_step.get_last_lr(), "scale": scaler.get_scale(), "best": plateau.best}

@@ -15,13 +15,9 @@ import paramserver
 
 NUM, BATCH = 29, 4
 LAYERS = {
-    "": nn.Identity,
-    "batch": lambda: nn.BatchNorm1d(8),
-    "frozen": lambda: nn.BatchNorm1d(8).eval(),
-    "sync": lambda: nn.SyncBatchNorm(8),
-    "group": lambda: nn.GroupNorm(2, 8),
-    "layer": lambda: nn.LayerNorm(8),
-}
+    "": nn.Identity, "batch": lambda: nn.BatchNorm1d(8), "frozen": lambda: nn.BatchNorm1d(8).eval(),
+    "sync": lambda: nn.SyncBatchNorm(8), "group": lambda: nn.GroupNorm(2, 8), "layer": lambda: nn.LayerNorm(8),
+}  # fmt: skip
 
 
 def make(norm: str = "") -> nn.Module:
@@ -49,8 +45,8 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
         wrapped = nn.parallel.DistributedDataParallel(model)
     with paramserver.connect() as session:
-        own = own_optimizer(model, float(env.get("LR", "0.02")))
-        optimizer = session.optimizer(wrapped, own, reduction=env.get("REDUCTION", "mean"))
+        local_optimizer = own_optimizer(model, float(env.get("LR", "0.02")))
+        optimizer = session.optimizer(wrapped, local_optimizer, reduction=env.get("REDUCTION", "mean"))
         if clip == "early":
             optimizer.clip_grad_norm(1.0)
         for inputs, wanted in session.shard(data(int(env.get("NUM", NUM))), batch_size=BATCH):
