@@ -439,10 +439,9 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 
 # ---- size and names ----------------------------------------------------------------------------------
 
-# Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks, and a new
-# capability adds its own lines.
+# Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
 MAX_PRODUCT_LINES = 40_000 + 100  # encoded gradients between peers
-MAX_TEST_LINES = 43_600
+MAX_TEST_LINES = 43_400
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:
@@ -505,7 +504,7 @@ def test_few_places_reach_through_the_engine() -> None:
 
 
 # Places in tests that reach for a private attribute of something else than self. `_replace` and `os._exit` are public.
-MAX_PRIVATE = 125
+MAX_PRIVATE = 119
 
 
 def private_uses(tree: ast.AST) -> Iterator[str]:
