@@ -168,9 +168,7 @@ class Plan:
         argv = (*self.server_argv, *arguments(None, {**settings, **identity}))
         needs = read_files(self.config.security, identity, file_of(self.mode))
         leaves = tuple(path for path in (self.save, self.history) if path and child == SERVER)
-        return _with_place(
-            ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves), placement, self.config
-        )
+        return _at(placement, ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves), self.config)
 
     def _worker(self, child: Child, server: str | None) -> ProcessSpec:
         address, identity = server or "none", dict(self.identities.get(child, {}))
@@ -187,17 +185,15 @@ class Plan:
         else:
             argv = (*argv, *arguments(None, identity), "--server", address, "--rank", rank)
             needs += (self.config.task.init,) if self.config.task.init is not None else ()
-        return _with_place(ProcessSpec(child, argv, env, needs=needs), self.places.get(child), self.config)
+        return _at(self.places.get(child), ProcessSpec(child, argv, env, needs=needs), self.config)
 
     @property
     def per_hour(self) -> float | None:
         """The price of an hour of all hosts; None where none has a price, or the configuration sets the total."""
         if self.config.cost.total_per_hour is not None:
             return None
-        places = [
-            placement for child, placement in self.places.items() if self.mode != SINGLE or child == self.reporter
-        ]
-        hosts = {placement.host: placement.per_hour for placement in places}
+        chosen = [at for child, at in self.places.items() if self.mode != SINGLE or child == self.reporter]
+        hosts = {placement.host: placement.per_hour for placement in chosen}
         prices = [self.config.cost.per_hour if price is None else price for price in hosts.values()]
         known = [price for price in prices if price is not None]
         return sum(known) if known else None
@@ -318,7 +314,7 @@ def _script_env(resolved: Resolved, history: str | None) -> dict[str, str]:
     return env if history is None else env | {"PS_OUTPUT__HISTORY": scalar_text(history)}
 
 
-def _with_place(spec: ProcessSpec, placement: Place | None, config: Config) -> ProcessSpec:
+def _at(placement: Place | None, spec: ProcessSpec, config: Config) -> ProcessSpec:
     """Returns the process with the interpreter, variables and share of the cores of its placement, if it has one."""
     if placement is None:
         return spec
