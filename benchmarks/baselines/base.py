@@ -32,7 +32,7 @@ class Baseline:
     install: ClassVar[str]
     modules: ClassVar[tuple[str, ...]] = ()
     programs: ClassVar[tuple[str, ...]] = ()
-    only: ClassVar[tuple[str, ...]] = ()  # measurements, of a variant of another peer
+    only: ClassVar[tuple[str, ...]] = ()  # measurements, of a variant of another baseline
 
     @property
     def is_installed(self) -> bool:

@@ -20,7 +20,7 @@ from paramserver.benchmarks.rig.team import slowest, team
 from paramserver.benchmarks.rig.turns import Measured, Samples, in_parts, measure
 from paramserver.common.errors import ParamServerError, UsageError
 
-MEASUREMENTS = ("exchange", "latency", "round", "xor")
+MEASUREMENTS = ("exchange", "latency", "round", "race", "xor")
 
 
 @pytest.mark.parametrize("num_floats", [1, 11, 203, 250_000, 1_000_003])
