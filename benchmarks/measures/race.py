@@ -65,6 +65,7 @@ OURS = {
     "diloco-q4": Ours("diloco", "q4", "q4"),
     "async_diloco": Ours("async_diloco"),
     "allreduce": Ours("allreduce"),
+    "allreduce-q4": Ours("allreduce", "q4"),
     "auto": Ours("sync", "auto"),
 }
 
@@ -90,6 +91,7 @@ class Run:
     lr: float
     steps: float  # of a worker
     curve: list[Point]
+    load: float = 0.0  # load average of the machine at the end
 
     @property
     def loss(self) -> float:
@@ -102,7 +104,6 @@ def measure_race(options: RaceOptions, baseline_names: Sequence[str]) -> Report:
     sides: dict[str, Ours | str] = {peer.name: peer.name.replace("-", "_") for peer in peers}
     sides |= {name: OURS[name] for name in options.modes}
     runs: dict[str, list[Run]] = {name: [] for name in sides}
-    load = os.getloadavg()[0]
     turns = list(product(range(options.seeds), options.lrs, sides))
     rates = [options.bandwidth_mbit] * options.workers + [options.server_mbit]
     with linked_hosts(rates, options.latency_ms) as hosts:
@@ -115,7 +116,6 @@ def measure_race(options: RaceOptions, baseline_names: Sequence[str]) -> Report:
                 notes.append(f"{name}, rate {lr:g}, seed {seed}: {outcome}")
             print(f"{number}/{len(turns)} {name}, rate {lr:g}, seed {seed}: {outcome}", file=sys.stderr, flush=True)
     results = summed_up(runs, options.target, options.seeds)
-    results["load_average"] = [load, os.getloadavg()[0]]
     config = {**vars(options), "sides": list(sides)}
     return Report("race", config, results, _table(options, results, notes))
 
@@ -155,6 +155,7 @@ def _of_side(runs: list[Run], target: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "lr": runs[0].lr, "loss": mean(losses), "loss_low": min(losses), "loss_high": max(losses),
         "steps": mean(run.steps for run in runs), "link_mb": mean(curve[-1][1] for curve in curves),
+        "load_average": mean(run.load for run in runs),
         "curve": [[mean(values) for values in zip(*points, strict=True)] for points in zip(*curves, strict=True)],
     }  # fmt: skip
     if target is not None:
@@ -179,8 +180,9 @@ def _run(options: RaceOptions, hosts: list[Host], side: Ours | str, lr: float, s
         (folder / "start.new").write_text(str(time.monotonic() + 0.5))
         (folder / "start.new").rename(folder / "start")
         _wait(folder, "done", workers, options.seconds + _END_S)
+        load = os.getloadavg()[0]
         seen = [json.loads((folder / f"done{rank}").read_text()) for rank in range(options.workers)]
-        return Run(lr, mean(samples[-1][1] for samples in seen), _curve(seen, folder))
+        return Run(lr, mean(samples[-1][1] for samples in seen), _curve(seen, folder), load)
 
 
 @contextmanager
@@ -255,6 +257,7 @@ def _table(options: RaceOptions, results: dict[str, Any], notes: list[str]) -> R
         f"s to {aim}",
         "MB to it",
         "rate",
+        "load",
     ]
     rows = [
         [
@@ -266,6 +269,7 @@ def _table(options: RaceOptions, results: dict[str, Any], notes: list[str]) -> R
             _hit(side, "target_s", options.seeds),
             number(side.get("target_mb"), "{:,.0f}"),
             f"{side['lr']:g}",
+            f"{side['load_average']:.1f}",
         ]
         for name, side in results["sides"].items()
     ]
@@ -276,7 +280,7 @@ def _table(options: RaceOptions, results: dict[str, Any], notes: list[str]) -> R
         f"{options.latency_ms:g} ms; {options.seconds:g} s each, seeds: {options.seeds}, "
         f"rates {', '.join(f'{lr:g}' for lr in options.lrs)}"
     )
-    about = [f"* baselines; the server's link: {server}; load average {results['load_average'][0]:.1f} at the start"]
+    about = [f"* baselines; the server's link: {server}; load: the machine's, on average at the ends of a side's runs"]
     if target is None:
         about.append("no target: plain ddp did not run, and --target names none")
     return page(title, number_table(columns, rows), notes=[*about, *notes])
