@@ -144,6 +144,6 @@ def _audit(trial: Trial, verdict: Verdict) -> Account:
         run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
     )
     # Where paces differ, some contributions have fewer steps.
-    samples = [verdict.samples[contribution] for contribution in verdict.lineage.contributions()]
+    samples = [verdict.samples.get(contribution, 0) for contribution in verdict.lineage.contributions()]
     weights = trial.setup.folder / "weights.safetensors"
     return audit(weights, epoch, verdict.lineage, sum(samples) if mode.may_scale else None)
