@@ -20,11 +20,9 @@ from ..common.reporting.curve import add_trained
 from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
 from ..common.reporting.summary import Cost, Summary
-from ..common.runstore.reading import RunStore, StoredRun, config_differences
+from ..common.runstore.reading import IRRELEVANT_SETTINGS, RunStore, StoredRun, config_differences
 from .showing import plain, print_json
 
-# Settings that differ between any two runs, or do not affect training.
-_IRRELEVANT = ("output.", "log.", "launch.", "server.listen", "checkpoint.dir", "server.metrics", "worker.rank")
 _MOST_IN_A_LABEL = 2
 
 
@@ -47,7 +45,7 @@ def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | 
             for row in store.series(run):
                 add_trained(summary.trained, row)
         settings = config_differences(store.config(run) for run in runs)
-    differs = {key: values for key, values in settings.items() if not key.startswith(_IRRELEVANT)}
+    differs = {key: values for key, values in settings.items() if not key.startswith(IRRELEVANT_SETTINGS)}
     labels, notes = _labels(runs, differs), _notes(runs)
     named = list(zip(labels, summaries, strict=True))
     texts = findings(named, target) if len({run.work for run in runs}) == 1 else []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from gzip import compress
 from hashlib import sha256
 from mimetypes import guess_type
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
@@ -18,10 +20,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from ..common.reporting.metrics import Display, Metric, shown_of_run, shown_of_workers
-from ..common.runstore.reading import StoredRun
+from ..common.errors import ParamServerError
+from ..common.reporting.metrics import Display, shown_of_run, shown_of_workers
+from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
+from .compared import curves_of, described, differing, is_up_of_run, recorded_metrics, tags_of
 from .feed import Feed, Message
 from .guard import refusal
 from .openapi import Done, Health, Session, description
@@ -67,7 +71,21 @@ class Runs:
     def listed(self) -> list[StoredRun]:
         """Returns all runs, the newest first."""
         stored = self.store.runs() if self.store is not None else []
-        return [*map(_listed, reversed(self.live.values())), *(run for run in stored if run.id not in self.live)]
+        known = {run.id: run for run in stored}
+        live = [_with_names(_listed(feed), known.get(name)) for name, feed in reversed(self.live.items())]
+        return [*live, *(run for run in stored if run.id not in self.live)]
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Returns by run the settings that are not the same in all runs."""
+        found = self.store.settings() if self.store is not None else {}
+        live = {name: relevant_settings(feed.view.about.settings) for name, feed in self.live.items()}
+        return differing({**found, **live})
+
+    def curves(self, name: str) -> dict[str, Any]:
+        """Returns a run with its metrics over time. HTTPException 404 as for `feed`."""
+        feed = self.feed(name)
+        listed = {run.id: run for run in self.listed()}
+        return curves_of(listed.get(feed.view.about.run) or _listed(feed), feed.view, self.store)
 
     def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
         """Returns how to read a run of another process again, None for a run of this process or one that is over."""
@@ -123,12 +141,21 @@ def make_app(runs: Runs) -> Starlette:
     async def control(request: Request) -> Response:
         return await _control(runs.feed(request.path_params["run"]), request)
 
+    async def tag(request: Request) -> Response:
+        return await _tag(runs, request)
+
     def session(request: Request) -> Any:
         return Session(may_control=request.state.may_control, program=PROGRAM_VERSION).model_dump()
 
     def metrics(request: Request) -> Any:
-        found = {"run": shown_of_run(Display.DASHBOARD), "worker": shown_of_workers(Display.DASHBOARD)}
-        return {scope: [_described(metric) for metric in shown] for scope, shown in found.items()}
+        found = {
+            "run": shown_of_run(Display.DASHBOARD), "worker": shown_of_workers(Display.DASHBOARD),
+            "recorded": recorded_metrics(),
+        }  # fmt: skip
+        return {
+            **{scope: [described(metric) for metric in shown] for scope, shown in found.items()},
+            "is_up": is_up_of_run(),
+        }
 
     files = _files()
 
@@ -157,12 +184,15 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/session", reply(session)),
             Route("/api/metrics", reply(metrics)),
             Route("/api/runs", listed),
+            Route("/api/settings", reply(lambda _: finite(runs.settings()))),
             Route(run, whole),
             Route(f"{run}/status", of_run(newest)),
             Route(f"{run}/workers", of_run(workers)),
             Route(f"{run}/metrics", of_run(lambda feed: feed.view.series)),
             Route(f"{run}/events", of_run(lambda feed: [event.model_dump() for event in feed.view.events])),
             Route(f"{run}/snapshots", of_run(lambda feed: [item.model_dump() for item in feed.view.snapshots])),
+            Route(f"{run}/curves", reply(lambda request: runs.curves(request.path_params["run"]))),
+            Route(f"{run}/tags", tag, methods=["POST"]),
             Route(f"{run}/controls", control, methods=["POST"]),
             Route("/api/events", events),
             WebSocketRoute("/ws/events", socket),
@@ -171,23 +201,36 @@ def make_app(runs: Runs) -> Starlette:
     )
 
 
-def _files() -> dict[str, tuple[bytes, str]]:
-    """Returns the static files by name, with their ETags. Each page has the style inline, so it renders at once."""
+class _File(NamedTuple):
+    """A static file: whole, compressed, and its ETag."""
+
+    body: bytes
+    compressed: bytes
+    tag: str
+
+
+def _files() -> dict[str, _File]:
+    """Returns the static files by name. Each page has the style inline, so it renders at once."""
     found = {path.relative_to(_STATIC).as_posix(): path.read_bytes() for path in _STATIC.rglob("*") if path.is_file()}
     link = f'<link rel="stylesheet" href="/static/{_STYLE}">'.encode()
     style = b"<style>\n" + found[_STYLE] + b"</style>"
     whole = {name: body.replace(link, style) if name.endswith(".html") else body for name, body in found.items()}
-    return {name: (body, f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()}
+    return {
+        name: _File(body, compress(body, mtime=0), f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()
+    }
 
 
-def _file(files: dict[str, tuple[bytes, str]], name: str, request: Request) -> Response:
+def _file(files: dict[str, _File], name: str, request: Request) -> Response:
     if name not in files:
         raise HTTPException(404, f"no file {name[:80]}")
-    body, tag = files[name]
-    headers = {"Cache-Control": "no-cache", "ETag": tag}
-    if request.headers.get("if-none-match") == tag:
+    file = files[name]
+    headers = {"Cache-Control": "no-cache", "ETag": file.tag, "Vary": "Accept-Encoding"}
+    if request.headers.get("if-none-match") == file.tag:
         return Response(status_code=304, headers=headers)
-    return Response(body, media_type=guess_type(name)[0], headers=headers)
+    accepts = [text.partition(";")[0].strip() for text in request.headers.get("accept-encoding", "").split(",")]
+    if "gzip" not in accepts:
+        return Response(file.body, media_type=guess_type(name)[0], headers=headers)
+    return Response(file.compressed, media_type=guess_type(name)[0], headers={**headers, "Content-Encoding": "gzip"})
 
 
 def _listed(feed: Feed) -> StoredRun:
@@ -205,8 +248,24 @@ def _listed(feed: Feed) -> StoredRun:
     return StoredRun(**known | ({"num_workers": status.num_ranks} if feed.is_over else {}))
 
 
-def _described(metric: Metric) -> dict[str, str]:
-    return {"name": metric.name, "label": metric.label, "help": metric.help, "unit": metric.unit.value}
+def _with_names(run: StoredRun, stored: StoredRun | None) -> StoredRun:
+    """Returns the run with the name and the tags that its user gave it."""
+    return run if stored is None else run.model_copy(update={"name": stored.name, "tags": stored.tags})
+
+
+async def _tag(runs: Runs, request: Request) -> Response:
+    name = request.path_params["run"]
+    try:
+        tags = tags_of(_command(await request.body()).get("tags"))
+    except (ValueError, ClientDisconnect) as error:
+        return refusal(400, str(error) or "the body is incomplete", 'e.g. {"tags": "baseline quick"}')
+    try:
+        is_known = runs.store is not None and await asyncio.to_thread(runs.store.set_tags, name, tags)
+    except (ParamServerError, sqlite3.Error) as error:
+        return refusal(409, f"the tags cannot be written: {error}")
+    if not is_known:
+        return refusal(404, f"no run {name[:80]} in the run store", "a run is recorded once its first worker joins")
+    return JSONResponse(Done(done=f"tags: {' '.join(tags)}" if tags else "no tags").model_dump())
 
 
 async def _control(feed: Feed, request: Request) -> Response:

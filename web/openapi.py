@@ -12,6 +12,7 @@ from ..common.reporting.status import Status
 from ..common.reporting.view import Event, Snapshot, Tick, View, series_columns
 from ..common.runstore.reading import StoredRun
 from ..common.version import PROGRAM_VERSION
+from .compared import Curves
 
 
 class Session(BaseModel):
@@ -42,7 +43,7 @@ class Refusal(BaseModel):
     fix: str
 
 
-_KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Session, Health, Done, Refusal)
+_KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Curves, Session, Health, Done, Refusal)
 _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "string"},
         "description": "its name, or `live`: the newest in progress"}  # fmt: skip
 
@@ -72,6 +73,9 @@ def description() -> dict[str, Any]:
             "/api/session": _get("what the caller may do", _ref("Session")),
             "/api/metrics": _get("names, labels, units and help of the metrics of a run and of a worker", _metrics()),
             "/api/runs": _get("all runs", _many("StoredRun")),
+            "/api/settings": _get("by run, the settings that are not the same in all runs", _settings()),
+            "/api/runs/{run}/curves": _get("its recorded metrics over time, for a comparison", _ref("Curves"), _RUN),
+            "/api/runs/{run}/tags": {"post": _tags()},
             "/api/runs/{run}": _get("all that the page shows of one", _ref("View"), _RUN),
             "/api/runs/{run}/status": _get("where it stands; null before it has said so",
                                            {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
@@ -98,7 +102,27 @@ def _metrics() -> dict[str, Any]:
     names = ["name", "label", "help", "unit"]
     item = {"type": "object", "required": names, "properties": {name: {"type": "string"} for name in names}}
     metrics = {"type": "array", "items": item}
-    return {"type": "object", "required": ["run", "worker"], "properties": {"run": metrics, "worker": metrics}}
+    directions = {"type": "object", "additionalProperties": {"type": "boolean"},
+                  "description": "whether more is better"}  # fmt: skip
+    scopes = {"run": metrics, "worker": metrics, "recorded": metrics, "is_up": directions}
+    return {"type": "object", "required": [*scopes], "properties": scopes}
+
+
+def _settings() -> dict[str, Any]:
+    """By run, a value by dotted key."""
+    return {"type": "object", "additionalProperties": {"type": "object"}}
+
+
+def _tags() -> dict[str, Any]:
+    body = {"schema": {"type": "object", "required": ["tags"], "properties": {
+        "tags": {"type": "string", "description": "all tags of the run, separated by spaces"}}}}  # fmt: skip
+    refusals = {"400": "the body is not a JSON object", "404": "no such run in the run store",
+                "409": "the run store cannot be written", "413": "the body is too long"}  # fmt: skip
+    return {
+        "summary": "set the tags of a run", "parameters": [_RUN], "security": [{"token": []}],
+        "requestBody": {"required": True, "content": {"application/json": body}},
+        "responses": _responses("the tags", _ref("Done"), "application/json", refusals),
+    }  # fmt: skip
 
 
 def _message() -> dict[str, Any]:

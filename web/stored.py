@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import ParamServerError
+from ..common.reporting.metrics import Value
 from ..common.reporting.status import Status
 from ..common.reporting.view import About, Tick, View, Wait, series_of
-from ..common.runstore.reading import RunStore, StoredRun
+from ..common.runstore import changing
+from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 
 _FRESH_S = 0.9  # for which a read view is reused
 _MAX_EVENTS = 300
@@ -20,6 +23,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: dict[str, tuple[float, View]] = {}
+        self._settings: dict[str, dict[str, Any]] = {}  # of runs that are over
         self._listed: tuple[list[tuple[int, int, int]], list[StoredRun]] = [], []
 
     def runs(self) -> list[StoredRun]:
@@ -51,6 +55,39 @@ class Store:
         if found is not None:
             self._read[name] = time.monotonic(), found
         return found
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Returns the settings of every run that may affect training, by run and dotted key."""
+        runs = self.runs()
+        unread = {run.key: run.id for run in runs if run.id not in self._settings}
+        try:
+            with RunStore(self._path) as store:
+                read = {unread[key]: relevant_settings(config) for key, config in store.configs(unread).items()}
+        except ParamServerError:
+            return {}
+        found = {run.id: self._settings.get(run.id) or read.get(run.id, {}) for run in runs}
+        self._settings = {run.id: found[run.id] for run in runs if run.state != "running"}  # it may be changed
+        return found
+
+    def recorded(self, name: str) -> dict[str, list[Value]] | None:
+        """Returns the recorded metrics of a run over time in columns, None where it is not there."""
+        try:
+            with RunStore(self._path) as store:
+                run = store.named(name)
+                points = store.series(run) if run is not None else []
+        except ParamServerError:
+            return None
+        names = [metric.name for metric in Status.declared_metrics()]
+        return {name: [getattr(point, name) for point in points] for name in names} if points else None
+
+    def set_tags(self, name: str, tags: list[str]) -> bool:
+        """Set the tags of a run; False where it is not there. Raises StoreError and sqlite3.Error."""
+        with RunStore(self._path) as store:
+            run = store.named(name)
+        if run is None:
+            return False
+        changing.set_tags(self._path, run.key, tags)
+        return True
 
 
 def _stamp(path: Path) -> list[tuple[int, int, int]]:

@@ -18,6 +18,12 @@ def rename(path: Path, run: int, name: str | None) -> None:
         connection.execute("UPDATE runs SET name = ? WHERE key = ?", (name, run))
 
 
+def set_tags(path: Path, run: int, tags: Iterable[str]) -> None:
+    """The run gets these tags, and loses those that it had. A tag has no spaces."""
+    with _changing(path) as connection:
+        connection.execute("UPDATE runs SET tags = ? WHERE key = ?", (" ".join(tags), run))
+
+
 def remove(path: Path, runs: Iterable[int]) -> None:
     """The runs, and all that belongs to them; what they took of the disk is given back."""
     with _changing(path) as connection:

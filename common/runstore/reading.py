@@ -35,6 +35,9 @@ from .schema import open_to_read, unreadable
 if TYPE_CHECKING:
     from ..reporting.pictures.notebook import Card
 
+# Settings that differ between any two runs, or do not affect training.
+IRRELEVANT_SETTINGS = ("output.", "log.", "launch.", "server.listen", "server.web", "checkpoint.dir", "server.metrics",
+                       "worker.rank")  # fmt: skip
 _LEAST_OF_AN_ID = 4  # characters
 _INTERNAL = frozenset({"run", "host", "process", "heartbeat_s", "stride"})  # columns
 
@@ -45,6 +48,7 @@ class StoredRun(Measured):
     id: str
     key: int = 0  # in the file
     name: str | None = None  # that its user gave it
+    tags: list[str] = Field(default_factory=list)
     project: str = ""
     mode: str = ""
     work: str = ""  # the task, or the script
@@ -157,6 +161,13 @@ class RunStore:
         rows = self._rows("SELECT * FROM runs WHERE id = ? OR name = ? ORDER BY key DESC LIMIT 1", wanted, wanted)
         return _run(rows[0]) if rows else None
 
+    def configs(self, keys: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Returns the configurations of runs, by the runs' keys."""
+        wanted = set(keys)
+        rows = self._rows("SELECT run, body FROM documents WHERE name = 'config'")
+        found = {row["run"]: _json(row["body"]) for row in rows if row["run"] in wanted}
+        return {key: config for key, config in found.items() if isinstance(config, dict)}
+
     # ---- of a run -----------------------------------------------------------------------------
 
     def series(self, run: StoredRun, after: int = 0) -> list[SeriesPoint]:
@@ -223,6 +234,11 @@ class RunStore:
             raise unreadable(self.path, error) from None
 
 
+def relevant_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that may affect training, by dotted key."""
+    return {key: value for key, value in _leaves(config) if not key.startswith(IRRELEVANT_SETTINGS)}
+
+
 def config_differences(configs: Iterable[dict[str, Any]]) -> dict[str, list[Any]]:
     """By dotted key, the value of each configuration where they are not all equal; None where one has no such key."""
     flat = [dict(_leaves(config)) for config in configs]
@@ -240,7 +256,8 @@ def _leaves(value: dict[str, Any], before: str = "") -> Iterable[tuple[str, Any]
 
 
 def _run(row: sqlite3.Row) -> StoredRun:
-    return StoredRun.of(**{**_without_run(row), "metrics": _metrics(row["metrics"]), "state": _state(row)})
+    columns = {**_without_run(row), "metrics": _metrics(row["metrics"]), "state": _state(row)}
+    return StoredRun.of(**{**columns, "tags": row["tags"].split()})
 
 
 def _event(row: sqlite3.Row) -> StoredEvent:

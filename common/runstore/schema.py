@@ -17,7 +17,7 @@ from ..reporting.metrics import Metric
 from ..reporting.status import Measured, Status, WorkerStatus
 
 FILE = "paramserver.db"
-VERSION = 2  # of the tables, in PRAGMA user_version
+VERSION = 3  # of the tables, in PRAGMA user_version
 
 # `tick` counts statuses of a run, of which some are kept. Times `at` are Unix seconds; `elapsed_s` is of training.
 # `runs`, `series` and `worker_series` have a column more for each metric of `reporting/metrics.py`; NULL: unknown.
@@ -26,6 +26,7 @@ CREATE TABLE runs (
     key INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE,
     name TEXT UNIQUE,
+    tags TEXT NOT NULL DEFAULT '',
     project TEXT NOT NULL,
     mode TEXT NOT NULL,
     work TEXT NOT NULL,

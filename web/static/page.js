@@ -1,6 +1,7 @@
 // The dashboard of one run. It gets the whole once, then pushed ticks; after a break the whole again.
 import { $, clock, duration, shortNumber, inPlace, make, price, say, size, whole, written } from './text.js';
-import { draw } from './charts.js';
+import { modeVar } from './palette.js';
+import { remadeCharts, showCharts } from './runcharts.js';
 import { showWorkers } from './workers.js';
 import { addSpans } from './stream.js';
 import { showWaits } from './waits.js';
@@ -25,19 +26,8 @@ function showMetrics(tick) {
   $('progress').value = status.steps ? status.step / status.steps : 0;
   $('progress').hidden = !status.steps;
   say($('waiting'), status.waiting ? `everyone waits for: ${status.waiting}` : '');
+  $('title').style.setProperty('--of-mode', modeVar(status.mode));
   document.title = `${status.steps ? `${Math.floor(100 * status.step / status.steps)} % ` : ''}${status.mode} – paramserver`;
-}
-
-function showCharts() {
-  const series = state.series, axis = $('axis').value, label = $('axis').selectedOptions[0].textContent;
-  draw($('loss'), ['loss'], label, [series[axis], series.loss]);
-  draw($('rate'), ['samples/s'], label, [series[axis], series.samples_per_s]);
-  const names = [...new Set(state.evaluations.flatMap(point => Object.keys(point.metrics)))];
-  const points = state.evaluations.filter(point => point[axis] !== null);
-  if (names.length) draw($('evaluations'), names, label, [points.map(point => point[axis]), ...names.map(name => points.map(point => point.metrics[name] ?? null))], 'points');
-  else say($('evaluations'), 'none yet; run.eval_every asks for them');
-  const bins = state.newest ? Object.entries(state.newest.staleness).map(([behind, count]) => [Number(behind), count]).sort((a, b) => a[0] - b[0]) : [];
-  if (bins.length) draw($('staleness'), ['contributions'], 'versions behind', [bins.map(bin => bin[0]), bins.map(bin => bin[1])], 'bars');
 }
 
 function showRest(tick) {
@@ -57,7 +47,7 @@ function showRest(tick) {
 }
 
 function show(tick, isWhole, spans) {
-  showMetrics(tick); showWorkers(tick, metrics.worker); showCharts(); showWaits(tick.waits, tick.status.workers); showRest(tick);
+  showMetrics(tick); showWorkers(tick, metrics.worker); showCharts(state, metrics.run); showWaits(tick.waits, tick.status.workers); showRest(tick);
   addSpans(spans, tick.clock_s, isWhole);
 }
 
@@ -71,6 +61,7 @@ function gotWhole(event) {
   state = JSON.parse(event.data);
   connection('live', 'live');
   $('title').textContent = [state.about.label || state.about.mode, state.about.task].filter(Boolean).join(' · ') || 'paramserver';
+  $('title').title = $('title').textContent;
   $('program').textContent = `paramserver ${state.about.version}`;
   $('settings').textContent = JSON.stringify(state.about.settings, null, 2);
   showControls(state.about, mayControl);
@@ -106,6 +97,8 @@ async function connect() {
 // A restarted server, or the next run, has the same address.
 function retry() { setTimeout(() => fetch(`/api/runs/${encodeURIComponent(run)}/status`).then(reply => { if (!reply.ok) throw reply; return reply.json(); }).then(tick => { if (tick && tick.is_over) throw tick; isOver = false; connect(); }).catch(retry), 1000); }
 
-$('axis').addEventListener('change', () => state && showCharts());
-addEventListener('resize', () => state && state.newest && (showCharts(), addSpans([], state.newest.clock_s, false)));
+const again = () => { if (state?.newest) { showCharts(state, metrics.run); addSpans([], state.newest.clock_s, false); } };
+remadeCharts(again);
+addEventListener('resize', again);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', again);
 connect();

@@ -2,7 +2,7 @@
 import { $, color, duration, share } from './text.js';
 const WINDOW_S = 60, ROW = 16, LEFT = 64;
 const MAX_DESCRIBED = 8; // workers in the label
-let spans = [];
+let spans = [], hadSpans = false;
 
 // A line as a phrase.
 function describe(rank, from) {
@@ -14,6 +14,9 @@ function describe(rank, from) {
 
 export function addSpans(more, now, isWhole) {
   spans = (isWhole ? [] : spans).concat(more).filter(span => span.begin_s > now - WINDOW_S - 30);
+  $('stream').parentElement.hidden = !spans.length && !hadSpans; // a stored run has no last minute
+  hadSpans ||= spans.length > 0;
+  if (!hadSpans) return;
   const canvas = $('stream'), ranks = [...new Set(spans.map(span => span.rank))].sort((a, b) => (a < 0) - (b < 0) || a - b);
   const width = canvas.clientWidth || 300, height = Math.max(1, ranks.length) * ROW + 18, ratio = devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -22,7 +25,7 @@ export function addSpans(more, now, isWhole) {
   const paint = canvas.getContext('2d');
   paint.setTransform(ratio, 0, 0, ratio, 0, 0);
   paint.clearRect(0, 0, width, height);
-  paint.font = '12px system-ui, sans-serif'; paint.textBaseline = 'middle';
+  paint.font = `12px ${getComputedStyle(document.body).fontFamily}`; paint.textBaseline = 'middle';
   const from = Math.max(0, now - WINDOW_S), scale = (width - LEFT) / WINDOW_S, x = at => LEFT + (at - from) * scale;
   const kinds = [['wait_s', color('wait')], ['transfer_s', color('transfer')], ['compute_s', color('compute')], ['apply_s', color('apply')]];
   for (const span of spans) {
