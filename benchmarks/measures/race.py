@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -209,7 +210,8 @@ def _workers(hosts: list[Host], folder: Path, environment: dict[str, str]) -> It
     finally:
         with undisturbed():
             for worker in started:
-                worker.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)  # what it started too
                 worker.wait()
 
 
@@ -276,7 +278,7 @@ def _table(options: RaceOptions, results: dict[str, Any], notes: list[str]) -> R
     speed = f"the last {SLOW:g} times slower" if options.unequal else "of equal speed"
     server = f"{options.server_mbit:g} Mbit/s" if options.server_mbit else "unlimited"
     title = (
-        f"{options.workers} workers {speed}, each on a link of {options.bandwidth_mbit:g} Mbit/s, "
+        f"{options.workers} workers, {speed}, each on a link of {options.bandwidth_mbit:g} Mbit/s, "
         f"{options.latency_ms:g} ms; {options.seconds:g} s each, seeds: {options.seeds}, "
         f"rates {', '.join(f'{lr:g}' for lr in options.lrs)}"
     )
