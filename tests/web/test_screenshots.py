@@ -67,7 +67,7 @@ def test_the_comparison_in_both_colours(cluster: Cluster, tab: Callable[..., Tab
         shown = tab(color_scheme=scheme, viewport={"width": 1200, "height": 900})
         shown.page.goto(url)
         shown.page.goto(f"{url.partition('?')[0]}?sel={runs}&smooth=0.5")
-        until(shown, "() => document.getElementById('comparison-legend')?.textContent.includes('sync (2 seeds)')")
+        until(shown, "() => document.querySelectorAll('#comparison tr [aria-expanded]').length === 2")
         until(shown, "() => document.querySelectorAll('#comparison-charts canvas').length > 2")
         keep(shown, f"compare-{scheme}.png", folder_of(tmp_path))
 
