@@ -102,8 +102,8 @@ def test_it_outlives_a_snapshot(name, tmp_path: Path):
         if number in (2, 5):
             captured = capture(store)
             manifest = manifest_of(
-                captured, store.layout, optimizer(name), run="r", server_incarnation=1, mode="sync", contributions={0: number},
-                num_joins={0: 1}, training={}, seed=0, paramserver_version="0",
+                captured, store.layout, optimizer(name), run="r", server_incarnation=1, mode="sync",
+                contributions={0: number}, num_joins={0: 1}, training={}, seed=0, paramserver_version="0",
             )  # fmt: skip
             path = write(tmp_path, manifest, tensors_of(captured, store.layout, optimizer(name))).path
             store = new_store(name, 5)
