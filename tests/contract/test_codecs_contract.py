@@ -63,7 +63,7 @@ def expected(codec: Any, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is not encoded by itself: rounded to the codec's half precision, if it has one."""
     if not isinstance(codec, ByTensor) or tensor.dtype not in (torch.float32, torch.float64):
         return tensor
-    return tensor.to(codec.half).to(tensor.dtype)
+    return tensor.to(codec.fallback_dtype).to(tensor.dtype)
 
 
 @st.composite
