@@ -102,6 +102,7 @@ def namespaces() -> list[str]:
     return [line for line in listed.splitlines() if line.startswith("psrace")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_race_over_limited_links_ends_with_a_table_and_no_namespace(bench: Any) -> None:
     if (why := why_not()) is not None:
@@ -120,6 +121,7 @@ def test_a_race_over_limited_links_ends_with_a_table_and_no_namespace(bench: Any
     assert "torchft: NOT INSTALLED" in table or "torchft" in sides
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_removes_the_namespaces(bench: Any) -> None:
     if (why := why_not()) is not None:
