@@ -123,8 +123,10 @@ def _read_timing(message: pb.Timing) -> Timing:
 
 
 def _write_payload(payload: PayloadInfo, message: pb.PayloadInfo) -> None:
+    if payload.codec:  # also without bytes: a fragment may have no tensor on a shard
+        message.codec = payload.codec
     if payload.num_bytes:
-        message.codec, message.num_bytes = payload.codec, payload.num_bytes
+        message.num_bytes = payload.num_bytes
     if payload.in_shared_memory:
         message.in_shared_memory = True
     if payload.without_gradient:

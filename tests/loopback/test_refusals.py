@@ -156,7 +156,7 @@ def test_server_stopped_by_a_signal_writes_its_weights(cluster, number, code):
 
 
 @pytest.mark.slow
-def test_worker_of_a_server_that_was_started_anew_says_so(cluster):
+def test_worker_of_a_restarted_server_says_so(cluster):
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", "1000")
     script = cluster.script(0, "onehot.py", "1000", str(cluster.folder / "go"), "3")
     script.until(lambda: "at the gate" in script.output, "gate")
@@ -164,4 +164,4 @@ def test_worker_of_a_server_that_was_started_anew_says_so(cluster):
     cluster.server("--mode", "async", "--workers", "1", "--steps", "1000", "--listen", cluster.address)
     (cluster.folder / "go").touch()
     assert script.wait() == 12
-    assert "started anew" in script.output
+    assert "the restarted server runs" in script.output
