@@ -41,7 +41,7 @@ def test_a_model_that_moves_and_an_optimizer_that_is_loaded_go_on(cluster: Clust
 
 TOLD = {
     "record": "session.record() before session.optimizer()",
-    "shard": "session.shard() before session.optimizer()",
+    "shard": "state() was called before session.optimizer()",
     "no parameters": "the model has no parameters to train: it has none",
     "frozen": "none of its 2 tensors is a parameter with requires_grad",
     "shared": "parameter 'a.0.weight' is in two parameter groups",
@@ -50,7 +50,7 @@ TOLD = {
     "lazy": "'0.weight' of a lazy module has no shape yet",
     "second": "session.optimizers(generator=",
     "second of parts": "session.optimizers(generator=",
-    "inner": "step the one it returned",
+    "inner": "step the returned optimizer",
     "group": "parameter groups are fixed",
     "load": "weights ('0.weight' and 3 more) were changed between two steps, not by this optimizer: in mode async",
     "clamp": "weights ('0.bias') were changed",

@@ -146,7 +146,7 @@ def test_workers_that_disagree_on_the_reduction_are_refused_by_name(run: Scripts
 def test_another_word_is_a_mistake(run: Scripts) -> None:
     script = run.script(0, REDUCTION="max", PS_SERVER="")
     assert script.wait() == 2, script.output
-    assert "reduction='max'): it is 'mean' or 'sum'" in script.output
+    assert "reduction='max'): use 'mean' or 'sum'" in script.output
 
 
 # ---- clipping ------------------------------------------------------------------------------------------

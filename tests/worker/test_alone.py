@@ -85,7 +85,7 @@ def test_a_run_that_cuts_a_script_short_says_so_at_the_start() -> None:
     with capture_logs() as logs:
         assert epochs(session, epochs=3) == [5, 0, 0]
     assert logs[0]["event"] == "cut_short"
-    assert "ends after 5 training steps (run.steps), this script's loop would take 12" in logs[0]["reason"]
+    assert "ends after 5 training steps (run.steps); this script's loop has 12" in logs[0]["reason"]
 
 
 def test_epochs_of_a_script_s_own_loader_are_refused() -> None:

@@ -101,7 +101,7 @@ def test_two_loops_side_by_side_are_at_one_place() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_sampler": [[0], [1]]}, "cannot follow a batch_sampler of yours"),
+        ({"batch_sampler": [[0], [1]]}, "cannot use a batch_sampler"),
         ({"sampler": DistributedSampler(range(10), 2, 0)}, "divides the data itself, and so does a DistributedSampler"),
         ({"sampler": iter([1, 2])}, "list_iterator has no length"),
     ],
@@ -206,7 +206,7 @@ def test_what_a_data_loader_says_already_may_be_said_again() -> None:
 
 
 def test_batches_before_an_optimizer_are_a_mistake_that_is_said() -> None:
-    with pytest.raises(UsageError, match=r"session.shard\(\) before session.optimizer\(\)"):
+    with pytest.raises(UsageError, match=r"state\(\) was called before session.optimizer\(\)"):
         AloneSession(Config()).shard(data())
 
 

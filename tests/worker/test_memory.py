@@ -294,7 +294,7 @@ def test_what_is_neither_tensors_nor_json_is_refused_by_name(item: Any, message:
 def test_state_after_the_first_batch_or_twice_is_a_mistake_that_is_said() -> None:
     session = OneSession(Strategy(Run(1), 0), nn.Linear(1, 1))
     session.state(one=Odd(1))
-    with pytest.raises(UsageError, match=r"session.state\(one=...\) was said before"):
+    with pytest.raises(UsageError, match=r"session.state\(one=...\) was called before"):
         session.state(one=Odd(1))
     next(session.shard(TensorDataset(torch.zeros(10, 1)), 4))
     with pytest.raises(UsageError, match="after the first batch"):
@@ -307,7 +307,8 @@ def test_what_does_not_take_its_state_back_is_named() -> None:
                               "is_ahead": False, "accumulate": 1}, [])  # fmt: skip
     session = OneSession(Strategy(run, 3), nn.Linear(1, 1))
     with pytest.raises(
-        UsageError, match=r"session.state\(by_step=...\) does not take what the run remembers: RuntimeError: Error"
+        UsageError,
+        match=r"session.state\(by_step=...\) does not accept the state that the run saved: RuntimeError: Error",
     ):
         session.state(by_step=torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)))
 

@@ -100,7 +100,7 @@ def test_the_inner_optimizer_is_stepped_by_nobody_else(kind: ContributionKind) -
     model = nn.Linear(3, 2)
     optimizer, inner = optimizer_of(model, kind)
     train(model, optimizer, 1)
-    with pytest.raises(UsageError, match="the run would never hear of it"):
+    with pytest.raises(UsageError, match="the run would not see it"):
         inner.step()
 
 

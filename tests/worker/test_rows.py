@@ -59,7 +59,11 @@ def test_what_backward_does_not_reach_is_not_sent() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([10], "row 10 of table 'items', which has rows 0 to 9"), ([0, -1], "row -1"), ([0.5], "whole numbers")],
+    [
+        ([10], "row 10 of table 'items' does not exist: it has rows 0 to 9"),
+        ([0, -1], "row -1"),
+        ([0.5], "integer type"),
+    ],
 )
 def test_what_is_not_there_is_refused(ids: list, message: str) -> None:
     with pytest.raises(UsageError, match=message):

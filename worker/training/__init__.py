@@ -1,1 +1,1 @@
-"""What a training loop uses: data, optimizer, tasks, delays."""
+"""What a training loop uses: sessions, data, the optimizer, tasks and artificial delays."""

@@ -1,4 +1,4 @@
-"""A session without a server, and what it reports: the same events, summary and files as a server's."""
+"""A session without a server. It writes the same events, summary and files as a server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = get_logger()
 
 
 class AloneSession(Session):
-    """The same session without a server: the given optimizer steps, the data is not divided."""
+    """A session without a server: the given optimizer takes the steps, and the data is not divided."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ class AloneSession(Session):
             eval_every=config.run.eval_every,
             ends_by_metrics=config.run.ends_by_metrics,
         )
-        self._made: list[Table] = []  # what a server would have
+        self._made: list[Table] = []  # the tables that a server would otherwise keep
         self.num_steps = 0
         self.num_samples = 0
         self._fresh_samples = 0  # recorded since the last step
-        self._is_unsaid = False  # nobody said how many samples a step had
+        self._is_unsaid = False  # True once a step came without a number of samples
         self._here.total_steps = config.run.steps
         self.length = Length(config.run.epochs)
         self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_metrics)
@@ -78,10 +78,10 @@ class AloneSession(Session):
         self._averaged_buffers: Collection[str] = ()
         self.loss = float("nan")
         self.started_at = time.perf_counter()
-        self.stepped_at = (0.0, 0.0)  # the first time, and the newest
-        self.first_samples = 0  # of the first step
-        self.ended_by = ""  # why it was stopped
-        self.summary: Summary | None = None  # once it is over
+        self.stepped_at = (0.0, 0.0)  # when the first and the newest step ended, in seconds of perf_counter
+        self.first_samples = 0  # samples of the first step
+        self.ended_by = ""  # why the run ended early; empty: it did not
+        self.summary: Summary | None = None  # set when the run is over
 
     @property
     def is_done(self) -> bool:
@@ -98,7 +98,7 @@ class AloneSession(Session):
 
     @property
     def known_samples(self) -> int | None:
-        """None where nobody said how many samples a step has."""
+        """Samples so far; None where neither the script nor `shard` gave the number of samples of a step."""
         return None if self._is_unsaid else self.num_samples
 
     def stop(self, reason: str) -> None:
@@ -107,7 +107,8 @@ class AloneSession(Session):
     def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
-        statistics_of(model, named_tensors(model), averaged_buffers)  # wrong names are wrong here too
+        # raises UsageError for wrong names, as with a server
+        statistics_of(model, named_tensors(model), averaged_buffers)
         self._averaged_buffers = averaged_buffers
         load_compiler(optimizers)
         self.started_at = time.perf_counter()
@@ -166,7 +167,7 @@ class AloneSession(Session):
             log.info("run_stopped", reason=why, step=self.num_steps)
 
     def measured(self, metrics: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
-        """The model was evaluated after the newest step; written down, and kept where it is the best."""
+        """Record an evaluation of the model after the newest step, and save the weights if it is the best so far."""
         if self.curve.points and self.curve.points[-1].step == self.num_steps:
             return
         step, elapsed_s = self.num_steps, round(time.perf_counter() - self.started_at, 3)
@@ -179,13 +180,13 @@ class AloneSession(Session):
 
     @property
     def fingerprint(self) -> str:
-        """Of what is trained, as a server would know it; empty before there is a model."""
+        """Fingerprint of the model's layout, as a server computes it; empty before there is a model."""
         if self._model is None:
             return ""
         return ModelTensors(self._model, (), self._averaged_buffers).layout.fingerprint
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's, by name."""
+        """The model's tensors by name."""
         assert self._model is not None
         return named_tensors(self._model)
 
@@ -213,7 +214,7 @@ class AloneSession(Session):
 
 @contextmanager
 def reporting(session: AloneSession, config: Config) -> Iterator[None]:
-    """Emits `status` events while the session trains, where the log is for programs, and keeps the run on record."""
+    """While the session trains: emit `status` events if the log is JSON, and keep the run's record up to date."""
     stop = threading.Event()
     thread = threading.Thread(target=_report_until, args=(stop, session, config), daemon=True)
     thread.start()
@@ -225,9 +226,9 @@ def reporting(session: AloneSession, config: Config) -> Iterator[None]:
 
 
 def _report_until(stop: threading.Event, session: AloneSession, config: Config) -> None:
-    """Runs in a thread, since writing a record may wait for a disk. A counter that it reads may be one step old.
+    """Write status events and the record until `stop` is set. Runs in a thread, because a write may wait for a disk.
 
-    A record without a summary is that of a run that crashed.
+    A counter that this thread reads may be one step old. A record without a summary means that the run crashed.
     """
     record = Record(config, run=secrets.token_hex(6), mode="single") if config.output.store else None
     num_points, is_last = 0, False
@@ -274,7 +275,7 @@ def _status(session: AloneSession) -> Status:
 
 @contextmanager
 def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
-    """What training has come to when it fails inside is saved, with the reason, as a server does it."""
+    """Save weights and summary, with the reason, if training fails inside. A server does the same."""
     try:
         yield
     except (UserCodeError, ParamServerError) as error:
@@ -288,14 +289,17 @@ def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
 
 
 def write_alone(session: AloneSession, config: Config) -> None:
-    """Save weights and summary where the configuration says; show or log the summary. A signal waits meanwhile."""
+    """Save weights and summary where the configuration says, and show or log the summary. Signals wait until it
+    returns.
+    """
     with uninterrupted:
         model_tensors = session.tensors()
         if session.metrics and session.curve.points:
             session.measured(session.metrics, model_tensors)
         steps, samples = session.num_steps, session.known_samples
         first, last = session.stepped_at
-        wall_s = max(0.0, last - session.started_at)  # as a server's: from the first weights to the last training step
+        # from the first weights to the last training step, as a server measures it
+        wall_s = max(0.0, last - session.started_at)
         worker = WorkerStatus(
             rank=0, training_steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3)
         )

@@ -1,4 +1,4 @@
-"""What `session.shard()` gives: this rank's batches until its loop or the run is over."""
+"""`Batches`, which `session.shard()` returns: this rank's batches until its loop or the run is over."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from .data import Loader, Shares, epoch_batches, seed_everything, sharded_batche
 from .position.stream import check_stream
 from .position.taken import Hand, Taken
 
-_NUM_DIGESTED = 64  # elements of each tensor
+_NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 
 
 @runtime_checkable
 class _InParts(Protocol):
-    """A tensor of which this process has some rows (DTensor)."""
+    """A tensor of which this process has only some rows (DTensor)."""
 
     def to_local(self) -> torch.Tensor: ...
 
 
 class Batches:
-    """An iterator with a length. What it gives belongs to a step only when the step is taken: a loop may ask for
-    batches before it uses them, as trainers do. In a loop over `session.epochs()` it ends with the epoch, and may be
-    iterated again in the next."""
+    """An iterator over this rank's batches, with a length.
+
+    A batch counts towards a step only when the step is taken, because trainers may fetch batches ahead. In a loop over
+    `session.epochs()` the iterator ends with the epoch. The script may iterate again in the next epoch.
+    """
 
     def __init__(
         self,
@@ -40,23 +42,24 @@ class Batches:
         epochs: int | None = None,
         inner: tuple[int, int] = (0, 1),
     ) -> None:
-        """`inner`: which of the processes of this worker this is, and how many there are; `shares` has the batch of one
-        of them."""
+        """`shares` has the batch size of one process. `inner`: this process's group rank and the size of the replica
+        group.
+        """
         self._group_rank, self._group_size = inner
         self._shares, self._taken, self._progress = shares, taken, progress
         self._is_over, self._options, self._epochs = is_over, options, epochs
         self.hand = Hand()
-        self._is_of: tuple[int, int | None] | None = None  # moves and epoch that `_batches` is of
+        self._is_of: tuple[int, int | None] | None = None  # (moves, epoch) that `_batches` was made for
         self._batches: Iterator[tuple[Any, int]] = iter(())
         self._loader = Loader(shares.dataset, options)
         self._check()
-        taken.epoch_batches = self._epoch_length  # says at once what cannot be
+        taken.epoch_batches = self._epoch_length  # raises UsageError early if the data cannot be divided
         self._end = self._end_of_loop()
         taken.add(self)
         taken.num_samples = shares.num_samples
 
     def _check(self) -> None:
-        """UsageError for what cannot be had of a data set without a length."""
+        """Raises UsageError for options that a data set without a length does not support."""
         if self._shares.is_stream:
             has_steps = self._progress().total_steps is not None or self._taken.length.default is not None
             options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
@@ -68,31 +71,33 @@ class Batches:
         return self
 
     def __len__(self) -> int:
-        """Batches left for this rank in the loop; of several to a step, as many as the newest step had."""
+        """Batches that this rank still gets in the loop. If a step takes several, it assumes as many as in the newest
+        step.
+        """
         if self._taken.epoch is not None:
             return max(0, self._epoch_length - self._taken.num_drawn - len(self.hand))
         limits = [] if self._end is None else [self._end - self._at]
         if (num_in_run := self._num_in_run) is not None:
             limits.append(num_in_run)
-        if not limits:  # run.epochs: before the first step
+        if not limits:  # only run.epochs is set, and no step was taken yet
             limits.append((self._taken.length.epochs or 0) * self._taken.epoch_batches - self._at)
         return max(0, min(limits))
 
     @property
     def _num_in_run(self) -> int | None:
-        """Batches that training steps of the run are still to be made of."""
+        """Batches that this rank still needs for the run's remaining steps; None: the run has no number of steps."""
         steps = self._num_left
         return None if steps is None else steps * max(1, self._taken.per_step) - len(self.hand)
 
     @property
     def _num_left(self) -> int | None:
-        """Training steps of the run that are to be taken; None where it has no number of them, or not yet."""
+        """Training steps that are left in the run; None: the run has no number of steps, or not yet."""
         total, progress = self._progress().total_steps, self._progress()
         return None if total is None else max(0, total - progress.position)
 
     @property
     def _at(self) -> int:
-        """Batches of this rank that are behind it, or asked for."""
+        """The rank's position, including batches that were fetched and not yet used."""
         return self._taken.position + len(self.hand)
 
     @property
@@ -100,7 +105,7 @@ class Batches:
         return self._taken.epoch is None and self._end is not None and self._at >= self._end
 
     def _end_of_loop(self) -> int | None:
-        """So many batches are behind this rank when the loop ends; None: the end of the run is."""
+        """The position at which the loop ends; None: the loop ends with the run."""
         each, progress = self._taken.epoch_batches, self._progress()
         if progress.total_steps is not None or not self._taken.length.is_open:
             return None
@@ -111,11 +116,12 @@ class Batches:
         return self._shares.num_batches(self._division[0])
 
     def __next__(self) -> Any:
+
         if not torch.is_grad_enabled():
             raise UsageError(
-                "a batch of session.shard() under torch.no_grad(): each one counts towards this rank's place in the "
-                "training data, and would be left out of training",
-                fix="a DataLoader for validation data; a training batch is asked for outside of no_grad()",
+                "a batch of session.shard() was requested under torch.no_grad(): it counts towards this rank's "
+                "position in the training data, and training would miss it",
+                fix="use a DataLoader for validation data; request training batches outside of no_grad()",
             )
         taken, memory = self._taken, self._taken.memory
         if memory is not None and taken.is_through(self.hand):
@@ -123,19 +129,19 @@ class Batches:
             memory.replayed()
         if self._has_all or taken.ends_with(self.hand):
             if memory is not None:
-                memory.note()  # what is at hand has a step to come
+                memory.note()  # the batches at hand still need a step
             raise StopIteration
         if self._has_ended or self._is_over():
             raise StopIteration
         if memory is not None and memory.has_moved:
             if taken.epoch is not None:
-                raise StopIteration  # the loop over epochs goes back
+                raise StopIteration  # ends the inner loop, so that the loop over epochs can go back
             memory.move()
-        if self._is_of != (taken.moves, taken.epoch):  # at first, and when the run has moved without this worker
+        if self._is_of != (taken.moves, taken.epoch):  # at the start, and after the run moved without this worker
             self._begin()
         if taken.epoch is not None and not len(self):
             if memory is not None and self.hand.is_ahead:
-                memory.note()  # what is at hand has a step to come
+                memory.note()  # the batches at hand still need a step
             self.end()
             raise StopIteration
         if memory is not None:
@@ -148,7 +154,7 @@ class Batches:
         return batch
 
     def _begin(self) -> None:
-        """From this rank's place on."""
+        """Make the iterator of batches from this rank's position on."""
         taken = self._taken
         self._check()
         if self._is_of is None or self._is_of[0] != taken.moves:
@@ -161,38 +167,42 @@ class Batches:
         self._batches = epoch_batches(self._shares, taken.epoch, self._division, taken.num_drawn, self._loader)
 
     def end(self) -> None:
-        """Of the epoch."""
+        """The epoch ends: hand over the batches that no step has taken yet."""
         self._taken.leave(self.hand)
         self.hand = Hand(self.hand.is_ahead)
 
     @property
     def num_samples(self) -> int:
-        """Of the batch given last: its samples, as they count in a mean."""
+        """Weight of the newest batch in a mean: its number of samples."""
         return self.hand.batch_samples[-1]
 
     def void(self) -> None:
-        """What was asked for since the last step weighs nothing: its gradient was thrown away."""
+        """Give the batches since the last step the weight 0, because their gradient was discarded."""
         self.hand.batch_samples = deque([0] * len(self.hand))
 
     @property
     def _division(self) -> tuple[int, int]:
         progress = self._progress()
         num_workers = max(1, progress.num_workers)
-        # Together they have what one process would have: every num_workers-th sample from the worker's first on.
+        # All processes together get the union batch: each takes every n-th sample.
         return num_workers * self._group_size, progress.worker_index + num_workers * self._group_rank
 
     @property
     def _has_all(self) -> bool:
-        """A loop that asks ahead has what its last steps need: these are still to be taken, so it must not wait."""
+        """Whether a loop that fetches ahead has all batches of the run's last steps.
+
+        The iterator must not wait for the end of the run then, because the loop has yet to take those steps.
+        """
         return bool(self.hand.is_ahead and self._taken.per_step and self._num_left and (self._num_in_run or 0) <= 0)
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the beginnings and the sums of dense tensors, 64 bits; 0 when all are zero, as they are for many batches."""
+    """A 64-bit digest of dense tensors, from their first elements and sums; 0 when all of these are zero."""
     tensors = [tensor.to_local() if isinstance(tensor, _InParts) else tensor for tensor in tensors]
     dense = [tensor.detach().flatten() for tensor in tensors if not tensor.is_sparse]
     begins = [tensor[:_NUM_DIGESTED].double() for tensor in dense]
-    sums = [tensor.sum(dtype=torch.float64).reshape(1) for tensor in dense]  # many batches touch no first row
+    # needed because many batches do not touch the first rows
+    sums = [tensor.sum(dtype=torch.float64).reshape(1) for tensor in dense]
     seen = torch.cat([*begins, *sums]).cpu() if dense else torch.zeros(1)
     if not seen.any():
         return 0
@@ -200,10 +210,10 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those for the loader. UsageError for those that `session.shard()` cannot keep to."""
+    """The options for the DataLoader. Raises UsageError for options that `session.shard()` does not support."""
     if options.get("batch_sampler") is not None:
         raise UsageError(
-            "session.shard() divides the data itself and cannot follow a batch_sampler of yours",
+            "session.shard() divides the data itself and cannot use a batch_sampler",
             fix="give session.shard() batch_size=, drop_last= and sampler=",
         )
     return {name: value for name, value in options.items() if name != "batch_sampler"}

@@ -1,4 +1,4 @@
-"""Batches of one worker's share of a data set, from the right position, until the run says stop."""
+"""Divides a data set among workers, and loads one worker's batches from a given position on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on `device`; copies from pinned memory do not wait."""
+    """Return the batch with every tensor on `device`. Copies from pinned memory do not block."""
     if isinstance(batch, torch.Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
@@ -34,13 +34,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:
-    """A seed for what a rank draws at a step; any two differ (for seeds, ranks and steps in their limits)."""
+    """Return a random seed for one step of one rank. Different (seed, rank, step) give different seeds within their
+    limits.
+    """
     return (seed << 32 ^ rank << 52 ^ step) % 2**63
 
 
 def seed_everything(seed: int) -> None:
-    """`torch.manual_seed`. Without a GPU that notes each time a stack for the day one appears: 200 to 600 us, of which
-    what is there takes 1."""
+    """Seed torch's generators, as `torch.manual_seed` does.
+
+    Without a GPU, `torch.manual_seed` records a stack trace for each call, which takes 200 to 600 us. Seeding the CPU
+    generator takes 1 us.
+    """
     if _has_accelerator():
         torch.manual_seed(seed)
     else:
@@ -49,8 +54,10 @@ def seed_everything(seed: int) -> None:
 
 @cache
 def _has_accelerator() -> bool:
-    """Starts none: a process that has started CUDA cannot fork."""
-    kind = torch.accelerator.current_accelerator()  # that this torch is made for
+    """Whether torch could use an accelerator. The check does not start CUDA, because a process that has started it
+    cannot fork.
+    """
+    kind = torch.accelerator.current_accelerator()  # the kind that this torch was built for
     return kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
 
 
@@ -58,18 +65,20 @@ def _has_accelerator() -> bool:
 class Shares:
     """A data set, and how it is divided among workers.
 
-    Every epoch has one order of the samples, the same for all ranks (torch's permutation of seed + epoch; without
-    `shuffle` their own). With W workers and batches of B, step s of the epoch is made of `order[s*W*B : (s+1)*W*B]`,
-    the union batch: rank r has every W-th of it from the r-th on. It is what one process with batches of W*B would
-    train on, also at the end of an epoch: no sample comes twice, and shares that differ are weighted by their samples.
+    Every epoch has one order of the samples, which is the same for all ranks: torch's permutation of seed + epoch, or
+    the data set's own order without `shuffle`. With W workers and batches of B, step s of the epoch uses `order[s*W*B :
+    (s+1)*W*B]`, the union batch. Rank r takes every W-th sample of it, starting at the r-th. One process with batches
+    of W*B would train on the same samples. This also holds at the end of an epoch: no sample is used twice, and the
+    mean weights each share by its number of samples.
 
-    Where fewer samples are left than workers, those without one compute another's, and the weights of all are chosen
-    so that the weighted mean is that of the samples left, each counted once.
+    When fewer samples than workers are left, the other workers compute a sample a second time. The weights are chosen
+    so that the weighted mean counts each remaining sample once.
 
-    `pads`: the last batches are filled up with samples from the beginning of the order, as DistributedSampler does.
-    `drop_last`: a last union batch that is not full is left out.
-    `sampler`: its order instead of that permutation, drawn alike on all ranks (`draw`).
-    A data set without a length (`is_stream`) comes in its own order: every rank reads all of it and keeps its share.
+    `pads`: fill the last batches with samples from the beginning of the order, as DistributedSampler does. `drop_last`:
+    leave out the last union batch if it is not full. `sampler`: use its order instead of the permutation; all ranks
+    draw the same order from it (`draw`).
+
+    A data set without a length (`is_stream`) keeps its own order: every rank reads all of it and keeps its share.
     """
 
     dataset: Dataset[Any]
@@ -81,10 +90,11 @@ class Shares:
     sampler: Any = None
 
     def __post_init__(self) -> None:
+
         if isinstance(self.sampler, DistributedSampler):
             raise UsageError(
                 "session.shard() divides the data itself, and so does a DistributedSampler",
-                fix="leave the sampler out, or give session.shard() the one that draws for all ranks",
+                fix="leave the sampler out, or give session.shard() a sampler that draws for all ranks",
             )
 
     @property
@@ -93,7 +103,7 @@ class Shares:
 
     @property
     def num_samples(self) -> int:
-        """In an epoch; 0: nobody knows. UsageError for a sampler that does not say."""
+        """Samples in an epoch; 0: not known. Raises UsageError for a sampler without a length."""
         if self.is_stream:
             return 0
         source: Any = self.dataset if self.sampler is None else self.sampler
@@ -101,12 +111,11 @@ class Shares:
             return len(source)
         except TypeError:
             raise UsageError(
-                f"{type(source).__name__} has no length, so it cannot be divided among workers",
-                fix="give session.shard() one with __len__",
+                f"{type(source).__name__} has no length, so it cannot be divided among workers", fix="give it a __len__"
             ) from None
 
     def num_batches(self, num_workers: int) -> int:
-        """Of every rank in an epoch; 0: nobody knows. UsageError when the data set cannot be divided so."""
+        """Batches of each rank in an epoch; 0: not known. Raises UsageError if there are too few samples to divide."""
         num_samples = self.num_samples
         if self.is_stream:
             return 0
@@ -119,13 +128,13 @@ class Shares:
         return num_samples // union if self.drop_last else -(-num_samples // union)
 
     def batches_of(self, epoch: int, num_workers: int, index: int) -> list[tuple[torch.Tensor, int]]:
-        """One rank's batches of an epoch: the samples' indices, and the number of samples that the batch counts as."""
+        """One rank's batches of an epoch: the indices of the samples, and the batch's weight in samples."""
         num_batches, union = self.num_batches(num_workers), num_workers * self.batch_size
         order = self._order(epoch)
         if self.pads:
             order = order.repeat(1 - -num_workers // len(order))[: -(-len(order) // num_workers) * num_workers]
         found = [(rows, len(rows)) for rows in order[index::num_workers].split(self.batch_size)][:num_batches]
-        num_left = len(order) % union  # for the last step
+        num_left = len(order) % union  # in the last step
         if num_left < num_workers and num_left and not self.drop_last:
             which, num_samples = share_of_few(index, num_workers, num_left)
             at = len(order) - num_left + which
@@ -138,7 +147,8 @@ class Shares:
             order = draw(self.sampler, self.seed, epoch)
             if len(order) != num_samples:
                 message = f"{type(self.sampler).__name__} says that it has {num_samples} samples, and gave {len(order)}"
-                raise UsageError(message, fix="let its __len__ be what its __iter__ gives")
+
+                raise UsageError(message, fix="make its __len__ equal to the number of samples from its __iter__")
             return torch.tensor(order, dtype=torch.int64)
         if not self.shuffle:
             return torch.arange(num_samples)
@@ -146,8 +156,10 @@ class Shares:
 
 
 def draw(sampler: Any, seed: int, epoch: int) -> list[int]:
-    """What a sampler gives in an epoch: the same on all ranks, whatever each has seeded and drawn before, as long as it
-    draws from torch's generator or from one of its own that is its attribute `generator`."""
+    """Return the order of an epoch from a sampler, which is the same on all ranks.
+
+    The sampler must draw from torch's generator or from a generator in its attribute `generator`.
+    """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
@@ -160,10 +172,10 @@ def draw(sampler: Any, seed: int, epoch: int) -> list[int]:
 def sharded_batches(
     shares: Shares, division: Callable[[], tuple[int, int]], first: int, **loader_options: Any
 ) -> Iterator[tuple[Any, int]]:
-    """Yields endless batches of a share that `division()` (num_workers, index) gives, with the samples each counts as.
+    """Yield batches of one worker's share without end, each with its weight in samples.
 
-    The division is asked for again at each epoch. `first` batches are skipped without being loaded, so that a worker
-    that comes back goes on where its rank was.
+    `division()` returns (num_workers, index) and is called at each epoch. The first `first` batches are skipped without
+    being loaded, so that a worker that rejoins goes on at its rank's position.
     """
     if shares.is_stream:
         sizes = (shares.dataset, shares.batch_size, shares.seed, shares.drop_last)
@@ -180,15 +192,18 @@ def sharded_batches(
 def epoch_batches(
     shares: Shares, epoch: int, division: tuple[int, int], first: int, loader: Loader
 ) -> Iterator[tuple[Any, int]]:
-    """Those of one epoch, without the `first` ones."""
+    """The batches of one epoch without the first `first` batches, each with its weight in samples."""
     plan = shares.batches_of(epoch, *division)[first:]
     loaded = loader.load([rows for rows, _ in plan], shares.seed + epoch)
     return zip(loaded, (num_samples for _, num_samples in plan), strict=True)
 
 
 class Loader:
-    """Loads batches of samples by their numbers; `options` are DataLoader's. It is the batch sampler of one DataLoader,
-    whose processes may so stay from epoch to epoch (persistent_workers)."""
+    """Loads batches by the indices of their samples. `options` are those of DataLoader.
+
+    It is the batch sampler of a single DataLoader, so loader processes can stay alive between epochs
+    (persistent_workers).
+    """
 
     def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
         self._dataset, self._options = dataset, options
@@ -203,15 +218,15 @@ class Loader:
         return (rows.tolist() for rows in self._plan)
 
     def load(self, plan: list[torch.Tensor], seed: int) -> Iterator[Any]:
-        """One batch for each of `plan`."""
+        """Yield one batch for each list of sample indices in `plan`."""
         if type(self._dataset) is TensorDataset and not self._options:
-            # One index operation a batch instead of one a sample: 60 times faster for small samples.
+            # One index operation per batch instead of one per sample is 60 times faster for small samples.
             for rows in plan:
                 yield [tensor[rows.to(tensor.device)] for tensor in self._dataset.tensors]
             return
         self._plan = plan
-        # A loader draws its own seed when it begins: not from the generator of the script, which would then be
-        # elsewhere after a resume than without one.
+        # A DataLoader draws a seed when it begins. If it drew from the script's generator, that generator would differ
+        # after a resume.
         self._generator.manual_seed(seed)
         if self._loader is None:
             options = {"generator": self._generator} | self._options
@@ -222,8 +237,11 @@ class Loader:
 
 
 def _begin_loader(then: Callable[[int], None] | None, index: int) -> None:
-    """A forked loader has copies of this worker's connections, which end with the last copy: it must not outlive
-    a worker that is killed, or the server would wait for the lease (Linux)."""
+    """Make a loader process end with its worker (Linux), then call `then`.
+
+    A forked loader has copies of the worker's connections. If it outlived a killed worker, the server would wait for
+    the lease.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if then is not None:

@@ -1,4 +1,4 @@
-"""What the end of a script means for the run: it takes no more steps, or it was interrupted, or it has failed."""
+"""How a script ended: normally, interrupted, or failed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ...common.errors import ParamServerError
 
 
 class Ending(NamedTuple):
-    is_interrupted: bool = False  # told to end: it may be started again
-    failure: str = ""  # what went wrong, in one line
-    exit_code: int = 0  # of the process, for that
+    is_interrupted: bool = False  # the script was interrupted and may be started again
+    failure: str = ""  # the error in one line; empty: no failure
+    exit_code: int = 0  # the process's exit code after a failure
 
 
 def ending_of(error: BaseException | None) -> Ending:
-    """Of a script that ends with this; without an error, or by `sys.exit(0)`, it just ends."""
+    """The ending for an exception that left the script. None and `sys.exit(0)` are a normal end."""
     match error:
         case None | SystemExit(code=None | 0):
             return Ending()
@@ -33,17 +33,17 @@ def ending_of(error: BaseException | None) -> Ending:
 
 
 def one_line(text: str) -> str:
-    """As it may stand in a log and a summary: at most 500 characters, all of them printable."""
+    """The text in one line for logs and summaries: at most 500 printable characters."""
     line = " ".join(text.split())[:500]
     return "".join(letter if letter.isprintable() else "?" for letter in line) or "no reason given"
 
 
 class _Asked:
-    by: SystemExit | None = None  # how the script ended itself last
+    by: SystemExit | None = None  # from the script's newest call of sys.exit
 
 
 def watch_exit() -> None:
-    """Remember with which code a script calls sys.exit: at the end of the interpreter nothing else knows."""
+    """Record the status of each `sys.exit` call. Python does not keep it for atexit handlers."""
     if hasattr(sys.exit, "is_watched"):
         return
     end = sys.exit
@@ -57,6 +57,6 @@ def watch_exit() -> None:
 
 
 def ending_of_process() -> Ending:
-    """While the interpreter ends: by an exception that nobody caught, or as the script asked."""
+    """The ending of the process, for atexit handlers: from an uncaught exception or from `sys.exit`."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     return ending_of(error or _Asked.by)

@@ -1,4 +1,4 @@
-"""A script's evaluation while the run goes on: when it is due, and that it leaves no trace in the training."""
+"""A script's evaluations during the run: when one is due, and how to run it without an effect on training."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ Measure = Callable[[nn.Module], Mapping[str, float]]
 
 
 class Evaluation:
-    """Of one worker. Until it is `set` nothing is due. `wanted`: how often the run says, which overrules the script;
-    `is_needed`: the run's end may hang on it."""
+    """The evaluations of one worker. None is due before `set`.
+
+    `wanted`: the run's own interval, which overrides the script's. `is_needed`: the run may end by a metric
+    (run.stop_when, run.patience).
+    """
 
     def __init__(self, wanted: str | None = None, is_needed: bool = False) -> None:
-        self.run: Callable[[], None] = lambda: None  # evaluates: the session's
-        self.is_final_too = True  # the final weights are evaluated so as well
+        self.run: Callable[[], None] = lambda: None  # evaluates; set by the session
+        self.is_final_too = True  # the function also evaluates the final weights
         self._wanted = wanted
         self._measure: Measure | None = None
-        self.every: Every | None = None  # once it is `set`
+        self.every: Every | None = None  # set by `set`
         self._began_at = time.monotonic()
-        self._num_over: int | None = None  # intervals that were over when it was looked last
+        self._num_over: int | None = None  # intervals that had passed at the last check
         self._is_told = not (wanted or is_needed)
 
     def set(self, measure: Measure, how_often: str | int | None) -> None:
-        """UsageError for an interval that is none."""
+        """Set the function and the interval. Raises UsageError for an invalid interval."""
         try:
             self.every = every(str(self._wanted or how_often or "1epoch"))
         except ValueError as error:
@@ -46,16 +49,16 @@ class Evaluation:
 
     @property
     def comes_last(self) -> bool:
-        """The final weights are to be evaluated as those before."""
+        """Whether the function also evaluates the final weights."""
         return self._measure is not None and self.is_final_too
 
     def begin(self, progress: Progress, taken: Taken) -> None:
-        """Before a step: what is behind it is not due any more."""
+        """Called before a step. Intervals that passed before the first step are not due."""
         if self._num_over is None and self._measure is not None:
             self._num_over = self._over(progress, taken)
 
     def is_due(self, progress: Progress, taken: Taken) -> bool:
-        """After a step: an interval is over since it was asked last, and this worker is the one that evaluates."""
+        """Called after a step. Returns whether an interval has passed since the last call and this worker evaluates."""
         if self._measure is None:
             if not self._is_told:
                 self._is_told = True
@@ -65,11 +68,11 @@ class Evaluation:
             return False
         over = self._over(progress, taken)
         is_due = self._num_over is not None and over > self._num_over
-        self._num_over = over  # it may have gone back
+        self._num_over = over  # smaller than before if the run went back
         return is_due and not progress.worker_index and not progress.has_evaluator
 
     def _over(self, progress: Progress, taken: Taken) -> int:
-        """Intervals that are over."""
+        """The number of intervals that have passed."""
         assert self.every is not None
         match self.every.unit:
             case "steps":
@@ -80,13 +83,14 @@ class Evaluation:
             return int(taken.position // (self.every.amount * taken.epoch_batches))
         if progress.position == 0:
             return 0
+
         raise UsageError(
-            "an evaluation each epoch, and how long an epoch of this script's own loader is nobody knows",
+            "session.evaluate() is to run each epoch, and the length of an epoch of this script's loader is not known",
             fix="session.evaluate(fn, every=100) for every 100 steps, or loop over session.shard(dataset)",
         )
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
-        """Of the model as it is."""
+        """Evaluate the model as it is. Returns the metrics by name."""
         assert self._measure is not None
         with untouched(model), torch.no_grad():
             found: Any = self._measure(model)
@@ -98,7 +102,7 @@ class Evaluation:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; modes, buffers and generators are as they were afterwards."""
+    """Put the model in evaluation mode inside; restore its mode, its buffers and the random generators afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     generators = Generators()

@@ -1,4 +1,4 @@
-"""The optimizer a training loop steps: behind `step()` lies whatever the run's mode needs."""
+"""The optimizer that a training loop steps. Its `step()` does what the run's mode needs."""
 
 from __future__ import annotations
 
@@ -21,43 +21,47 @@ from .rows import refuse_scaler
 
 log = get_logger()
 
-_PLACE = "paramserver"  # in a saved state: where the rest of it is
+_PLACE = "paramserver"  # key in a saved state: the run and the training step that it is from
 
 
 class ExchangeOptimizer(torch.optim.Optimizer):
-    """Stands in for the optimizer it is made from, and shares its parameter groups and state, so schedulers work on it
-    as on any other: the current hyperparameters go with every contribution. Where gradients are contributed the server
-    steps; where weights or deltas are, the given optimizer does, here.
+    """Replaces the script's optimizer and shares its parameter groups and state, so schedulers work as usual.
+
+    The current hyperparameters go with every contribution. If workers send gradients, the server runs the optimizer. If
+    they send weights or deltas, the inner optimizer takes the steps on this worker.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, steps: Steps) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._steps = steps
-        self.inner = inner  # where the server steps, without state
-        self._steps_here = steps.strategy.kind.worker_steps  # otherwise the server steps
+        self.inner = inner  # has no state if the server runs the optimizer
+        self._steps_here = steps.strategy.kind.worker_steps  # False: the server runs the optimizer
         self._share()
         inner.register_load_state_dict_post_hook(lambda _: self._share())
         inner.register_step_pre_hook(self._before_inner_step)
         self._is_stepping, self._plain_step = False, plain_step(type(inner))
-        self._clip_norm = 0.0  # of the next step; 0: any
+        self._clip_norm = 0.0  # for the next step; 0: no limit
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         steps.parts.append(self)
 
     def _share(self) -> None:
-        """The same dicts, not copies: what a scheduler changes here, the inner optimizer sees."""
+        """Share the inner optimizer's dicts, so that a scheduler's changes here reach it."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def _before_inner_step(self, *_: Any) -> None:
+
         if not self._is_stepping:
             raise UsageError(
-                "step() of the optimizer that session.optimizer() was given: the run would never hear of it",
-                fix="step the one it returned: optimizer = session.optimizer(model, optimizer)",
+                "step() was called on the optimizer that was given to session.optimizer(): the run would not see it",
+                fix="step the returned optimizer: optimizer = session.optimizer(model, optimizer)",
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, for torch to load. Where the server steps, what its optimizer remembers is fetched, as of its
-        newest version. UnreachableError."""
+        """The state as torch's `state_dict` has it, for torch to load.
+
+        If the server runs the optimizer, this fetches its state as of the newest version. Raises UnreachableError.
+        """
         found: dict[str, Any] = super().state_dict()
         if not self._steps_here:
             found["state"] = self._steps.strategy.optimizer_state(self.parameters)
@@ -65,15 +69,17 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Where the server steps, hyperparameters only; a warning says when that loses anything: the
-        server's moments are those of its own steps."""
+        """Load a state, as torch does. If the server runs the optimizer, load hyperparameters only.
+
+        The moments on the server belong to its own steps. If the saved moments are lost, a warning says so.
+        """
         if not self._steps_here:
             position = {"run": self.progress.run, "steps": self.progress.position}
             if state_dict["state"] and state_dict.get(_PLACE) != position:
                 log.warning(
                     "optimizer_state_not_loaded",
-                    meaning="hyperparameters are taken; moments are the server's and stay as they are: in a new run "
-                    "they begin anew, with ps-server --checkpoint-dir it goes on with them",
+                    meaning="only hyperparameters are loaded: the server keeps its own moments; a new run begins "
+                    "without moments, and ps-server --checkpoint-dir resumes with them",
                 )
             state_dict = {**state_dict, "state": {}}
         self.inner.load_state_dict(state_dict)
@@ -87,22 +93,22 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One training step, or this optimizer's part of it. Blocks while the run's mode makes this worker wait
-        (delayed_update: for the step before).
+        """Take one training step, or this optimizer's part of it. Returns the closure's loss.
 
-        Raises the errors of `common/errors.py`, e.g. UnreachableError when the server is gone for good.
+        The call blocks while the mode makes this worker wait. With delayed_update it waits for the previous step.
+        Raises the errors of `common/errors.py`, for example UnreachableError when the server does not come back.
         """
         is_watched = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _are_all_watched()
         return self._watched_step(closure) if is_watched else self._take_step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for hooks and profilers, of which there are few
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for hooks and profilers, which are rare
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self._steps.may_step(self):
             return closure() if closure is not None else None
         loss = self._step(closure)
         self._steps.stepped(self)
-        self._clip_norm = 0.0  # of this step, also where it was computed once more and not sent
+        self._clip_norm = 0.0  # also if the step was replayed and not sent
         return loss
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_take_step)
@@ -113,12 +119,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             table.drop()
 
     def clip_grad_norm(self, max_norm: float) -> None:
-        """Clip the gradient that the next step() is along, as torch.nn.utils.clip_grad_norm_ clips a script's own: to
-        be called in its place, between backward() and step(), in every step.
+        """Clip the gradient of the next step() to a 2-norm of `max_norm`.
 
-        What is clipped is the mean (or sum) over all workers, as in one process with the union batch. In modes that
-        step along each contribution by itself it is that contribution, in modes with local steps the local gradient.
-        UsageError for a norm that is no bound, and before the first backward().
+        Call it instead of torch.nn.utils.clip_grad_norm_, between backward() and step(), in every step. It clips the
+        mean (or sum) of all workers' gradients, as one process with the union batch would. In modes that apply each
+        contribution by itself it clips that contribution. In modes with local steps it clips the local gradient. Raises
+        UsageError for an invalid norm, and before the first backward().
         """
         check_max_norm(max_norm)
         has_any = any(parameter.grad is not None for parameter in self.parameters) or any(
@@ -130,7 +136,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
                 fix="call it between backward() and step(), in every step",
             )
         self._clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
-        if self._is_stepping:  # in the closure of a local step
+        if self._is_stepping:  # inside the closure of a local step
             self._clip_here()
 
     def take_clip_norm(self) -> float:
@@ -143,19 +149,19 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler asks before it looks for infinities: step() follows unless there are any."""
+        """Called by a GradScaler before it looks for infinities. If it finds none, step() follows."""
         self._steps.memory.is_tried = True
         if not self._steps.strategy.may_skip:
-            message = "a GradScaler in a worker that is several processes: each would leave out other steps"
-            raise UsageError(message, fix="bf16, which needs none; or wrap the model in DistributedDataParallel")
+            message = "a GradScaler in a replica group (--group): each process would skip other steps"
+            raise UsageError(message, fix="use bf16, which needs none; or wrap the model in DistributedDataParallel")
         return refuse_scaler(self._steps.tables)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """What of a step is done here; returns the closure's loss."""
-        if self._steps_here and not self._steps.strategy.kind.has_peers:  # there when all have the mean
+        """Do this worker's part of a step. Returns the closure's loss."""
+        if self._steps_here and not self._steps.strategy.kind.has_peers:  # with peers, clip after averaging
             self._clip_here()
             return self.step_inner(closure)
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it asks
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it checks this
         if closure is None:
             return None
         with torch.enable_grad():
@@ -169,21 +175,23 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             self._is_stepping = False
 
     def _is_unseen(self) -> bool:
-        """What torch wraps around the inner step would do nothing, but import the compiler (2.3 s, four at once on two
-        cores at 2.6 GHz)."""
+        """Whether torch's wrapper around the inner step() would have no effect.
+
+        Skipping it avoids the import of the compiler (2.3 s, four at once on two cores at 2.6 GHz).
+        """
         inner = self.inner
         return not (
             "torch._dynamo" in sys.modules
             or "step" in vars(inner)
             or not type(inner).__module__.startswith("torch.optim.")
-            or len(inner._optimizer_step_pre_hooks) > 1  # the one that is ours
+            or len(inner._optimizer_step_pre_hooks) > 1  # more than our own hook
             or inner._optimizer_step_post_hooks
             or any(group.get("differentiable") for group in inner.param_groups)
             or _are_all_watched()
         )
 
     def hyperparameters(self) -> list[Hyperparameters]:
-        """Of every group; worked out anew only when a value has changed, which schedulers do now and then."""
+        """The hyperparameters of every group. They are computed again only when a value changes, which is rare."""
         values = [[_as_number(value) for key, value in group.items() if key != "params"] for group in self.param_groups]
         if values != self._last_values:
             self._last_values = values
@@ -191,20 +199,21 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         return self._hyperparameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+
         if hasattr(self, "_steps"):
             raise UsageError(
                 "the run's parameter groups are fixed once session.optimizer() has been called",
-                fix="add the group to the optimizer before (its parameters may stay without gradients until later)",
+                fix="add the group to the optimizer before that (parameters may get their first gradients later)",
             )
         super().add_param_group(param_group)
 
 
 def _are_all_watched() -> bool:
-    """Every optimizer's steps, by a profiler or a hook."""
+    """Whether a profiler or a global hook watches the steps of all optimizers."""
     hooks = optimizer_hooks._global_optimizer_pre_hooks or optimizer_hooks._global_optimizer_post_hooks
     return bool(profiler._is_profiler_enabled or hooks)
 
 
 def _as_number(value: Any) -> Any:
-    """A learning rate may be a tensor that a scheduler fills in place."""
+    """The value as a number. A learning rate may be a tensor that a scheduler changes in place."""
     return value.tolist() if isinstance(value, torch.Tensor) else value

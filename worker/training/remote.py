@@ -1,4 +1,4 @@
-"""A session with a server."""
+"""A session that trains with a server."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ log = get_logger()
 
 _NUM_NAMED = 4
 _BATCH_NORM = (
-    "BatchNorm normalises with the statistics of each process' own batch, so the run differs from one process with the "
-    "union batch; GroupNorm and LayerNorm do not; torch.nn.SyncBatchNorm does not within one replica group (--group)"
+    "BatchNorm uses the statistics of each process' own batch, so the run differs from one process with the union "
+    "batch; GroupNorm and LayerNorm do not differ; torch.nn.SyncBatchNorm helps only in a replica group (--group)"
 )
 
 
 class RemoteSession(Session):
-    """A session with a server."""
+    """A worker's session with a server."""
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
         super().__init__()
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
         self._config = config
-        self._exchange: Exchange | None = None  # of several processes of one worker the first has it
+        self._exchange: Exchange | None = None  # in a replica group only group rank 0 has it
         self._steps: Steps | None = None
         self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
         if config.worker.group:
@@ -67,12 +67,12 @@ class RemoteSession(Session):
         self.settings = self._strategy.settings
         self.length = Length(self.settings.epochs)
         self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_metrics)
-        atexit.register(lambda: self._close(ending_of_process()))  # for scripts that just end
+        atexit.register(lambda: self._close(ending_of_process()))  # for scripts that end without `close`
 
     def _open(self, may_overlap: bool) -> Strategy:
         config, size = self._config, self._inner[1]
         worker = config.worker
-        if worker.group:  # stage 3 is among its processes, and no matter of the server's
+        if worker.group:  # The replica group itself handles stage 3, so the server must not see it.
             changes = {"device": f"{worker.device} x {size}"} if size > 1 else {}
             worker = worker.model_copy(update={**changes, "zero": worker.zero % WITHIN_WORKER})
         self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
@@ -81,12 +81,14 @@ class RemoteSession(Session):
         return make_strategy(self._exchange, may_send_early)
 
     def _join_group(self) -> Strategy:
-        """As one of the processes of a worker; gradients leave when they are the mean of all."""
+        """Join the replica group as one of its processes. Gradients leave the worker when they are the mean of all
+        processes.
+        """
         from ..replica_group.strategy import Grouped, join  # loads torch.distributed
 
         divides = self._config.worker.zero == WITHIN_WORKER
         if divides:
-            from ..replica_group import sharded  # noqa: F401  (FSDP2 takes seconds to load, and a server that is joined waits)
+            from ..replica_group import sharded  # noqa: F401  (takes seconds, and must be loaded before a server waits)
         group = join(self._config)
         self._inner = group.rank, group.size
         return Grouped(group, self._open_for_group, divides)
@@ -123,7 +125,7 @@ class RemoteSession(Session):
 
     @property
     def _progress(self) -> Progress:
-        """The training thread's; the exchange's own may be another thread's for the moment."""
+        """The progress as the training thread sees it. Another thread may use the exchange's own at the moment."""
         return self._strategy.progress
 
     def divided(self, model: nn.Module) -> nn.Module:
@@ -157,21 +159,23 @@ class RemoteSession(Session):
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         self._follow(optimizers[0])
-        if not (self._inner[0] or self._was_before):  # once in a run, not in each process
+        if not (self._inner[0] or self._was_before):  # once per run, not in each process
             self._steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in optimizers)
         self._strategy.ready(optimizers[0], found[0].step_inner)
         return found
 
     def _notice_batch_norm(self) -> bool:
-        """Say that layers see a part of the union batch; False while there may still be more than one part."""
+        """Warn that normalisation layers see only a part of the union batch. False: the number of parts is not known
+        yet.
+        """
         progress, group_size = self._progress, self._inner[1]
         num = progress.num_workers if self.settings.union_batch else 1
         if num * group_size == 1:
             return not self.settings.union_batch
         if progress.worker_index:
             return True
-        # Among the processes of a worker SyncBatchNorm has all samples, among workers those of one.
+        # Within a replica group SyncBatchNorm sees all samples, but between workers only one worker's.
         is_own = group_size == 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
         if names := batch_norms(self._model, with_synchronized=num > 1 and not is_own):
             rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
@@ -179,7 +183,7 @@ class RemoteSession(Session):
         return True
 
     def _check_codecs(self, described: OptimizerSpec) -> None:
-        """Raises UsageError for such as the mode or the optimizer cannot have; they are no candidates of auto's."""
+        """Raises UsageError for codecs that do not suit the mode or optimizer. `auto` does not choose them."""
         config, settings = self._config.worker, self.settings
         groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
 
@@ -190,7 +194,7 @@ class RemoteSession(Session):
         auto = self._exchange.codec_choice.auto if self._exchange is not None else None
         if auto is not None and settings.fragments > 1:
             message = (
-                f"worker.codec is auto, which measures whole payloads, and policy.fragments is {settings.fragments}"
+                f"worker.codec=auto measures whole payloads, so it needs policy.fragments=1, not {settings.fragments}"
             )
             raise UsageError(message, fix="name the codec: --set worker.codec=raw (or bf16, fp16); or --fragments 1")
         check(config.codec)
@@ -199,15 +203,15 @@ class RemoteSession(Session):
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self._config.worker.group:
-            message = "session.rows() in a worker that is several processes: each would need rows of its own"
-            raise UsageError(message, fix="start each process as a worker of its own, without --group")
+            message = "session.rows() in a replica group (--group): each process would need rows of its own"
+            raise UsageError(message, fix="start each process as a separate worker, without --group")
         if self.settings.kind.worker_steps:
             raise UsageError(
-                f"session.rows() in mode {self.settings.mode}: its workers step themselves, and rows need gradients",
-                fix="use --mode sync, async or ssp, or an nn.Embedding of the model's own",
+                f"session.rows() in mode {self.settings.mode}: its workers run the optimizer, and rows need gradients",
+                fix="use --mode sync, async or ssp, or an nn.Embedding in the model",
             )
         if self._steps is not None:
-            raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() before")
+            raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() first")
         return lambda ids, number=len(self._tables): self._pull_rows(number, ids)  # type: ignore[misc]
 
     def _pull_rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
@@ -222,7 +226,7 @@ class RemoteSession(Session):
             return
         try:
             self._strategy.measured(version, self.evaluation.metrics(model))
-        except Exception as error:  # the run hears why before this process ends
+        except Exception as error:  # the server must learn the reason before this process ends
             _, failure, exit_code = ending_of(error)
             self._strategy.measured(version, {}, failure, exit_code)
             self._is_closed = True
@@ -269,8 +273,8 @@ class RemoteSession(Session):
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(
-                f"the server was lost and went back to step {self._progress.training_steps}, and this loop had ended",
-                fix="start the script again: it goes on from there; or let session.shard() say when the loop ends",
+                f"the server was lost and went back to step {self._progress.training_steps} after this loop had ended",
+                fix="start the script again: it resumes at that step; or loop over session.shard(), which waits",
             )
         if final.evaluate and self.evaluation.comes_last and not self.metrics:
             self.report(**self.evaluation.metrics(self._model))
@@ -292,7 +296,7 @@ class RemoteSession(Session):
         self._is_closed = True
         is_through = self._final is not None
         if ending.failure and not is_through:
-            self._strategy.drop()  # as a process that was killed: another one may take its place
+            self._strategy.drop()  # like a killed process: another one may take its rank
             return
         finished = self._steps is not None and not is_through and not ending.is_interrupted
         if finished and self._steps is not None:
@@ -305,20 +309,20 @@ class RemoteSession(Session):
 
 
 def check_alone(mode: str, num_optimizers: int, config: Config) -> None:
-    """What workers that average among themselves cannot do; UsageError."""
+    """Raises UsageError for settings that workers of an all-reduce mode cannot have."""
     fix = "use --mode sync"
     if num_optimizers > 1:
         raise UsageError(f"session.optimizers() in mode {mode}: a round is one step of one optimizer", fix=fix)
     if (codec := config.worker.reply_codec) != "raw":
-        raise UsageError(f"worker.reply_codec is {codec}, and workers of mode {mode} receive no weights", fix=fix)
+        raise UsageError(f"worker.reply_codec is {codec}, but workers of mode {mode} receive no weights", fix=fix)
 
 
 def _check_forward(model: nn.Module) -> None:
-    """Where the server holds the weights, nothing of the model may change them while it computes."""
+    """Raises UsageError for a module that changes its weights in forward(), because the server owns the weights."""
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None:
             raise UsageError(
-                f"embedding '{name}' has a max_norm and changes its rows while it looks them up: the server, which "
-                "holds the weights, would never hear of it",
-                fix="leave max_norm out (weight decay bounds rows too), or --mode localsgd, where weights are sent",
+                f"embedding '{name}' has a max_norm, so each lookup changes its rows: the server, which owns the "
+                "weights, would not see these changes",
+                fix="leave max_norm out (weight decay also bounds rows), or use --mode localsgd, which sends weights",
             )

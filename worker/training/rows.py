@@ -1,4 +1,4 @@
-"""A table of rows that lives on the server, as a training loop sees it: it asks for rows, and backward fills them."""
+"""A table of rows on the server: a training loop looks rows up, and backward collects their gradients."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Rows:
-    """What `session.rows()` gives. `num_received` and `num_sent` count the bytes of rows, ids included."""
+    """The table that `session.rows()` returns. `num_received` and `num_sent` count bytes, including the ids."""
 
     def __init__(self, spec: TableSpec, pull: Pull) -> None:
         self.spec = spec
         self._pull = pull
         self._lr: float | None = spec.hyperparameters.get("lr")
-        self._is_set = False  # by hand
+        self._is_set = False  # the script has set the learning rate
         self._leader: torch.optim.Optimizer | None = None
-        self._used: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ids and rows that backward has reached
+        # ids and rows that backward has reached, by id() of the rows
+        self._used: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.num_received = self.num_sent = 0
 
     @property
     def lr(self) -> float | None:
-        """Learning rate of the next contribution, None for its optimizer's own: what `session.rows()` was given, times
-        what a scheduler has made of the rate of the model's first group by now. One that is set stays as it is."""
+        """Learning rate of the next contribution; None: the default of the table's optimizer.
+
+        It is the rate given to `session.rows()`, scaled as a scheduler has scaled the rate of the model's first group.
+        A rate that the script sets stays as it is.
+        """
         group = self._leader.param_groups[0] if self._leader is not None else {}
-        begun = group.get("max_lr") or group.get("initial_lr")  # a scheduler's: OneCycleLR begins far below its rate
+        # set by a scheduler; OneCycleLR starts far below its rate
+        begun = group.get("max_lr") or group.get("initial_lr")
         return self._lr * float(group["lr"]) / float(begun) if self._lr is not None and begun else self._lr
 
     @lr.setter
@@ -41,24 +46,27 @@ class Rows:
         self._lr, self._leader, self._is_set = value, None, True
 
     def follow(self, leader: torch.optim.Optimizer) -> None:
-        """Schedules of the model's optimizer are the table's too, unless its rate has been set by hand."""
+        """Let the schedules of the model's optimizer scale this table's rate, unless the script has set the rate."""
         if not self._is_set:
             self._leader = leader
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of `ids`, any shape, on its device: [*ids.shape, dim], with a gradient where gradients are enabled.
-        Each row travels once a call. UsageError for a row that there is not."""
+        """Look up the rows of `ids`: [*ids.shape, dim], on the device of `ids`, with a gradient if gradients are
+        enabled.
+
+        `ids` may have any shape. Each row travels once per call. Raises UsageError for ids outside of the table.
+        """
         spec = self.spec
         if ids.dtype not in _INTEGERS:
             raise UsageError(
-                f"table '{spec.name}' was asked for rows by numbers of {ids.dtype}; rows have whole numbers"
+                f"table '{spec.name}' was given ids of {ids.dtype}", fix="give ids of an integer type, such as int64"
             )
         if torch.is_autocast_enabled(ids.device.type) and torch.get_autocast_dtype(ids.device.type) == torch.float16:
             raise _scaled(spec.name)
         distinct, where = ids.reshape(-1).cpu().long().unique(return_inverse=True)
         if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < spec.num_rows):
             wrong = int(distinct[0] if int(distinct[0]) < 0 else distinct[-1])
-            raise UsageError(f"row {wrong} of table '{spec.name}', which has rows 0 to {spec.num_rows - 1}")
+            raise UsageError(f"row {wrong} of table '{spec.name}' does not exist: it has rows 0 to {spec.num_rows - 1}")
         rows = self._pull(distinct)
         self.num_received += rows.nbytes
         self.num_sent += distinct.nbytes
@@ -72,7 +80,7 @@ class Rows:
         self._used[id(rows)] = ids, rows
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(ids, gradients) since the last time, on the CPU, each row once; None where there are none."""
+        """Return (ids, gradients) since the last call, on the CPU, each row once; None if there are none."""
         found = self._summed()
         self.drop()
         self.num_sent += sum(tensor.nbytes for tensor in found or ())
@@ -84,11 +92,11 @@ class Rows:
 
     @property
     def is_used(self) -> bool:
-        """Backward has reached rows since the last step."""
+        """Whether backward has reached rows since the last step."""
         return bool(self._used)
 
     def gathered(self) -> list[torch.Tensor]:
-        """Gradients since the last step, each row's once, to be changed in place."""
+        """The gradients since the last step, summed per row. The caller may change them in place."""
         if (found := self._summed()) is None:
             return []
         ids, gradients = found
@@ -98,7 +106,7 @@ class Rows:
         return [gradients]
 
     def drop(self) -> None:
-        """Forget gradients, as zero_grad does."""
+        """Discard the gradients, as zero_grad does."""
         for _, rows in self._used.values():
             rows.grad = None
         self._used = {}
@@ -106,13 +114,13 @@ class Rows:
 
 def _scaled(name: str) -> UsageError:
     return UsageError(
-        f"table '{name}' in float16 with a GradScaler: it scales gradients of rows and would not unscale them",
+        f"table '{name}' in float16 with a GradScaler: the scaler scales the gradients of rows and cannot unscale them",
         fix="use bfloat16, which needs no scaler",
     )
 
 
 def refuse_scaler(tables: Sequence[Rows]) -> bool:
-    """What torch's GradScaler asks an optimizer, whether it unscales by itself: with tables it cannot be used."""
+    """Tell torch's GradScaler that the optimizer does not unscale by itself. Raises UsageError if there are tables."""
     if tables:
         raise _scaled(tables[0].spec.name)
     return False

@@ -1,4 +1,4 @@
-"""What a training loop holds: a place in a run, its data, its end. With a server: `remote.py`; without: `alone.py`."""
+"""`Session`: a training loop's rank, data and end of the run. `remote.py` trains with a server, `alone.py` without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Part = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class Offer(NamedTuple):
-    """A model, its optimizers, and how the run averages both."""
+    """A model, its optimizers, and how the run averages buffers and gradients."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -44,43 +44,44 @@ class Offer(NamedTuple):
 
 
 class Session:
-    """A worker's place in a run, or a run of its own (`AloneSession`). What a run of one does is done here."""
+    """A worker's rank in a run, or a whole run by itself (`AloneSession`). This class does the work of a run of one
+    worker.
+    """
 
     settings: Settings
-    _inner = (0, 1)  # group rank, and of how many
+    _inner = (0, 1)  # group rank, and the size of the replica group
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.length = Length()
         self._tables: list[Rows] = []
-        self._is_told = False  # that it has no more batches
+        self._is_told = False  # whether the warning about no batches was logged
         self.evaluation = Evaluation()
-        self._here = Progress()  # without a server
-        self._taken: Taken | None = None  # once there is an optimizer
-        self._memory: Memory | None = None  # likewise
-        self._names: tuple[str, ...] = ()  # of the parts, where there are several
+        self._here = Progress()  # the progress without a server
+        self._taken: Taken | None = None  # set by `optimizer()`
+        self._memory: Memory | None = None  # set by `optimizer()`
+        self._names: tuple[str, ...] = ()  # names of the parts, if there are several
         self.losses = Losses()
         self._shown = Shown(self._card)
 
     @property
     def rank(self) -> int:
-        """0..N-1."""
+        """This worker's rank, 0 to N-1."""
         return 0
 
     @property
     def num_workers(self) -> int:
-        """Workers the data is divided among."""
+        """The number of workers that share the data."""
         return 1
 
     @property
     def group_rank(self) -> int:
-        """Of a worker that is several processes (worker.group), which one this is; 0 has the conversation with the
-        server."""
+        """This process's number in its replica group (worker.group). Group rank 0 talks to the server."""
         return self._inner[0]
 
     @property
     def step(self) -> int:
-        """Training steps of this rank that are done, over all processes that had it."""
+        """Training steps of this rank, over all processes that have had the rank."""
         return self._position
 
     @property
@@ -89,36 +90,38 @@ class Session:
 
     @property
     def _progress(self) -> Progress:
-        """Where this rank is in the run."""
+        """This rank's progress in the run."""
         return self._here
 
     @property
     def epoch(self) -> int:
-        """Of this rank's data, from 0: the one that the loop over `epochs()` is in, else that of the next batch."""
+        """The epoch of this rank's data, from 0: that of the loop over `epochs()`, or of the next batch."""
         return self._joined()[1].epoch_now
 
     @property
     def resumed(self) -> bool:
-        """This process goes on where its rank was (a process before it, or the run it has come to): no first start."""
+        """Whether this process resumes its rank instead of starting at step 0."""
         return False
 
     @property
     def run_name(self) -> str:
-        """Of the run, given by its server; empty without one. UsageError before `optimizer()`."""
+        """The run's name, which the server chose; empty without a server. Raises UsageError before `optimizer()`."""
         return self._joined()[0]().run
 
     @property
     def is_done(self) -> bool:
-        """All steps of the run are taken, or it was stopped, or this worker has finished."""
+        """Whether the run's steps are all taken, the run was stopped, or this worker has finished."""
         raise NotImplementedError
 
     def is_over(self) -> bool:
-        """No batch is needed any more: where `is_done`, waits until everyone is, and takes the final weights. False
-        where they are not to be had, because the server went back to a snapshot: there are steps to take again."""
+        """Whether the loop needs no more batches. If `is_done`, it waits for all workers and loads the final weights.
+
+        Returns False if the server went back to a snapshot, so that steps have to be taken again.
+        """
         return self.is_done
 
     def divided(self, model: nn.Module) -> nn.Module:
-        """A task's model, divided among the processes of this worker where the run's settings say so."""
+        """Shard a task's model over the replica group if the run's settings say so."""
         return model
 
     def optimizer(
@@ -129,34 +132,37 @@ class Session:
         averaged_buffers: Collection[str] = (),
         reduction: Reduction = "mean",
     ) -> Any:
-        """The optimizer to step. Joins the run with this model, whose weights become the run's.
+        """Join the run with this model and return the optimizer to step. The first worker's weights become the run's.
 
-        `averaged_buffers`: names (as in the model's state_dict) of running statistics that layers of your own keep. The
-        run averages these over its workers, as it does those of BatchNorm and InstanceNorm. Every other buffer is that
-        of the lowest live rank. UsageError for a name that no buffer has.
+        `averaged_buffers`: names, as in the model's state_dict, of running statistics of your own layers. The run
+        averages them over its workers, like those of BatchNorm and InstanceNorm. All other buffers follow the lowest
+        live rank. Raises UsageError for a name that is not a buffer.
 
-        `reduction`: what one gradient is made of those of all workers. "mean", weighted by their samples, for a loss
-        that is a mean over its batch; "sum" for one that is a sum, such as `cross_entropy(..., reduction="sum")`. All
-        workers say the same. UsageError for another word, and for "sum" in modes that make no sum.
+        `reduction`: how the run combines the gradients of all workers. "mean" weights them by samples and suits a loss
+        that is a mean over its batch. "sum" suits a loss that is a sum, such as `cross_entropy(..., reduction="sum")`.
+        All workers must use the same value. Raises UsageError for another value, and for "sum" in modes that do not
+        sum.
 
-        The returned optimizer has `clip_grad_norm(max_norm)`, which clips that one gradient: to be called in the place
-        of `torch.nn.utils.clip_grad_norm_`, which would clip the gradient of this worker alone.
+        The returned optimizer has `clip_grad_norm(max_norm)`, which clips the combined gradient. Call it instead of
+        `torch.nn.utils.clip_grad_norm_`, which would clip only this worker's gradient.
         """
         return self._begin(Offer(model, [optimizer], averaged_buffers, reduction))[0]
 
     def optimizers(
         self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
     ) -> tuple[Any, ...]:
-        """The optimizers to step, of a run that trains several models, or one with several optimizers, by turns:
+        """Join the run with several models or optimizers that step by turns, and return the optimizers to step:
 
             g_optimizer, d_optimizer = session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))
 
-        All weights become the run's; in what is saved their names begin with these, and so in `averaged_buffers` (see
-        `optimizer`, as for `reduction`). A training step is a batch,
-        whichever of the optimizers step on it: of a loop over `shard` the first step() after a batch was asked for
-        begins one, elsewhere each step() of the optimizer that is stepped first. Each parameter has one optimizer.
+        All weights become the run's. Their names in saved files and in `averaged_buffers` begin with these names.
+        `optimizer` describes `averaged_buffers` and `reduction`.
 
-        UsageError for what a run cannot step so.
+        A training step is one batch, whichever optimizers step on it. In a loop over `shard` the first step() after a
+        batch was requested begins a training step. In other loops each step() of the first optimizer begins one. Each
+        parameter belongs to one optimizer.
+
+        Raises UsageError for parts that the run cannot step.
         """
         optimizers = check_parts(parts, self.settings, bool(self._tables))
         self._names = tuple(parts)
@@ -168,22 +174,22 @@ class Session:
         raise NotImplementedError
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let schedules of the first optimizer scale the tables' learning rates."""
+        """Let the schedules of the first optimizer scale the tables' learning rates."""
         for table in self._tables:
             table.follow(optimizer)
 
     def _check_first(self, reduction: Reduction) -> None:
-        """UsageError for a second `optimizer()`, and for another `reduction` than a mean or a sum."""
+        """Raises UsageError for a second `optimizer()`, and for an unknown `reduction`."""
         if self._taken is not None:
             raise UsageError(
-                "a second session.optimizer(): what a run trains is said once",
+                "a second session.optimizer(): a run gets its model and optimizers once",
                 fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))",
             )
         if reduction not in get_args(Reduction):
             words = " or ".join(map(repr, get_args(Reduction)))
             raise UsageError(
-                f"session.optimizer(..., reduction={reduction!r}): it is {words}",
-                fix="'sum' where the loss is a sum over its batch, else 'mean'",
+                f"session.optimizer(..., reduction={reduction!r}): use {words}",
+                fix="'sum' if the loss is a sum over its batch, else 'mean'",
             )
 
     def rows(
@@ -197,13 +203,15 @@ class Session:
         dtype: torch.dtype = torch.float32,
         **hyperparameters: Any,
     ) -> Rows:
-        """A table of rows for embeddings, which the server makes and keeps: `table(ids)` gives rows with a gradient,
-        and `step()` sends the gradients of those that were used. Call it before `optimizer()`, on every worker alike.
+        """Create a table of rows for embeddings, which the server stores.
 
-        `optimizer` steps the rows that have a gradient: sgd, adagrad, sparse_adam as torch's with sparse gradients, or
-        rowwise_adagrad, with `hyperparameters` (lr, ...); schedules of the model's optimizer scale `lr`. Rows begin
-        with mean 0 and deviation `init_std`, float32 or float64. UsageError for what cannot be, and in modes that
-        exchange weights.
+        `table(ids)` returns rows with a gradient. `step()` sends the gradients of the rows that were used. Call `rows`
+        before `optimizer()`, with the same arguments on every worker.
+
+        `optimizer` updates the rows that have a gradient. It is sgd, adagrad or sparse_adam, as torch applies them to
+        sparse gradients, or rowwise_adagrad. `hyperparameters` are its arguments, such as lr. Schedules of the model's
+        optimizer scale `lr`. Rows begin with mean 0 and standard deviation `init_std`, in float32 or float64. Raises
+        UsageError for invalid arguments, and in modes that exchange weights.
         """
         if any(table.spec.name == name for table in self._tables):
             raise UsageError(f"a second table '{name}'", fix="give every table a name of its own")
@@ -226,28 +234,31 @@ class Session:
         sampler: Iterable[int] | None = None,
         **loader_options: Any,
     ) -> Batches:
-        """This worker's batches (samples that no other rank sees in the epoch), ending with the run: when all
-        workers have taken all their steps and the model has the final weights. Its length is the number of batches
-        left; a loop may fetch ahead.
+        """Return this worker's batches until the run ends. No other rank gets these samples in the same epoch.
 
-        Where the run has no length (neither run.steps nor run.epochs is set) the script's own loops decide: each loop
-        over what this returns is one epoch, as of a DataLoader, or with `epochs` goes on until so many are behind this
-        rank, those before a resume included. A run that is shorter than `epochs` says so at the first step.
+        The run ends when all workers have taken all steps. The model then has the final weights. The length of the
+        result is the number of batches left. A loop may fetch batches ahead.
 
-        The batches of all ranks at a step make up what one process with batches of num_workers * batch_size would
-        train on, also where the data does not divide; `pad` repeats samples instead, so that all batches are of
-        one size. `loader_options` are DataLoader's. UsageError for what cannot be divided.
+        If neither run.steps nor run.epochs is set, the script's loops set the length of the run. Each loop over the
+        result is one epoch, as with a DataLoader. With `epochs`, one loop continues until this rank has done that many
+        epochs, including those before a resume. If the run is shorter than `epochs`, a warning says so at the first
+        step.
 
-        `sampler` gives the order of the samples of all ranks instead of `shuffle` (a WeightedRandomSampler, say). It is
-        drawn from on each rank, with torch's generator seeded alike, and told the epoch where it has `set_epoch`. A
-        data set without a length (IterableDataset) is read whole by each rank, which keeps every num_workers-th sample,
-        and read again from its beginning up to where the rank was after a resume; the run must have a number of steps.
+        At each step the ranks' batches together equal the batch of one process with num_workers * batch_size samples.
+        This also holds if the data does not divide evenly. `pad` repeats samples instead, so that all batches have one
+        size. `loader_options` are those of DataLoader. Raises UsageError for data that cannot be divided.
 
-        A DataLoader in the place of `dataset` gives its data set, batch size, sampler, `drop_last` and all its options;
-        its batch is that of one rank. UsageError for one with a batch_sampler or an iteration of its own.
+        `sampler` gives the order of the samples of all ranks instead of `shuffle`, for example a WeightedRandomSampler.
+        Each rank draws from it with equally seeded generators of torch. If it has `set_epoch`, that is called.
 
-        Torch's generator is seeded before each batch, from the run's seed, the rank and the batch's place: what is
-        drawn for it (dropout, augmentation) is the same in a run that was killed and resumed.
+        For a data set without a length (IterableDataset) each rank reads all samples and keeps every num_workers-th
+        one. After a resume it reads from the beginning up to the rank's position. The run must have a number of steps.
+
+        If `dataset` is a DataLoader, its data set, batch size, sampler, `drop_last` and other options are used. Its
+        batch is the batch of one rank. Raises UsageError for a DataLoader with a batch_sampler or its own iteration.
+
+        Before each batch torch's generator is seeded from the run's seed, the rank and the position. So random numbers
+        for the batch (dropout, augmentation) are the same in a run that was killed and resumed.
         """
         progress, taken = self._joined()
         self._say_length(progress())
@@ -265,15 +276,16 @@ class Session:
         return Batches(shares, taken, progress, self.is_over, read_options(source.options), epochs, self._inner)
 
     def expect(self, steps: int) -> None:
-        """Say how many training steps this script takes by itself: a run that ends before says so at the first."""
+        """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""
         self.length.own_steps = steps
 
     def epochs(self, num: int) -> Iterator[int]:
-        """The numbers of epochs up to `num`, from the one this rank is in: 0, or after a resume the one it was in.
-        Loops over `shard()` inside end with the epoch; the loop over epochs ends with the run if that ends first.
+        """Yield epoch numbers up to `num`, from 0, or after a resume from the rank's current epoch.
 
-        A process that takes a rank begins where its last step began and computes that step once more without sending
-        it, so that all the script does between two steps, at the end of an epoch too, is done.
+        Loops over `shard()` inside end with the epoch. The loop over epochs ends early if the run ends.
+
+        A process that takes over a rank begins at the rank's last step and computes it again without sending it. So the
+        script repeats its work between two steps, including its work at the end of an epoch.
         """
         _, taken = self._joined()
         memory = self._memory
@@ -292,13 +304,15 @@ class Session:
                 taken.next_epoch()
 
     def state(self, *, rng: bool = False, **objects: Any) -> None:
-        """What the script remembers beside the model: anything with state_dict() and load_state_dict(), each by a name
-        of its own (scheduler=..., scaler=..., ema=...), and generators. `rng`: those of torch, Python and NumPy.
+        """Save these objects with each contribution and in snapshots, and restore them after a resume.
 
-        It travels with each contribution and is in snapshots, and the hyperparameters in the optimizer's groups with
-        it. Where this rank has been before, it comes back in this call, and the last step is computed once more (as
-        `epochs()` says). To be called after `optimizer()`, before the first batch. UsageError for what holds anything
-        but tensors and JSON, or does not take what is remembered.
+        An object has state_dict() and load_state_dict(), or is a torch.Generator. Each has a name (scheduler=...,
+        scaler=..., ema=...). `rng`: also save the generators of torch, Python and NumPy. The hyperparameters of the
+        optimizer's groups are saved too.
+
+        Call it after `optimizer()` and before the first batch. If this rank has a saved state, this call restores it,
+        and the last step is computed again (see `epochs`). Raises UsageError for a state that is not tensors and JSON,
+        or that does not fit.
         """
         found = stateful(objects, rng)
         self._joined()
@@ -306,35 +320,39 @@ class Session:
             self._memory.add(found)
 
     def mark(self) -> None:
-        """A batch begins, in a loop that does not ask `shard()` for it: `state()` is taken as it is now. Without this
-        it is as it is in `step()`."""
+        """Tell the session that a batch begins, in a loop that does not use `shard()`: it saves `state()` now.
+
+        Without this call, the session saves the state in `step()`.
+        """
         if self._memory is not None:
             self._memory.mark()
 
     def _joined(self) -> tuple[Callable[[], Progress], Taken]:
-        """Where this rank is in the run and in its data. UsageError before `optimizer()`."""
+        """Functions for this rank's progress, and its position in the data. Raises UsageError before `optimizer()`."""
         if self._taken is None:
             raise UsageError(
-                "session.shard() before session.optimizer(), or epochs(), or state()",
-                fix="call session.optimizer(model, ...) first: it says where this rank goes on",
+                "session.shard(), epochs() or state() was called before session.optimizer()",
+                fix="call session.optimizer(model, ...) first: it gives this rank its position",
             )
         return lambda: self._progress, self._taken
 
     def _say_length(self, progress: Progress) -> None:
-        """Once, where a loop gets fewer batches than its author may expect."""
+        """Warn once if a loop gets no batches because the run's steps are all taken."""
         steps = progress.total_steps
         if steps is not None and progress.training_steps >= steps and not self._is_told:
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
 
     def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
-        """Tell the run the loss of a step, and its samples where `shard` did not count them."""
+        """Record the loss of a step, and its number of samples if `shard` did not count them."""
         if loss is not None:
             self.losses.note(self._position, float(loss))
         self._shown.look_again()
 
     def show(self) -> None:
-        """In a notebook: where this worker is, here, live; elsewhere a line of text. Losses are those of `record`."""
+        """Show this worker's progress: a live card in a notebook, elsewhere a line of text. Losses are those of
+        `record`.
+        """
         self._shown.show()
 
     def _card(self) -> Card:
@@ -345,43 +363,54 @@ class Session:
         return of_session(self.settings.mode, where, self.losses.points, self.metrics)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """For a notebook."""
+        """The card as a notebook displays it."""
         return self._card().bundle()
 
     def finish(self) -> bool:
-        """Take no more steps, wait for the others and take the final weights; True when this worker is to evaluate
-        them. Before the end of the run this worker is out: nobody waits for it, and the others go on."""
+        """Take no more steps, wait for the other workers and load the final weights. True: this worker evaluates them.
+
+        Before the end of the run this worker leaves, and the others go on without it.
+        """
         return True
 
     def stop(self, reason: str) -> None:
-        """End the run for all. Said with this worker's next step, or when it finishes or leaves: in sync and localsgd
-        the open round is the last, in other modes everyone's contribution under way. `is_done` and `shard` tell."""
+        """End the run for all workers. The request goes with this worker's next step, or when it finishes or leaves.
+
+        In sync and localsgd the open round is the last one. In other modes each worker's open contribution is its last
+        one. `is_done` and `shard` show the end.
+        """
         raise NotImplementedError
 
     def evaluate(self, fn: Measure, every: str | int | None = None) -> None:
-        """While the run goes on `fn(model)`, a dict of metrics, is asked for every so many training steps (100),
-        seconds ("30s") or epochs ("1epoch", where nothing is said): of one worker, in `step()`, on the server's weights
-        of one version (in localsgd after the next average). The run's own run.eval_every overrules `every`. And of who
-        evaluates the final weights, in `finish()`, as if it had `report`ed the metrics.
+        """Evaluate with `fn(model)`, which returns a dict of metrics, during the run and after it.
 
-        The model is in evaluation mode meanwhile; its mode, buffers and the generators of torch, Python and NumPy are
-        as they were afterwards. What `fn` raises ends the run, which has failed then. UsageError for no interval.
+        `every`: training steps (100), seconds ("30s") or epochs ("1epoch", the default). The run's run.eval_every
+        overrides it. One worker evaluates, in `step()`, on the server's weights of one version (in localsgd after the
+        next average). The worker that evaluates the final weights calls `fn` in `finish()` and `report`s the metrics.
+
+        Meanwhile the model is in evaluation mode. Afterwards its mode, its buffers and the generators of torch, Python
+        and NumPy are restored. An exception in `fn` ends the run as failed. Raises UsageError for an invalid interval.
         """
         self.evaluation.set(fn, every)
 
     def averaged(self, *models: nn.Module) -> bool:
-        """Write the run's Polyak average into the model, or into the models of all parts in their order; False when the
-        run keeps none."""
+        """Write the run's Polyak average into the model, or into the models of all parts in their order.
+
+        Returns False if the run does not keep an average.
+        """
         return False
 
     def report(self, **metrics: float) -> None:
-        """Metrics of the final evaluation, for the run's summary."""
+        """Add metrics of the final evaluation to the run's summary."""
         self.metrics.update({name: float(value) for name, value in metrics.items()})
         self._shown.look_again(is_last=True)
 
     def close(self) -> None:
-        """Leave the run in good order: the others go on without this worker. Also called at the end of a `with` block
-        and of the script; with an exception or an exit code that is not 0 it leaves as a process that has failed."""
+        """Leave the run; the other workers go on without this one.
+
+        It is also called at the end of a `with` block and of the script. After an exception or a nonzero exit code the
+        worker leaves as failed.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -391,12 +420,12 @@ class Session:
 
 
 def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) -> list[torch.optim.Optimizer]:
-    """The optimizers. UsageError for parts that a run of these settings cannot step by turns."""
+    """Return the optimizers. Raises UsageError for parts that a run with these settings cannot step by turns."""
     if not all(isinstance(part, tuple) and len(part) == 2 for part in parts.values()) or not parts:
         raise UsageError("session.optimizers() takes NAME=(model, optimizer) for each part")
     found = [optimizer for _, optimizer in parts.values()]
     if has_tables and len(found) > 1:
-        raise UsageError("session.rows() with several optimizers: which of them steps a table's rows nobody says")
+        raise UsageError("session.rows() with several optimizers: a table cannot tell which of them steps its rows")
     if settings.delayed_update and len(found) > 1:
         raise UsageError(
             "policy.delayed_update with several optimizers: each would step along gradients from before the other's "

@@ -1,4 +1,4 @@
-"""Delays that make equal machines unequal, for trying the modes out (`slowdown` in the configuration)."""
+"""Artificial delays, which make equal machines unequal to try the modes out (`slowdown` in the configuration)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ...common.config.schema import SlowdownConfig
 
 
 class Slowdown:
-    """Seconds to add to each step of one rank; the same for the same seed.
+    """The delay for each step of one rank, in seconds; equal seeds give equal delays.
 
-    A slow step takes `straggler_factor` times what it took, added delays included. With one fixed
-    slow rank ssp ends as slow as sync in the steady state; random stragglers are where it wins.
+    A slow step takes `straggler_factor` times its usual time, including added delays. With one permanently slow rank,
+    ssp becomes as slow as sync. Random stragglers are the case in which ssp is faster.
     """
 
     def __init__(self, config: SlowdownConfig, rank: int, seed: int) -> None:
@@ -20,7 +20,7 @@ class Slowdown:
         self._random = random.Random(seed * 1_000_003 + rank)
 
     def delay_s(self, step: int, compute_s: float) -> float:
-        """Seconds to sleep after step `step` (from 1), which took `compute_s`."""
+        """Return the seconds to sleep after step `step` (from 1), which took `compute_s` seconds."""
         config = self._config
         delay_s = config.base_s + config.jitter_s * self._random.random()
         if self._is_slow(step):

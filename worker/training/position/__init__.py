@@ -1,1 +1,1 @@
-"""Where a script is: which of its batches are behind it, and what it remembers beside the model."""
+"""A script's position: which of its batches are done, and the state it keeps beside the model."""

@@ -1,4 +1,4 @@
-"""A DataLoader that a script gives to `session.shard()`: what it says of its data set and its batches."""
+"""Reads a DataLoader that a script gives to `session.shard()`: its data set, batch size, order and options."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "
 
 @dataclass(frozen=True)
 class Source:
-    """What `session.shard()` divides, and how its batches are made."""
+    """The data that `session.shard()` divides, and how to make batches from it."""
 
     dataset: Any
-    batch_size: int | None = None  # of one worker; None: the run's
+    batch_size: int | None = None  # of one worker; None: run.batch_size
     shuffle: bool = True
     drop_last: bool = False
-    sampler: Any = None  # its order, instead of `shuffle`
-    options: dict[str, Any] = field(default_factory=dict)  # DataLoader's
+    sampler: Any = None  # gives the order instead of `shuffle`
+    options: dict[str, Any] = field(default_factory=dict)  # passed to the DataLoader
 
 
 def source_of(source: Source) -> Source:
-    """The data set and the options of the DataLoader that was given, or `given` itself where it is a data set.
+    """Unpack a DataLoader into its data set and options; return any other data set's `source` unchanged.
 
     A batch of the DataLoader is a batch of one worker. With a plain `shuffle=True` the order follows from the run's
-    seed, as without a DataLoader. UsageError for what the session cannot take over, and for an argument that
-    contradicts the DataLoader.
+    seed, as without a DataLoader. Raises UsageError for a DataLoader that the session cannot use, and for an argument
+    that contradicts the DataLoader.
     """
     loader = source.dataset
     if not isinstance(loader, DataLoader):
@@ -50,7 +50,7 @@ def source_of(source: Source) -> Source:
 
 
 def _order_of(loader: DataLoader[Any]) -> Any:
-    """The sampler, where `shuffle` alone does not say which samples an epoch has, and in which order."""
+    """The sampler, if `shuffle` alone does not give the samples of an epoch and their order; else None."""
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler
     if is_stream(dataset):
@@ -72,7 +72,7 @@ def _check_kind(loader: DataLoader[Any]) -> None:
 
 
 def _check_source(source: Source, of_loader: dict[str, Any]) -> None:
-    """UsageError for an argument of `session.shard()` that is not its default and not what the DataLoader says."""
+    """Raises UsageError for an argument of `session.shard()` that contradicts the DataLoader. Defaults are ignored."""
     default = Source(None)
     arguments = {name: getattr(source, name) for name in ("batch_size", "shuffle", "drop_last", "sampler")}
     arguments = {
@@ -82,12 +82,12 @@ def _check_source(source: Source, of_loader: dict[str, Any]) -> None:
         if name in of_loader and value is not of_loader[name] and value != of_loader[name]:
             raise UsageError(
                 f"session.shard({name}={value!r}) of a DataLoader whose {name} is {of_loader[name]!r}",
-                fix=f"say {name} once: to the DataLoader, or give session.shard() the loader's data set",
+                fix=f"give {name} once: to the DataLoader, or give session.shard() the loader's data set",
             )
 
 
 def _refusal(source: str) -> UsageError:
     return UsageError(
-        f"session.shard() divides the data itself and cannot take over {source}",
+        f"session.shard() divides the data itself and cannot use {source}",
         fix="give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=...)",
     )

@@ -1,9 +1,8 @@
-"""What a script remembers beside the model (`session.state`), and where it was, when each contribution began.
+"""A script's state beside the model (`session.state`), and its position, at the beginning of each contribution.
 
-It travels with that contribution and counts when it does. A process that takes the rank later is given it as it was at
-the beginning of the last contribution that counts, and computes that contribution once more without sending it, on the
-weights that came of it: so what the script does between two steps is done by the script again, whatever it is, and
-wherever the process before was killed.
+Both travel with the contribution and count when it counts. A process that takes the rank later gets the state and
+position from the beginning of the last counted contribution. It computes that contribution again, on the newer weights,
+and does not send it. So the script itself repeats its work between two steps, wherever the previous process was killed.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ log = get_logger()
 
 _GROUPS = "optimizer groups"
 _GENERATORS = "generators"
-_SHOWN = 200  # characters of an error of somebody else's
+_SHOWN = 200  # longest part of a script's own error that a message shows, in characters
 
 
 class Memory:
-    """Of one rank's script; `strategy` says how this process is to begin."""
+    """The memory of one rank's script. `strategy` says where this process begins."""
 
     def __init__(self, strategy: Strategy, taken: Taken, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._strategy, self._taken, self._optimizers = strategy, taken, optimizers
         self._objects: dict[str, Any] = {}
-        self._first = b""  # all of it, before the first batch
-        self._noted: Begun | None = None  # when the contribution under way began
+        self._first = b""  # the packed state before the first batch
+        self._noted: Begun | None = None  # state and position at the beginning of the open contribution
         self._num_starts = self._progress.num_starts
         self.is_used = False
-        self.has_begun = self.is_marked = False  # a batch was asked for, or a step taken; mark() is called
-        self.is_tried = False  # a scaler has looked for infinities, and no step() has followed
+        self.has_begun = self.is_marked = False  # a batch was requested or a step taken; mark() was called
+        self.is_tried = False  # a scaler has looked for infinities, and no step() has followed yet
         taken.memory = self
 
     @property
@@ -50,8 +49,7 @@ class Memory:
         return self._strategy.progress
 
     def use(self) -> None:
-        """From here on the script's place travels. What is remembered of the rank comes back, before the first
-        batch."""
+        """Send the script's position from now on. Before the first batch, go back to the server's position."""
         if self.is_used or self.has_begun:
             return
         self.is_used = True
@@ -59,20 +57,25 @@ class Memory:
             self._go_back(position)
 
     def _beginning(self) -> Position | None:
-        """Where to go back to. A rank that is new may come into the middle of a training step of several parts."""
+        """The position to go back to, or None. A new rank may begin in the middle of a training step of several
+        optimizers.
+        """
         if (begun := self._strategy.begun()) is not None:
             return begun.position
         progress = self._progress
         return Position(progress.training_steps - 1, 1, max(0, progress.batches - 1)) if progress.in_step else None
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """These travel from here on, and have been loaded if there was anything of them. UsageError."""
+        """Send these objects with each contribution from now on, and load their saved state if the server has one.
+
+        Raises UsageError after the first batch, for a name given twice, and for a state that does not fit.
+        """
         if self.has_begun:
             fix = "call it after session.optimizer() and before the loop"
-            raise UsageError("session.state() after the first batch: it could not come back as it was", fix=fix)
+            raise UsageError("session.state() after the first batch: the state could not be restored", fix=fix)
         for name, item in objects.items():
             if name in self._objects:
-                raise UsageError(f"session.state({name}=...) was said before", fix="give it another name")
+                raise UsageError(f"session.state({name}=...) was called before", fix="use another name")
             self._objects[name] = item
         payload = self._pack()
         self.use()
@@ -95,7 +98,7 @@ class Memory:
         found = unpack(payload)
         for name in names:
             if name not in found:
-                log.warning("state_not_there", name=name, meaning="the rank had no such state: it begins anew")
+                log.warning("state_not_there", name=name, meaning="the rank has no saved state of this name")
             elif name == _GROUPS:
                 for group, saved in zip(self._groups, found[name], strict=False):
                     _fill(group, saved)
@@ -108,17 +111,19 @@ class Memory:
         except Exception as error:
             message = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
             raise UsageError(
-                f"session.state({name}=...) does not take what the run remembers: {message}",
-                fix="go on with the script that the run was begun with, or give it another name: it begins anew then",
+                f"session.state({name}=...) does not accept the state that the run saved: {message}",
+                fix="resume with the script that began the run, or use another name, which begins without saved state",
             ) from error
 
     # ---- while the loop runs ------------------------------------------------------------------
 
     def note(self) -> None:
-        """A batch is about to be asked for, or a step to be taken: where a contribution begins it is remembered so.
+        """Called before a batch is requested or a step taken. Saves state and position if a contribution begins here.
 
-        It begins anew after batches without a step, in which a scaler found infinities: with other weights it would
-        not find them in the same batches, and the script does things between them (averages weights, say)."""
+        After batches without a step, in which a scaler found infinities, the contribution begins again here. A replay
+        with other weights would not find the infinities, and the script may do work between these batches, such as
+        averaging.
+        """
         self.has_begun = True
         progress = self._progress
         is_anew = self.is_tried and progress.steps_left == progress.local_steps and not self._taken.is_parted
@@ -129,29 +134,29 @@ class Memory:
             self._noted = Begun(position, self._pack())
 
     def mark(self) -> None:
-        """As `note`, of a loop with batches of its own."""
+        """Note the beginning of a batch, for a loop that does not use `shard()`."""
         self.is_marked = True
         if self.has_moved:
             self.move()
         self.note()
 
     def after_step(self) -> None:
-        """Of a loop that says nothing of its batches: it goes on with what it has in hand."""
+        """Called after a contribution. A loop without `shard()` and `mark()` goes on with the batch it has."""
         if self.has_moved and not (self._taken.is_used or self.is_marked):
             self.move(may_replay=self._taken.is_parted)
 
     def take(self) -> Begun | None:
-        """That of the contribution which is complete."""
+        """Return the saved beginning of the contribution that is complete now."""
         noted, self._noted = self._noted, None
         return noted
 
     @property
     def has_moved(self) -> bool:
-        """The run has told this process to begin elsewhere, and it has not yet."""
+        """Whether the server gave a new start position that this process has not gone to yet."""
         return self.is_used and self._num_starts != self._progress.num_starts
 
     def move(self, may_replay: bool = True) -> None:
-        """Be what the rank was there."""
+        """Load the rank's state and position as they were at the new start."""
         self._num_starts, self._noted = self._progress.num_starts, None
         begun = self._strategy.begun()
         names = [*self._objects, _GROUPS] if self._objects else []
@@ -166,23 +171,21 @@ class Memory:
             self._taken.begin_anew()
 
     def _go_back(self, position: Position) -> None:
-        log.info("replaying", step=position.step, meaning="the rank's last step is computed once more, and not sent")
+        log.info("replaying", step=position.step, meaning="this process computes the rank's last step again, unsent")
         self._taken.go_back(position)
         self._strategy.replay(position)
 
     def replayed(self) -> None:
-        """The contribution has been computed once more."""
+        """The replay of the contribution is complete."""
         num_missed = self._strategy.replayed()
         self._taken.go_on()
         if num_missed:
-            message = (
-                f"the run took {num_missed} training steps without this rank, which its script's state has not seen"
-            )
+            message = f"the run took {num_missed} training steps without this rank, so its script's state is older"
             log.warning("state_is_behind", meaning=message)
 
 
 class Generators:
-    """Of this process: torch's, on all devices, Python's and NumPy's."""
+    """State of the random generators of this process: torch (all devices), Python and NumPy."""
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, normal = random.getstate()
@@ -205,7 +208,7 @@ class Generators:
 
 
 class _Generator:
-    """A generator of the script's own."""
+    """Gives a `torch.Generator` of the script the methods of a stateful object."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -218,7 +221,7 @@ class _Generator:
 
 
 def stateful(objects: Mapping[str, Any], rng: bool) -> dict[str, Any]:
-    """As things with state_dict() and load_state_dict(). UsageError, which names it, for what is none."""
+    """Wrap generators as stateful objects. Raises UsageError, with the name, for an object without state methods."""
     found: dict[str, Any] = {}
     for name, item in objects.items():
         if isinstance(item, torch.Generator):
@@ -228,7 +231,7 @@ def stateful(objects: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         else:
             raise UsageError(
                 f"session.state({name}=...) is a {type(item).__name__}, without state_dict() and load_state_dict()",
-                fix="give it these two: state_dict() returns tensors and JSON, load_state_dict() takes them back",
+                fix="give it both methods: state_dict() returns tensors and JSON, load_state_dict() restores them",
             )
     if rng:
         found[_GENERATORS] = Generators()
@@ -236,7 +239,7 @@ def stateful(objects: Mapping[str, Any], rng: bool) -> dict[str, Any]:
 
 
 def _fill(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Hyperparameters as they were; a learning rate that is a tensor stays the same one."""
+    """Restore hyperparameters. A learning rate that is a tensor stays the same object."""
     for key, value in saved.items():
         current = group.get(key)
         if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):

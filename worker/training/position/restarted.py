@@ -1,15 +1,15 @@
-"""Finds a script that takes a rank and whose schedule or counters begin anew.
+"""Detects a script that takes over a rank with a restarted schedule or counters.
 
-The server and `session.shard()` go on where the rank was. What the script counts by itself does not, unless it is given
-to `session.state()` or computed from `session.step`. Before the first step of a process on a rank that has contributed
-before, this module compares the script's learning rates with those of the rank:
+The server and `session.shard()` resume at the rank's position. The script's own counters do not, unless the script
+gives them to `session.state()` or computes them from `session.step`. Before the first step of a process on a rank that
+has contributed before, this module compares the script's learning rates with those of the rank:
 
     script                                          at its first step there
     ------                                          -----------------------
     has called session.state()                      nothing
-    has read session.step                           nothing; a warning if its rate begins anew
-    its rate is the rank's first one, not its       stopped, if a scheduler is made on the optimizer, or if the rank's
-    last one                                        rate has changed more than once: one change may be made by hand
+    has read session.step                           nothing; a warning if its rate restarts
+    its rate is the rank's first one, not its       an error, if the optimizer has a scheduler, or if the rank's rate
+    last one                                        changed more than once: a script may make one change by hand
     anything else                                   one warning, unless it loops over session.epochs()
 """
 
@@ -32,25 +32,24 @@ _FIX = "call session.state(scheduler=scheduler) before the loop, or compute rate
 
 
 class Restarted:
-    """Of one script; `accepts`: the user's word that its schedule is to begin anew."""
+    """The check of one script. `accepts`: the user allows the schedule to restart."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = (), accepts: bool = False) -> None:
         self.optimizers, self._accepts = optimizers, accepts
-        self.has_state = self.knows_step = self.has_epochs = False  # what the script has asked the session for
-        self._position: int | None = None  # training steps behind the rank, as this process counts them
-        self._num_starts = -1  # that were looked at
+        self.has_state = self.knows_step = self.has_epochs = False  # parts of the session that the script has used
+        self._position: int | None = None  # training steps behind the rank, as counted by this process
+        self._num_starts = -1  # at the newest check
         self._is_said = False
 
     def look(self, progress: Progress) -> None:
-        """Before each training step: after a START, which says where the rank goes on. UsageError for a schedule that
-        begins anew."""
+        """Check the script before a training step, once per START. Raises UsageError for a restarted schedule."""
         before, self._position = self._position, progress.position + 1
         if self._num_starts == progress.num_starts:
             return
         self._num_starts = progress.num_starts
         if self.has_state or self._accepts:
             return
-        if before is not None:  # a process that has taken steps
+        if before is not None:  # this process has taken steps already
             self._look_again(progress, before)
         elif progress.num_counted:
             self._look_first(progress)
@@ -76,7 +75,7 @@ class Restarted:
         )
 
     def _look_again(self, progress: Progress, before: int) -> None:
-        """A server that went back to a snapshot, or a rank that was let go for a while."""
+        """Warn when a server went back to a snapshot, or when the run went on without this rank for a while."""
         if (moved := progress.position - before) and not (self.knows_step or self.has_epochs):
             self._warn(progress, f"the run has moved this process by {moved:+d} training steps")
 
@@ -95,14 +94,15 @@ class Restarted:
 
 
 def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[float, ...]:
-    """The learning rate of each group, now."""
+    """The current learning rate of each parameter group."""
     return tuple(float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    """Names of the classes of torch's schedulers that are made on these optimizers, or on one that shares their groups.
+    """Names of the classes of the torch schedulers that use these optimizers' parameter groups.
 
-    No scheduler is known to its optimizer, so all objects of the process are looked at: a tenth of a second, once.
+    An optimizer does not know its schedulers, so this function looks at all objects of the process. It takes 0.1 s and
+    runs once.
     """
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     found = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]

@@ -1,4 +1,4 @@
-"""Training steps as a loop takes them, with one optimizer or several, and the contributions they make."""
+"""Counts training steps, of one optimizer or several, and makes contributions of them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Part(Protocol):
     def parameters(self) -> list[torch.Tensor]: ...
 
     def hyperparameters(self) -> list[Hyperparameters]:
-        """Of each group."""
+        """The hyperparameters of each parameter group."""
 
     def take_clip_norm(self) -> float:
-        """2-norm that this step is along at most, as the script has said since the step before; 0: any."""
+        """Return the largest 2-norm for this step's gradient, and reset it. 0: no limit."""
 
 
 class Turns:
-    """Which step() of several optimizers begins a training step, and which belongs to the one before.
+    """Tells which step() of several optimizers begins a training step.
 
-    A training step is a batch: of a loop over `session.shard()` the first step() after a batch was asked for begins
-    one. Where batches come from elsewhere, or are asked for ahead, it is each step() of the optimizer stepped first.
+    A training step is one batch. In a loop over `session.shard()` the first step() after a batch was requested begins a
+    training step. If batches come from elsewhere, or are fetched ahead, each step() of the first optimizer begins one.
     """
 
     def __init__(self, taken: Taken) -> None:
@@ -65,7 +65,7 @@ def after_the_end(progress: Progress) -> UsageError:
 
 
 class Steps:
-    """Of all optimizers of a session; `parts` has them."""
+    """The training steps of all optimizers of a session; `parts` holds the optimizers."""
 
     def __init__(
         self,
@@ -80,27 +80,27 @@ class Steps:
         self.strategy, self.taken, self.memory, self._slowdown = strategy, taken, memory, slowdown
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self._restarted = restarted or Restarted()
-        self._first_rates: tuple[float, ...] | None = None  # at the first training step of this process
+        self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
         self.parts: list[Part] = []
-        self.notice: Callable[[], bool] | None = None  # asked after each step until it says that it is done
+        self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
         self.num_steps = strategy.progress.training_steps
         self._turns = Turns(taken)
-        self._begins = True  # the step() that is under way: a training step
-        self._newest: Part | None = None  # that began one
-        self._began: Begun | None = None  # its contribution
+        self._begins = True  # whether the current step() begins a training step
+        self._newest: Part | None = None  # the optimizer that began the newest training step
+        self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
-        self._num_known = 0  # contributions that count already, of the training step that is computed once more
-        self._is_stale = False  # what is stepped belongs to a training step of before the run moved
+        self._num_known = 0  # contributions that count already, of the training step that is replayed
+        self._is_stale = False  # the current step() belongs to a training step from before the run moved
         self._num_batches = self._num_samples = 0
         self._step_samples = 0  # of the newest training step
         self._losses: list[float] = []
-        self._fresh_samples, self._fresh_losses = 0, list[float]()  # recorded since the last step
+        self._fresh_samples, self._fresh_losses = 0, list[float]()  # since the last step
         self._hyperparameters: tuple[Hyperparameters, ...] = ()
-        self._told_at = self._digested_at = -1  # by `num_starts`
+        self._told_at = self._digested_at = -1  # values of `num_starts`
         self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
-        if taken.is_parted:  # a process that comes into the middle of a training step does the rest of it
+        if taken.is_parted:  # a process may begin in the middle of a training step and does the rest of it
             memory.use()
 
     @property
@@ -109,7 +109,7 @@ class Steps:
 
     @property
     def has_stepped(self) -> bool:
-        """In this process."""
+        """Whether this process has taken a step."""
         return self._newest is not None
 
     def record(self, num_samples: int = 0, loss: float | None = None) -> None:
@@ -121,7 +121,7 @@ class Steps:
             self._fresh_losses.append(loss)
 
     def may_step(self, part: Part) -> bool:
-        """Before a step(); False when there is nothing to do. UsageError after the end of the run."""
+        """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         progress = self.progress
         self._begins = self._turns.begins(part)
         if self._num_starts != progress.num_starts:
@@ -149,7 +149,7 @@ class Steps:
         return True
 
     def stepped(self, part: Part) -> None:
-        """What of a step() is done here is done: contribute when it is time to."""
+        """Called after this worker's part of a step(). Contributes if a contribution is complete."""
         if self._begins:
             self._newest = part
             self._note_gradients(part)
@@ -166,7 +166,8 @@ class Steps:
                 self._num_known -= 1
                 if not self._num_known:
                     self.memory.replayed()
-                    self._evaluation.is_due(self.progress, self.taken)  # what was due then is over
+                    # an evaluation that was due then has taken place
+                    self._evaluation.is_due(self.progress, self.taken)
                 self._begin_anew()
         elif self._begins:
             self.strategy.went_on()
@@ -175,14 +176,15 @@ class Steps:
     def _is_due(self) -> bool:
         if self._begins:
             return self.progress.took_step()
-        # In localsgd other optimizers' steps go with the next training step; after the last one there is none.
+        # localsgd sends other optimizers' steps with the next training step, which does not exist after the last one.
         return not self.strategy.kind.worker_steps or self.progress.is_last
 
     def _contribute(self, part: Part) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         if self.taken.is_used:
-            num_samples = max(1, num_samples)  # 0, as of a batch whose gradient was thrown away, is for nobody said
+            # A batch with a discarded gradient has weight 0, which would mean "unknown" in a message.
+            num_samples = max(1, num_samples)
         hyperparameters = self._current_hyperparameters()
         if self._begins:
             self._began = self.memory.take()
@@ -191,7 +193,7 @@ class Steps:
         if self._begins and self._evaluation.every is not None:
             is_due = self.strategy.agreed(is_due)
         number = self.parts.index(part) + 1 if self.taken.is_parted else 0
-        num_steps = 0 if number and not self._begins else None  # of the training step of the part before
+        num_steps = 0 if number and not self._begins else None  # the previous part counted the training step
         clip_norm, began = part.take_clip_norm(), self._began
         contribution = Contribution(
             kind=self.strategy.kind,
@@ -205,11 +207,11 @@ class Steps:
         self.strategy.contribute(outgoing, part.parameters if number else None)
         self._begin_anew()
         self.memory.after_step()
-        if is_due and not self.progress.is_done:  # at the end the final weights are evaluated
+        if is_due and not self.progress.is_done:  # at the end `finish` evaluates the final weights
             self._evaluation.run()
 
     def _rows(self) -> tuple[RowGradients, ...]:
-        """What the steps of this contribution have for the tables."""
+        """The gradients of the tables' rows for this contribution."""
         found = [(number, table.take()) for number, table in enumerate(self.tables)]
         return tuple(RowGradients(number, *taken) for number, taken in found if taken is not None)
 
@@ -221,7 +223,7 @@ class Steps:
             table.drop()
 
     def finish(self) -> None:
-        """No more training steps are to come: local ones that nobody has heard of are contributed."""
+        """No training step follows: contribute local steps that were not sent yet."""
         if self.progress.is_replaying:
             self.memory.replayed()
         if self._newest is not None and self.strategy.kind.worker_steps and self.progress.cut_short():
@@ -229,7 +231,7 @@ class Steps:
             self._contribute(self._newest)
 
     def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
-        """Of all groups, then of all tables; the same tuple while nothing has changed."""
+        """Hyperparameters of all groups, then of all tables. Returns the same tuple until a value changes."""
         found = [group for part in self.parts for group in part.hyperparameters()]
         found += [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
         if found != list(self._hyperparameters):
@@ -237,14 +239,14 @@ class Steps:
         return self._hyperparameters
 
     def _first(self) -> FirstInfo | None:
-        """What the first contribution says of the data; again after each start, for a server that has forgotten it."""
+        """Facts about the data for the first contribution after each start, as a restarted server lost them."""
         if self._told_at == self.progress.num_starts:
             return None
         self._told_at = self.progress.num_starts
         return FirstInfo(self.taken.num_samples, self._digest, self.taken.run_steps, self._first_rates or ())
 
     def _note_gradients(self, part: Part) -> None:
-        """Of the first step after a start. Batches that `session.shard()` divides need no comparison."""
+        """Compute the digest of the first gradients after a start. Batches of `session.shard()` need none."""
         if self._digested_at == self.progress.num_starts or self.progress.is_replaying:
             return
         self._digested_at = self.progress.num_starts
@@ -252,7 +254,7 @@ class Steps:
         self._digest = 0 if self.taken.is_used else digest_of(gradients)
 
     def _slow_down(self) -> None:
-        """Add the configured delay, and count the whole step as compute."""
+        """Sleep for the configured delay, and count the whole step as compute time."""
         delay_s = self._slowdown.delay_s(self.num_steps, time.perf_counter() - self._resumed_at)
         if delay_s > 0:
             time.sleep(delay_s)

@@ -1,5 +1,4 @@
-"""A data set that only gives its samples one after another, divided among workers: every rank reads all of it, and
-keeps every W-th sample."""
+"""Divides a data set without a length: every rank reads all samples in order and keeps every W-th one."""
 
 from __future__ import annotations
 
@@ -22,8 +21,11 @@ def is_stream(dataset: Any) -> bool:
 
 
 def share_of_few(index: int, num_workers: int, num_left: int) -> tuple[int, int]:
-    """Fewer samples are left than workers: (which of them worker `index` computes, what it weighs). Worker i has the
-    (i mod num_left)-th; some samples are then with one worker more, and weighted so that each counts once."""
+    """Assign the last samples of an epoch when fewer samples than workers are left.
+
+    Returns (sample, weight) for worker `index`. Worker i computes sample i mod num_left. More workers compute some
+    samples than others, and the weights make each sample count once.
+    """
     at_least, num_more = divmod(num_workers, num_left)
     is_more = index % num_left < num_more
     return index % num_left, 1 if not num_more else at_least if is_more else at_least + 1
@@ -31,8 +33,11 @@ def share_of_few(index: int, num_workers: int, num_left: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class _Pass(IterableDataset[Any]):
-    """Once through a stream: batches of one rank with what each weighs, without the `first` ones, and at the end
-    (None, minus the number of batches). What the stream draws from torch's generator is the same on all ranks."""
+    """One pass through a stream. Yields one rank's batches and weights, without the first `first` batches.
+
+    The last item is (None, minus the number of batches). The stream's draws from torch's generator are the same on all
+    ranks.
+    """
 
     stream: Iterable[Any]
     seed: int
@@ -58,7 +63,7 @@ class _Pass(IterableDataset[Any]):
         yield None, -count
 
     def _unions(self, size: int) -> Iterator[list[Any]]:
-        """The samples of all workers at a step, drawn with a generator of the stream's own."""
+        """Yield the samples of all workers for each step. The stream draws from a generator of its own."""
         state = torch.Generator().manual_seed(self.seed).get_state()
         samples: Iterator[Any] | None = None
         while True:
@@ -82,7 +87,7 @@ def streamed_batches(
     first: int,
     options: dict[str, Any],
 ) -> Iterator[tuple[Any, int]]:
-    """As `sharded_batches`. The `first` batches are read and thrown away: nobody knows how many there are."""
+    """Yield batches as `sharded_batches` does. The first `first` batches are read and discarded."""
     collate = options.pop("collate_fn", None) or default_collate
     for epoch in itertools.count():
         if hasattr(stream, "set_epoch"):
@@ -100,8 +105,8 @@ def streamed_batches(
         if not num_batches:
             amount = "less than a batch for all workers" if drop_last else "no sample"
             raise UsageError(
-                f"{type(stream).__name__} gave {amount} in epoch {epoch} of it (from 0)",
-                fix="let each iter() of it begin anew, with enough for all workers",
+                f"{type(stream).__name__} gave {amount} in epoch {epoch} (from 0)",
+                fix="make each iter() of it start again, with enough samples for all workers",
             )
         first = max(0, first - num_batches)
 
@@ -111,11 +116,11 @@ def _as_it_is(item: Any) -> Any:
 
 
 def check_stream(stream: Any, has_steps: bool, options: dict[str, Any]) -> None:
-    """UsageError for what a data set without a length cannot be asked for."""
+    """Raises UsageError for options that a data set without a length does not support."""
     name = type(stream).__name__
     if not has_steps:
         raise UsageError(
-            f"{name} has no length: a run with it needs a number of training steps, and has none or counts epochs",
+            f"{name} has no length, so the run needs a number of training steps; it has none, or counts epochs",
             fix="--steps N, and one loop over session.shard(...)",
         )
     for option in ("pads", "sampler"):

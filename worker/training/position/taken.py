@@ -1,4 +1,4 @@
-"""Which batches this rank's steps were made of, and so where it is in its data: of all loops over `session.shard()`."""
+"""Counts the batches that this rank's steps have used, in all loops over `session.shard()`: its position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = get_logger()
 
 
 class Loop(Protocol):
-    """Over batches."""
+    """A loop over batches."""
 
     hand: Hand
 
@@ -27,7 +27,7 @@ class Loop(Protocol):
 
 
 class Remembering(Protocol):
-    """What a loop over batches asks of a script's memory (`Memory`)."""
+    """The part of `Memory` that a loop over batches uses."""
 
     @property
     def has_moved(self) -> bool: ...
@@ -40,18 +40,18 @@ class Remembering(Protocol):
 
 
 class Hand:
-    """Batches that a loop has asked for and no step has taken, by what they weigh."""
+    """Batches that a loop has fetched and no step has used yet. Stores each batch's number of samples."""
 
     def __init__(self, is_ahead: bool | None = None) -> None:
         self.batch_samples: deque[int] = deque()
         self.num_computed = 0  # backward passes since the last step
-        self.is_ahead = is_ahead  # whether batches are asked for before the one at hand is used
+        self.is_ahead = is_ahead  # whether the loop fetches batches before it uses the current one; None: not known yet
 
     def __len__(self) -> int:
         return len(self.batch_samples)
 
     def computed(self, is_parted: bool = False) -> None:
-        """A backward pass is done; of several optimizers each has some for one batch."""
+        """A backward pass is done. With several optimizers there are several passes for one batch."""
         if self.is_ahead is None and self.batch_samples:
             self.is_ahead = len(self.batch_samples) > 1
         self.num_computed = 1 if is_parted else self.num_computed + 1
@@ -63,61 +63,65 @@ class Hand:
 
     @property
     def num_used(self) -> int:
-        """Since the last step."""
+        """Batches that the loop has used since the last step."""
         return min(len(self.batch_samples), self.num_computed) if self.is_ahead else len(self.batch_samples)
 
     @property
     def num_samples(self) -> int:
-        """Of those."""
+        """Samples of the used batches."""
         return sum(islice(self.batch_samples, self.num_used))
 
     @property
     def num_samples_now(self) -> int:
-        """Of the batch that is being computed."""
+        """Samples of the batch that the model computes now."""
         at = self.num_computed if self.is_ahead else len(self.batch_samples) - 1
         return self.batch_samples[at] if 0 <= at < len(self.batch_samples) else 0
 
     def take(self) -> tuple[int, int]:
-        """What the step just taken was made of: all that was drawn, or, of a loop that asks ahead, as much as there
-        were backward passes."""
+        """Remove the batches of the step just taken. Returns (batches, samples).
+
+        These are all fetched batches. If the loop fetches ahead, it is one batch per backward pass.
+        """
         num, self.num_computed = self.num_used, 0
         return num, sum(self.batch_samples.popleft() for _ in range(num))
 
 
 class Taken:
-    """Batches that have gone into steps, of all loops over `session.shard()`: where this rank is in its data."""
+    """The batches that went into steps, over all loops on `session.shard()`. They give this rank's position in its
+    data.
+    """
 
     def __init__(
         self, progress: Callable[[], Progress], optimizers: Sequence[torch.optim.Optimizer], length: Length
     ) -> None:
         self._progress, self._optimizers, self.length = progress, optimizers, length
-        self.epoch_batches = 0  # of this rank
-        self.run_steps = 0  # of the run, where this worker has found them out
+        self.epoch_batches = 0  # batches of this rank in an epoch
+        self.run_steps = 0  # training steps of the run, if this worker has computed them
         self._has_compared = False
         self._loops: WeakSet[Loop] = WeakSet()
-        self._unused: list[Hand] = []  # what loops over an epoch had in hand when it ended
+        self._unused: list[Hand] = []  # batches that loops over an epoch had fetched and not used at its end
         self.memory: Remembering | None = None
-        self.is_used = False  # this rank's batches come from here
-        self.num_samples = 0  # of the data set
+        self.is_used = False  # this rank's batches come from `session.shard()`
+        self.num_samples = 0  # samples of the data set
         self._num_starts = -1
         self._num_moves = 0
         self._begins_at = 0
-        self._num_taken = 0  # since then
-        self._ends_at = 0  # of what is computed once more
-        self.per_step = 0  # in the newest step; 0 before the first
+        self._num_taken = 0  # batches taken since `_begins_at`
+        self._ends_at = 0  # position where the replay ends
+        self.per_step = 0  # batches in the newest step; 0 before the first
         self.epoch: int | None = None  # of the script's loop over epochs
-        self.epoch_length = 0  # batches of it; 0: not known
-        self._epoch_at = 0  # the place where it began
-        self._came = (0, 0)  # the epoch where this process began, and the place where that began
+        self.epoch_length = 0  # batches in the epoch; 0: not known
+        self._epoch_at = 0  # position where the epoch began
+        self._came = (0, 0)  # the epoch in which this process began, and the position where that epoch began
 
     @property
     def position(self) -> int:
-        """Batches of this rank that are behind it."""
+        """Batches of this rank that steps have used."""
         self._follow()
         return self._begins_at + self._num_taken
 
     def _follow(self) -> None:
-        """What was taken before the run said where to start is forgotten."""
+        """Go to the run's start position after a START, and forget batches taken before it."""
         progress = self._progress()
         if self._num_starts != progress.num_starts:
             self._num_starts = progress.num_starts
@@ -130,17 +134,17 @@ class Taken:
 
     @property
     def moves(self) -> int:
-        """How often batches have been to be taken from elsewhere than after the last one."""
+        """How often the position has jumped."""
         self._follow()
         return self._num_moves
 
     @property
     def num_drawn(self) -> int:
-        """Batches of the epoch that are behind this rank, and those of loops that have ended."""
+        """Batches of the epoch that steps have used, or that ended loops have fetched."""
         return self.position - self._epoch_at + sum(map(len, self._unused))
 
     def where(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
-        """This rank's place in the data, at the beginning of a contribution or `num_passed` batches behind it."""
+        """The position at the beginning of a contribution, or `num_passed` batches after it."""
         position = self.position + num_passed
         if self.epoch is None:
             return Position(step, local_steps, position)
@@ -149,11 +153,11 @@ class Taken:
     # ---- the script's own loop over epochs ----------------------------------------------------
 
     def next_epoch(self) -> None:
-        """What loops have in hand still belongs to the next step."""
+        """Begin the next epoch. Batches that loops have fetched still belong to the next step."""
         assert self.epoch is not None
         for loop in self._loops:
             loop.end()
-        length = self.epoch_length or self.num_drawn  # before where the run began there are epochs without a batch
+        length = self.epoch_length or self.num_drawn  # before the run's start position, epochs have no batches
         self._epoch_at += min(self.num_drawn, length)
         self.epoch, self.epoch_length = self.epoch + 1, 0
 
@@ -164,7 +168,7 @@ class Taken:
     # ---- going back, and on -------------------------------------------------------------------
 
     def go_back(self, position: Position) -> None:
-        """A contribution that began there is to be computed once more."""
+        """Go back to the beginning of a contribution, to replay it."""
         self._ends_at = self.position
         self._go(position.batches)
         self._stand_in(
@@ -172,7 +176,7 @@ class Taken:
         )
 
     def begin_anew(self) -> None:
-        """Nothing is known of where the script was."""
+        """Start at the first epoch, because the script's position is unknown."""
         self._stand_in(0, 0)
 
     def _stand_in(self, epoch: int, begins_at: int) -> None:
@@ -181,31 +185,31 @@ class Taken:
             self.begin_epochs()
 
     def begin_epochs(self) -> None:
-        """The script's loop over epochs begins, or goes back, where this process has come to."""
+        """Start the script's loop over epochs, or move it back, at the epoch where this process began."""
         (self.epoch, self._epoch_at), self.epoch_length = self._came, 0
 
     @property
     def epoch_now(self) -> int:
-        """Of the script's loop, or of the next batch."""
+        """The epoch of the script's loop; without one, the epoch of the next batch."""
         if self.epoch is not None:
             return self.epoch
         return self.position // self.epoch_batches if self.epoch_batches else self._came[0]
 
     def go_on(self) -> None:
-        """It has been computed; what comes next is where the run said."""
+        """The replay is complete: continue at the run's position."""
         if self.position != self._ends_at:
             self._go(self._ends_at)
 
     def is_through(self, hand: Hand) -> bool:
-        """All batches of what is computed once more have been used and no step was taken: a scaler found infinities."""
+        """Whether the loop used all batches of the replay without a step, because a scaler found infinities."""
         return 0 < len(hand) <= hand.num_computed and self._has_again(hand)
 
     def ends_with(self, hand: Hand) -> bool:
-        """What is computed once more is the last of the run, and the loop has all of it, if it asks ahead or not."""
+        """Whether the loop has fetched all batches of a replay that ends the run."""
         return self._progress().is_last and self._has_again(hand)
 
     def _has_again(self, hand: Hand) -> bool:
-        """All batches of what is computed once more were asked for."""
+        """Whether the loop has fetched all batches of the replay."""
         if not hand or not self._progress().is_replaying:
             return False
         return self.position + sum(map(len, (*self._unused, hand))) >= self._ends_at
@@ -229,32 +233,32 @@ class Taken:
 
     @property
     def is_parted(self) -> bool:
-        """Several optimizers step by turns."""
+        """Whether several optimizers step by turns."""
         return len(self._optimizers) > 1
 
     @property
     def tells_steps(self) -> bool:
-        """Batches come from here, and one that was asked for goes into the next step()."""
+        """Whether a fetched batch tells that the next step() begins a training step: no loop fetches ahead."""
         return self.is_used and not any(hand.is_ahead for hand in self._hands)
 
     @property
     def has_drawn(self) -> bool:
-        """A batch was asked for since the last training step."""
+        """Whether a batch was fetched since the last training step."""
         return any(map(len, self._hands))
 
     @property
     def num_used(self) -> int:
-        """Batches since the last step."""
-        # Two loops side by side draw at the same place.
+        """Batches that were used since the last step."""
+        # Two parallel loops draw at the same position.
         return sum(map(len, self._unused)) + max((loop.hand.num_used for loop in self._loops), default=0)
 
     @property
     def num_samples_at_hand(self) -> int:
-        """Of what the next `step` is made of."""
+        """Samples of the next step."""
         return sum(hand.num_samples for hand in self._hands)
 
     def num_samples_now(self) -> int:
-        """Of the batch that is being computed; 0 where it comes from elsewhere."""
+        """Samples of the batch that the model computes now; 0: it does not come from `session.shard()`."""
         return next((hand.num_samples_now for hand in self._hands if len(hand)), 0)
 
     def _computed(self, _: torch.Tensor) -> None:
@@ -262,12 +266,12 @@ class Taken:
             hand.computed(self.is_parted)
 
     def step(self) -> tuple[int, int]:
-        """A training step is done: (batches, what they weigh) that it was made of; zeros when none came from here."""
+        """Count a training step. Returns its (batches, samples); zeros if no batch came from `session.shard()`."""
         self._follow()
         ended = [hand.take() for hand in self._unused]
         self._unused = [hand for hand in self._unused if hand]
         found = [loop.hand.take() for loop in self._loops]
-        # Two loops side by side draw at the same place.
+        # Two parallel loops draw at the same position.
         num_batches = sum(num for num, _ in ended) + max((num for num, _ in found), default=0)
         self._num_taken += num_batches if self.is_used else 1
         self.per_step = max(1, num_batches)
@@ -275,19 +279,21 @@ class Taken:
         return num_batches, sum(num_samples for _, num_samples in (*ended, *found))
 
     def steps_of_run(self, per_step: int) -> int | None:
-        """Training steps of the run, of so many batches each; None where it has no number of them."""
+        """Training steps of the run, for `per_step` batches per step; None: the run has no number of steps."""
         return self._progress().total_steps or self.length.of_run(self.epoch_batches, per_step)
 
     def _measure(self, progress: Progress) -> None:
-        """With the first step it is known how many there are. Before it counts itself. UsageError for `epochs` of data
-        that nobody here knows."""
+        """Compute the run's length at the first step, before that step counts.
+
+        Raises UsageError if `run.epochs` is set and the length of an epoch is not known.
+        """
         length = self.length
         if self._has_compared:
             return
         self._has_compared = True
         if length.epochs is not None and not self.epoch_batches:
             raise UsageError(
-                f"run.epochs is {length.epochs}, and how long an epoch of this script's own loader is nobody knows",
+                f"run.epochs is {length.epochs}, and the length of an epoch of this script's own loader is not known",
                 fix="--steps N instead, or loop over session.shard(dataset)",
             )
         if found := length.of_run(self.epoch_batches, self.per_step):
@@ -297,9 +303,9 @@ class Taken:
         of_loop, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
         if of_loop is not None and total is not None and of_loop > total:
             setting = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
-            message = f"the run ends after {total} training steps ({setting}), this script's loop would take {of_loop}"
-            log.warning("cut_short", reason=message, fix=f"--steps {of_loop}; or leave it out, and the loop decides")
+            message = f"the run ends after {total} training steps ({setting}); this script's loop has {of_loop}"
+            log.warning("cut_short", reason=message, fix=f"--steps {of_loop}; without --steps the loop sets the length")
 
     def drop(self) -> bool:
-        """Forget what was asked for before the run was known to end; False when that is nothing."""
-        return sum(hand.drop() for hand in self._hands) > 0  # each of them drops
+        """Discard batches that were fetched before the end of the run was known. Returns False if there were none."""
+        return sum(hand.drop() for hand in self._hands) > 0  # a sum, so that every hand drops

@@ -1,1 +1,1 @@
-"""What a task is trained with: its steps, their rates, the weights it begins with."""
+"""Training of tasks: loading a task, its training steps, its learning rate, its initial weights."""

@@ -1,5 +1,4 @@
-"""A process that trains nothing, but evaluates a run whose workers go on meanwhile: a task (`ps-worker --evaluate`), or
-a script."""
+"""A process that only evaluates a run while its workers train, with a task (`ps-worker --evaluate`) or a script."""
 
 from __future__ import annotations
 
@@ -33,8 +32,11 @@ _LOOK_S = 0.1
 
 
 def evaluate_for(evaluator: Evaluator, task: Task, device: torch.device, how_often: str | None) -> None:
-    """Until the run is over, every so many steps of its slowest worker, seconds or epochs (as its settings say where
-    `how_often` does not; an epoch where neither does)."""
+    """Evaluate a task until the run is over.
+
+    `how_often`: the interval in steps of the slowest worker, seconds or epochs. If it is None, the run's settings give
+    the interval; the default is one epoch.
+    """
     settings, interval = evaluator.settings, every(how_often or evaluator.settings.eval_every or "1epoch")
     torch.manual_seed(settings.seed)
     epoch_steps = 0
@@ -59,7 +61,7 @@ def _watch(
     epoch_steps: int,
     metrics: Callable[[], dict[str, float]],
 ) -> None:
-    """Until the run is over."""
+    """Evaluate at each interval until the run is over. `epoch_steps`: training steps in an epoch."""
     each = interval.amount * (epoch_steps if interval.unit == "epochs" else 1)
     num_done = evaluated = count = 0
     began_at = time.monotonic()
@@ -89,15 +91,18 @@ def _evaluate(evaluator: Evaluator, measure: Callable[[], dict[str, float]], ver
 
 
 class EvaluatorSession(Session):
-    """What a script gets that is started to evaluate (worker.evaluate). Where its loop would begin it evaluates with
-    the function of `evaluate()` until the run is over, and there it ends: what comes after a loop is the workers'."""
+    """The session of a script that runs as an evaluator (worker.evaluate).
+
+    Where the script's loop would begin, this session evaluates with the function of `evaluate()` until the run is over.
+    Then it exits the process, because the code after the loop is meant for workers.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self._evaluator = Evaluator(config)
         self.settings = self._evaluator.settings
         self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
-        self._epoch_steps = 0  # of the data it was shown
+        self._epoch_steps = 0  # of the data given to `shard`
         self._tensors: ModelTensors | None = None
 
     @property
@@ -121,7 +126,7 @@ class EvaluatorSession(Session):
         self._tensors = ModelTensors(model, stepped, averaged_buffers)
         for item in optimizers:
             item.register_step_pre_hook(lambda *_: self._evaluate())
-            item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # there is no step to clip
+            item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # no step follows
         return tuple(optimizers)
 
     def shard(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Batches:
@@ -138,7 +143,7 @@ class EvaluatorSession(Session):
             raise UsageError(
                 "an evaluator (worker.evaluate) whose script "
                 + ("has no function to evaluate with" if interval is None else "does not say how long an epoch is"),
-                fix="session.evaluate(fn, every=100) before the loop, fn(model) giving a dict of metrics",
+                fix="call session.evaluate(fn, every=100) before the loop; fn(model) returns a dict of metrics",
             )
         _watch(
             self._evaluator, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.metrics(self._model)
@@ -147,7 +152,7 @@ class EvaluatorSession(Session):
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         raise UsageError(
-            f"table '{spec.name}' in an evaluator (worker.evaluate): it pulls one version, and rows go on",
+            f"table '{spec.name}' in an evaluator (worker.evaluate): it pulls one version, but rows keep changing",
             fix="let a worker evaluate",
         )
 

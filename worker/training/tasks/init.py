@@ -8,17 +8,20 @@ from torch import nn
 from ....common.errors import UsageError
 from ...tensors.transfer import named_tensors
 
-_SHOWN = 3  # names of each kind of difference
+_SHOWN = 3  # names of each kind of difference that a message lists
 _FIX = "give the file that belongs to this model (--init), or leave it out"
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Copy the tensors of a safetensors file into the model; dtypes may differ, names and shapes may not. What
-    torch.compile and DistributedDataParallel put before names is left out. UsageError in one sentence."""
+    """Copy the tensors of a safetensors file into the model.
+
+    Dtypes may differ, but names and shapes must match. Name prefixes of torch.compile and DistributedDataParallel are
+    ignored. Raises UsageError with the differences.
+    """
     found, tensors = _read(path), named_tensors(model)
     if not any(name.startswith("module.") for name in tensors):
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    loaded = {id(tensors[name]) for name in found if name in tensors}  # of tied weights a file may have one name
+    loaded = {id(tensors[name]) for name in found if name in tensors}  # a file may have only one name of tied weights
     shapes = [
         f"'{name}' is {list(found[name].shape)} there and {list(tensor.shape)} here"
         for name, tensor in tensors.items()
@@ -45,7 +48,7 @@ def _read(path: str) -> dict[str, torch.Tensor]:
     except OSError as error:
         why = error.strerror or "there is no such file"
         raise UsageError(
-            f"--init {path}: cannot be read: {why}", fix="every worker reads it: put it where each finds it"
+            f"--init {path}: cannot be read: {why}", fix="put the file where every worker can read it"
         ) from None
     except SafetensorError as error:
         raise UsageError(
@@ -54,6 +57,6 @@ def _read(path: str) -> dict[str, torch.Tensor]:
 
 
 def _listed(problem: str, names: list[str]) -> list[str]:
-    """As one phrase; none of no names."""
+    """The problem and its names as one phrase in a list; an empty list without names."""
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return [f"{problem} {', '.join(names[:_SHOWN])}{rest}".strip()] if names else []

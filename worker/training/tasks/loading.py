@@ -1,7 +1,7 @@
 """Turns `task.name` and `task.args` into a task: a built-in one, or a class in a user's own file.
 
-A mistake in the configuration is a UsageError. An exception of the user's own code becomes a
-UserCodeError, whose traceback begins in the user's file: what is ours above it helps nobody.
+A mistake in the configuration is a UsageError. An exception in the user's own code becomes a UserCodeError. Its
+traceback begins in the user's file, because our own frames do not help the user.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from ...tasks.base import Task
 
 # The methods of a task, called with these arguments.
 _METHODS = {"model": (), "train_data": (), "loss": ("model", "batch"), "evaluate": ("model",)}
-# What other loops call, and a task's does not.
+# Methods that other training loops call. A task does not use them.
 _OTHERS = ("optimizer", "optimizers", "configure_optimizers")
 
 _GIVE_IT_HERE = "give --task FILE.py:NAME, or the built-in task that is meant, to this worker"
-_MOST, _MOST_ITEMS = 2**31, 64  # of a server's arguments
+_MOST, _MOST_ITEMS = 2**31, 64  # the largest number and the longest list that a server may give
 
 
 def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.device) -> Task:
-    """The task `name`, a built-in one or `FILE.py:NAME` (a class, or a function that returns a task), constructed
-    with `args`. Parameters called `seed` and `device` are filled in where `args` does not."""
+    """Construct the task `name` with `args`: a built-in task, or `FILE.py:NAME` (a class, or a function returning a
+    task).
+
+    If it has parameters `seed` and `device` that are not in `args`, they are filled in. Raises UsageError.
+    """
     make = _from_file(name) if is_in_file(name) else TASKS.load(name)
     kwargs = _arguments(name, make, args, {"seed": seed, "device": device})
     with user_code():
@@ -40,8 +43,10 @@ def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.devic
 def load_named_by_server(
     name: str, args: dict[str, Any], own_args: dict[str, Any], *, seed: int, device: torch.device
 ) -> Task:
-    """The built-in task `name` with `args`, both of which the server names; `own_args` are this worker's and win.
-    UsageError as `check_named_by_server`."""
+    """Load the built-in task `name` with `args`, both given by the server. The worker's `own_args` take precedence.
+
+    Raises UsageError as `check_named_by_server` does.
+    """
     check_named_by_server(name, args, own_args)
     try:
         return load_task(name, args | own_args, seed=seed, device=device)
@@ -49,12 +54,14 @@ def load_named_by_server(
         if not isinstance(error.original, (MemoryError, RuntimeError)):
             raise
         line = (str(error.original) or "no memory").splitlines()[0]
-        raise UsageError(f"the server's arguments of task {name} are too much for this worker: {line}") from None
+        raise UsageError(f"the server's arguments of task {name} are too large for this worker: {line}") from None
 
 
 def check_named_by_server(name: str, args: dict[str, Any], own_args: dict[str, Any]) -> None:
-    """A server must not be able to run code or to read a file on a worker. So the name is one of the built-in tasks',
-    and an argument is a number, a switch or a list of numbers. Raises UsageError for anything else."""
+    """Raises UsageError unless the server names a built-in task with numbers, booleans or lists of numbers.
+
+    A server must not be able to run code or read a file on a worker.
+    """
     if name not in TASKS.names():
         message = f"the server names the task {shown(name)!r}, which is no built-in task of this worker"
         raise UsageError(f"{message}; a file or module is never taken from a server", fix=_GIVE_IT_HERE)
@@ -70,7 +77,7 @@ def check_named_by_server(name: str, args: dict[str, Any], own_args: dict[str, A
 
 
 def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> None:
-    """Raises UsageError unless a server may give `value`: of the default's type, and no text, which could be a path."""
+    """Raises UsageError unless `value` has the default's type and is not text, which could be a path."""
     default = parameter.default
     if value == default and type(value) is type(default):
         return
@@ -98,8 +105,10 @@ def _from_file(name: str) -> Callable[..., Any]:
 
 
 def _arguments(name: str, make: Callable[..., Any], args: dict[str, Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """`args`, plus those of `offered` that `make` has a parameter for. Decided by the signature,
-    so that a TypeError inside the user's code is not mistaken for a wrong argument."""
+    """Return `args`, plus those of `offered` that `make` has a parameter for. Raises UsageError for other arguments.
+
+    It reads the signature, so that a TypeError in the user's code is not reported as a wrong argument.
+    """
     parameters = inspect.signature(make).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -118,7 +127,7 @@ def _arguments(name: str, make: Callable[..., Any], args: dict[str, Any], offere
 
 
 def _check_methods(name: str, task: Any) -> None:
-    """UsageError if `task` lacks a method of a task, or has one that cannot be called as we will call it."""
+    """Raises UsageError if `task` lacks a method, or has one with other parameters than a task's."""
     missing = [method for method in _METHODS if not callable(getattr(task, method, None))]
     if missing:
         raise UsageError(
@@ -128,8 +137,8 @@ def _check_methods(name: str, task: Any) -> None:
     for method in _OTHERS:
         if callable(getattr(task, method, None)):
             raise UsageError(
-                f"task {name} has a method {method}(), and nobody would call it: a task has one optimizer, which the "
-                "run names",
+                f"task {name} has a method {method}(), which is never called: a task has one optimizer, which the "
+                "run's settings name",
                 fix="leave it out (--optimizer, --lr, optimizer.args); for several optimizers write a script with "
                 "session.optimizers()",
             )
@@ -140,5 +149,5 @@ def _check_methods(name: str, task: Any) -> None:
         except TypeError as error:
             raise UsageError(
                 f"task {name}: {method}{signature} cannot be called as {method}({', '.join(arguments)}): {error}",
-                fix="write the method with these parameters; more of them need defaults",
+                fix="write the method with these parameters; additional parameters need defaults",
             ) from error

@@ -1,5 +1,7 @@
-"""The learning rate of a task at each training step, computed from the step alone: nothing is to be saved, and who
-resumes or replaces a worker is where the run is."""
+"""The learning rate of a task at each training step.
+
+It depends only on the step, so nothing needs to be saved, and a resumed worker gets the right rate.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from ....common.config.schema import TrainConfig
 
 
 def rate_at(step: int, num_steps: int, lr: float, train: TrainConfig) -> float:
-    """Of training step `step`, from 0, of `num_steps`.
+    """The learning rate of training step `step` (from 0) of `num_steps`.
 
-    As torch.optim.lr_scheduler has it: SequentialLR of LinearLR(start_factor=1 / (warmup + 1), total_iters=warmup),
-    and then CosineAnnealingLR, LinearLR or StepLR over the steps that are left.
+    It equals torch's SequentialLR of LinearLR(start_factor=1 / (warmup + 1), total_iters=warmup) and then
+    CosineAnnealingLR, LinearLR or StepLR over the remaining steps.
     """
     if step < train.warmup:
         return lr * (step + 1) / (train.warmup + 1)

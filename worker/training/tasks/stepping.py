@@ -1,4 +1,4 @@
-"""One training step of a task: the batches it is made of, the precision they are computed in, the learning rate."""
+"""Training steps of a task: accumulated batches, mixed precision and the learning rate."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..session import Session
 from .schedule import rate_at
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Below it a loss scaler has found infinities so often that they are not of its making.
+# At a smaller scale, scaling no longer causes the infinities.
 _LEAST_SCALE = 1.0
 
 
 class Stepper:
-    """Takes the steps of one task. What a step is comes from `session.settings.train`.
+    """Takes the training steps of one task, as `session.settings.train` configures them.
 
-    The gradient of a step is that of the mean over all samples of its batches, as if they were one. A step whose
-    gradient overflows in fp16 is not taken: its batches count for nothing, and the loss is scaled less from then on.
+    The gradient of a step is that of the mean over all samples of its batches. A step whose gradient overflows in fp16
+    is skipped: its batches get weight 0, and the loss scale becomes smaller.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Stepper:
         dtype = _DTYPES.get(self._train.precision)
         self._autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-        self._num_samples: list[int] = []  # of the batches of the step
+        self._num_samples: list[int] = []  # of each batch of the current step
 
     def add(self, batches: Batches, batch: Any) -> float:
-        """One more batch, and a step where it is the last of one. Returns the batch's mean loss."""
+        """Add a batch, and take a step after the last batch of one. Returns the batch's mean loss."""
         self._num_samples.append(batches.num_samples)
         with user_code():
             with self._autocast:
                 loss = self._task.loss(self._model, to_device(batch, self._device))
             if len(self._num_samples) == 1:
                 self._optimizer.zero_grad()
-            # As if every batch were as large as the first; `_even_out` mends it where they are not.
+            # Weights the loss as if each batch were as large as the first; `_even_out` corrects unequal batches.
             share = self._num_samples[-1] / self._num_samples[0] / self._train.accumulate
             self._scaler.scale(loss if share == 1 else loss * share).backward()
         value = float(loss.detach())
