@@ -183,7 +183,7 @@ def test_differences_of_fragments_have_their_own_sizes() -> None:
 @pytest.mark.parametrize(
     ("left_out", "sizes", "message"),
     [
-        (([0],), [size({"a"}), size(set())], "2 differences, and what is not in 1 of them"),
+        (([0],), [size({"a"}), size(set())], "2 differences, but missing tensors are listed for 1"),
         (([0], []), [size(set()), size(set())], "bytes of weights"),
         (([9], []), [size({"a"}), size(set())], "tensors that the model does not have"),
     ],

@@ -89,7 +89,7 @@ def _remove(module: Awkward) -> None:
         (lambda module: module.half(), "narrow bfloat16[5], and it is float16[5] now"),
         (lambda module: setattr(module.scale, "data", torch.zeros(2)), "scale float32[], and it is float32[2] now"),
         (_replace, "'scale' was replaced by another parameter after session.optimizer()"),
-        (_remove, "'flags' was taken out of the model after session.optimizer()"),
+        (_remove, "'flags' was removed from the model after session.optimizer()"),
     ],
 )
 def test_a_model_that_became_another_is_refused(change: Callable[[Awkward], object], words: str) -> None:

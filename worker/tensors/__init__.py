@@ -1,1 +1,1 @@
-"""A model's tensors as payloads of bytes."""
+"""The conversion between a model's tensors and payloads of bytes."""

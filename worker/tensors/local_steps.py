@@ -1,14 +1,14 @@
-"""How far local steps go, and how they are merged with the weights that come back.
+"""Measures local steps as deltas, and merges them with the server's new weights.
 
-When a delta is measured, the weights S at that moment are kept. When the server's new weights N come, some steps later,
-the model's weights L become
+When a delta is measured, the weights S of that moment are kept. The server's new weights N arrive some steps later.
+Then the model's weights L become
 
-    shift   N + (L - S)                    the steps since then stay (LOSCAR-SGD; CoCoD-SGD, arXiv:1906.12043)
+    shift   N + (L - S)                    keeps the steps since then (LOSCAR-SGD; CoCoD-SGD, arXiv:1906.12043)
     blend   alpha L + (1 - alpha) N        Streaming DiLoCo, arXiv:2501.18512, section 2.3
 
-and the next delta is the difference to N: in blend the rest of L is sent again. With `policy.fragments` a delta has one
-fragment of the parameters (Streaming DiLoCo). The others go on from their own steps. Where a round passed without this
-worker, its steps are added to the new weights.
+The next delta is the difference to N, so blend sends the rest of L again. With `policy.fragments` a delta has one
+fragment of the parameters (Streaming DiLoCo), and the others continue from their own steps. If a round passed without
+this worker, its steps are added to the new weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...common.errors import UsageError
 from ...common.tensors.layout import Entry, Kind
 from .transfer import ModelTensors
 
-# Changes L in place, given S, N and alpha.
+# Changes L in place; the arguments are L, S, N and alpha.
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 
 
@@ -40,7 +40,11 @@ RULES: dict[str, Rule] = {"shift": _shift, "blend": _blend}
 
 
 class Merge(NamedTuple):
-    """`rule` is one of RULES; `after_steps`: local steps since the measurement, 0: up to the next contribution."""
+    """How to merge new weights: `rule` is a key of RULES.
+
+    `after_steps` counts local steps between measurement and merge; 0 means that the merge waits for the next
+    contribution.
+    """
 
     rule: str = "shift"
     alpha: float = 0.0
@@ -48,9 +52,11 @@ class Merge(NamedTuple):
 
 
 class Anchor:
-    """A copy of a model's parameters as they came; while a contribution is exchanged, the difference to what they have
-    become, in the same memory: anchor - weights, which points downhill as a gradient does (the other way round it
-    climbs, torchft#233). Used on the training thread."""
+    """A copy of a model's parameters as they arrived. Used on the training thread.
+
+    While a contribution is exchanged, the same memory holds the delta: anchor - weights. The delta points downhill, as
+    a gradient does. The opposite sign would climb (torchft#233).
+    """
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -60,7 +66,7 @@ class Anchor:
         model.deltas = dict(zip(self._indices, self._anchors, strict=True))
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each anchor with its parameter, which may have moved to another device."""
+        """Yield each anchor with its parameter, which may have moved to another device."""
         for index, anchor in zip(self._indices, self._anchors, strict=True):
             now = self._model.tensors[index].detach()
             if anchor.device != now.device:
@@ -68,19 +74,21 @@ class Anchor:
             yield anchor, now
 
     def measure(self) -> None:
-        """The local steps are taken: the anchor becomes the difference."""
+        """Turn the anchor into the delta of the local steps."""
         for anchor, now in self._pairs():
             anchor.sub_(now)
 
     def note(self) -> None:
-        """Weights have come: the next steps begin from these."""
+        """New weights arrived: copy them, because the next local steps begin from them."""
         for anchor, now in self._pairs():
             anchor.copy_(now)
 
 
 class Overlap(Anchor):
-    """An anchor of a model whose steps go on. `measure` the deltas, then copy them, then `depart`; `merge` the weights
-    that come. Used on the training thread."""
+    """An anchor for a model that keeps training during the exchange. Used on the training thread.
+
+    Call `measure`, copy the deltas, then call `depart`. Call `merge` when new weights arrive.
+    """
 
     def __init__(self, model: ModelTensors, num_fragments: int, merge: Merge) -> None:
         super().__init__(model)
@@ -89,11 +97,14 @@ class Overlap(Anchor):
         self._fragments = fragments_of(entries, num_fragments)
         positions = {spec.name: position for position, spec in enumerate(model.layout.specs)}
         self._positions = [positions[entry.spec.name] for entry in entries]
-        self._chosen = [True] * len(entries)  # parameters of the newest delta
-        self._aside: list[torch.Tensor] = []  # the model's tensors, while it shows the server's weights
+        self._chosen = [True] * len(entries)  # whether each parameter is in the newest delta
+        self._aside: list[torch.Tensor] = []  # the model's own tensors while the model shows the server's weights
 
     def choose(self, fragment: int | None) -> tuple[int, ...]:
-        """The next delta has this fragment, or all. Returns the positions in the layout's specs of the others."""
+        """Select this fragment for the next delta; None selects all parameters.
+
+        Returns the positions of the other parameters in the layout's specs.
+        """
         self._chosen = [fragment is None or other == fragment for other in self._fragments]
         return tuple(compress(self._positions, [not is_chosen for is_chosen in self._chosen]))
 
@@ -103,12 +114,12 @@ class Overlap(Anchor):
         self._model.deltas = dict(compress(zip(self._indices, self._anchors, strict=True), self._chosen))
 
     def depart(self) -> None:
-        """The deltas have been copied: keep the weights of that moment in their place."""
+        """The deltas have been copied: overwrite them with the weights of that moment."""
         for anchor, now in compress(list(self._pairs()), self._chosen):
             anchor.copy_(now)
 
     def merge(self, received: Sequence[torch.Tensor]) -> None:
-        """`received` are the server's tensors, in the order of the model's; the model goes on from its parameters."""
+        """Merge the server's tensors `received`, in the order of the model's, into the model's parameters."""
         for index, is_chosen, (anchor, now) in zip(self._indices, self._chosen, self._pairs(), strict=True):
             new = received[index].to(now.device)
             if is_chosen:
@@ -118,7 +129,7 @@ class Overlap(Anchor):
             anchor.copy_(new)
 
     def show(self, received: Sequence[torch.Tensor]) -> None:
-        """Show these weights, the server's, in the model until `hide`."""
+        """Put the server's weights into the model until `hide` is called."""
         self._aside = [tensor.detach().clone() for tensor in self._model.tensors[: self._model.num_exchanged]]
         for tensor, new in zip(self._model.tensors, received[: len(self._aside)], strict=False):
             tensor.detach().copy_(new)
@@ -129,13 +140,15 @@ class Overlap(Anchor):
         self._aside = []
 
 
-_LAYER = re.compile(r".*?\.\d+(?=\.)|\d+(?=\.)")  # of a parameter's name, such as blocks.3
+_LAYER = re.compile(r".*?\.\d+(?=\.)|\d+(?=\.)")  # matches the layer in a parameter's name, such as blocks.3
 
 
 def fragments_of(parameters: Sequence[Entry], num: int) -> list[int]:
-    """The fragment of each parameter, 0 to `num` - 1. A layer stays in one piece. The largest layers come first, each
-    to the smallest fragment, so that equal layers are dealt out in turn and embeddings lie apart. Raises UsageError
-    where there are too few parameters."""
+    """Return the fragment of each parameter, 0 to `num` - 1.
+
+    Parameters of one layer get the same fragment. The largest layers come first, each in the smallest fragment, so
+    equal layers alternate and embeddings are spread. Raises UsageError if there are fewer parameters than fragments.
+    """
     names = [entry.spec.name for entry in parameters]
     found = [_LAYER.match(name) for name in names]
     keys = [item.group() if item else name.rpartition(".")[0] for item, name in zip(found, names, strict=True)]

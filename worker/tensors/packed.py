@@ -1,5 +1,7 @@
-"""A `state_dict()` as bytes and back: safetensors, with all other values as JSON in its metadata. There is no pickle,
-so reading it runs no code."""
+"""Converts a `state_dict()` to bytes and back: safetensors, with other values as JSON in the metadata.
+
+Reading it cannot run code, because it does not use pickle.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,26 @@ from safetensors.torch import load, save
 from ...common.errors import UsageError
 from ...common.wire.json_text import read_json
 
-_TREE = "state"  # in the metadata
-_LENGTH_BYTES = 8  # of the file's header
+_TREE = "state"  # key in the metadata
+_LENGTH_BYTES = 8  # length field of the file's header
 # Dicts of these classes keep their class; "$" marks values that are no plain dict or list.
 _KINDS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter[Any]}
 
 
 def pack(values: Mapping[str, Any]) -> bytes:
-    """Values as bytes. Raises UsageError, with the name, for a value that is neither a tensor nor JSON."""
+    """Convert values to bytes. Raises UsageError, with the name, for a value that is neither a tensor nor JSON."""
     tree, tensors = take_apart(values)
     try:
         return save(tensors, {_TREE: json.dumps(tree, separators=(",", ":"))})
-    except (SafetensorError, KeyError, ValueError) as error:  # a dtype that the format has not
-        raise _refused(", ".join(values), f"such that it cannot be written ({error})") from None
+    except (SafetensorError, KeyError, ValueError) as error:  # a dtype that safetensors does not have
+        raise _refused(", ".join(values), f"not writable as safetensors ({error})") from None
 
 
 def take_apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """JSON, and the tensors that it names: on the host, contiguous, without a copy where possible. Raises UsageError as
-    `pack`."""
+    """Split values into JSON and the tensors that it names. Raises UsageError as `pack` does.
+
+    The tensors are contiguous and on the host. They are copied only if necessary.
+    """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
 
@@ -68,7 +72,7 @@ def _refused(where: str, problem: str) -> UsageError:
 
 
 def _on_host(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
-    """The tensor on the host, alone in its memory."""
+    """Return the tensor on the host, contiguous and with a storage of its own."""
     tensor = value.detach().cpu()
     is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     if not is_alone or tensor.data_ptr() in seen:
@@ -78,7 +82,7 @@ def _on_host(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
 
 
 def unpack(payload: bytes) -> dict[str, Any]:
-    """Packed values; tensors are on the CPU. Raises UsageError for other bytes."""
+    """Convert bytes back to values, with tensors on the CPU. Raises UsageError for other bytes."""
     try:
         end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
         tree = read_json(read_json(payload[_LENGTH_BYTES:end])["__metadata__"][_TREE], nan=True, big=True)
@@ -89,7 +93,7 @@ def unpack(payload: bytes) -> dict[str, Any]:
 
 
 def put_together(tree: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The values that `take_apart` took apart."""
+    """Rebuild the values that `take_apart` has split."""
     return {name: _give(value, tensors) for name, value in tree.items()}
 
 

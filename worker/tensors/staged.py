@@ -1,7 +1,7 @@
-"""Transfers for tensors that are not plain host memory: on a GPU, or in other memory formats.
+"""Transfers for tensors on a GPU or in other memory formats.
 
-Two host buffers stand between, one for each direction; pinned where there is a GPU, with copies on a
-stream of their own, so that the training stream never waits for one.
+The bytes pass through two host buffers, one per direction. With a GPU the buffers are pinned, and copies run on a
+separate stream, so the training stream does not wait for them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ log = get_logger()
 
 
 class PinnedMemory:
-    """Existing memory, locked until `release`, so that copies between it and a GPU need not wait. Where the driver
-    refuses, copies are slower and a log line says why. `runtime` is CUDA's, as `torch.cuda.cudart()` returns it."""
+    """Existing memory, pinned until `release`, so that copies to and from a GPU do not block.
+
+    If the driver refuses, copies are slower and a log line says why. `runtime` is CUDA's, from `torch.cuda.cudart()`.
+    """
 
     def __init__(self, payload: torch.Tensor, runtime: Any) -> None:
         self._runtime = runtime
@@ -29,14 +31,14 @@ class PinnedMemory:
         self.is_pinned = self._succeeded("register", runtime.cudaHostRegister(self._address, payload.numel(), 0))
 
     def release(self) -> None:
-        """Before the memory is given back to the system, or the driver keeps its pages. Once."""
+        """Unpin the memory. Call it once, before the memory is freed, or the driver keeps its pages."""
         if self.is_pinned:
             self.is_pinned = False
             self._succeeded("unregister", self._runtime.cudaHostUnregister(self._address))
 
     @staticmethod
     def _succeeded(call: str, error: Any) -> bool:
-        """`error` is CUDA's: 0 is none."""
+        """Whether CUDA's result `error` is 0, which means success."""
         if int(error) == 0:
             return True
         log.warning("not_pinned", call=call, cuda_error=int(error), meaning="copies to and from the GPU wait")
@@ -44,43 +46,45 @@ class PinnedMemory:
 
 
 class SideStream:
-    """A stream of its own for copies, on the GPU that some of these tensors are on, so that training never waits for
-    one. Without a GPU (`device` is None) there is none, and a copy is over when it returns."""
+    """A separate GPU stream for copies, so that training does not wait for them.
+
+    It is on the GPU of the first tensor that is on one. Without a GPU `device` is None, and copies are synchronous.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         self._stream = torch.cuda.Stream(self.device) if self.device is not None else None
 
     def new_payload(self, num_bytes: int) -> torch.Tensor:
-        """Host memory, uint8 [num_bytes], pinned where there is a GPU."""
+        """Allocate host memory, uint8 [num_bytes], which is pinned if there is a GPU."""
         payload = new_payload(num_bytes)
         return payload.pin_memory() if self.device is not None else payload
 
     def copies(self) -> torch.cuda.StreamContext:
-        """Copies in this `with` begin after what the training stream has been given so far."""
+        """Copies inside this `with` begin after the work that the training stream has so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
 
     def precede(self) -> None:
-        """What the training stream is given next begins after the copies; no thread waits."""
+        """Make later work of the training stream wait for the copies; no thread blocks."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def event(self) -> torch.cuda.Event:
-        """Comes when the copies given so far are over; only where there is a GPU."""
+        """An event that occurs when the copies so far are done. Needs a GPU."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def synchronize(self) -> None:
-        """This thread waits until the copies are over."""
+        """Block this thread until the copies are done."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class StagedTransfer:
-    """As DirectTransfer, through two host buffers."""
+    """The same interface as DirectTransfer, with copies through two host buffers."""
 
     lies_here = True
 
@@ -92,11 +96,11 @@ class StagedTransfer:
         self._out_views = [view for _, view in model.layout.views(self._out)]
         self._in_views = [view for _, view in model.layout.views(self._in)]
         self._in_bytes = as_bytes(self._in)
-        self._is_copying = False  # out of `_in`
+        self._is_copying = False  # whether a copy out of `_in` may be running
         self._segment: torch.Tensor | None = None
-        self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
-        self._pinned: PinnedMemory | None = None  # `_segment`, where there is a GPU
-        self._copied: dict[int, torch.cuda.Event] = {}  # copies that began, by tensor
+        self._places: list[torch.Tensor] = []  # views of the exchanged tensors in `_segment`
+        self._pinned: PinnedMemory | None = None  # pins `_segment`; only with a GPU
+        self._copied: dict[int, torch.cuda.Event] = {}  # events of the started copies, by tensor index
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         payload, groups = as_bytes(self._out), self._model.stretches(indices)
@@ -108,7 +112,7 @@ class StagedTransfer:
         return self.gather(kind, indices)
 
     def _place_of(self, group: range) -> tuple[int, int]:
-        """Where in a payload these tensors lie."""
+        """The bytes [start, end) of these tensors in a payload."""
         return self._model.start_of(group.start), self._model.start_of(group.stop)
 
     def gather_all(self) -> list[memoryview]:
@@ -139,9 +143,9 @@ class StagedTransfer:
         return self._places
 
     def _copy_out(self, kind: ContributionKind, groups: list[range], views: list[torch.Tensor]) -> None:
-        """Copy, and wait in this thread; the training stream does not wait."""
+        """Copy, and block this thread until the copies are done. The training stream does not wait."""
         events = [self._copied.pop(index) for group in groups for index in group if index in self._copied]
-        if len(events) == sum(map(len, groups)):  # all of it began before
+        if len(events) == sum(map(len, groups)):  # all copies were started before
             for event in dict.fromkeys(events):
                 event.synchronize()
             return
@@ -163,7 +167,7 @@ class StagedTransfer:
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         if self._is_copying:
-            self._stream.synchronize()  # the last copy out of this buffer must be over
+            self._stream.synchronize()  # wait for the last copy out of this buffer
             self._is_copying = False
         yield self._in_bytes[offset : offset + num_bytes]
 
@@ -180,7 +184,7 @@ class StagedTransfer:
     def leave_segment(self) -> None:
         self._copied.clear()
         if self._pinned is not None:
-            self._stream.synchronize()  # copies into it may be on their way
+            self._stream.synchronize()  # copies into the segment may be running
             self._pinned.release()
         self._segment, self._places, self._pinned = None, [], None
 
@@ -189,7 +193,7 @@ Transfer = DirectTransfer | StagedTransfer
 
 
 def make_transfer(model: ModelTensors) -> Transfer:
-    """The model's own transfer, or one in place where every tensor is plain CPU memory, else a staged one."""
+    """Return the model's own transfer, a direct one if all tensors are plain CPU memory, or a staged one."""
     if model.transfer_of is not None:
         return model.transfer_of(model)
     if all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in model.tensors):

@@ -1,7 +1,7 @@
-"""A model's tensors as payloads of bytes: gathered from their memory, written back in place.
+"""A model's tensors as payloads of bytes: gathered from their memory, and written back in place.
 
-On the CPU nothing is staged: frames are made from views of the gradients' own memory, and received
-bytes go straight into the parameters. `staged.py` has transfers for tensors on other devices.
+On the CPU there is no staging: frames use views of the gradients' memory, and received bytes go directly into the
+parameters. `staged.py` has transfers for tensors on other devices.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from ...common.tensors.statistics import statistics_of
 
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
-# Bytes that are copied before the server is notified: it checks them while the next ones are copied.
+# Bytes to copy before the server is notified. It checks them while the next bytes are copied.
 _COPIED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
 
-Indices = Sequence[int] | None  # of entries; None: all that are exchanged
+Indices = Sequence[int] | None  # of the layout's entries; None: all exchanged entries
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers (tied ones are one), with their names in the bare model, so that a saved file loads into
-    it."""
+    """The model's parameters and buffers by name; tied ones appear once.
+
+    The names are those of the unwrapped model, so that a saved file loads into it.
+    """
     found = bare(model).state_dict(keep_vars=True).items()
-    # torch.compile of a part; other values are of get_extra_state().
+    # `_orig_mod.` comes from torch.compile of a part. Values of get_extra_state() are not tensors.
     return {name.replace("_orig_mod.", ""): value for name, value in found if isinstance(value, torch.Tensor)}
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module itself, whatever it is wrapped in as a whole."""
+    """The module without its wrapper (DistributedDataParallel, DataParallel, torch.compile)."""
     found: Any = model
     while isinstance(found, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(found, "_orig_mod"):
         found = found._orig_mod if hasattr(found, "_orig_mod") else found.module
@@ -51,18 +53,20 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def together(modules: Mapping[str, nn.Module]) -> nn.Module:
-    """One module of several; names of its tensors begin with theirs."""
+    """Combine several modules into one, whose tensor names begin with the modules' names."""
     whole = nn.Module()
-    whole._modules.update({name: bare(module) for name, module in modules.items()})  # also names that nn.Module has
+    # set directly, because add_module refuses names that nn.Module uses
+    whole._modules.update({name: bare(module) for name, module in modules.items()})
     return whole
 
 
 class ModelTensors:
     """The tensors of a model that take part in the run, in the order of its layout."""
 
-    deltas: Mapping[int, torch.Tensor] = {}  # of parameters by index, where differences are sent
-    transfer_of: Callable[[ModelTensors], DirectTransfer] | None = None  # for a model or a part; None: by its device
-    _stepped: frozenset[int] | None = None  # of several optimizers, the tensors of the one that steps
+    deltas: Mapping[int, torch.Tensor] = {}  # of parameters, by index, when deltas are sent
+    # makes a transfer for this model or a part of it; None: by device
+    transfer_of: Callable[[ModelTensors], DirectTransfer] | None = None
+    _stepped: frozenset[int] | None = None  # with several optimizers: indices of the tensors of the one that steps
 
     def __init__(
         self,
@@ -71,9 +75,11 @@ class ModelTensors:
         averaged_buffers: Collection[str] = (),
         statistics: Collection[str] | None = None,
     ) -> None:
-        """`stepped`: the optimizers' tensors, which are trained from the moment on when they require a gradient.
-        `statistics`: names of the buffers that are averaged; None: those of known layers and `averaged_buffers`. Raises
-        UsageError for a name that is no buffer."""
+        """`stepped`: the optimizers' tensors. They take part in training once they require a gradient.
+
+        `statistics`: names of the buffers to average; None: those of known layers and `averaged_buffers`. Raises
+        UsageError for a name that is not a buffer.
+        """
         trained = {id(tensor) for tensor in stepped}
         found: dict[int, TensorSpec] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -97,13 +103,15 @@ class ModelTensors:
         self.layout = Layout(found.values())
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]
         self.names = {id(tensor): name for name, tensor in tensors.items()}
-        # Moving a model puts new buffers into these dicts, and parameters elsewhere in memory.
+        # Moving a model replaces the buffers in these dicts and the memory of the parameters.
         self._homes: list[Home] = [homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.tensors]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
 
     def has_moved(self) -> bool:
-        """Look the tensors up again; True when any has moved since the last call (43 us for 300). Raises UsageError
-        when one is no longer what was offered to the run."""
+        """Look the tensors up again. Returns whether any tensor has moved since the last call (43 us for 300 tensors).
+
+        Raises UsageError if a tensor is no longer the one that was offered to the run.
+        """
         found = [home.get(key) for home, key in self._homes]
         is_same = all(map(operator.is_, found, self.tensors))
         if not is_same:
@@ -120,48 +128,50 @@ class ModelTensors:
 
     @property
     def may_lend(self) -> bool:
-        """Gradients may stay in shared memory: the next contribution does not overwrite them."""
+        """Whether gradients may stay in shared memory. With one optimizer the next contribution does not overwrite
+        them.
+        """
         return self._stepped is None
 
     @cached_property
     def num_exchanged(self) -> int:
-        """Number of tensors in a contribution; frozen ones come after them."""
+        """Number of tensors in a contribution. Frozen tensors come after them."""
         return sum(entry.spec.kind is not Kind.FROZEN for entry in self.layout.entries)
 
     @cached_property
     def _trained(self) -> list[tuple[int, int]]:
-        """Position of each parameter in the layout's specs and in `tensors`."""
+        """The position of each parameter in the layout's specs, and its index in `tensors`."""
         places = {spec.name: position for position, spec in enumerate(self.layout.specs)}
         entries = enumerate(self.layout.entries)
         return [(places[item.spec.name], index) for index, item in entries if item.spec.kind is Kind.PARAMETER]
 
     def names_at(self, positions: Iterable[int]) -> frozenset[str]:
-        """Names of the tensors that are here, by their positions in the specs of the whole model."""
+        """Names of this model's tensors at these positions in the specs of the whole model."""
         specs = self.layout.specs
         return frozenset(specs[position].name for position in positions)
 
     def step_only(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Use the gradients of these parameters only: the others' belong to another optimizer's step."""
+        """Send only the gradients of these parameters. The others belong to another optimizer's step."""
         stepped = {id(parameter) for parameter in parameters}
         self._stepped = frozenset(index for index, tensor in enumerate(self.tensors) if id(tensor) in stepped)
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        """The gradient that is sent."""
+        """The gradient to send for this tensor; None: there is none."""
         return self.tensors[index].grad if self._stepped is None or index in self._stepped else None
 
     def without_gradient(self) -> tuple[int, ...]:
-        """Positions in the layout's specs of parameters without a gradient: torch would not step them."""
+        """Positions in the layout's specs of parameters without a gradient. torch's optimizers skip these."""
         return tuple(position for position, index in self._trained if self.gradient(index) is None)
 
     def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """The exchanged tensors in `payload`, uint8 [exchange_bytes]; shares memory.
+        """Views of the exchanged tensors in `payload`, uint8 [exchange_bytes].
 
-        `data`: each counts its own changes in place, where views would count those of the whole payload.
+        It uses `data` because each tensor then counts its own in-place changes instead of the whole payload's.
         """
         return [view.data for _, view in islice(self.layout.views(payload), self.num_exchanged)]
 
     def stretches(self, indices: Indices) -> list[range]:
-        """These exchanged tensors (None: all), neighbours together."""
+        """Group these exchanged tensors (None: all) into ranges of neighbours."""
         if indices is None:
             return [range(self.num_exchanged)]
         found: list[range] = []
@@ -173,20 +183,21 @@ class ModelTensors:
         return found
 
     def start_of(self, index: int) -> int:
-        """Where a tensor's bytes begin in a payload, the gap before it included."""
+        """Where a tensor's bytes begin in a payload, including the gap before it."""
         return self.layout.entries[index - 1].end if index else 0
 
     def indices_of(self, wanted: list[int]) -> list[int]:
-        """Indices here of these tensors of the whole model, or of their parts."""
+        """Indices in this model of these tensors of the whole model, or of their parts."""
         return wanted
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """The index of this tensor, or of the one that it is a part of, in the whole model, and the bytes before it."""
+        """Index in the whole model of this tensor, or of the tensor that it is a part of, and the number of bytes
+        before it.
+        """
         return index, 0
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
-        """The tensors whose bytes are sent, for these entries (None: all that are exchanged). None in the place of a
-        tensor means zeros: there is no gradient."""
+        """The tensors to send for these entries (None: all exchanged entries). A None in the result means zeros."""
         found: list[torch.Tensor | None] = []
         for index in indices if indices is not None else range(self.num_exchanged):
             is_parameter = self.layout.entries[index].spec.kind is Kind.PARAMETER
@@ -194,7 +205,7 @@ class ModelTensors:
                 gradient = self.gradient(index)
                 found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
             elif kind.holds_differences and is_parameter:
-                found.append(self.deltas.get(index))  # none of another fragment
+                found.append(self.deltas.get(index))  # None for parameters of other fragments
             else:
                 found.append(self.tensors[index])
         return found
@@ -204,7 +215,7 @@ Home = tuple[Mapping[str, torch.Tensor | None], str]  # a module's dict and a ke
 
 
 def homes_of(model: nn.Module) -> dict[int, Home]:
-    """Where the modules of a model keep each tensor, by its id."""
+    """Where the model's modules keep each tensor, by the tensor's id."""
     return {
         id(tensor): (tensors, key)
         for module in model.modules()
@@ -214,10 +225,10 @@ def homes_of(model: nn.Module) -> dict[int, Home]:
 
 
 def check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor) -> None:
-    """Raises UsageError where a tensor is no longer the one of the spec. A buffer may be another tensor."""
+    """Raises UsageError if a tensor no longer matches its spec. A buffer may be replaced by another tensor."""
     if tensor is None or (spec.kind is Kind.PARAMETER and tensor is not old):
-        happened = "was taken out of the model" if tensor is None else "was replaced by another parameter"
-        fix = "change what the model consists of before session.optimizer()"
+        happened = "was removed from the model" if tensor is None else "was replaced by another parameter"
+        fix = "change the model's modules before session.optimizer()"
         raise UsageError(
             f"'{spec.name}' {happened} after session.optimizer(): the run cannot train it any more", fix=fix
         )
@@ -246,7 +257,7 @@ def _describe(name: str, tensor: torch.Tensor, is_stepped: bool, is_statistic: b
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy with one thread, without the GIL where it pays to release it: others send and receive meanwhile."""
+    """Copy bytes. Large copies release the GIL, so that other threads can send and receive meanwhile."""
     if len(source) < _COPIED_WITH_GIL:
         target[:] = source
     else:
@@ -254,17 +265,19 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 class Stretch(NamedTuple):
-    """Bytes of a payload from `offset` on, in pieces."""
+    """Consecutive bytes of a payload from `offset` on, as pieces of memory."""
 
     offset: int
     pieces: Iterable[memoryview]
 
 
 class DirectTransfer:
-    """Payloads out of and into a model, without staging: views of the tensors' own memory. Indices are those of the
-    layout's entries."""
+    """Gathers payloads from a model and writes them into it, with views of the tensors' memory instead of staging.
 
-    lies_here = True  # the whole model: a payload can be gathered again
+    Indices are those of the layout's entries.
+    """
+
+    lies_here = True  # this process has the whole model, so a payload can be gathered again
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -273,23 +286,25 @@ class DirectTransfer:
         self._targets = [as_bytes(tensor) for tensor in model.tensors]
         self._zeros = memoryview(bytes(64))
         self._segment: torch.Tensor | None = None
-        self._places: list[torch.Tensor] = []  # of the exchanged tensors in `_segment`
-        self._lent: list[torch.Tensor] = []  # the same, as gradients
+        self._places: list[torch.Tensor] = []  # views of the exchanged tensors in `_segment`
+        self._lent: list[torch.Tensor] = []  # the same memory as tensors that serve as `grad`
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
-        """The parts of a contribution's payload with these tensors (None: all, one stretch), in pieces that stay valid
-        until the next call or backward."""
+        """The parts of a contribution's payload with these tensors (None: all, as one stretch).
+
+        The pieces are valid until the next call or the next backward.
+        """
         return [
             Stretch(self._model.start_of(group.start), self._pieces(group, self._model.sources(kind, group)))
             for group in self._model.stretches(indices)
         ]
 
     def stream(self, kind: ContributionKind, indices: Indices = None) -> Iterable[Stretch]:
-        """The same, in windows where the payload is not in one process."""
+        """As `gather`, but in windows if several processes have parts of the payload."""
         return self.gather(kind, indices)
 
     def gather_all(self) -> Iterable[memoryview]:
-        """The payload of initial weights."""
+        """The payload of initial weights, in pieces."""
         return self._pieces(range(len(self._entries)), self._model.tensors)
 
     def _pieces(self, indices: range, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
@@ -307,11 +322,14 @@ class DirectTransfer:
     def gather_into(
         self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
     ) -> Iterator[tuple[int, int]]:
-        """Copy the same to `segment`, uint8 [exchange_bytes]; yields (start, end) of bytes that are there. A gradient
-        that was placed once stays there, as `grad`, and is not copied again."""
+        """Copy the stretches of `gather` to `segment`, uint8 [exchange_bytes]. Yields (start, end) of the bytes copied
+        so far.
+
+        After the first copy a gradient stays in the segment as `grad`, and later calls do not copy it.
+        """
         if segment is not self._segment:
             self._segment, self._places = segment, self._model.views(segment)
-            # Tensors with a storage of their own: moving a model's gradients leaves the places where they are.
+            # These need a storage of their own: moving a model's gradients would otherwise move the segment's views.
             self._lent = self._model.views(torch.from_numpy(segment.numpy()))
         for group in self._model.stretches(indices):
             start = end = self._model.start_of(group.start)
@@ -327,7 +345,7 @@ class DirectTransfer:
                 yield start, end
 
     def _copy_to_segment(self, index: int, tensor: torch.Tensor | None) -> bool:
-        """Copy a tensor to its place; False when it is there already."""
+        """Copy a tensor to its place in the segment. Returns False if it is there already."""
         view, owner = self._places[index], self._model.tensors[index]
         if tensor is None:
             view.zero_()
@@ -343,7 +361,7 @@ class DirectTransfer:
         return True
 
     def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
-        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        """Start copying these gradients off their device. Returns False if they are on the host."""
         return False
 
     def _zero_bytes(self, num_bytes: int) -> memoryview:
@@ -352,14 +370,16 @@ class DirectTransfer:
         return self._zeros[:num_bytes]
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write a piece of a payload of weights."""
+        """Write a piece of a payload of weights into the model."""
         at = 0
         for target in self.targets(offset, len(data)):
             copy_bytes(target, data[at : at + len(target)])
             at += len(target)
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
-        """Memory for these bytes of a payload of weights, in order; bytes between tensors go to memory of their own."""
+        """Yield memory for these bytes of a payload of weights, in order. Bytes in gaps between tensors get dummy
+        memory.
+        """
         index = max(0, bisect.bisect_right(self._offsets, offset) - 1)
         at, end = offset, offset + num_bytes
         while at < end and index < len(self._entries):
@@ -376,11 +396,16 @@ class DirectTransfer:
             yield memoryview(bytearray(end - at))
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
-        """The payload of `num_bytes` is whole: the model has the new weights when this returns, or when its stream's
-        next kernel runs. Tensors with some of the bytes `kept`, [start, end), stay as they were."""
+        """Complete a payload of `num_bytes`. The model has the new weights on return, or from the stream's next kernel
+        on.
+
+        Tensors that contain bytes of `kept`, ranges [start, end), keep their values.
+        """
 
     def leave_segment(self) -> None:
-        """Leave the segment to the server. Gradients there move out, since the loop may add to them."""
+        """Leave the segment to the server. Gradients in it move to memory of their own, because the loop may add to
+        them.
+        """
         for view, owner in zip(self._places, self._model.tensors, strict=False):
             gradient = owner.grad
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
@@ -389,7 +414,7 @@ class DirectTransfer:
 
 
 class PartTensors(ModelTensors):
-    """Rows of the tensors of `whole`, in the order of the share's layout; shares memory."""
+    """Rows of the tensors of `whole`, in the order of one shard's layout. The memory is shared."""
 
     def __init__(self, whole: ModelTensors, share: Share) -> None:
         self.layout = share.layout
@@ -397,7 +422,7 @@ class PartTensors(ModelTensors):
         self._whole = whole
         index_of = {entry.spec.name: index for index, entry in enumerate(whole.layout.entries)}
         parts = {part.name: part for part in share.parts}
-        # For each entry here, the part and the index of its tensor in the whole model.
+        # the part for each entry, and the index of its tensor in the whole model
         self._parts: list[tuple[Part, int]] = [
             (parts[entry.spec.name], index_of[parts[entry.spec.name].spec.name]) for entry in share.layout.entries
         ]
@@ -430,5 +455,5 @@ class PartTensors(ModelTensors):
 
 
 def part_of(whole: ModelTensors, share: Share) -> ModelTensors:
-    """The model itself where one shard holds all of it."""
+    """Return the model itself if one shard has all of it, else the shard's part."""
     return whole if share.layout.total_bytes == whole.layout.total_bytes else PartTensors(whole, share)

@@ -1,4 +1,4 @@
-"""Notices trained weights that are not those that the server sent, where only the server may change them."""
+"""Detects changes of the trained weights by anyone but the server, in modes where only the server may change them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...common.tensors.layout import Kind, as_bytes
 from .transfer import ModelTensors
 
 _SAMPLED = 16  # elements of each tensor
-# Adding a value to weights and subtracting it again (sharpness-aware steps) leaves this many roundings.
+# Adding a value to the weights and subtracting it again, as sharpness-aware steps do, causes this many roundings.
 _ROUNDINGS = 16
 
 
 class Watch:
-    """Compares a few elements of every trained tensor, so that weights which were swapped and put back are equal.
+    """Compares a few elements of every trained tensor. Weights that were swapped and restored compare equal.
 
-    On the CPU it compares their bytes. On a GPU a comparison would block: there `changed()` compares only where torch
-    has counted a change in place.
+    On the CPU it compares bytes. On a GPU a comparison would block, so `changed` compares only after torch has counted
+    an in-place change.
     """
 
     def __init__(self, model: ModelTensors) -> None:
@@ -27,12 +27,12 @@ class Watch:
         self._names = [entry.spec.name for entry in model.layout.entries if entry.spec.kind is Kind.PARAMETER]
         self._places: list[int] | None = None
         self._corners: list[torch.Tensor] = []
-        self._bytes: list[memoryview] = []  # the same memory, where it is the CPU's
+        self._bytes: list[memoryview] = []  # the same elements as bytes; only on the CPU
         self._versions: list[int] = []
         self.note()
 
     def note(self) -> None:
-        """Note the weights that came."""
+        """Remember the weights that arrived."""
         self._look_up()
         if self._bytes:
             self._noted = list(map(bytes, self._bytes))
@@ -41,7 +41,7 @@ class Watch:
         self._versions = self._count()
 
     def changed(self) -> list[str]:
-        """Names of the tensors that differ from the noted ones."""
+        """Names of the tensors that differ from the remembered weights."""
         self._look_up()
         if self._bytes:
             if list(map(bytes, self._bytes)) == self._noted:
@@ -58,7 +58,7 @@ class Watch:
         return [name for name, new, old in triples if (new - old).norm() > limit * old.norm()]
 
     def sample(self) -> bytes:
-        """The compared elements, as they are now."""
+        """The bytes of the compared elements, as they are now."""
         self._look_up()
         return b"".join(map(bytes, self._bytes or [as_bytes(torch.cat(self._corners).cpu())]))
 
@@ -72,7 +72,7 @@ class Watch:
         return [tensor._version for tensor in trained] if self._sample.is_cuda else []
 
     def _look_up(self) -> None:
-        """Find the first elements of each tensor again."""
+        """Look up the first elements of each tensor again."""
         if self._places is not self._model.places:
             noted = self._kept() if self._places is not None else []
             self._places = self._model.places
@@ -82,10 +82,10 @@ class Watch:
             self._bytes = list(map(as_bytes, self._corners)) if is_plain else []
             if noted:
                 self._keep([old.to(new) for old, new in zip(noted, self._corners, strict=True)])
-                self._versions = []  # nothing was counted there
+                self._versions = []  # torch's counts belong to the old tensors
 
     def _keep(self, noted: list[torch.Tensor]) -> None:
-        """Keep noted elements in the form in which they are compared."""
+        """Store remembered elements in the form in which they are compared."""
         if self._bytes:
             self._noted = [bytes(as_bytes(tensor)) for tensor in noted]
         else:
@@ -103,7 +103,7 @@ def _from_bytes(noted: bytes, like: torch.Tensor) -> torch.Tensor:
 
 
 def _corner(tensor: torch.Tensor) -> torch.Tensor:
-    """A view, [at most 16], of a tensor of any shape and strides."""
+    """A view of at most 16 elements of a tensor, of any shape and strides."""
     while tensor.dim() > 1 and tensor.numel():
         tensor = tensor[0]
     return tensor.view(-1)[:_SAMPLED]

@@ -1,1 +1,1 @@
-"""How payloads travel between a worker and a shard: one file for each place bytes may go, one for each direction."""
+"""How payloads travel between a worker and a shard: encodings, transports, and one file per direction."""

@@ -1,4 +1,4 @@
-"""Weights on their way from one shard into the model: raw ones piece by piece, encoded ones when they are whole."""
+"""Receives weights from one shard: raw ones piece by piece, encoded ones when they are complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Receive = Callable[[Write], None]
 
 
 class Down:
-    """One shard's part of the weights. `num_taken` replies in `codec`, whose memory is here, came since a START."""
+    """Receives one shard's part of the weights.
+
+    `num_taken` counts the replies since a START that were decoded with `codec`, whose memory is here.
+    """
 
     def __init__(self, codec: Codec, model: ModelTensors, transfer: Transfer) -> None:
         self.codec = codec
@@ -29,20 +32,20 @@ class Down:
         self.transfer = transfer
         self._decoder: Coder = codec.decoder(model.layout)
         self.num_taken = 0
-        self._reference: Reference | None = None  # where replies are differences
+        self._reference: Reference | None = None  # set if replies are differences to a reference
         if isinstance(codec, ByTensor) and moves_reference(codec):
             self._reference = Reference(codec, model.layout, model.names_at)
         self._encoded, self._payloads = FreeBuffers(), FreeBuffers()
 
     def started(self) -> None:
-        """The server has forgotten what it sent before."""
+        """A START arrived: the server has lost its memory of earlier replies."""
         self._decoder, self.num_taken = self.codec.decoder(self._layout), 0
         if self._reference is not None:
             self._reference.number = 0
 
     @property
     def reference(self) -> int:
-        """The number of the reference that is here whole; 0: none."""
+        """The number of the complete reference on this worker; 0: none."""
         return self._reference.number if self._reference is not None else 0
 
     def take(
@@ -53,9 +56,11 @@ class Down:
         kept: Sequence[tuple[int, int]] = (),
         reference: ReferenceInfo | None = None,
     ) -> None:
-        """Receive weights; the model has them when this returns, and the server may count on it. After an error they
-        did not come, and may come again. Bytes `kept`, which `receive` finds, do not come: the model has them. With
-        `reference` the payload leads to one."""
+        """Receive weights. On return the model has them, and the server may rely on that.
+
+        After an error the weights count as not received, and may be sent again. Bytes in `kept`, which `receive` fills,
+        are not sent because the model has them. With `reference` the payload is a reference or leads to one.
+        """
         if reference is not None and self._reference is not None:
             self._reference.take(num_bytes, codec, reference, receive, self.transfer.write)
             num_bytes = num_bytes if codec in ("", "raw") else self._layout.exchange_bytes
@@ -88,13 +93,16 @@ class Down:
 
 
 class Reference:
-    """This worker's copy of the server's reference, to which replies are differences: uint8 [exchange_bytes], besides
-    the model, so that local steps and evaluations do not change it. `number` is 0 while there is no whole one."""
+    """This worker's copy of the server's reference, uint8 [exchange_bytes]. Replies are differences to it.
+
+    It is separate from the model, so local steps and evaluations do not change it. `number` is 0 if there is no
+    complete reference.
+    """
 
     def __init__(
         self, codec: ByTensor, layout: Layout, names_at: Callable[[Iterable[int]], frozenset[str]] | None = None
     ) -> None:
-        """`names_at`: names of the tensors that are here, by position in the specs of the whole model."""
+        """`names_at`: returns names of this worker's tensors, by position in the specs of the whole model."""
         self.number = 0
         self._names_at = names_at
         self._codec, self._layout = codec, layout
@@ -102,8 +110,10 @@ class Reference:
         self._encoded = FreeBuffers()
 
     def take(self, num_bytes: int, codec: str, info: ReferenceInfo, receive: Receive, write: Write) -> None:
-        """Receive a reference, whole or as differences in `codec`, into the copy, and write it as weights. After an
-        error it did not come, and may come again."""
+        """Receive a reference into the copy, complete or as differences in `codec`, and write it as weights.
+
+        After an error it counts as not received, and may be sent again.
+        """
         if self._payload is None:
             self._payload = new_payload(self._layout.exchange_bytes)
         if codec in ("", "raw"):
@@ -122,7 +132,7 @@ class Reference:
         self.number, memory = 0, as_bytes(payload)
 
         def both(offset: int, data: memoryview) -> None:
-            mapped = data[: max(0, len(memory) - offset)]  # frozen tensors come behind it
+            mapped = data[: max(0, len(memory) - offset)]  # frozen tensors follow the exchanged ones
             copy_bytes(memory[offset : offset + len(mapped)], mapped)
             write(offset, data)
 
@@ -142,18 +152,19 @@ class Reference:
         self.number = at = 0
         for number, codec, size in zip(range(first + 1, info.number + 1), codecs, sizes, strict=True):
             difference = encoded[at : at + size]
-            follow(codec, self._layout, difference.clone() if at else difference, payload)  # a clone is aligned
+            follow(codec, self._layout, difference.clone() if at else difference, payload)  # the clone is aligned
             at += size
             if number == info.checked:
                 self._check(number, payload, info.crc)
         self._encoded.give_back(encoded)
 
     def _codecs(self, info: ReferenceInfo, count: int) -> list[ByTensor]:
-        """The codec of each difference, for the tensors that it has. Refuses another count, and unknown tensors."""
+        """The codec of each difference, for its tensors. Refuses a wrong count and unknown tensors."""
         if not info.left_out:
             return [self._codec] * count
         if len(info.left_out) != count or self._names_at is None:
-            raise refusal(Reason.BAD_REQUEST, f"{count} differences, and what is not in {len(info.left_out)} of them")
+            message = f"{count} differences, but missing tensors are listed for {len(info.left_out)}"
+            raise refusal(Reason.BAD_REQUEST, message)
         try:
             return [only_rest(self._codec, self._names_at(positions)) for positions in info.left_out]
         except IndexError:
@@ -165,13 +176,13 @@ class Reference:
                 Reason.BAD_REQUEST,
                 f"this worker's weights of reference {number} are not the server's: their CRC-32 is {found:08x}, the "
                 f"server's {crc:08x}",
-                fix="start the worker again, which gets them whole; if it happens again, look at its memory, or use "
+                fix="start the worker again, which receives them whole; if it happens again, check its memory, or use "
                 "--set worker.reply_codec=bf16",
             )
 
 
 def _writer(payload: torch.Tensor) -> Write:
-    """Copies pieces to a buffer, uint8 [n]."""
+    """A function that copies pieces to a buffer, uint8 [n]."""
     memory = as_bytes(payload)
     return lambda offset, data: copy_bytes(memory[offset : offset + len(data)], data)
 

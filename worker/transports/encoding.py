@@ -1,8 +1,8 @@
-"""Encoding one shard's contributions, with the residual of earlier ones: error feedback.
+"""Encodes one shard's contributions with error feedback: the residual of earlier ones is added.
 
-Of a contribution x, c = x + e is encoded. The server decodes y, and the residual becomes e <- c - y once the
-contribution counts (Seide et al. 2014, Karimireddy et al. 2019). So the sum of sent values equals the sum of computed
-ones. The residual changes with the outcome only:
+The worker encodes c = x + e for a contribution x. The server decodes y. Once the contribution counts, the residual
+becomes e <- c - y (Seide et al. 2014, Karimireddy et al. 2019). So the sum of sent values equals the sum of computed
+values. The residual depends only on the outcome:
 
     counts            e <- c - y
     sent again        the same bytes
@@ -10,8 +10,8 @@ ones. The residual changes with the outcome only:
     dropped, a delta  e <- c, in every codec: the steps were taken, and go with the next one
     START             e <- 0: another membership, or a server that went back, whose steps are repeated
 
-e has the tensors' own dtypes, in a second payload. Where contributions have parts of the tensors in turn, each part has
-its own residual, and the others' stay as they are.
+e has the tensors' own dtypes, in a second payload. If contributions carry parts of the tensors in turn, each part has
+its own residual, and the other residuals stay as they are.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class Encoding:
         self._layout, self._num_exchanged = layout, num_exchanged
         self._coder: Coder = codec.encoder(layout)
         self._out: torch.Tensor | None = None  # uint8 [payload_bytes], as it is sent
-        # uint8 [exchange_bytes], as gathered; after encoding c - y
+        # uint8 [exchange_bytes]: the gathered values; after encoding c - y
         self._payload: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None  # e, as a payload; None: zeros
         self._square = 0.0  # squared norm of c - y; not finite where a value is not
-        self._squares: dict[frozenset[str], float] = {}  # squared norms of e, by the tensors that it is without
-        self._without: frozenset[str] = frozenset()  # tensors that are not in the next contribution
+        # squared norms of e, by the set of tensors that the part leaves out
+        self._squares: dict[frozenset[str], float] = {}
+        self._without: frozenset[str] = frozenset()  # tensors that the next contribution leaves out
         self._is_whole = False
         self._lost: float | None = None  # norm of a discarded e, until `take_lost`
 
@@ -54,18 +55,18 @@ class Encoding:
         return math.sqrt(sum(self._squares.values()))
 
     def choose(self, without: frozenset[str]) -> None:
-        """These tensors are not in the next contribution; a codec of pieces does not send them."""
+        """Leave these tensors out of the next contribution. A codec that works tensor by tensor does not send them."""
         self._without = without
         if isinstance(self._whole, ByTensor):
             self.codec = only_rest(self._whole, without)
 
     @property
     def payload(self) -> memoryview | None:
-        """The encoded contribution, to be sent or sent again; None before it is encoded."""
+        """The encoded contribution, to send or to send again; None: it is not encoded yet."""
         return self.completed() if self._is_whole else None
 
     def whole(self, stretch: Stretch) -> memoryview:
-        """Encode all of a contribution."""
+        """Encode a complete contribution."""
         if isinstance(self.codec, ByTensor):
             self.part(stretch, range(self._num_exchanged))
         else:
@@ -80,7 +81,7 @@ class Encoding:
         return self.completed()
 
     def completed(self) -> memoryview:
-        """All parts of the contribution are encoded; returns it."""
+        """Return the contribution after all its parts were encoded."""
         self._is_whole = True
         assert self._out is not None
         return as_bytes(self._out)
@@ -99,7 +100,7 @@ class Encoding:
                     gather.until(piece.offset_end)
                     self._write(piece, payload, out)
             gather.until_end()
-        if tensors.stop > len(of_tensors):  # buffers as they are
+        if tensors.stop > len(of_tensors):  # buffers are copied without encoding
             first = max(self._layout.parameter_bytes, stretch.offset)
             start, end = self._encoded_offset(first), self._encoded_offset(self._layout.entries[tensors.stop - 1].end)
             out[start:end].copy_(payload[first : first + end - start])
@@ -141,7 +142,7 @@ class Encoding:
         return self._payload, self._out
 
     def _start(self, tensor: int) -> int:
-        """Where the bytes of a tensor begin in the encoded payload, the gap before it included."""
+        """Where the bytes of a tensor begin in the encoded payload, including the gap before it."""
         assert isinstance(self.codec, ByTensor)
         of_tensors = pieces_of(self.codec, self._layout)
         if tensor > len(of_tensors):
@@ -150,18 +151,18 @@ class Encoding:
         return ends[-1] if ends else 0
 
     def _encoded_offset(self, offset: int) -> int:
-        """Where a byte behind the parameters is in the encoded payload."""
+        """Where a byte after the parameters is in the encoded payload."""
         return self.codec.encoded_bytes(self._layout) + offset - self._layout.parameter_bytes
 
     # ---- the outcome --------------------------------------------------------------------------
 
     def recall(self) -> None:
-        """Discard encoded parts; a whole contribution stays as it is."""
+        """Discard the encoded parts. A complete contribution stays as it is."""
         if not self._is_whole:
             self._square = 0.0
 
     def commit(self) -> None:
-        """The contribution counts."""
+        """The contribution counts: update the residual."""
         if self.codec.is_identity and self._residual is None:
             self._forget_attempt()
             return
@@ -174,14 +175,14 @@ class Encoding:
         self._forget_attempt()
 
     def rollback(self, work: Stretch | None = None) -> None:
-        """It does not count, and never will. `work`: the contribution, gathered once more, to go with the next one."""
+        """The contribution will not count. `work`: a dropped delta, gathered again, to go with the next one."""
         self._coder.rollback()
         if work is not None:
             self._retain_all(work)
         self._forget_attempt()
 
     def start(self) -> float:
-        """The server has forgotten everything before. Returns the norm of the lost residual."""
+        """The server has forgotten earlier contributions. Returns the norm of the lost residual."""
         self._coder = self.codec.encoder(self._layout)
         self._forget_attempt()
         norm = self._reset()
@@ -195,22 +196,22 @@ class Encoding:
         return lost
 
     def use(self, codec: Codec) -> None:
-        """Use another codec from the next contribution on; it sends the residual too, of which raw leaves nothing."""
+        """Use another codec from the next contribution on. It also sends the residual; raw leaves no residual."""
         self.codec = self._whole = codec
         self._coder = codec.encoder(self._layout)
 
     def of_optimizer(self, groups: Sequence[Hyperparameters]) -> None:
-        """The hyperparameters that the server's optimizer began with."""
+        """Set the hyperparameters that the server's optimizer began with."""
         if self._preparation is not None:
             self._preparation.begin(groups)
 
     def ready(self, version: int) -> None:
-        """The server has taken so many steps before the next contribution."""
+        """The server has taken `version` steps before the next contribution."""
         if self._preparation is not None and (codec := self._preparation.codec(version)) is not self._whole:
             self.use(codec)
 
     def prepared(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
-        """The hyperparameters to send with a contribution; the same tuple for the same one."""
+        """The hyperparameters to send with a contribution; equal input gives the same tuple."""
         return groups if self._preparation is None else self._preparation.hyperparameters(groups)
 
     @property
@@ -219,7 +220,7 @@ class Encoding:
         return self._residual is not None
 
     def _views(self, *payloads: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Each parameter of the contribution, [n], in these payloads."""
+        """Yield each parameter of the contribution, [n], in each of these payloads."""
         for spec, offset, end in self._layout.entries:
             if spec.kind is Kind.PARAMETER and spec.name not in self._without:
                 yield [payload[offset:end].view(DTYPES[spec.dtype]) for payload in payloads]
@@ -236,7 +237,7 @@ class Encoding:
         self._retain()
 
     def _clear(self) -> None:
-        """c was sent without loss: there is no residual."""
+        """c was sent without loss, so the residual becomes zero."""
         assert self._residual is not None
         self._squares.pop(self._without, None)
         for (residual,) in self._views(self._residual):
@@ -292,7 +293,7 @@ _NOTHING = memoryview(b"")
 
 
 class _Gather:
-    """Copies a stretch to its place in a payload, only as far as it is encoded next, so that it is in the cache."""
+    """Copies a stretch into a payload, only as far as is encoded next, so that the bytes are still in the cache."""
 
     def __init__(self, stretch: Stretch, payload: torch.Tensor) -> None:
         self._target, self._at = as_bytes(payload), stretch.offset

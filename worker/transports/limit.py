@@ -1,4 +1,4 @@
-"""`worker.max_mbit`: limits the bandwidth of a worker."""
+"""Limits a worker's bandwidth (`worker.max_mbit`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 
-# Traffic that may pass at once after a pause, so that a small message does not wait.
+# Traffic that may pass at once after a pause, so that a small message is not delayed.
 _BURST_S = 0.05
 _AT_ONCE_BYTES = 64 << 10
 
 
 class Limit:
-    """Mbit/s each way, over all connections of a worker, whose threads share it; None: no limit. A thread waits after
-    its bytes have passed, so that a message is never interrupted."""
+    """A limit in Mbit/s per direction, shared by all connections and threads of a worker. None: no limit.
+
+    A thread waits after its bytes have passed, so a message is never interrupted.
+    """
 
     def __init__(
         self,
@@ -25,14 +27,14 @@ class Limit:
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._free_at = {"up": 0.0, "down": 0.0}  # when the bytes so far have passed
-        self.at_once = _AT_ONCE_BYTES if mbit else 0  # bytes to write or read in one go; 0: any
+        self.at_once = _AT_ONCE_BYTES if mbit else 0  # bytes to write or read in one call; 0: any number
 
     def sent(self, num_bytes: int) -> None:
-        """Count sent bytes; returns when more may be sent."""
+        """Count sent bytes. Returns when more may be sent."""
         self._passed("up", num_bytes)
 
     def received(self, num_bytes: int) -> None:
-        """Count received bytes; returns when more may be read. Meanwhile the sender meets a full window."""
+        """Count received bytes. Returns when more may be read; meanwhile the sender sees a full window."""
         self._passed("down", num_bytes)
 
     def _passed(self, way: str, num_bytes: int) -> None:

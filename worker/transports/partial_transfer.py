@@ -1,6 +1,6 @@
-"""A payload that the server has some bytes of, from a stream that broke off: only the rest is sent.
+"""Continues a payload after its stream broke off: the worker sends only the bytes that the server lacks.
 
-The server's side is `ps/wire/partial_transfers.py`.
+`ps/wire/partial_transfers.py` is the server's side.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = get_logger()
 
 
 class PartialTransfer:
-    """What a Welcome says that the server has of the next contribution, if it says so; good for one attempt."""
+    """The part of the next contribution that the server has, according to its Welcome. Valid for one attempt."""
 
     def __init__(self, welcome: pb.Welcome | None) -> None:
         has_some = welcome is not None and welcome.HasField("partial_transfer")
@@ -25,8 +25,10 @@ class PartialTransfer:
         return self._offered is not None
 
     def rest(self, begin: pb.Begin, seq: int, pieces: list[memoryview]) -> list[tuple[int, list[memoryview]]] | None:
-        """The stretches of this payload that the server does not have, with their offsets; `begin` then says that it
-        is continued. None where the server has no bytes, or those of another payload."""
+        """The stretches of this payload that the server lacks, with their offsets. Sets `begin.continues`.
+
+        Returns None if the server has no bytes, or bytes of another payload.
+        """
         offered, self._offered = self._offered, None
         if offered is None or (offered.seq, offered.payload_bytes, offered.codec) != (
             seq,
@@ -39,7 +41,7 @@ class PartialTransfer:
         for part in (part for _, parts, is_there in stretches if is_there for part in parts):
             crc = zlib.crc32(part, crc)
         if crc != offered.crc:
-            log.warning("not_continued", seq=seq, meaning="the bytes that came before are other ones: all are sent")
+            log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
             return None
         begin.continues = seq
         rest = [(at, parts) for at, parts, is_there in stretches if not is_there]
@@ -51,8 +53,10 @@ class PartialTransfer:
 def divided(
     pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]
 ) -> Iterator[tuple[int, list[memoryview], bool]]:
-    """The pieces of a payload, cut at the borders of `ranges` [start, end), ascending and apart: the offset of each
-    stretch, its parts, and whether it is one of the ranges."""
+    """Cut the pieces of a payload at the borders of `ranges` [start, end), which are ascending and disjoint.
+
+    Yields the offset of each stretch, its parts, and whether it is one of the ranges.
+    """
     at, found = 0, list(pieces)[::-1]
     borders = [border for start, end in ranges for border in ((start, False), (end, True))]
     for border, is_in in [*borders, (sum(map(len, found)), False)]:

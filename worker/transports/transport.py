@@ -1,8 +1,8 @@
-"""How the bytes of payloads travel between this worker and one shard, while one stream lasts.
+"""Transports: how the bytes of payloads travel between this worker and one shard during one stream.
 
-The plain transport is always there: pieces of a payload are messages on the stream. Others carry the same conversation:
-`direct` over a socket beside the stream, `shared` in memory that worker and server both map. A worker takes the first
-of its preferred ones that both sides can open.
+The plain transport always works: pieces of a payload are messages on the stream. `direct` uses a socket beside the
+stream, and `shared` uses memory that worker and server both map. The conversation is the same. A worker takes the first
+transport of its preference that both sides can open.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ if TYPE_CHECKING:
 
 Messages = Iterable[bytes | OutOfBand]
 
-# Versions of the weights that a server has on their way at once, and one more, by default.
+# One more than the versions that a server has on their way at once by default.
 _MAX_OPEN = 8
 
 
 class Transport:
-    """Pieces of a payload are messages of their own. `reason` is a sentence: why a transport is not open."""
+    """The plain transport: pieces of a payload are messages. `reason` is a sentence: why it is not open."""
 
-    name: ClassVar[str] = "grpc"  # for people
-    carries_codecs: ClassVar[bool] = True  # also payloads of a codec other than raw
+    name: ClassVar[str] = "grpc"  # shown to people
+    carries_codecs: ClassVar[bool] = True  # can carry payloads of a codec other than raw
     is_beside_stream: ClassVar[bool] = False  # payloads of more than INLINE_BYTES are announced as in shared memory
 
     def __init__(self) -> None:
         self.is_open = True
         self.reason = ""
-        self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], where contributions are placed
-        self._may_leave_out = False  # zeros
+        self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], for contributions
+        self._may_leave_out = False  # whether zeros may be left out
 
     # ---- agreed on once on every stream -------------------------------------------------------
 
     def joined(self, welcome: pb.Welcome) -> None:
-        """A new stream: nothing of an earlier one is used any more."""
+        """A new stream is open. Nothing of an earlier stream is used any more."""
         self._may_leave_out = welcome.takes_left_out
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
-        """Write into `model` what the server is to open, for contributions of `num_bytes`; True when it will reply."""
+        """Write into `model` what the server should open for contributions of `num_bytes`. Returns whether it will
+        reply.
+        """
         return False
 
     def decided(self, verdict: pb.SharedMemory) -> None:
@@ -59,13 +61,12 @@ class Transport:
     # ---- payloads -----------------------------------------------------------------------------
 
     def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Messages]:
-        """Take these tensors of a contribution (None: all) from where they lie; yields their messages for the stream,
-        as soon as they may be sent."""
+        """Gather these tensors of a contribution (None: all). Yields their messages as soon as they may be sent."""
         for stretch in transfer.stream(kind, indices):
             yield from self.raw(stretch.pieces, stretch.offset)
 
     def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
-        """Messages for pieces of a raw payload from `offset`."""
+        """Messages for the pieces of a raw payload from `offset` on."""
         return self.messages(pieces, offset)
 
     def messages(
@@ -74,8 +75,11 @@ class Transport:
         offset: int = 0,
         carry: Callable[[Iterable[memoryview], int], Messages] = payload_frames,
     ) -> Iterator[Messages]:
-        """Messages for pieces of a payload from `offset`, made by `carry`. Zeros are left out: those of a model's other
-        parts, and of tensors that a loss does not reach."""
+        """Messages, made by `carry`, for the pieces of a payload from `offset` on.
+
+        Zeros are left out if the server supports it: parts of other optimizers, and tensors that the loss does not
+        reach.
+        """
         if not self._may_leave_out:
             yield carry(pieces, offset)
             return
@@ -83,12 +87,12 @@ class Transport:
             yield carry(parts, at) if parts else [left_out_frame(at, num_zeros)]
 
     def memory(self, address: pb.Segment) -> memoryview:
-        """The memory that has the weights of a reply. Raises SegmentError."""
+        """The memory that has a reply's weights. Raises SegmentError."""
         raise refusal(Reason.BAD_REQUEST, "the server sends weights in shared memory, which was not agreed on")
 
 
 class DirectTransport(Transport):
-    """A socket beside the stream: payloads leave raw, from where they lie. Open where there is a direct connection."""
+    """A socket beside the stream that carries payloads without copies. Open if there is a direct connection."""
 
     name = "direct"
     is_beside_stream = True
@@ -98,7 +102,7 @@ class DirectTransport(Transport):
         self.is_open = False
 
     def reached(self, why_not: str) -> None:
-        """There is a direct connection; or there is none, and a phrase says why not."""
+        """Set whether there is a direct connection. `why_not` is a phrase with the reason, or empty."""
         self.is_open, self.reason = not why_not, why_not
 
     def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
@@ -106,23 +110,25 @@ class DirectTransport(Transport):
 
 
 class SharedTransport(Transport):
-    """Memory that both sides map: the stream says only where a payload lies. The worker's segment has contributions,
-    the server's the weights of replies."""
+    """Memory that both sides map; the stream carries only positions.
+
+    The worker's segment holds contributions. The server's segments hold the weights of replies.
+    """
 
     name = "shared memory"
-    # A codec changes what is computed: a worker that asks for one gets it, and raw memory is no use then.
+    # A codec changes the result, so a worker that sets one uses another transport.
     carries_codecs = False
 
     def __init__(self) -> None:
         super().__init__()
         self.is_open = False
         self._may_offer = False
-        self._is_broken = False  # a segment that the server named could not be opened
+        self._is_broken = False  # a segment of the server could not be opened
         self._offered: Segment | None = None
         self._mapped: dict[str, Segment] = {}
 
     def joined(self, welcome: pb.Welcome) -> None:
-        # Never the segment of an earlier stream: the server may still read a contribution there.
+        # A segment of an earlier stream is not reused, because the server may still read a contribution from it.
         self.is_open, self.segment, self._offered, self._may_offer = False, None, None, False
         self._mapped.clear()
         if self._is_broken:
@@ -161,7 +167,7 @@ class SharedTransport(Transport):
             yield [out_of_band_frame(start, end - start)]
 
     def memory(self, address: pb.Segment) -> memoryview:
-        """Memory is not shared any more when it cannot be opened."""
+        """After an error, this transport stays closed."""
         segment = self._mapped.get(address.label)
         if segment is None:
             try:
@@ -176,7 +182,7 @@ class SharedTransport(Transport):
 
 
 class Transports:
-    """The transports that a worker may use, the best first; `transport` is the one that the stream has."""
+    """The transports that a worker may use, ordered by preference. `transport` is the one in use."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._direct = DirectTransport()
@@ -184,22 +190,24 @@ class Transports:
         self._all: list[Transport] = [by_name[name] for name in config.wanted_transports]
         self.wants_direct = self._direct in self._all
         self.transport = self._all[-1]
-        self._off: list[str] = []  # why one is not even tried
+        self._off: list[str] = []  # why a transport is not tried
         codecs = [name for name in (config.codec, config.reply_codec) if name not in ("raw", AUTO)]
         if codecs and not all(transport.carries_codecs for transport in self._all):
             self._all = [transport for transport in self._all if transport.carries_codecs]
             self._off = [f"{SharedTransport.name}: off (worker.codec is {codecs[0]})"]
 
     def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
-        """A new stream. `why_not_direct` is empty where there is a direct connection."""
+        """A new stream is open. `why_not_direct` is empty if there is a direct connection."""
         for transport in self._all:
             transport.joined(welcome)
         self._direct.reached(why_not_direct)
         self.agreed()
 
     def offer(self, model: pb.Model, num_bytes: int) -> Transport | None:
-        """Let the first transport write an offer into `model` that has one; the server replies to it. None where a
-        better one is open."""
+        """Let the best transport that can make an offer write it into `model`. The server replies to it.
+
+        Returns None if a better transport is open.
+        """
         for transport in self._all[: self._all.index(self._first())]:
             if transport.offer(model, num_bytes):
                 self.transport = transport
@@ -207,7 +215,7 @@ class Transports:
         return None
 
     def agreed(self) -> None:
-        """Everything that is known about this stream has been said."""
+        """Choose the transport after the negotiation on this stream."""
         self.transport = self._first()
 
     def _first(self) -> Transport:
@@ -215,6 +223,6 @@ class Transports:
 
     @property
     def reason(self) -> str:
-        """Why it is not the best, `transport: reason`; empty when it is."""
+        """Why better transports are not in use, as `transport: reason`; empty if the best one is."""
         better = self._all[: self._all.index(self.transport)]
         return "; ".join([*self._off, *(f"{item.name}: {item.reason}" for item in better if item.reason)])

@@ -22,8 +22,10 @@ Carry = Callable[[list[memoryview], int], Iterator[Messages]]
 
 
 class Up:
-    """One shard's part of this worker's contributions. `send` puts messages on the stream; `transport` carries the
-    bytes of payloads while the stream lasts."""
+    """Sends one shard's part of this worker's contributions.
+
+    `send` puts messages on the stream. `transport` carries the bytes of payloads during one stream.
+    """
 
     transport: Transport
 
@@ -34,47 +36,47 @@ class Up:
         self.transfer, self._stretches = transfer, model.stretches
         self._send = send
         self.encoding = Encoding(codec, model.layout, model.num_exchanged)
-        self._kind = ContributionKind.GRADIENT  # of the newest contribution
+        self._kind = ContributionKind.GRADIENT  # kind of the newest contribution
         self._partial = PartialTransfer(None)
-        self.departed: set[int] = set()  # tensors whose gradients were sent ahead
+        self.departed: set[int] = set()  # indices of tensors whose gradients were sent early
 
     @property
     def num_bytes(self) -> int:
-        """Of a contribution, encoded."""
+        """Encoded size of a contribution, in bytes."""
         return payload_bytes(self.encoding.codec, self._layout)
 
     def joined(self, transport: Transport, welcome: pb.Welcome | None = None) -> None:
-        """A new stream: everything sent on the old one may be lost, but for a partial transfer."""
+        """A new stream is open. Everything sent on the old one may be lost, except for a partial transfer."""
         self.transport, self._partial = transport, PartialTransfer(welcome)
         self.departed.clear()
         self.encoding.recall()
 
     def replied(self, outcome: Outcome) -> None:
-        """The outcome of the contribution: the server's decoder follows it too."""
+        """Handle the contribution's outcome. The server's decoder follows the same outcome."""
         if outcome in COUNTED:
             self.encoding.commit()
         elif outcome == Outcome.START:
             self.encoding.start()
         else:
-            # A dropped delta is still in its tensors until the weights come: it goes with the next one.
+            # The steps of a dropped delta are still in the model, so they go with the next contribution.
             is_work = self._kind.holds_differences and outcome == Outcome.DROPPED
             self.encoding.rollback(self.transfer.gather(self._kind, None)[0] if is_work else None)
 
     # ---- ahead of the contribution ------------------------------------------------------------
 
     def prepare(self, indices: list[int]) -> bool:
-        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        """Start copying these gradients off their device. Returns False if they are on the host."""
         return self.transfer.prepare(indices, self.transport.segment)
 
     def depart(self, indices: list[int]) -> None:
-        """Send the gradients of these tensors ahead of the contribution they belong to; not in every codec."""
+        """Send the gradients of these tensors before their contribution. Some codecs do not support it."""
         if not self.departed:
             self._begin()
         self.departed.update(indices)
         self._send_tensors(ContributionKind.GRADIENT, indices)
 
     def recall(self) -> None:
-        """Discard gradients that have departed."""
+        """Discard the gradients that were sent early."""
         if self.departed:
             self.departed.clear()
             self.encoding.recall()
@@ -89,7 +91,7 @@ class Up:
     # ---- the contribution ---------------------------------------------------------------------
 
     def contribute(self, contribution: Contribution) -> None:
-        """Send it. One without a reply is sent again as it was, or the part of it that has not come."""
+        """Send a contribution. Without a reply, the same bytes are sent again, or only the missing ones."""
         self._kind = kind = contribution.kind
         if not kind.has_payload:
             self._send([frame(contribution_message(contribution))])
@@ -130,7 +132,7 @@ class Up:
             self._send(frames)
 
     def _continue(self, announced: pb.WorkerMessage, pieces: list[memoryview], carry: Carry) -> bool:
-        """Send the rest of a partial transfer; False: there is none, and nothing was sent."""
+        """Send the rest of a partial transfer. Returns False if there is none; then nothing was sent."""
         payload = announced.contribution.payload
         begin = pb.Begin(num_bytes=payload.num_bytes, codec=payload.codec, in_shared_memory=payload.in_shared_memory)
         rest = self._partial.rest(begin, announced.contribution.seq, pieces)
@@ -145,7 +147,7 @@ class Up:
     def _send_tensors(self, kind: ContributionKind, indices: list[int] | None) -> None:
         if self.encoding.codec.is_identity:
             sent = self.transport.send(self.transfer, kind, indices)
-            # Tensors that are fetched from other processes are fetched as fast as the connection takes them.
+            # Tensors from other processes are fetched as fast as the connection takes them.
             for frames in sent if self.transfer.lies_here else [chain.from_iterable(sent)]:
                 self._send(frames)
             return
@@ -161,6 +163,6 @@ class Up:
 
 
 def _announced(contribution: Contribution, num_bytes: int, codec: str, is_outside: bool = False) -> pb.WorkerMessage:
-    """The message that announces a payload of so many bytes."""
+    """The message that announces a payload of `num_bytes`."""
     payload = PayloadInfo(codec, num_bytes, is_outside, contribution.payload.without_gradient)
     return contribution_message(changed(contribution, payload=payload))

@@ -1,1 +1,1 @@
-"""`worker.codec=auto`: what is measured, and the rule."""
+"""`worker.codec=auto`: the measurements, and the rule that chooses a codec from them."""

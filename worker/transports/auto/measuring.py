@@ -1,8 +1,8 @@
-"""`worker.codec=auto`: measures link, codecs and loop, and says which codec contributions go up in (`rule.py`).
+"""`worker.codec=auto`: measures the link, the codecs and the training loop. `rule.py` chooses a codec from the figures.
 
-What is measured are contributions: from the first byte until the server says that it goes on, less what it was held
-for, are the bytes on their way up; from then on until the weights are there, those on their way down. What overlaps
-with computing says nothing about a link, so while it measures nothing leaves early.
+It measures contributions. The time on the way up is from the first byte until the server's reply, minus the time that
+the server held the reply back. The time on the way down is from the reply until the weights are complete. Transfers
+that overlap with computing tell nothing about the link, so nothing is sent early during a measurement.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ log = get_logger()
 
 EVERY = 100  # contributions from one measurement to the next
 _NUM_MEASURED = 4
-_NUM_SKIPPED = 1  # at first: memory is touched for the first time
-_SAMPLE_BYTES = 2 << 20  # of parameters, encoded to see how long it takes
+_NUM_SKIPPED = 1  # at first, because memory is touched for the first time
+_SAMPLE_BYTES = 2 << 20  # of parameters, to measure how long encoding takes
 _TIMES = 3
-_LONG_S = 0.1  # a machine that is busy with others: once says it
+_LONG_S = 0.1  # on a busy machine one sample is enough
 
 
 class Passed(NamedTuple):
-    """One contribution to one shard, and the weights that came. Bytes as they travel."""
+    """The exchange of one contribution with one shard. Bytes are as encoded."""
 
     up_bytes: int
-    up_s: float  # until the reply was there, less what it was held for
-    came_bytes: int  # of the weights, with it
-    down_bytes: int  # of the weights, after it
+    up_s: float  # until the reply arrived, minus the server's gate wait
+    came_bytes: int  # of the weights, in the same message as the reply
+    down_bytes: int  # of the weights, after the reply
     down_s: float
 
 
 class Seen(NamedTuple):
-    """One contribution."""
+    """One measured contribution, over all shards."""
 
     up_bytes: int
     up_s: float
@@ -55,25 +55,30 @@ class Seen(NamedTuple):
 
 
 class Auto:
-    """Of one worker. `candidates`: what may be chosen. `codec` is that of the next contribution."""
+    """The automatic choice of one worker. `candidates` are the allowed codecs; `codec` is that of the next
+    contribution.
+    """
 
     def __init__(self, reply_codec: str, max_mbit: float | None) -> None:
         self.candidates: tuple[str, ...] = ("raw",)
-        self._chosen = ""  # nothing yet
+        self._chosen = ""  # empty: nothing was chosen yet
         self._may_encode = False
         self._reply_codec = reply_codec
-        self._most = max_mbit * 1e6 / 8 if max_mbit else math.inf  # bytes a second
+        self._most = max_mbit * 1e6 / 8 if max_mbit else math.inf  # bytes per second
         self._costs: dict[str, Cost] = {}
         self._seen: list[Seen] = []
         self._num_to_skip, self._num_until_next = _NUM_SKIPPED, 0
 
     def meet(self, layout: Layout, round_trip_s: float, is_delayed: bool) -> None:
-        """The model, and what does not change."""
+        """Set the model and other facts that stay the same during the run."""
         self._layout, self._round_trip_s, self._is_delayed = layout, round_trip_s, is_delayed
 
     def joined(self, carries_codecs: bool, is_here: bool) -> None:
-        """New streams. Shared memory takes nothing but raw, and nothing else is faster; what a server at a loopback
-        address of this host (`is_here`) takes is the processor's time, unless `worker.max_mbit` makes a link of it."""
+        """Called for new streams. Decides whether a codec can help at all.
+
+        Shared memory takes only raw payloads, and it is the fastest way. A server at a loopback address of this host
+        (`is_here`) costs processor time, which a codec would increase, unless `worker.max_mbit` limits the link.
+        """
         if not carries_codecs:
             log.info("auto_codec", codec="raw", reason="the server's memory is shared: nothing is sent")
         elif is_here and math.isinf(self._most):
@@ -87,12 +92,16 @@ class Auto:
 
     @property
     def measures(self) -> bool:
-        """The next contribution: all of it is to be sent when it is complete, and the weights waited for."""
+        """Whether the next contribution is measured. It must be sent as a whole, and the worker must wait for the
+        weights.
+        """
         return self._may_encode and len(self.candidates) > 1 and self._num_until_next <= 0
 
     def counted(self, passed: Sequence[Passed], compute_s: float, local_steps: int, step: int) -> None:
-        """A contribution counts; `passed` to each shard, nothing where it took several attempts. `step`: training steps
-        that this worker has taken."""
+        """Count a contribution, and choose a codec when there are enough measurements.
+
+        `passed`: the exchange with each shard; empty after several attempts. `step`: this worker's training steps.
+        """
         if not self.measures:
             self._num_until_next -= 1
             return
@@ -111,7 +120,7 @@ class Auto:
         self._chosen, self._seen, self._num_until_next = found.codec, [], EVERY
 
     def _together(self, passed: Sequence[Passed], compute_s: float) -> Seen:
-        """Shards are sent to side by side. What came with the reply was on its way in the same time."""
+        """Combine the shards' figures. Shards work in parallel. Bytes that came with the reply took time before it."""
         up_s, down_s = max(item.up_s for item in passed), max(item.down_s for item in passed)
         up = sum(item.up_bytes for item in passed)
         came, after = sum(item.came_bytes for item in passed), sum(item.down_bytes for item in passed)
@@ -165,7 +174,7 @@ class Auto:
         )
 
     def _advice(self, measured: Measured, found: Choice) -> str:
-        """What the choice cannot do; empty where it does all that is wanted."""
+        """Advice on settings that the choice cannot change; empty if the choice reaches the target."""
         advice = []
         costs = self.costs
         if self._reply_codec == "raw" and found.diloco is not None and "q4" in costs:
@@ -176,13 +185,13 @@ class Auto:
             name, local_steps = found.diloco
             ways = f"worker.codec and worker.reply_codec {name}"
             advice.append(
-                f"{WANTED:.0%} of the time computing takes --mode diloco, {ways}, policy.local_steps {local_steps}"
+                f"for {WANTED:.0%} of the time computing use --mode diloco, {ways}, policy.local_steps {local_steps}"
             )
         return "; ".join(advice)
 
 
 def suits(check: Callable[[], None]) -> bool:
-    """Whether a check of a codec lets it pass."""
+    """Whether a codec passes this check."""
     try:
         check()
     except UsageError:
@@ -198,7 +207,7 @@ def _mbit(bandwidth: float) -> str:
 
 
 def round_trip_s(ask: Callable[[], object]) -> float:
-    """The shortest of a few."""
+    """The shortest of a few round trips, in seconds."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -209,13 +218,13 @@ def round_trip_s(ask: Callable[[], object]) -> float:
 
 
 def cost_of(name: str, layout: Layout) -> Cost:
-    """Of a codec, tried here on tensors of the model's sizes. The server's machine is taken to be as fast."""
+    """Measure a codec on tensors of the model's sizes. The server's machine is assumed to be as fast as this one."""
     codec = CODECS.load(name)()
     if codec.is_identity:
         return Cost()
     part = Layout(_some(layout))
     encoding, payload = Encoding(codec, part, len(part.entries)), new_payload(part.exchange_bytes)
-    generator = torch.Generator().manual_seed(0)  # not the script's
+    generator = torch.Generator().manual_seed(0)  # leaves the script's generator alone
     for run in part.runs_of(Kind.PARAMETER):
         run.view(payload).normal_(0, 1e-3, generator=generator)
     stretch = Stretch(0, [as_bytes(payload)])
@@ -236,7 +245,7 @@ def cost_of(name: str, layout: Layout) -> Cost:
 
 
 def _some(layout: Layout) -> Iterable[TensorSpec]:
-    """Parameters as the model has them, up to _SAMPLE_BYTES; a larger one as two dimensions of so many."""
+    """The model's parameters up to _SAMPLE_BYTES. A larger parameter is cut to that size."""
     num_bytes = 0
     for entry in layout.entries:
         spec = entry.spec
