@@ -57,8 +57,12 @@ def members(cluster):
     ("case", "code", "message"),
     [
         # The lowest is right where as many say one as the other; of three one is alone.
-        ("schedule", 2, "the optimizer of rank {victim} would step with other numbers (lr 0.005) than that of rank"),
-        ("nan", 16, "the gradient of 'bias' of rank {victim} is not finite, nor would the mean be"),
+        (
+            "schedule",
+            2,
+            "the optimizer of rank {victim} would step with other hyperparameters (lr 0.005) than that of rank",
+        ),
+        ("nan", 16, "the gradient of 'bias' of rank {victim} is not finite, so the mean would not be finite"),
     ],
     ids=["schedule", "not finite"],
 )

@@ -96,5 +96,5 @@ def test_workers_that_average_among_themselves_are_stopped_too(cluster: Cluster)
     server, ranks = run(cluster, "allreduce", "cosine", "--set", "policy.min_workers=2", workers=2)
     second = replaced(cluster, server, ranks[1], "cosine", rank=1)
     assert second.wait() == 2, second.output
-    assert "the optimizer of rank 1 would step with other numbers" in second.output
+    assert "the optimizer of rank 1 would step with other hyperparameters" in second.output
     assert "session.state(scheduler=...)" in second.output

@@ -291,7 +291,7 @@ def test_a_group_that_another_thread_closed_is_broken(way):
     groups = pair(rendezvous)
     for group in groups:
         group.close()
-        with pytest.raises(Broken, match="generation 1: it was closed meanwhile"):
+        with pytest.raises(Broken, match="generation 1: it was closed by another thread"):
             group.average([torch.zeros(3)], 1) if way == "average" else group.gather_numbers(1)
     rendezvous.close()
 

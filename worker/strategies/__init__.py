@@ -1,1 +1,1 @@
-"""What a training step does with its contribution."""
+"""Strategies: how a training step's contribution is exchanged."""

@@ -4,10 +4,10 @@
 
 The completion says that this worker has the mean. The reply says that all members do, and only then does the worker
 step. So a member that dies before its completion leaves no other member a step ahead. The others still have their
-gradients, and average them once more in the group that the reply names. A new worker copies weights and optimizer state
+gradients, and average them again in the group that the reply names. A new worker copies weights and optimizer state
 from an existing member when the group forms.
 
-When the server wants the weights, the worker steps before the reply, on top of a copy to go back to.
+When the server requests the weights, the worker steps before the reply. It keeps a copy to undo the step.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .group_lifecycle import GroupLifecycle
 from .state_transfer import StateTransfer
 from .undoable_step import NO_VERSION, Mean, UndoableStep
 
-_NOTHING = Outgoing(Contribution())
+_NOTHING = Outgoing(Contribution())  # for a failed round, which has no gradients
 
 
 class AllReduceStrategy(Strategy):
-    """Rounds of one peer: average, complete, step."""
+    """The rounds of one peer: average, complete, step."""
 
     _exchange: Exchange
     _step: UndoableStep
@@ -57,7 +57,7 @@ class AllReduceStrategy(Strategy):
         """`may_leave_early`: gradients may be averaged during backward."""
         super().__init__(exchange)
         self._codec = exchange.codec_choice.configured
-        self._encoded: EncodedMean | None = None  # where gradients are encoded
+        self._encoded: EncodedMean | None = None  # set if worker.codec encodes gradients
         self._may_leave_early = may_leave_early and self._codec == "raw"
         self._lifecycle = GroupLifecycle(exchange)
 
@@ -70,7 +70,7 @@ class AllReduceStrategy(Strategy):
         self._of_sum = frozenset(self._trained) if optimizer.reduction == "sum" else frozenset()
         devices = {tensor.device for tensor in model.tensors}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        if self._device.type == "cuda":  # groups are made on other threads, again and again
+        if self._device.type == "cuda":  # groups are created again and again, on other threads
             without_watchdog()
         if self._codec != "raw":
             self._encoded = self._encoded_mean(optimizer)
@@ -87,12 +87,15 @@ class AllReduceStrategy(Strategy):
         return found
 
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
-        """Returns when this worker has the weights of the newest version, and the optimizer state."""
+        """Join the first group. On return this worker has the weights of the newest version, and the optimizer state.
+
+        Raises UsageError for an optimizer that cannot step along a mean.
+        """
         if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
             raise UsageError(
-                f"{type(optimizer).__name__} computes gradients within its step, and workers of mode "
-                f"{self.settings.mode} average them before it",
-                fix="take an optimizer that steps along gradients that are there, such as AdamW; or --mode localsgd",
+                f"{type(optimizer).__name__} computes gradients within its step, but workers of mode "
+                f"{self.settings.mode} average them before the step",
+                fix="use an optimizer that steps along existing gradients, such as AdamW; or --mode localsgd",
             )
         check_takes_dense(
             optimizer, f"workers of mode {self.settings.mode}", "or --mode localsgd, where each worker steps by itself"
@@ -114,17 +117,17 @@ class AllReduceStrategy(Strategy):
 
     @property
     def _confirmed(self) -> Progress:
-        """What the server has confirmed."""
+        """The progress that the server has confirmed."""
         return self._exchange.progress
 
     def _enter(self) -> None:
-        """After a start: join the newest group."""
+        """Join the newest group after a START."""
         while True:
             has_weights = self._exchange.group_view.info.has_weights
             self._step.version = self._confirmed.version if has_weights else NO_VERSION
             if has_weights:
                 self._transfer.restore()
-            if self._confirmed.is_done or self._form_group():  # done: there is no step to come
+            if self._confirmed.is_done or self._form_group():  # if the run is done, no step follows
                 return
             self._complete_failed()
 
@@ -149,8 +152,7 @@ class AllReduceStrategy(Strategy):
     def _until_taken(
         self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool = True
     ) -> Reply:
-        """Make rounds, in as many groups as it takes, until the contribution counts or the server says where to
-        start."""
+        """Repeat the round, in new groups if necessary, until the contribution counts or the server sends a START."""
         while True:
             reply = self._round(gradients, outgoing, is_right)
             outcome = reply.result.outcome
@@ -159,14 +161,14 @@ class AllReduceStrategy(Strategy):
             elif self._encoded is not None and outcome is Outcome.START:
                 self._encoded.encoding.start()
             if outcome in COUNTED and not self._confirmed.is_done:
-                self._form_group()  # where it fails, the next completion says so
+                self._form_group()  # if this fails, the next completion reports it
             if outcome in COUNTED or outcome is Outcome.START:
                 return reply
             if outcome is Outcome.REJECTED:
                 raise self._diverged(None)
 
     def _round(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Reply:
-        """Average, complete, and step where the reply says that all have the mean."""
+        """Average the gradients, complete the round, and step if the reply says that all members have the mean."""
         if not self._form_group():
             return self._complete_failed(outgoing)
         group = self._lifecycle.group
@@ -180,7 +182,7 @@ class AllReduceStrategy(Strategy):
         except Broken as broken:
             self._lifecycle.log_broken(broken)
             return self._complete_failed(outgoing)
-        if clip_norm := outgoing.contribution.training.clip_norm:  # the same bits for all
+        if clip_norm := outgoing.contribution.training.clip_norm:  # the clipped mean has the same bits on all members
             clip([item for item in map(mean.__getitem__, self._trained) if item is not None], clip_norm)
         outgoing = outgoing.changed(completion=CompletionInfo(group.generation.number))
         if self._uploads(group, outgoing):
@@ -207,12 +209,12 @@ class AllReduceStrategy(Strategy):
         self._step.step(mean)
 
     def _uploads(self, group: Group, outgoing: Outgoing) -> bool:
-        """Whether this member's completion has the weights."""
+        """Whether this member's completion carries the weights."""
         evaluates = outgoing.contribution.training.evaluates and group.index == 0
         return self._exchange.group_view.info.uploads_weights or evaluates
 
     def _upload(self, outgoing: Outgoing, mean: Mean) -> Reply:
-        """Complete with the weights that the mean leads to."""
+        """Complete the round with the weights after the step."""
         undo = self._step.copy()
         self._step.step(mean)
         if self._exchange.group_view.info.uploads_optimizer:
@@ -228,7 +230,7 @@ class AllReduceStrategy(Strategy):
         return reply
 
     def _complete_failed(self, outgoing: Outgoing = _NOTHING) -> Reply:
-        """Say that this worker's generation has failed: the reply names the next."""
+        """Report that this worker's generation has failed. The reply names the next generation."""
         failed = CompletionInfo(self._exchange.group_view.info.generation, failed=True)
         return self._complete(ContributionKind.COMPLETION, outgoing.changed(completion=failed))
 
@@ -237,7 +239,7 @@ class AllReduceStrategy(Strategy):
         return self._exchange.contribute(outgoing.changed(kind=kind, completion=completion))
 
     def _diverged(self, index: int | None) -> DivergedError:
-        """The error for a gradient of this index that is not finite, or for weights, where these were it first."""
+        """The error for a gradient that is not finite (`index` names it), or for weights that overflowed before."""
         tensors = zip(self._model.layout.entries, self._model.sources(ContributionKind.WEIGHTS), strict=False)
         names = [
             entry.spec.name for entry, item in tensors if item is not None and not bool(torch.isfinite(item).all())
@@ -253,14 +255,14 @@ class AllReduceStrategy(Strategy):
             )
         name = self._model.layout.entries[index].spec.name
         return DivergedError(
-            f"the gradient of '{name}' of rank {rank} is not finite, nor would the mean be",
-            fix="lower --lr, or clip gradients; --mode sync leaves out a contribution that is not finite",
+            f"the gradient of '{name}' of rank {rank} is not finite, so the mean would not be finite",
+            fix="lower --lr, or clip gradients; --mode sync drops a contribution that is not finite",
         )
 
     # ---- the end ------------------------------------------------------------------------------
 
     def _finish(self, can_evaluate: bool) -> Final | None:
-        self._lifecycle.close_group()  # a member that averages without this one must not wait for it
+        self._lifecycle.close_group()  # a member that averages must not wait for this worker
         final = super()._finish(can_evaluate)
         if final is None:
             self._enter()

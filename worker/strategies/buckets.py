@@ -1,9 +1,11 @@
-"""Buckets of tensors that a group averages: memory of their own, in one order for all members.
+"""Buckets of tensors that a group averages, in memory of their own and in one order for all members.
 
-Members must begin the same sums in the same order, so a bucket leaves when it is full and all before it have left, as
-in DDP (Li et al. 2020). The order is the reverse of the model's: backward ends with the first layer. A member's weight
-is known when all have announced their samples, at `step()`. Buckets that leave before use the announcement of the step
-before, and where that was wrong all average once more (`group.py`).
+Members must start the same sums in the same order. So a bucket starts when it is full and all earlier buckets have
+started, as in DDP (Li et al. 2020). The order is the reverse of the model's, because backward ends with the first
+layer.
+
+A member's weight is known when all members have announced their samples, at `step()`. Buckets that start earlier use
+the announcement of the previous step. If it turns out wrong, all members average once more (`group.py`).
 """
 
 from __future__ import annotations
@@ -15,28 +17,31 @@ import torch
 from ...common.tensors.layout import Kind
 from ..tensors.transfer import ModelTensors
 
-_BUCKET_BYTES = 25 << 20  # that are reduced at once, as in DDP
-_FIRST_BYTES = 1 << 20  # the first leaves soon
-_WHOLE_BYTES = 256 << 10  # tensors of fewer are broadcast together
+_BUCKET_BYTES = 25 << 20  # reduced at once, as in DDP
+_FIRST_BYTES = 1 << 20  # the first bucket starts early
+_WHOLE_BYTES = 256 << 10  # smaller tensors are broadcast together
 
 Packs = list[tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 class Plan:
-    """The place and the bucket of each tensor that some member has; tensors are multiplied by `share` there."""
+    """The place and the bucket of each tensor that any member has. `share` scales this member's tensors."""
 
     def __init__(
         self, like: dict[int, torch.Tensor], share: float, is_lowest: bool, memory: dict[torch.dtype, torch.Tensor],
         device: torch.device, of_lowest: Container[int] = (), of_sum: Container[int] = (), checks: bool = True,
     ) -> None:  # fmt: skip
-        """`like`: a tensor of the shape and dtype of each, in the order in which they leave. `memory`, flat, by dtype,
-        on `device`, is used where it has the size, and replaced where not. `of_lowest`: floats that are taken from the
-        lowest member, as integers are; `of_sum`: tensors that are not multiplied. `checks`: `unsound` may be called."""
+        """`like`: a tensor of the shape and dtype of each, in the order in which they are sent.
+
+        `memory`: flat tensors on `device` by dtype; a tensor of another size is replaced. `of_lowest`: floats that come
+        from the lowest member, as integers do. `of_sum`: tensors that are not scaled. `checks`: `unsound` may be
+        called.
+        """
         self.share, self._is_lowest, self._of_lowest, self._of_sum = share, is_lowest, of_lowest, of_sum
         self._checks = checks
         self.places: dict[int, torch.Tensor] = {}
         self.buckets: list[tuple[list[int], torch.Tensor]] = []
-        self._sums: list[tuple[int, torch.Tensor]] = []  # of what this member has of each
+        self._sums: list[tuple[int, torch.Tensor]] = []  # of each of this member's tensors
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in like.items():
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -61,8 +66,10 @@ class Plan:
             self.buckets.append((bucket, flat[begun:end]))
 
     def gather(self, number: int, tensors: Mapping[int, torch.Tensor | None]) -> torch.Tensor:
-        """Fill a bucket with this member's tensors; zeros for those it has not, and for those taken from the lowest
-        member where it is another one."""
+        """Fill a bucket with this member's tensors.
+
+        Zeros stand for tensors that it lacks, and for tensors of the lowest member on other members.
+        """
         indices, bucket = self.buckets[number]
         for index in indices:
             target, tensor = self.places[index], tensors.get(index)
@@ -84,11 +91,12 @@ class Plan:
         return bucket
 
     def unsound(self, tensors: Mapping[int, torch.Tensor | None]) -> int | None:
-        """The first tensor with NaN or Inf among those gathered since the last call."""
+        """Index of the first tensor with NaN or Inf since the last call; None: all gathered tensors are finite."""
         sums, self._sums = self._sums, []
         if not sums:
             return None
-        # A sum is read once, all of them come from a GPU at once, and it may overflow: then each element is looked at.
+        # One sum per tensor is cheap to read from a GPU. A sum may overflow, so suspects are checked element by
+        # element.
         found = torch.stack([item.to(torch.float32) for _, item in sums]).isfinite().tolist()
         looked_at = [index for (index, _), is_finite in zip(sums, found, strict=True) if not is_finite]
         candidates = ((index, tensors.get(index)) for index in sorted(looked_at))
@@ -96,15 +104,17 @@ class Plan:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor Inf."""
+    """Whether a tensor has neither NaN nor Inf."""
     return bool(torch.isfinite(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()).all())
 
 
 def packed(
     tensors: Sequence[torch.Tensor], may_go_alone: Callable[[torch.Tensor], bool], device: torch.device
 ) -> Packs:
-    """Buffers to broadcast for these tensors: large ones themselves, others of one dtype together, in a copy on
-    `device`. Each buffer comes with the tensors that it is a copy of; none where it is the tensor."""
+    """Group tensors into buffers to broadcast: large tensors by themselves, others of one dtype in a copy on `device`.
+
+    Each buffer comes with the tensors that it is a copy of; the list is empty if the buffer is the tensor.
+    """
     packs: Packs = []
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -126,7 +136,7 @@ def unpack(packs: Packs) -> None:
 
 
 def leaving_order(model: ModelTensors) -> list[int]:
-    """Indices of the exchanged tensors: parameters as backward fills them, then buffers, by dtype."""
+    """The order in which exchanged tensors are sent: parameters as backward fills them, then buffers by dtype."""
     entries = list(enumerate(model.layout.entries[: model.num_exchanged]))
     parameters = [index for index, entry in reversed(entries) if entry.spec.kind is Kind.PARAMETER]
     buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]

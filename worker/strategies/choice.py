@@ -1,4 +1,4 @@
-"""The strategy of a worker of one process, by the run's settings."""
+"""Chooses the strategy of a worker of one process from the run's settings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .direct import Direct
 
 
 def make_strategy(exchange: Exchange, may_send_early: bool) -> Strategy:
-    """`may_send_early`: gradients may leave during backward. Raises UsageError."""
+    """Return the strategy. `may_send_early`: gradients may be sent during backward. Raises UsageError."""
     settings, zero = exchange.settings, exchange.config.zero
     has_peers = settings.kind.has_peers
     if zero == WITHIN_WORKER:
         raise UsageError(
-            "worker.zero is 3, and this worker is one process: parameters and gradients are divided among the "
-            "processes of a worker, which stay the same; workers come and go, and fully_shard's group cannot",
+            "worker.zero is 3, but this worker is one process: stage 3 shards parameters and gradients over the "
+            "processes of one worker, whose number is fixed; workers come and go, which fully_shard does not allow",
             fix="ps-launch --group G, or torchrun --nproc-per-node G -m paramserver.worker --group; "
-            "--set worker.zero=1 --mode allreduce divides what the optimizer remembers among workers",
+            "--set worker.zero=1 --mode allreduce shards the optimizer state over workers",
         )
     if zero:
         check_zero(zero, settings.mode, has_peers, settings.outstanding)
@@ -42,7 +42,7 @@ def make_strategy(exchange: Exchange, may_send_early: bool) -> Strategy:
 
 
 def make_server_strategy(exchange: Exchanger, early: Exchange | None = None) -> Strategy:
-    """The strategy of a mode in which the server has the weights; gradients may leave early through `early`."""
+    """Return the strategy of a mode in which the server has the weights. `early` sends gradients during backward."""
     settings = exchange.settings
     if settings.kind.holds_differences and (settings.delayed_update or settings.fragments > 1):
         return Overlapped(exchange)

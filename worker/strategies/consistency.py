@@ -1,4 +1,4 @@
-"""Checks that peers step along the same means with the same numbers from the same weights: else they would diverge."""
+"""Checks that peers start from the same weights and step along the same means with the same hyperparameters."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from .group import Group
 from .group_lifecycle import GroupLifecycle
 from .undoable_step import UndoableStep
 
-_NUM_SAMPLED = 16  # elements of a tensor
-_ZERO_BITS = 8  # of the settings that are compared
-_MAY_DIFFER = 1e-3  # weights of members, relatively
+_NUM_SAMPLED = 16  # elements of each tensor that a checksum covers
+_ZERO_BITS = 8  # bits of the combined settings value for worker.zero
+_MAY_DIFFER = 1e-3  # allowed relative difference between members' weights
 
 
 class ConsistencyCheck:
-    """Of one peer. `zero` is (worker.zero, worker.zero_copies), `codec` is worker.codec."""
+    """The checks of one peer. `zero` is (worker.zero, worker.zero_copies), `codec` is worker.codec."""
 
     def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int], codec: str) -> None:
         self._lifecycle, self._step, self._zero, self._codec = lifecycle, step, zero, codec
         self._weights = Watch(step.model)
 
     def check_setup(self, group: Group, initial_state: Any) -> None:
-        """Raises UsageError where this member divides or encodes otherwise than the lowest, or begins with another
-        optimizer state than most. Raises Broken."""
+        """Compare settings and the initial optimizer state with the other members.
+
+        Raises UsageError if worker.codec or worker.zero differ from the lowest member's, or the state from most
+        members'. Raises Broken.
+        """
         stage, copies = self._zero
         rank, ranks = group.generation.members[group.index], group.generation.members
         settings = 10 * stage + copies + (crc32(self._codec.encode()) << _ZERO_BITS)
@@ -38,15 +41,15 @@ class ConsistencyCheck:
         codecs, divisions = [item >> _ZERO_BITS for item in found], [item % (1 << _ZERO_BITS) for item in found]
         if codecs[group.index] != codecs[0]:
             raise UsageError(
-                f"worker.codec is {self._codec} for rank {rank}, and another one for rank {ranks[0]}, with which it is "
-                "to average",
-                fix="start all workers with the same",
+                f"worker.codec is {self._codec} for rank {rank}, but rank {ranks[0]}, which averages with it, has "
+                "another codec",
+                fix="start all workers with the same worker.codec",
             )
         if divisions[group.index] != divisions[0]:
             raise UsageError(
-                f"{_zero_words(stage, copies)} for rank {rank}, and {_zero_words(*divmod(divisions[0], 10))} for "
-                f"rank {ranks[0]}, with which it is to average",
-                fix="start all workers with the same",
+                f"{_zero_words(stage, copies)} for rank {rank}, but {_zero_words(*divmod(divisions[0], 10))} for "
+                f"rank {ranks[0]}, which averages with it",
+                fix="start all workers with the same worker.zero and worker.zero_copies",
             )
         has_begun = self._step.version or self._step.has_stepped
         states = self._lifecycle.run(lambda: group.gather_numbers(0 if has_begun else 1 + _crc(initial_state)))
@@ -54,22 +57,22 @@ class ConsistencyCheck:
         if (local := states[group.index]) and local != (most := _most_common(initial)):
             raise UsageError(
                 f"the optimizer of rank {rank} begins with another state than that of rank "
-                f"{ranks[states.index(most)]}: their weights would go apart",
-                fix="load the same state in every script, before session.optimizer(), or in none",
+                f"{ranks[states.index(most)]}: their weights would diverge",
+                fix="load the same state in every script before session.optimizer(), or in none",
             )
 
     def metadata(self, outgoing: Outgoing, version: int) -> tuple[int, ...]:
-        """Checksums of the step's numbers and of the weights, and the version for which these must be equal."""
+        """Checksums of the step's hyperparameters and of the weights, and the version of the weights."""
         training = outgoing.contribution.training
         numbers = (training.hyperparameters, training.clip_norm)
         return crc32(repr(numbers).encode()), crc32(self._weights.sample()), version
 
     def norm(self) -> float:
-        """The 2-norm of the weights' elements that are compared."""
+        """The 2-norm of the compared elements of the weights."""
         return self._weights.norm()
 
     def check(self, group: Group, outgoing: Outgoing, norm: float) -> None:
-        """Compare the group's metadata. Raises UsageError in the members that differ from most, Broken."""
+        """Compare the group's metadata. Raises UsageError in members that differ from most, and Broken."""
         numbers, weights, versions, *_ = group.metadata
         index, ranks = group.index, group.generation.members
         if numbers[index] != (most := _most_common(numbers)):
@@ -77,23 +80,23 @@ class ConsistencyCheck:
             settings = ", ".join(f"{key} {value}" for key, value in training.hyperparameters[0].items() if key == "lr")
             settings += f", clip_grad_norm {training.clip_norm:g}" if training.clip_norm else ""
             raise UsageError(
-                f"the optimizer of rank {ranks[index]} would step with other numbers ({settings}) than that of rank "
-                f"{ranks[numbers.index(most)]}",
-                fix="let all scripts have the same schedule; session.state(scheduler=...) brings it where the run is",
+                f"the optimizer of rank {ranks[index]} would step with other hyperparameters ({settings}) than that of "
+                f"rank {ranks[numbers.index(most)]}",
+                fix="use the same schedule in all scripts; session.state(scheduler=...) restores it after a resume",
             )
         if len(set(zip(versions, weights, strict=True))) == len(set(versions)):
             return
-        # On unequal machines the last digits differ, which is allowed.
+        # On unequal machines the last digits may differ.
         norms = self._lifecycle.run(lambda: group.gather_numbers(_bits(norm)))
         same = [weight for weight, version in zip(weights, versions, strict=True) if version == versions[index]]
         other = weights.index(_most_common(same))
         own_norm, other_norm = _number(norms[index]), _number(norms[other])
         if abs(own_norm - other_norm) > _MAY_DIFFER * other_norm:
             raise UsageError(
-                f"the weights of rank {ranks[index]} are not those of rank {ranks[other]}: the norm of a few elements "
-                f"is {own_norm:.6g} here and {other_norm:.6g} there",
-                fix="change weights before session.optimizer(), which takes the first worker's into the run, or in "
-                "every script in the same way",
+                f"the weights of rank {ranks[index]} differ from those of rank {ranks[other]}: the norm of a few "
+                f"elements is {own_norm:.6g} here and {other_norm:.6g} there",
+                fix="change weights before session.optimizer(), which uploads the first worker's weights; or make the "
+                "same change in every script",
             )
 
 
@@ -102,7 +105,7 @@ def _zero_words(stage: int, copies: int) -> str:
 
 
 def _crc(state: Any) -> int:
-    """A checksum of nested dicts and a few elements of each tensor; the same on every machine."""
+    """A checksum of nested dicts and of a few elements of each tensor, equal on every machine."""
     if isinstance(state, Mapping):
         return crc32(repr([(str(key), _crc(state[key])) for key in sorted(state, key=str)]).encode())
     if isinstance(state, torch.Tensor):
@@ -122,5 +125,5 @@ def _number(bits: int) -> float:
 
 
 def _most_common(values: list[int]) -> int:
-    """The most frequent value, and of several the lowest rank's."""
+    """The most frequent value; among equally frequent ones the lowest rank's."""
     return max(values, key=values.count)

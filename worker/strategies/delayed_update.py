@@ -1,22 +1,22 @@
-"""Computing the next step while an exchange is in flight (policy.delayed_update).
+"""Delayed update (policy.delayed_update): computes the next step while an exchange is running.
 
     training thread   compute 1 | compute 2 | take 1 | compute 3 | take 2 | ...
     helper thread               | exchange 1 ....... | exchange 2 ....... |
 
-A contribution is handed over as a snapshot, and its reply comes into memory of its own (`Shadow`). The helper uses the
-exchange while a flight is pending, the training thread otherwise. A reply is taken at a fixed place, before the next
-hand-over, whenever it came: two runs that get the same replies compute the same.
+A contribution is handed over as a snapshot, and its reply arrives in separate memory (`Shadow`). While a flight is
+pending the helper uses the exchange, otherwise the training thread does. The training thread takes a reply just before
+the next hand-over, even if it arrived earlier. So two runs with the same replies compute the same.
 
-Gradients: contribution k + 1 is computed on the weights that came with the reply to k - 1, and says so
+Gradients: contribution k + 1 is computed on the weights that came with the reply to k - 1, and declares this version
 (`base_version`).
 
-Weights (localsgd): after the average of the snapshot has come, the model is average + (weights now - snapshot), which
-is also what is contributed next, on the average's version: the local steps taken meanwhile stay (CoCoD-SGD, Shen
-et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's own until the run ends: a difference of
-variances may be negative.
+Weights (localsgd): when the average of the snapshot has arrived, the model becomes average + (weights now - snapshot).
+This is also the next contribution, with the average's version. So the local steps taken meanwhile stay (CoCoD-SGD, Shen
+et al. 2019, arXiv:1906.12043). Buffers (BatchNorm statistics) stay the worker's own until the run ends, because a
+difference of variances may be negative.
 
-The exchange repeats a flight whose connection was lost. A worker discards what it computed meanwhile only when the
-server says where to start (its lease had ended, or the server went back to a snapshot).
+The exchange repeats a flight whose connection was lost. A worker discards the steps it took meanwhile only after a
+START: its lease ended, or the server went back to a snapshot.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..tensors.transfer import ModelTensors
 from .base import Exchanger, Strategy
 from .shadow import Shadow
 
-# An interrupted worker waits this long for its flight to reach a safe place; a waiting one hears
-# from its server every second.
+# Time for an interrupted worker's flight to reach a safe place. A waiting flight receives a message from the server
+# every second.
 _STOP_S = 5.0
 
 
 class DelayedUpdate(Strategy):
-    """A contribution gets its reply before the next one is handed over: the training loop is a step ahead."""
+    """Exchanges one contribution while the training loop computes the next one."""
 
     _shadow: Shadow
 
@@ -49,11 +49,12 @@ class DelayedUpdate(Strategy):
         super().__init__(exchange)
         self._helper = Helper()
         self._flight: Future[Reply] | None = None
-        self._received_version = 0  # of the weights received last
-        self._model_version = 0  # of those in the model
-        # As if the contribution in flight had been applied; the exchange's own is what the server has confirmed.
+        self._received_version = 0  # version of the newest received weights
+        self._model_version = 0  # version of the weights in the model
+        # Assumes that the pending contribution counts. The exchange's own progress is what the server has confirmed.
         self.progress: Progress = copy.copy(exchange.progress)
-        # After these the local steps are discarded: they began on weights with NaN, or on a lost connection.
+        # These outcomes discard the local steps taken meanwhile, as they began on weights with NaN or on a lost
+        # connection.
         self._discarding = {Outcome.START} | ({Outcome.REJECTED} if self.kind.worker_steps else set())
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
@@ -63,7 +64,7 @@ class DelayedUpdate(Strategy):
         self._begin()
 
     def _find_model(self) -> None:
-        self._model.has_moved()  # the exchange knows the shadow, which has not
+        self._model.has_moved()  # the exchange knows the shadow, which does not move
 
     def _contribute(self, outgoing: Outgoing) -> None:
         landed = self._land()
@@ -74,35 +75,35 @@ class DelayedUpdate(Strategy):
                 return
             self.progress.become(self._exchange.progress)
         expected = self.progress.local_steps
-        if is_cut or expected != taken:  # the loop has ended since, or the reply came after the steps were taken
+        if is_cut or expected != taken:  # the loop ended meanwhile, or the reply came after the steps were taken
             self.progress.local_steps, self.progress.is_cut_short = taken, True
         base_version = self._turn(landed is not None and landed.has_new_weights)
         self._hand_over(base_version, outgoing)
         if self.progress.assume_counted(expected):
-            # The last one: only its reply says whether the run is over for this worker.
+            # Only the reply to the last contribution says whether this worker is done.
             self._land()
             self._begin()
 
     def _goes_on(self, landed: Reply) -> bool:
-        """Whether the steps taken meanwhile stay."""
+        """Whether the steps taken meanwhile stay valid."""
         return landed.result.outcome not in self._discarding and not self._exchange.progress.is_done
 
     def _begin(self) -> None:
-        """Go on from the server's newest reply, without the steps taken meanwhile."""
+        """Continue from the server's newest reply, without the steps taken meanwhile."""
         self.progress.become(self._exchange.progress)
         self._shadow.take_all()
         self._model_version = self._received_version
 
     def _turn(self, has_weights: bool) -> int:
-        """Snapshot the contribution, and take weights that have come. Returns the version it is based on."""
-        if not self.kind.worker_steps:  # the gradients were computed on the weights before
+        """Snapshot the contribution, and take arrived weights. Returns the contribution's base version."""
+        if not self.kind.worker_steps:  # the gradients were computed on the previous weights
             self._shadow.snapshot(ContributionKind.GRADIENT)
             base_version = self._model_version
             if has_weights:
                 self._shadow.take()
                 self._model_version = self._received_version
             return base_version
-        if has_weights:  # the average comes below the steps taken meanwhile
+        if has_weights:  # replaces the snapshot by the average below the steps taken meanwhile
             self._shadow.rebase()
             self._model_version = self._received_version
         self._shadow.snapshot(ContributionKind.WEIGHTS)
@@ -120,10 +121,10 @@ class DelayedUpdate(Strategy):
         self._flight = self._helper.submit(fly)
 
     def _land(self) -> Reply | None:
-        """The reply to the contribution in flight, if there is one; raises the error that it ended with."""
+        """Wait for the reply to the pending contribution; None: there is none. Raises the error that ended it."""
         if self._flight is None:
             return None
-        wait_for(self._flight)  # a signal may raise here: the flight stays pending then
+        wait_for(self._flight)  # a signal may raise here; the flight then stays pending
         flight, self._flight = self._flight, None
         reply = flight.result()
         if reply.has_new_weights:
@@ -155,18 +156,19 @@ class DelayedUpdate(Strategy):
 
 
 class Overlapped(DelayedUpdate):
-    """Deltas (diloco) of all parameters or of a fragment, merged with the local steps taken since they were measured.
+    """Exchanges deltas (diloco) of all parameters or one fragment, and merges the reply with later local steps.
 
         training thread   H steps | measure | tau steps | merge | H - tau steps | measure | ...
         helper thread             | exchange ........ |                       | exchange ...
 
-    The reply is merged after tau steps (policy.overlap_steps), whenever it came. With tau = H, or H / P of P fragments,
-    that is just before the next ones are measured. Without `policy.delayed_update` the loop waits for the reply, and
-    the parameters of other fragments go on from their own steps. Buffers stay the worker's own until the run ends.
+    The reply is merged after tau steps (policy.overlap_steps), even if it arrived earlier. With tau = H, or H / P for P
+    fragments, that is just before the next measurement. Without `policy.delayed_update` the loop waits for the reply,
+    and the parameters of other fragments continue from their own steps. Buffers stay the worker's own until the run
+    ends.
     """
 
-    _overlap: Overlap | None = None  # once there are weights
-    _merged: Reply | None = None  # its weights are in the model, and `_contribute` has not seen it
+    _overlap: Overlap | None = None  # set once the model has the run's weights
+    _merged: Reply | None = None  # its weights are in the model, but `_contribute` has not used it yet
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         super()._start(model, optimizer, is_parted)
@@ -211,13 +213,14 @@ class Overlapped(DelayedUpdate):
         return self._model_version
 
     def _next_fragment(self) -> int | None:
-        """The fragment that is exchanged next; None: all, since no later exchange has the rest."""
+        """The fragment to exchange next; None: all, because no later exchange would carry the rest."""
         progress, num = self.progress, self.settings.fragments
         taken, total = progress.training_steps + progress.local_steps, progress.total_steps
         return None if num == 1 or (total is not None and taken >= total) else progress.version % num
 
     def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
-        if self.settings.fragments > 1:  # the shadow has all weights of the newest version: other fragments stay here
+        # the shadow has all weights of the newest version, while other fragments remain here
+        if self.settings.fragments > 1:
             outgoing = outgoing.changed(payload=PayloadInfo(without_gradient=self._without), base=Base(has_all=True))
         super()._hand_over(base_version, outgoing)
 

@@ -15,15 +15,17 @@ from .early import MIN_MODEL_BYTES, EarlySender
 
 
 class Direct(Strategy):
-    """The reply to a contribution, with its weights, arrives before the next step begins. With `early`, gradients leave
-    through that exchange during backward."""
+    """Waits for a contribution's reply and its weights before the next step begins.
+
+    With `early`, gradients are sent through that exchange during backward.
+    """
 
     def __init__(self, exchange: Exchanger, early: Exchange | None = None) -> None:
         super().__init__(exchange)
         self._early_exchange = early if self.kind.holds_gradients else None
         self._early: EarlySender | None = None
-        self._watch: Watch | None = None  # where only the server changes weights
-        self._anchor: Anchor | None = None  # where differences are exchanged
+        self._watch: Watch | None = None  # set if only the server changes weights
+        self._anchor: Anchor | None = None  # set if deltas are exchanged
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         self._exchange.start(model, optimizer)
@@ -47,9 +49,9 @@ class Direct(Strategy):
             rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
                 f"weights ('{changed[0]}'{rest}) were changed between two steps, not by this optimizer: in mode "
-                f"{self.settings.mode} the server holds the weights, and the change would be lost",
-                fix="load or initialise weights before session.optimizer(), which takes them into the run; what a loop "
-                "changes for a while (to evaluate an average, say) it puts back before step()",
+                f"{self.settings.mode} the server owns the weights, so the change would be lost",
+                fix="load or initialise weights before session.optimizer(), which uploads them; if a loop changes "
+                "weights temporarily (to evaluate an average, say), restore them before step()",
             )
 
     def _contribute(self, outgoing: Outgoing) -> None:
@@ -60,7 +62,7 @@ class Direct(Strategy):
         self._exchange.contribute(self._described(outgoing))
 
     def _described(self, outgoing: Outgoing) -> Outgoing:
-        """With the parameters that have no gradient now."""
+        """Add the list of parameters that have no gradient in this step."""
         if self.kind.worker_steps:
             return outgoing
         payload = PayloadInfo(without_gradient=self._model.without_gradient())

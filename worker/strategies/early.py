@@ -1,11 +1,11 @@
-"""Gradients that leave while backward is still running.
+"""Sends gradients while backward is still running.
 
-Each gradient that is ready goes into a bucket. A full bucket leaves at once, ahead of the contribution that it belongs
-to (as in PyTorch's DistributedDataParallel, Li et al. 2020). `step()` sends the rest.
+Each finished gradient goes into a bucket. A full bucket is sent at once, before the contribution that it belongs to, as
+in PyTorch's DistributedDataParallel (Li et al. 2020). `step()` sends the rest.
 
-A gradient may change after it has left: clipping, unscaling, a second backward that accumulates. Torch counts every
-change of a tensor in place, so `step()` notices it. Then everything is sent again, and nothing leaves early any more.
-A change that goes around this count (`grad.data`) is not noticed, so scripts must ask for this (worker.overlap).
+A gradient may change after it was sent, by clipping, unscaling or a second backward that accumulates. Torch counts each
+in-place change of a tensor, so `step()` notices it. Then everything is sent again, and later steps send nothing early.
+A change that bypasses the count (`grad.data`) is not noticed, so scripts must enable this feature (worker.overlap).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ..tensors.transfer import ModelTensors
 
 log = get_logger()
 
-# Small buckets leave little for the end, but every one costs messages: at least so much, and 64 of them at most.
-# 4 MB over 400 Mbit/s with a real backward: 0.79 of the plain step with 256 KiB, 0.83 with 1 MiB.
+# Small buckets leave little for the end, but each costs messages. So a bucket has at least this size, and there are at
+# most 64. Measured with 4 MB over 400 Mbit/s and a real backward: 0.79 of the plain step with 256 KiB, 0.83 with 1 MiB.
 _BUCKET_BYTES = 256 << 10
 _MAX_BUCKETS = 64
-# Smaller models are sent faster than watched.
+# For smaller models, sending is faster than watching.
 MIN_MODEL_BYTES = 1 << 20
 
 
 class ReadyGradients:
-    """Calls `ready(index, gradient)` during backward for each complete gradient, and notices later changes."""
+    """Calls `ready(index, gradient)` during backward for each finished gradient, and detects later changes."""
 
     def __init__(self, model: ModelTensors, ready: Callable[[int, torch.Tensor], None]) -> None:
         self._model, self._ready = model, ready
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # complete gradients, and torch's count of their changes
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # finished gradients, and torch's count of their changes
         self._is_wrong = False
-        self.is_paused = False  # computed gradients are not sent
+        self.is_paused = False  # while True, gradients are not sent
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._accumulated, index))
             for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
@@ -53,13 +53,15 @@ class ReadyGradients:
         self._ready(index, gradient)
 
     def note(self, index: int) -> None:
-        """The gradient lies elsewhere now, in shared memory."""
+        """The gradient moved to shared memory: watch it there."""
         gradient = self._model.tensors[index].grad
         assert gradient is not None
         self._seen[index] = gradient, gradient._version
 
     def settle(self) -> bool:
-        """Called by `step()`. False when a gradient has changed since it was complete: none leaves early any more."""
+        """Called by `step()`. Returns False if a gradient changed after it was finished; then nothing is sent early any
+        more.
+        """
         seen, self._seen = self._seen, {}
         is_right = not (self._is_wrong or any(self._has_changed(index, *at) for index, at in seen.items()))
         if not is_right:
@@ -74,7 +76,7 @@ class ReadyGradients:
 
 
 class EarlySender:
-    """Collects complete gradients in buckets and sends full ones through the exchange."""
+    """Collects finished gradients in buckets, and sends full ones through the exchange."""
 
     def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
         self._exchange = exchange
@@ -82,7 +84,7 @@ class EarlySender:
         self._bucket: list[int] = []
         self._bucket_bytes = 0
         self._full_bytes = max(_BUCKET_BYTES, model.layout.exchange_bytes // _MAX_BUCKETS)
-        self._waiting: list[int] = []  # a bucket on its way out of the device
+        self._waiting: list[int] = []  # a bucket that is being copied off its device
         self.gradients = ReadyGradients(model, self._add)
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
@@ -94,7 +96,7 @@ class EarlySender:
     def _send_bucket(self) -> None:
         bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
         if self._exchange.prepare(bucket):
-            # Its copy off the device has begun; the one before has had time.
+            # This bucket's copy has begun, so send the previous bucket, whose copy has had time to finish.
             bucket, self._waiting = self._waiting, bucket
         if bucket:
             self._exchange.depart(bucket)
@@ -102,7 +104,7 @@ class EarlySender:
             self.gradients.note(index)
 
     def settle(self) -> None:
-        """Called by `step()`: the gradients that have left may count, or all are sent again."""
+        """Called by `step()`: keep the gradients that were sent, or discard them so that all are sent again."""
         if not self.gradients.settle():
             self._exchange.recall()
         self._bucket, self._bucket_bytes, self._waiting = [], 0, []

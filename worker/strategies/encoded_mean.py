@@ -1,10 +1,11 @@
-"""The mean of the peers' gradients where each peer sends its own encoded (`worker.codec` in mode allreduce).
+"""The mean of gradients that each peer sends encoded (`worker.codec` in mode allreduce).
 
 Each peer encodes its gradient with error feedback (`transports/encoding.py`) and sends it to every other peer. All
-decode all payloads in the order of the members, so the mean has the same bits everywhere. A gradient that has to be
-averaged once more, in the next generation, is sent as the same bytes. The residual changes when the round counts.
+peers decode all payloads in the order of the members, so the mean has the same bits everywhere. If the next generation
+averages a gradient again, its bytes stay the same. The residual changes when the round counts.
 
-A peer of N sends N - 1 payloads. A sum of raw gradients sends 2 (N - 1) / N, so a codec has to save more than N / 2.
+Each of N peers sends N - 1 payloads. A sum of raw gradients sends 2 (N - 1) / N payloads, so a codec pays only if it
+saves more than a factor of N / 2.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from .group import Group, Unsound
 
 
 class EncodedMean:
-    """Of one peer; `encoding` has its residual. `of_sum`: indices of tensors that are summed, not averaged."""
+    """Computes the encoded mean for one peer; `encoding` has its residual.
+
+    `of_sum`: indices of tensors that are summed, not averaged.
+    """
 
     def __init__(self, codec: Codec, model: ModelTensors, of_sum: frozenset[int]) -> None:
         self.encoding = Encoding(codec, model.layout, model.num_exchanged)
@@ -35,7 +39,7 @@ class EncodedMean:
     def average(
         self, group: Group, gradients: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int]
     ) -> list[torch.Tensor | None]:
-        """As `Group.average`. The result is overwritten by the next call."""
+        """The mean over the group, as `Group.average` returns it. The next call overwrites the result."""
         for index, gradient in enumerate(gradients):
             if gradient is not None and gradient.is_floating_point() and not is_finite(gradient):
                 raise Unsound(index)
@@ -53,7 +57,7 @@ class EncodedMean:
         return [item if index in announced.present else None for index, item in enumerate(found)]
 
     def _add(self, member: int, share: float) -> None:
-        """Add the decoded tensors of a member to the mean. Buffers without a mean are the lowest member's."""
+        """Add a member's decoded tensors to the mean. Buffers that are not averaged come from the lowest member."""
         sums, decoded = self._model.views(self._sum), self._model.views(self._decoded)
         for index, (entry, total, item) in enumerate(zip(self._model.layout.entries, sums, decoded, strict=False)):
             is_mean = entry.spec.kind is Kind.PARAMETER or entry.spec.averaged

@@ -1,16 +1,16 @@
-"""All-reduce peers: one group of torch.distributed for each generation.
+"""All-reduce peers: one group of torch.distributed per generation.
 
-A *generation* is a set of members in an order, and the store at which they find each other. A group is formed whenever
-a member joins or leaves (13 ms on one host, against 72 ms for the first). Each has a prefix of the store and no global
-process group, so nothing of torch's has to be torn down first, and a script's own `torch.distributed` is left alone.
+A *generation* is an ordered set of members, and the store at which they find each other. A group forms whenever a
+member joins or leaves (13 ms on one host; 72 ms for the first one). Each group has its own prefix in the store and no
+global process group. So nothing of torch's has to be torn down, and a script's own `torch.distributed` is not touched.
 
-`average` reads the tensors and writes to memory of its own. So a member that is killed in the middle costs the others
-an error (`Broken`) and nothing else: they still have their tensors, and average them in the next generation. A member
-that fails closes its group at once: another member may wait for it, and not for the dead one.
+`average` reads the tensors and writes to its own memory. If a member is killed during it, the others get an error
+(`Broken`) and still have their tensors, which they average in the next generation. A member that fails closes its group
+at once, because another member may be waiting for it instead of the dead one.
 
-Averages go over NCCL where each member has a GPU of its own (`collectives/backends.py`), in memory on it. Metadata and
-tensors for a new member go over Gloo. Metadata are exchanged with each step, so a death is found there. NCCL's
-operations end when the group is closed, or `cut` by another thread that heard of the death from the server.
+Averages use NCCL, in GPU memory, if each member has its own GPU (`collectives/backends.py`). Metadata and tensors for a
+new member use Gloo. Metadata are exchanged in each step, so a death is noticed there. NCCL's operations end when the
+group is closed, or when another thread calls `cut` after the server reported the death.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .collectives import backends
 from .collectives.cut import Address, cut, listening
 from .collectives.rendezvous import Broken, Generation, MemberInfo, Rendezvous, come_together, first_line, store_of
 
-_MEET_S = 10.0  # for all members of a generation to come together
-# For one collective. A member that waits longer for a slow one reports it to the server, which knows whether it lives.
+_MEET_S = 10.0  # for all members of a generation to arrive
+# For one collective. A member that waits longer reports it to the server, which knows whether the slow member is alive.
 _TIMEOUT_S = 30.0
 _END_S = 0.2
 _HOST = torch.device("cpu")
 
 
 class Unsound(Exception):
-    """The tensor of this index holds NaN or Inf, and so would the mean."""
+    """The tensor of this index has NaN or Inf, so the mean would have it too."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -50,46 +50,48 @@ class Unsound(Exception):
 
 
 class _Closed(Exception):
-    """The group was closed, or cut, by another thread."""
+    """Another thread closed or cut the group."""
 
 
 class Announced(NamedTuple):
-    """What all members have announced of the tensors that they average."""
+    """The announcements of all members for one average."""
 
     samples: tuple[int, ...]  # by member
-    present: tuple[int, ...]  # indices of the tensors that some member has
+    present: tuple[int, ...]  # indices of tensors that at least one member has
 
 
 class Group:
-    """The members of one generation, as one of them sees it. Used by one thread; `average` blocks."""
+    """One member's view of its generation's group. Used by one thread; `average` blocks."""
 
     num_broadcast = 0  # bytes of the newest `broadcast_values`
     metadata: Sequence[list[int]] = ()  # of the newest average: [word][member]
-    like: Sequence[torch.Tensor] = ()  # for each tensor, one of its shape and dtype
-    order: Sequence[int] = ()  # in which tensors leave; empty: as they are given
-    of_lowest: Container[int] = ()  # tensors that are taken from the lowest rank
+    like: Sequence[torch.Tensor] = ()  # for each tensor, a tensor of its shape and dtype
+    order: Sequence[int] = ()  # in which tensors are sent; empty: as given
+    of_lowest: Container[int] = ()  # tensors that come from the lowest rank
     of_sum: Container[int] = ()  # tensors that are summed, not averaged
 
     def __init__(
         self, generation: Generation, rank: int, rendezvous: Rendezvous, device: torch.device = _HOST,
         timeout_s: float = _TIMEOUT_S, meet_s: float = _MEET_S,
     ) -> None:  # fmt: skip
-        """Blocks until all members are there. `rendezvous` is this member's; `device` is that of its model. Raises
-        Broken when a member does not come within `meet_s` (the sentence names it), OutOfReach when one cannot be
-        reached."""
+        """Form the group. Blocks until all members have arrived.
+
+        `rendezvous` is this member's; `device` is its model's. Raises Broken if a member does not arrive within
+        `meet_s` (the message names it), OutOfReach if a member cannot be reached.
+        """
         self.generation, self.index = generation, generation.members.index(rank)
         self._flat: dict[torch.dtype, torch.Tensor] = {}
-        self._under_way: list[Any] = []  # torch's works
-        self._plan: Plan | None = None  # by which the next tensors leave, before all have announced their samples
-        self._announced: Announced | None = None  # the last time
+        self._under_way: list[Any] = []  # running works of torch
+        self._plan: Plan | None = None  # order of the next tensors, known before all members announce their samples
+        self._announced: Announced | None = None  # of the newest average
         self._has_missed = False
-        self._num_left, self._ready = 0, dict[int, torch.Tensor]()  # buckets that left, tensors that are `ready`
-        self.num_sent = 0.0  # bytes; in sums of many as a ring of the members would
-        self._reason = ""  # why the group is over
+        self._num_left, self._ready = 0, dict[int, torch.Tensor]()  # buckets that were sent; tensors that are `ready`
+        self.num_sent = 0.0  # bytes; for sums of large tensors as in a ring
+        self._reason = ""  # why the group ended
         self._timeout_s = timeout_s
-        self._ends: set[Address] = set()  # where members' devices listen
+        self._ends: set[Address] = set()  # addresses at which members' devices listen
         rendezvous.admit(generation)
-        store = self._store = store_of(generation, rank, meet_s)  # torch's groups keep no reference
+        store = self._store = store_of(generation, rank, meet_s)  # kept here, because torch's groups keep no reference
         host = rendezvous.address[0]
         try:
             gloo, port = listening(lambda: dist.ProcessGroupGloo.create_device(hostname=host))
@@ -101,7 +103,7 @@ class Group:
         self._ends.update(member.listens for member in members)
         devices = [member.device for member in members]
         self.backend, self.not_over_nccl = backends.backend_of(devices), backends.why_not_nccl(devices)
-        self._device = device if self.backend == "nccl" else _HOST  # of the averages
+        self._device = device if self.backend == "nccl" else _HOST  # for averages
         size = len(generation.members)
         try:
             self._metadata = backends.gloo(store, self.index, size, gloo, meet_s)
@@ -122,15 +124,15 @@ class Group:
         metadata: Sequence[int] = (),
         is_right: bool = True,
     ) -> list[torch.Tensor | None]:
-        """The mean over all members of each tensor, weighted by their samples. None where no member has the tensor; a
-        member without it counts as zeros. Integers, and those in `of_lowest`, are the lowest rank's. Those in `of_sum`
-        are summed. The given tensors stay as they are. The result lies in memory that the next `average` or `ready`
-        overwrites.
+        """Return the mean of each tensor over all members, weighted by samples; None: no member has the tensor.
 
-        All members give tensors of the same shapes and dtypes, in the same order, and as many `metadata`, which
-        `self.metadata` has of all afterwards. Where all announced the same samples before, announcement and tensors go
-        at once. `is_right`: the tensors that were `ready` have not changed. Raises Broken when the group is over,
-        Unsound when a tensor of this member is not finite.
+        A member without a tensor counts as zeros. Integers, and tensors in `of_lowest`, come from the lowest rank.
+        Tensors in `of_sum` are summed. The inputs stay unchanged. The next `average` or `ready` overwrites the result.
+
+        All members pass tensors of the same shapes and dtypes in the same order, and equally many `metadata`.
+        Afterwards `self.metadata` has those of all members. If all members announced the same samples before,
+        announcement and tensors are sent together. `is_right`: the tensors given to `ready` have not changed since.
+        Raises Broken if the group ended, and Unsound if a tensor of this member is not finite.
         """
         by_index, guess = dict(enumerate(tensors)), self._plan
         is_right |= not self._num_left
@@ -143,29 +145,29 @@ class Group:
             self._leave_all(plan, by_index)
             self._end_works()
         self._has_missed |= guess is not None and not is_hit
-        # After a wrong guess only what was announced twice in a row is guessed. All members decide the same.
+        # After a wrong guess, guess only announcements that came twice in a row. All members decide alike.
         self._plan = plan if not self._has_missed or announced == self._announced else None
         self._announced = announced
         return [plan.places.get(index) for index in range(len(tensors))]
 
     def announce(self, tensors: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int]) -> Announced:
-        """Exchange the announcements of an average whose tensors go otherwise, as `gather_payloads`. Raises Broken."""
+        """Exchange announcements for an average whose tensors go through `gather_payloads`. Raises Broken."""
         return self._announce(tensors, num_samples, metadata, True)[0]
 
     def gather_payloads(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """The payload of each member, uint8 [n], by its index; all have the same size. Raises Broken."""
+        """Gather the payload of each member, uint8 [n], by index; all have the same size. Raises Broken."""
         found = [torch.empty_like(payload) for _ in self.generation.members]
         self.num_sent += payload.nbytes * (len(found) - 1)
         self._wait(lambda: self._torch_group("_metadata").allgather([found], [payload]).wait())
         return found
 
     def ready(self, index: int, gradient: torch.Tensor) -> None:
-        """A tensor of the next average is complete: it leaves when its bucket is full."""
+        """A tensor of the next average is finished. Its bucket is sent when it is full."""
         plan = self._plan
-        if plan is None or gradient.device != self._device:  # each copy from a GPU to the host would block
+        if plan is None or gradient.device != self._device:  # copying each tensor from a GPU to the host would block
             return
         self._ready[index] = gradient
-        with suppress(Broken):  # `average` raises it
+        with suppress(Broken):  # `average` raises it again
             while self._num_left < len(plan.buckets) and self._ready.keys() >= set(plan.buckets[self._num_left][0]):
                 self._leave(plan, self._ready)
 
@@ -174,7 +176,7 @@ class Group:
         self._begin_sum(plan.gather(number, tensors))
 
     def _leave_all(self, plan: Plan, tensors: Mapping[int, torch.Tensor | None], is_right: bool = True) -> None:
-        """While a bucket is under way the next one is gathered."""
+        """Send the remaining buckets. While one is being summed, the next is gathered."""
         while self._num_left < len(plan.buckets):
             self._leave(plan, tensors)
         self._num_left, self._ready = 0, {}
@@ -185,7 +187,7 @@ class Group:
     def _announce(
         self, tensors: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int], is_right: bool
     ) -> tuple[Announced, bool]:
-        """After everything that is under way: what all announce, and whether all are right."""
+        """Exchange announcements. Returns those of all members, and whether all members' early tensors are right."""
         size = len(self.generation.members)
         words = [word * (index == self.index) for word in (num_samples, *metadata) for index in range(size)]
         sums = torch.tensor([not is_right, *(tensor is not None for tensor in tensors), *words], dtype=torch.int64)
@@ -209,15 +211,17 @@ class Group:
     # ---- broadcasts ---------------------------------------------------------------------------
 
     def gather_numbers(self, number: int) -> list[int]:
-        """The number of each member, by its index."""
+        """The number of each member, by index."""
         numbers = torch.zeros(len(self.generation.members), dtype=torch.int64)
         numbers[self.index] = number
         self._wait(lambda: self._sum_of(numbers, "_metadata").wait())
         return numbers.tolist()
 
     def broadcast_values(self, values: Mapping[str, Any] | None, source: int) -> dict[str, Any]:
-        """Returns the values of the member of index `source`: tensors on the host, and JSON (`tensors/packed.py`). The
-        source gets its own tensors back."""
+        """Return the values of member `source`: tensors on the host, and JSON (`tensors/packed.py`).
+
+        The source gets its own tensors back.
+        """
         tree, tensors = take_apart(values) if values is not None else ({}, {})
         forms = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
         head = bytearray(json.dumps([tree, forms], separators=(",", ":")).encode())
@@ -231,14 +235,15 @@ class Group:
             tree, forms = read_json(text.numpy().tobytes(), nan=True, big=True)
             tensors = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, (dtype, shape) in forms.items()}
         pieces: list[list[torch.Tensor]] = [[] for _ in self.generation.members]
-        pieces[source] = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]  # for Gloo's dtypes
+        # Gloo does not support all dtypes
+        pieces[source] = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]
         self.num_sent += num_bytes * (source == self.index)
         self.num_broadcast = num_bytes + sum(piece.numel() for piece in pieces[source])
         self.broadcast_tensors(pieces)
         return put_together(tree, tensors)
 
     def broadcast_tensors(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy the tensors of each member, `pieces[index]`, to those in the same place of all others."""
+        """Copy the tensors of each member, `pieces[index]`, to the corresponding tensors of all others."""
         packs = []
         for owner, tensors in enumerate(pieces):
             for flat, parts in packed(tensors, lambda tensor: tensor.device.type == "cpu", _HOST):
@@ -257,7 +262,7 @@ class Group:
         self._begin(lambda: self._sum_of(tensor, "_data"))
 
     def _sum_of(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin a sum over the torch group of this name."""
+        """Start a sum over the torch group with this name."""
         size, over = len(self.generation.members), self._torch_group(name)
         if over is self._torch_group("_metadata") and backends.is_small(tensor.nbytes, size):
             self.num_sent += tensor.nbytes * (1 if self.index else size - 1)
@@ -269,11 +274,11 @@ class Group:
         self._wait(lambda: self._under_way.append(collective()))
 
     def _end_works(self) -> None:
-        """Metadata too: they show that a member is gone, and NCCL's sums are queued until then."""
+        """Wait for all running works. The metadata among them show whether a member is gone."""
         while self._under_way:
             self._wait(lambda: self._oldest().wait())
         backends.computed(self._device)
-        self._wait(lambda: self._torch_group("_data"))  # works that were aborted have ended as well
+        self._wait(lambda: self._torch_group("_data"))  # aborted works have ended too
 
     def _oldest(self) -> Any:
         try:
@@ -289,17 +294,17 @@ class Group:
             raise _Closed from None
 
     def _wait(self, collective: Callable[[], Any]) -> None:
-        """Raises Broken where torch or another thread has ended the group. Another error is a bug and passes."""
+        """Run a collective. Raises Broken if torch or another thread has ended the group; other errors are bugs."""
         try:
             collective()
         except (RuntimeError, _Closed) as error:
-            message = "it was closed meanwhile" if isinstance(error, _Closed) else first_line(error)
+            message = "it was closed by another thread" if isinstance(error, _Closed) else first_line(error)
             self._reason = self._reason or message
             self.close()
             raise Broken(f"generation {self.generation.number}: {self._reason}") from None
 
     def cut(self, reason: str) -> None:
-        """From any thread: end every wait in this group with Broken, for this reason."""
+        """End every wait in this group with Broken and this reason. Any thread may call it."""
         self._reason = self._reason or reason
         cut(self._ends)
         data = self.__dict__.get("_data")
@@ -308,14 +313,14 @@ class Group:
             data.abort()
 
     def close(self) -> None:
-        """End its connections, and with them the waits of other members for this one."""
-        self._under_way.clear()  # each of them would keep the connections
+        """End the group's connections, so that other members do not wait for this one."""
+        self._under_way.clear()  # a work would keep the connections open
         groups = [self.__dict__.pop(name) for name in ("_data", "_metadata") if name in self.__dict__]
-        groups = list({id(group): group for group in groups}.values())  # over Gloo alone they are one
+        groups = list({id(group): group for group in groups}.values())  # without NCCL both names are the same group
         if groups:
             cut(self._ends)
-            # A group's destructor waits for all collectives, and one of a broken connection may end with its timeout
-            # only. So a thread has the last reference.
+            # A group's destructor waits for all collectives. One with a broken connection may end only at its timeout,
+            # so a separate thread holds the last reference.
             ending = threading.Thread(target=_abort_all, args=(groups,), name="end of a group", daemon=True)
             ending.start()
             ending.join(_END_S)
@@ -328,7 +333,7 @@ def _abort_all(groups: list[Any]) -> None:
 
 
 def own_address(server: str) -> str:
-    """The address of this machine on the way to the server (HOST:PORT); nothing is sent."""
+    """The address of this machine on the route to the server (HOST:PORT). Sends nothing."""
     host, _, port = server.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
@@ -340,7 +345,7 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 
 def _dtype(name: str) -> torch.dtype:
-    """A dtype of torch, by a name that another member has sent. Raises Broken."""
+    """The torch dtype with a name that another member sent. Raises Broken."""
     if name not in _DTYPES:
-        raise Broken(f"a member gives a tensor of dtype '{shown(str(name))}', which torch {torch.__version__} has not")
+        raise Broken(f"a member sends a tensor of dtype '{shown(str(name))}', unknown to torch {torch.__version__}")
     return _DTYPES[name]

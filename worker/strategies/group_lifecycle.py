@@ -1,4 +1,4 @@
-"""Forming and re-forming the group of all-reduce peers."""
+"""Forms the group of all-reduce peers, and forms it again when members change."""
 
 from __future__ import annotations
 
@@ -21,41 +21,45 @@ log = get_logger()
 Found = TypeVar("Found")
 
 _LOOK_UP_S = 0.2
-_FORMING_S = 60.0  # Gloo tries to connect five times 10 s
+_FORMING_S = 60.0  # Gloo tries to connect five times for 10 s
 _IN_PLAINTEXT = (
-    "the server speaks TLS, members among themselves plain TCP, for torch's Gloo has no TLS: keep them on a network of "
-    "their own (a tunnel), or take --mode sync"
+    "the connection to the server uses TLS, but members use plain TCP among themselves, because torch's Gloo has no "
+    "TLS: keep them on a private network (a tunnel), or use --mode sync"
 )
 
 
 class GroupLifecycle:
-    """`group` is that of the newest generation, once it has formed. Its collectives run on a helper thread, so that a
-    signal finds this thread awake."""
+    """Keeps the group of the newest generation in `group`.
+
+    Collectives run on a helper thread, so that signals can interrupt the calling thread.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._rank = exchange.progress.rank or 0
         host = own_address(exchange.server)
         check_plaintext(
-            host, f"rank {self._rank} and those it averages with", exchange.credentials.trusts_network,
-            "or take --mode sync, in which workers speak to the server only",
+            host, f"rank {self._rank} and the workers that it averages with", exchange.credentials.trusts_network,
+            "or use --mode sync, in which workers connect to the server only",
         )  # fmt: skip
         self._rendezvous = Rendezvous(host)
         exchange.group_view.rendezvous = "{}:{}".format(*self._rendezvous.address)
         self.group: Group | None = None
-        self._generation: Generation | None = None  # of the group, or of the one that is being formed
-        self._failed_name = ""  # of the generation that did not come together
-        self._num_sent = 0.0  # bytes to peers, in groups that are over
+        self._generation: Generation | None = None  # of the group, or of the group that is forming
+        self._failed_name = ""  # name of the generation whose group failed to form
+        self._num_sent = 0.0  # bytes sent to peers in earlier groups
         self._num_failed = 0  # in a row, with the same members
         self._failed_members: tuple[int, ...] = ()
         self._helper = Helper("group")
-        self._forming: list[Helper] = []  # of abandoned groups
+        self._forming: list[Helper] = []  # helpers of abandoned groups
         if exchange.credentials.ca is not None:
             log.warning("group_in_plaintext", meaning=_IN_PLAINTEXT)
 
     def form(self, device: torch.device, joined: Callable[[Group], None]) -> bool:
-        """Form the group of the newest generation, unless it is there, and call `joined`; False where that failed.
-        Raises UnreachableError after too many failures in a row."""
+        """Form the newest generation's group if needed, and call `joined`. Returns False if that failed.
+
+        Raises UnreachableError after too many failures in a row.
+        """
         progress, info = self._exchange.progress, self._exchange.group_view.info
         name = f"{progress.run}/{progress.server_incarnation}/{info.generation}"
         if self.group is not None and self.group.generation.name == name:
@@ -64,7 +68,7 @@ class GroupLifecycle:
             return False
         self.close_group()
         if self._rank not in info.members or not info.rendezvous:
-            description = f"a group of {len(info.members)} members without it, or with no GroupInfo.rendezvous"
+            description = f"a group of {len(info.members)} members without it, or without GroupInfo.rendezvous"
             raise refusal(Reason.BAD_REQUEST, f"the server sent rank {self._rank} {description}")
         generation = Generation(info.generation, info.members, split_address(info.rendezvous), name, info.secret)
         self._generation = generation
@@ -88,18 +92,21 @@ class GroupLifecycle:
         log.warning("group_broken", rank=self._rank, reason=str(broken))
 
     def _count_failure(self, members: tuple[int, ...], broken: Broken) -> None:
-        """Raises UnreachableError after too many. A member that is gone is in no group that the server names next."""
+        """Raises UnreachableError after too many failures in a row with the same members.
+
+        A member that is gone is not in the server's next group, which restarts the count.
+        """
         self._num_failed = self._num_failed + 1 if members == self._failed_members else 1
         self._failed_members = members
         if self._num_failed < broken.attempts:
             return
         message = str(broken)
         if not isinstance(broken, OutOfReach):
-            message = f"rank {self._rank} and those it is to average with did not come together: {broken}"
+            message = f"rank {self._rank} and the workers that it averages with could not form a group: {broken}"
         raise UnreachableError(
             message,
             fix="let workers reach each other's ports, and start each with the server's address as other hosts know it "
-            "(not 127.0.0.1); or --mode sync, where workers need to reach the server only",
+            "(not 127.0.0.1); or --mode sync, where workers need to reach only the server",
         )
 
     def run(self, work: Callable[[], Found]) -> Found:

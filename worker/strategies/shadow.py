@@ -1,7 +1,7 @@
-"""A second copy of a model in host memory, which an exchange may use while the model computes.
+"""A second copy of a model in host memory, which an exchange uses while the model computes.
 
-To the exchange it is a model like any other: contributions are gathered from the last snapshot, weights are written
-into a second payload. Two copies a contribution on the training thread, into memory that is kept.
+The exchange treats it like any model: it gathers contributions from the newest snapshot, and writes weights into a
+second payload. Each contribution costs two copies on the training thread, into memory that is reused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..tensors.transfer import ModelTensors
 
 
 class Shadow(ModelTensors):
-    """`tensors` are the weights received last, `sources()` the newest snapshot."""
+    """A model whose `tensors` are the newest received weights, and whose `sources()` are the newest snapshot."""
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -33,13 +33,13 @@ class Shadow(ModelTensors):
                 view.copy_(tensor)
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
-        """The snapshot, of whatever kind."""
+        """The snapshot, whatever its kind."""
         return list(self._sent if indices is None else self._sent[indices.start : indices.stop])
 
     # ---- on the training thread ---------------------------------------------------------------
 
     def snapshot(self, kind: ContributionKind) -> None:
-        """Copy the next contribution; the model may change as soon as this returns."""
+        """Copy the next contribution. The model may change as soon as this returns."""
         with torch.no_grad(), self._stream.copies():
             for view, tensor in zip(self._sent, self._model.sources(kind), strict=True):
                 if tensor is None:
@@ -53,7 +53,7 @@ class Shadow(ModelTensors):
         self._take(self.num_exchanged)
 
     def take_all(self) -> None:
-        """Write all received tensors, also frozen ones, into the model."""
+        """Write all received tensors, including frozen ones, into the model."""
         self._take(len(self.tensors))
 
     def take_buffers(self) -> None:
@@ -67,7 +67,7 @@ class Shadow(ModelTensors):
         self._stream.precede()
 
     def rebase(self) -> None:
-        """Parameters become the received ones plus their own change since the snapshot."""
+        """Set each parameter to the received one plus its own change since the snapshot."""
         trained = zip(self._model.tensors, self._sent, self.tensors, strict=False)
         with torch.no_grad(), self._stream.copies():
             for tensor, sent, received in islice(trained, self._num_trained):
@@ -78,5 +78,5 @@ class Shadow(ModelTensors):
     # ---- on the helper thread -----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for the copies so far: the snapshot is whole, and received weights may be overwritten."""
+        """Wait for the copies. Then the snapshot is complete, and received weights may be overwritten."""
         self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""Moving weights and optimizer state to a member that has not got them."""
+"""Moves weights and optimizer state to a member that lacks them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = get_logger()
 
 
 class StateTransfer:
-    """Of one peer, whose model and optimizer `step` has."""
+    """The transfers of one peer; `step` has its model and optimizer."""
 
     def __init__(self, exchange: Exchange, lifecycle: GroupLifecycle, step: UndoableStep) -> None:
         self._exchange, self._lifecycle, self.step = exchange, lifecycle, step
@@ -27,7 +27,10 @@ class StateTransfer:
         return self.step.optimizer.state_dict()["state"]
 
     def restore(self) -> None:
-        """With weights that came from the server: load the optimizer state of its snapshot, which may be of sync."""
+        """Load the optimizer state of the server's snapshot, after weights came from the server.
+
+        The snapshot may be from mode sync.
+        """
         step, version = self.step, self._exchange.progress.version
         optimizer, model = step.optimizer, step.model
         step.has_state = True
@@ -45,11 +48,13 @@ class StateTransfer:
 
     def warn_of_new_state(self) -> None:
         if not self._exchange.progress.is_done:
-            log.warning("optimizer_state_anew", meaning="the server has none of this version: moments begin anew")
+            log.warning("optimizer_state_anew", meaning="the server has no state of this version: moments restart")
 
     def level(self, group: Group) -> None:
         """Give all members the weights of the newest version, and the optimizer state of a member that has both.
-        Raises UnreachableError where nobody has them, Broken."""
+
+        Raises UnreachableError if no member has the weights, and Broken.
+        """
         step, newest = self.step, self._exchange.progress.version
         level = 2 * step.version + step.has_state
         states = self._lifecycle.run(lambda: group.gather_numbers(level))
@@ -70,7 +75,7 @@ class StateTransfer:
         log.info("taught", rank=ranks[group.index], by=ranks[source], **fields, bytes=group.num_broadcast)
 
     def broadcast(self, group: Group, source: int) -> dict[str, Any]:
-        """The values of the member of this index."""
+        """Broadcast the state of the member `source`."""
         local_state = self.dump() if source == group.index else None
         return self._lifecycle.run(lambda: group.broadcast_values(local_state, source))
 
@@ -80,7 +85,7 @@ class StateTransfer:
         return {"tensors": tensors, "optimizer": self.step.optimizer.state_dict()}
 
     def load(self, values: dict[str, Any]) -> None:
-        """Take over what another member has dumped."""
+        """Load the state that another member has dumped."""
         for tensor, other in zip(self.step.weights(), values["tensors"], strict=True):
             tensor.data.copy_(other)
         self.step.optimizer.load_state_dict(values["optimizer"])
@@ -88,6 +93,6 @@ class StateTransfer:
 
 def version_is_lost(version: int) -> UnreachableError:
     return UnreachableError(
-        f"nobody has the weights of version {version} any more: all workers that had them are gone",
-        fix="keep snapshots (--checkpoint-dir), which a run goes on from",
+        f"no worker has the weights of version {version} any more: all workers that had them are gone",
+        fix="keep snapshots (--checkpoint-dir), from which a run resumes",
     )

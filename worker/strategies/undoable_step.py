@@ -17,8 +17,11 @@ Mean = Sequence[torch.Tensor | None]
 
 
 class UndoableStep:
-    """A peer's model and optimizer. `version` is that of the model's weights. `has_state`: the optimizer's state is
-    the run's, where any peer has it. `has_stepped`: in this process."""
+    """A peer's model and optimizer.
+
+    `version`: of the model's weights. `has_state`: the optimizer's state is the run's, if any peer has it.
+    `has_stepped`: this process has taken a step.
+    """
 
     def __init__(self, model: ModelTensors, optimizer: torch.optim.Optimizer, step_fn: Callable[[], object]) -> None:
         self.model, self.optimizer, self._step_fn = model, optimizer, step_fn
@@ -26,14 +29,16 @@ class UndoableStep:
         self.has_state = self.has_stepped = False
 
     def step(self, mean: Mean) -> None:
-        """Take the step that leads to the next version."""
+        """Take the step to the next version."""
         self.apply(mean)
         self.version += 1
         self.has_stepped = self.has_state = True
 
     def apply(self, mean: Mean, has_buffers: bool = True) -> None:
-        """Step along the mean. Gradients stay this worker's: it may have to average them once more. With `has_buffers`
-        buffers become the mean's (or the lowest rank's)."""
+        """Step along the mean. Gradients stay this worker's own, because it may have to average them again.
+
+        `has_buffers`: buffers take the mean's values, or the lowest rank's.
+        """
         model = self.model
         gradients = [tensor.grad for tensor in model.tensors]
         for entry, tensor, item in zip(model.layout.entries, model.tensors, mean, strict=False):
@@ -50,11 +55,11 @@ class UndoableStep:
                 tensor.grad = gradient
 
     def weights(self) -> list[torch.Tensor]:
-        """The tensors that peers have in common."""
+        """The tensors that all peers share."""
         return [tensor for tensor in self.model.sources(ContributionKind.WEIGHTS) if tensor is not None]
 
     def copy(self) -> Callable[[], None]:
-        """Copy weights and state; returns the function that goes back to them."""
+        """Copy weights and state. Returns the function that restores them."""
         version, restore = self.version, self.copy_state()
         copies = [(tensor, tensor.detach().clone()) for tensor in self.weights()]
 
@@ -67,12 +72,12 @@ class UndoableStep:
         return undo
 
     def copy_state(self) -> Callable[[], None]:
-        """Copy the optimizer's state; returns the function that goes back to it."""
+        """Copy the optimizer's state. Returns the function that restores it."""
         state: dict[str, Any] = copy.deepcopy(self.optimizer.state_dict())
         return lambda: self.optimizer.load_state_dict(state)
 
     def state_for_server(self) -> dict[str, dict[str, torch.Tensor]] | None:
-        """The optimizer's state by parameter and key; None where it is not of a form that the server can keep."""
+        """The optimizer's state by parameter and key; None: the server cannot store a state of this form."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for tensor, state in self.optimizer.state.items():
             values = {key: torch.as_tensor(value).detach().cpu() for key, value in state.items() if value is not None}
@@ -84,7 +89,7 @@ class UndoableStep:
 
 
 def has_memory(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps state from step to step."""
+    """Whether the optimizer keeps state between steps."""
     return not (
         isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
     )

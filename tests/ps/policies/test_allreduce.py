@@ -57,7 +57,7 @@ def test_a_stage_that_is_not_there_is_refused():
 
 
 def test_parameters_are_not_divided_among_workers_that_come_and_go():
-    message = "worker.zero is 3, and this worker is one process: .* fully_shard's group cannot"
+    message = "worker.zero is 3, but this worker is one process: .* which fully_shard does not allow"
     with pytest.raises(UsageError, match=message) as found:
         make_strategy(
             SimpleNamespace(config=SimpleNamespace(zero=3), settings=SimpleNamespace(kind=ContributionKind.GRADIENT)),

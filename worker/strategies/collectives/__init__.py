@@ -1,2 +1,1 @@
-"""What workers that average among themselves may do otherwise: go on without the mean, divide the optimizer's state,
-take another of torch's backends."""
+"""Parts of the all-reduce strategies: groups and backends, delayed means, sharded optimizer state."""

@@ -1,8 +1,8 @@
-"""torch's backends for averages among processes, and how a group of each is made.
+"""Creates torch process groups with the NCCL or Gloo backend.
 
-NCCL takes a GPU of its own for each process; everything else goes over the host, by Gloo. Metadata always do: a group
-of NCCL has one of Gloo beside it, because NCCL's kernels wait for a peer that is gone. A process that sees it on Gloo,
-where a connection is closed, or hears of it from the server, aborts the group, and the kernels end.
+NCCL needs a GPU for each process. All other averages go over the host with Gloo. Metadata always use Gloo, so an NCCL
+group has a Gloo group beside it, because NCCL's kernels wait for a peer that is gone. A process notices the loss on
+Gloo, where a connection closes, or the server reports it. It then aborts the group, which ends the kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-MAX_SMALL_BYTES = 64 << 10  # at the lowest member, of all others
-_TAG = 0  # messages of one tag keep their order
+MAX_SMALL_BYTES = 64 << 10  # received by the lowest member from all others
+_TAG = 0  # messages with the same tag keep their order
 
 
 def device_name(device: torch.device) -> str:
-    """HOST/cpu, or HOST/cuda/GPU where this process's torch has NCCL for it; GPU as no other is called."""
+    """A name for the process's device: HOST/cpu, or HOST/cuda/UUID if torch has NCCL for its GPU. UUIDs are unique."""
     host = os.uname().nodename
     if device.type != "cuda" or not dist.is_nccl_available():
         return f"{host}/{device.type}"
@@ -29,13 +29,13 @@ def device_name(device: torch.device) -> str:
 
 
 def backend_of(devices: Sequence[str]) -> str:
-    """For processes with these devices, as `device_name` says them."""
+    """The backend for processes with these devices, which are named by `device_name`."""
     have_nccl = all("/cuda/" in device for device in devices)
     return "nccl" if have_nccl and len(set(devices)) == len(devices) else "gloo"
 
 
 def why_not_nccl(devices: Sequence[str]) -> str:
-    """Why processes with these devices average over Gloo although some have a GPU; empty where they do not."""
+    """Why processes with these devices use Gloo although some have a GPU; empty if they do not."""
     on_gpus = [device for device in devices if "/cuda" in device]
     if not on_gpus or backend_of(devices) == "nccl":
         return ""
@@ -48,7 +48,9 @@ def why_not_nccl(devices: Sequence[str]) -> str:
 
 
 def gloo(store: dist.Store, rank: int, size: int, at: Any, timeout_s: float) -> Any:
-    """RuntimeError where members do not connect. `at`: torch's device for Gloo, where this process listens."""
+    """Create a Gloo group. `at`: torch's Gloo device, where this process listens. Raises RuntimeError without
+    connections.
+    """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [at]
     options._timeout = timedelta(seconds=timeout_s)
@@ -56,7 +58,7 @@ def gloo(store: dist.Store, rank: int, size: int, at: Any, timeout_s: float) -> 
 
 
 def nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """As `gloo`, after `without_watchdog`; who makes the group aborts it."""
+    """Create an NCCL group, as `gloo`. Call `without_watchdog` before. The caller aborts the group."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     group = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -65,10 +67,13 @@ def nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout_
 
 
 def without_watchdog() -> Callable[[], None]:
-    """torch's own watchdog would end the process for a peer that is gone: not for groups of NCCL that are made from now
-    on, until the returned function is called. Both on the main thread, before others may read the environment."""
+    """Disable torch's watchdog for new NCCL groups until the returned function is called.
+
+    The watchdog would end the process when a peer is gone. Call both functions on the main thread, before other threads
+    read the environment.
+    """
     before = os.environ.get(_ERRORS)
-    os.environ[_ERRORS] = "0"  # the constructor of a group reads it
+    os.environ[_ERRORS] = "0"  # read by the constructor of a group
 
     def undo() -> None:
         if before is None:
@@ -80,38 +85,38 @@ def without_watchdog() -> Callable[[], None]:
 
 
 def computed(device: torch.device) -> None:
-    """Returns when all that this thread has asked of the device is done: what a GPU is asked is only queued."""
+    """Wait until the device has done this thread's work. Work on a GPU is only queued."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def broadcast_from(source: int) -> Any:
-    """torch's options for a broadcast by the process of this rank."""
+    """torch's options for a broadcast from the process of this rank."""
     options = dist.BroadcastOptions()
     options.rootRank = source
     return options
 
 
 class Small:
-    """A sum of a few bytes over a group of Gloo, in place, by way of the lowest member; begun by the constructor.
+    """A sum of a few bytes over a Gloo group, in place, through the lowest member. The constructor starts it.
 
-    A collective of Gloo has many steps, each of which wakes a thread on every member: 5.2 ms for 1 KB between four
-    processes on two cores of 2.6 GHz, where a message to one and back takes 0.5. `group` returns torch's group while it
-    is open: a work with a reference would keep it open.
+    A Gloo collective has many steps, and each wakes a thread on every member. A sum of 1 KB took 5.2 ms between four
+    processes on two cores of 2.6 GHz; a message to one process and back took 0.5 ms. `group` returns torch's group
+    while it is open, because a work that refers to it would keep it open.
     """
 
     def __init__(self, group: Callable[[], Any], tensor: torch.Tensor, index: int, size: int, timeout_s: float) -> None:
-        """`index`: of this member, of `size`. `tensor` is contiguous, and unused by others until `wait` returns."""
+        """`index`: this member's, of `size`. `tensor` is contiguous, and reserved until `wait` returns."""
         self._group, self._tensor, self._timeout = group, tensor, timedelta(seconds=timeout_s)
         self._others = range(1, size) if index == 0 else range(0)
         self._parts = [torch.empty_like(tensor) for _ in self._others]
         self._works = [group().recv([part], other, _TAG) for part, other in zip(self._parts, self._others, strict=True)]
         if index:
-            # Into the same memory: the sum comes when the lowest has all of what is sent.
+            # The sum may overwrite the tensor: it arrives after the lowest member has received everything.
             self._works = [group().send([tensor], 0, _TAG), group().recv([tensor], 0, _TAG)]
 
     def wait(self) -> None:
-        """Raises RuntimeError as torch's."""
+        """Wait for the sum. Raises RuntimeError as torch does."""
         self._end()
         for part in self._parts:
             self._tensor += part

@@ -1,8 +1,8 @@
-"""Ending the connections of a Gloo group while its members wait in a collective.
+"""Ends the connections of a Gloo group while its members wait in a collective.
 
-A collective of Gloo ends only when a connection of its group ends: after `abort()` it still waits for a member that
-stands still, up to its timeout. Gloo does not name its connections. But each member's device listens on a port of its
-own, which is new when the device is made, and every connection of the group has one of these ports.
+A Gloo collective ends only when a connection of its group ends. After `abort()` it still waits for a member that hangs,
+up to its timeout. Gloo does not expose its connections. But each member's device listens on a new port of its own, and
+every connection of the group uses one of these ports.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ Address = tuple[str, int]
 
 _one_at_a_time = threading.Lock()
 _ATTEMPTS = 100
-_OPEN = "/dev/fd"  # on Linux and macOS: what this process has open
+_OPEN = "/dev/fd"  # the open files of this process, on Linux and macOS
 
 
 def listening(make: Callable[[], Made]) -> tuple[Made, int]:
-    """Make an object that listens on one new socket; returns it and its port, 0 where that is unknown. It is made again
-    where another thread has opened a socket meanwhile."""
+    """Call `make`, which opens one listening socket. Returns the result and the port; 0: the port is unknown.
+
+    If another thread opened a socket meanwhile, `make` is called again.
+    """
     with _one_at_a_time:
         for _ in range(_ATTEMPTS):
             before = set(_listeners())
@@ -37,9 +39,9 @@ def listening(make: Callable[[], Made]) -> tuple[Made, int]:
 
 
 def cut(ends: set[Address]) -> None:
-    """End all connections of this process that have one of these addresses at one of their ends."""
+    """End all connections of this process that have one of these addresses at either end."""
     for item in _sockets():
-        with item, suppress(OSError):  # a socket that listens has no other end
+        with item, suppress(OSError):  # a listening socket has no peer
             if ends & {_plain(item.getsockname()), _plain(item.getpeername())}:
                 item.shutdown(socket.SHUT_RDWR)
 
@@ -50,7 +52,7 @@ def _plain(address: Any) -> Address:
 
 
 def _listeners() -> dict[int, int]:
-    """The port of each listening socket of this process, by the socket's unique inode."""
+    """The port of each listening socket of this process, by the socket's inode."""
     found: dict[int, int] = {}
     for item in _sockets():
         with item, suppress(OSError):
@@ -60,12 +62,12 @@ def _listeners() -> dict[int, int]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Copies of this process's internet sockets; closing one leaves the original open."""
+    """Copies of this process's internet sockets. Closing a copy leaves the original open."""
     with suppress(OSError):
         for number in map(int, os.listdir(_OPEN)):
             with suppress(OSError):
                 if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                    continue  # `socket` would refuse its copy, and leave it open
+                    continue  # `socket` would raise and leave the copy open
                 item = socket.socket(fileno=os.dup(number))
                 if item.family in (socket.AF_INET, socket.AF_INET6):
                     yield item

@@ -1,20 +1,22 @@
-"""All-reduce with up to K means outstanding (`--mode allreduce --staleness K`).
+"""All-reduce with up to K outstanding means (`--mode allreduce --staleness K`).
 
     training thread   compute 1 | compute 2 | compute 3, step 1 | compute 4, step 2 | ...       (K = 2)
     rounds thread               | average 1, complete 1 | average 2, complete 2 | ...
 
-Delayed SGD as of Pipe-SGD (Li et al. 2018, arXiv:1811.03619): the gradient of step t is computed on the weights of
-version t - 1 - K. The worker steps along its mean after step t + K has been computed, with the hyperparameters of
-step t, whenever the mean came. So all members step along the same means in the same order.
+This is delayed SGD as in Pipe-SGD (Li et al. 2018, arXiv:1811.03619). The gradient of step t is computed on the weights
+of version t - 1 - K. The worker steps along its mean after it has computed step t + K, with the hyperparameters of step
+t, even if the mean arrived earlier. So all members step along the same means in the same order.
 
-A *flight* is a contribution from its step until the worker steps along its mean. Rounds are made one after another,
-each as `AllReduceStrategy` makes one, with the gradients that its flight keeps. A round that a death breaks off is
-repeated in the next group. The rounds thread uses the exchange while flights are under way; only the training thread
-uses the model. Where a round needs the model (a new member copies weights, a snapshot is due) it asks the training
-thread. That one steps along all means that are there, copies the result, and goes back, so neither changes what is
-trained. A new member gets the outstanding means too, and steps along them at once.
+A *flight* is a contribution from its submission until the worker steps along its mean. The rounds thread makes one
+round after another, as `AllReduceStrategy` does, with the gradients that the flight keeps. If a member dies during a
+round, the next group repeats it. The rounds thread uses the exchange while flights are pending. Only the training
+thread uses the model.
 
-Buffers stay each worker's own while it trains; an upload has the mean of the buffers of its version.
+Some rounds need the model: a new member copies weights, or a snapshot is due. Then the rounds thread asks the training
+thread, which steps along all available means, copies the result and undoes the steps. So training itself does not
+change. A new member also gets the outstanding means, and steps along them at once.
+
+Buffers stay each worker's own during training. An upload has the mean of the buffers of its version.
 """
 
 from __future__ import annotations
@@ -45,30 +47,30 @@ from ..undoable_step import Mean, UndoableStep
 from .backends import computed
 
 _LOOK_UP_S = 0.2
-_READY_S = 5.0  # in which a source says whether it is ready; a collective may take longer
-_STOP_S = 5.0  # for a flight to reach a safe place
+_READY_S = 5.0  # time for a source to say whether it is ready; a collective may take longer
+_STOP_S = 5.0  # time for a flight to reach a safe place
 
-Numbers = list[dict[str, Any]]  # of each parameter group
+Numbers = list[dict[str, Any]]  # hyperparameters of each parameter group
 
 
 @dataclass(eq=False)
 class Flight:
     outgoing: Outgoing
-    base_version: int  # of the weights it was computed on
-    numbers: Numbers  # of the step
+    base_version: int  # of the weights that the gradients were computed on
+    numbers: Numbers  # hyperparameters of this step
     metadata: tuple[int, ...]
     norm: float
-    tensors: list[torch.Tensor | None]  # the gradients, and once its round is made their mean
+    tensors: list[torch.Tensor | None]  # the gradients; after the round, their mean
     is_made: bool = False
-    progress: Progress | None = None  # as it got its reply
+    progress: Progress | None = None  # the progress after its reply
     reply: Future[Reply | None] | None = None
 
 
 class DelayedStep(UndoableStep):
-    """A step with the numbers of an earlier moment."""
+    """A step with the hyperparameters of an earlier moment."""
 
     def numbers(self) -> Numbers:
-        """A copy of the hyperparameters as they are."""
+        """A copy of the current hyperparameters."""
         return [
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
             for group in self._groups()
@@ -79,7 +81,7 @@ class DelayedStep(UndoableStep):
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def apply_with(self, numbers: Numbers, mean: Mean, has_buffers: bool = False) -> None:
-        """Step with these numbers: the script's schedule may be further by now."""
+        """Step with these hyperparameters, because the script's schedule may have moved on."""
         groups, now = self.optimizer.param_groups, self._groups()
         try:
             for group, then in zip(groups, numbers, strict=True):
@@ -91,7 +93,7 @@ class DelayedStep(UndoableStep):
 
 
 class DelayedTransfer(StateTransfer):
-    """Outstanding means are a part of the state. The training thread dumps and loads it."""
+    """Moves weights, optimizer state and the outstanding means. The training thread dumps and loads them."""
 
     step: DelayedStep
 
@@ -100,7 +102,10 @@ class DelayedTransfer(StateTransfer):
         self._strategy = strategy
 
     def broadcast(self, group: Group, source: int) -> dict[str, Any]:
-        """Waits for the source's training thread; no collective does."""
+        """Broadcast the source's state. While its training thread is not ready, the members poll it.
+
+        A collective does not wait for the training thread, because that may take longer than a collective's timeout.
+        """
         future: Future[dict[str, Any]] | None = self._strategy.ask(self.dump) if source == group.index else None
         while True:
             is_ready = int(future is None or bool(wait([future], _READY_S).done))
@@ -110,7 +115,7 @@ class DelayedTransfer(StateTransfer):
         return self._lifecycle.run(lambda: group.broadcast_values(values, source))
 
     def dump(self) -> dict[str, Any]:
-        """A copy: the training thread goes on while it is sent."""
+        """Copy the state, because the training thread continues while the state is sent."""
         means = [(numbers, list(mean)) for numbers, mean in self._strategy.made()]
         return copy.deepcopy({**super().dump(), "means": means})
 
@@ -126,7 +131,7 @@ class DelayedTransfer(StateTransfer):
 
 
 class Delayed(AllReduceStrategy):
-    """A training loop goes on without the means of its last K contributions."""
+    """Lets a training loop continue without the means of its last K contributions."""
 
     _shadow: Shadow
     _step: DelayedStep
@@ -134,14 +139,15 @@ class Delayed(AllReduceStrategy):
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange, may_leave_early=False)
         self._rounds = Helper("rounds")
-        self._flights: list[Flight] = []  # oldest first; the training thread's
-        self._spare: list[list[torch.Tensor | None]] = []  # memory of flights that are over
+        self._flights: list[Flight] = []  # oldest first; used by the training thread
+        self._spare: list[list[torch.Tensor | None]] = []  # memory of completed flights
         self._model_version = 0
-        self._flying: Flight | None = None  # whose round is being made
-        self._is_over = False  # pending flights are discarded: no more rounds are made of them
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the training thread
-        self._undo: Callable[[], None] | None = None  # of the weights that an evaluation sees
-        # As if pending contributions counted; the exchange's own is what the server has confirmed.
+        self._flying: Flight | None = None  # the flight whose round is running
+        self._is_over = False  # pending flights are discarded without a round
+        # jobs for the training thread
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._undo: Callable[[], None] | None = None  # removes the weights that an evaluation uses
+        # Assumes that pending contributions count. The exchange's own progress is what the server has confirmed.
         self.progress: Progress = copy.copy(exchange.progress)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
@@ -154,10 +160,10 @@ class Delayed(AllReduceStrategy):
         self._transfer = DelayedTransfer(self, self._exchange, self._step)
 
     def _find_model(self) -> None:
-        self._model.has_moved()  # the exchange knows the shadow, which has not
+        self._model.has_moved()  # the exchange knows the shadow, which does not move
 
     def _begin(self) -> None:
-        """Go on from the server's newest reply."""
+        """Continue from the server's newest reply."""
         self.progress.become(self._confirmed)
         self._shadow.take_all()
 
@@ -176,11 +182,11 @@ class Delayed(AllReduceStrategy):
         is_last = self.progress.assume_counted()
         while len(self._flights) > (0 if is_last or self.progress.is_done else self.settings.outstanding):
             self._step_once()
-        if is_last:  # only its reply says whether the run is over for this worker
+        if is_last:  # only the reply to the last contribution says whether this worker is done
             self.progress.become(self._confirmed)
 
     def _step_once(self) -> None:
-        """Step along the oldest mean, when it is there."""
+        """Step along the oldest mean, when it is available."""
         self._land(self._flights[0])
         if self._flights:
             flight = self._flights.pop(0)
@@ -202,8 +208,7 @@ class Delayed(AllReduceStrategy):
         flight.reply.add_done_callback(lambda _: self._requests.put(None))
 
     def _land(self, flight: Flight) -> None:
-        """Wait until its round is made. Where the server says where to start, or no step is to come, no flight is left
-        afterwards."""
+        """Wait until a flight's round is complete. After a START or at the end of the run no flights remain."""
         assert flight.reply is not None
         self._await(flight.reply)
         reply = flight.reply.result()
@@ -256,7 +261,7 @@ class Delayed(AllReduceStrategy):
         return super()._complete(kind, outgoing)
 
     def _take_step(self, mean: Mean) -> None:
-        """All have the mean: it is kept until its time comes."""
+        """All members have the mean: keep it until its step is due."""
         flight = self._flying
         assert flight is not None
         for index, tensor in enumerate(mean):
@@ -284,20 +289,20 @@ class Delayed(AllReduceStrategy):
         return reply
 
     def _step_ahead(self, *extra: tuple[Numbers, Mean]) -> Callable[[], None]:
-        """Step along all means that are there, and `more`; returns the function that undoes it."""
+        """Step along all available means, then along `extra`. Returns the function that undoes the steps."""
         undo = self._step.copy()
         for numbers, mean in [*self.made(), *extra]:
             self._step.apply_with(numbers, mean, has_buffers=True)
         return undo
 
     def made(self) -> list[tuple[Numbers, Mean]]:
-        """The outstanding means that are there."""
+        """The outstanding means that are available."""
         return [(flight.numbers, flight.tensors) for flight in self._flights if flight.is_made]
 
     # ---- work for the training thread ---------------------------------------------------------
 
     def ask(self, work: Callable[[], Any]) -> Future[Any]:
-        """Let the training thread do this at its next step."""
+        """Let the training thread do this work at its next step."""
         future: Future[Any] = Future()
 
         def serve() -> None:
@@ -370,7 +375,7 @@ class Delayed(AllReduceStrategy):
 
 
 def _put(tensors: list[torch.Tensor | None], index: int, tensor: torch.Tensor | None, device: Any) -> None:
-    """Copy a tensor to the place of this index, into the memory that is there; `device` None: where the tensor is."""
+    """Copy a tensor into the memory at this index. `device`: for new memory; None: the tensor's device."""
     target = tensors[index]
     if tensor is None or target is None:
         tensors[index] = None if tensor is None else tensor.to(device or tensor.device, copy=True)

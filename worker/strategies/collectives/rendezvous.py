@@ -1,9 +1,9 @@
-"""How members of a generation find each other, and which member leaves when they do not come together.
+"""How members of a generation find each other, and which member leaves if some cannot connect.
 
-A group needs all its members. A member that others cannot reach, while all reach the server, stops everyone. So each
-member publishes which others it reaches before they connect, and counts its failures in a row with the same members.
-It gives up at a number of failures that depends on the reason. The member whose leaving helps most gives up first, and
-the others average without it.
+A group needs connections between all its members. A member that others cannot reach would stop the whole group, even if
+all members reach the server. So each member publishes which others it reaches before they connect. It also counts
+failures in a row with the same members, and gives up after a number that depends on the reason. The member whose
+departure helps most gives up first, and the others average without it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ....common.errors import UsageError
 from .cut import Address
 from .store import Store, StoreServer
 
-# Attempts in a row with the same members before this one ends: where the reason is here, is elsewhere, is not known.
+# Failed attempts in a row before this member ends, if the cause is this member, another member, or unknown.
 HERE, ELSEWHERE, UNKNOWN = 3, 6, 9
 
-_REACH_S = 5.0  # for a connection to a member
+_REACH_S = 5.0  # to connect to a member
 _WAIT_S = 1.0  # for one request to the store
 
 
 class Generation(NamedTuple):
     """The members that average, as the server names them."""
 
-    number: int  # ascending
-    members: tuple[int, ...]  # ranks, ascending
+    number: int  # grows with each generation
+    members: tuple[int, ...]  # ascending ranks
     store: Address  # of the lowest rank's `Rendezvous`
     name: str = ""  # unique at this store
-    secret: bytes = b""  # known to its members alone
+    secret: bytes = b""  # known only to the members
 
     @property
     def full_name(self) -> str:
@@ -49,7 +49,7 @@ class Rendezvous:
     """A store where members of a generation find each other. Every worker has one; the lowest rank's is used."""
 
     def __init__(self, host: str) -> None:
-        """UsageError without the backend."""
+        """Listen on `host`. Raises UsageError if torch has no Gloo."""
         if not (dist.is_available() and dist.is_gloo_available()):
             message = f"this worker cannot average with the others: its torch {torch.__version__} is without Gloo"
             raise UsageError(message, fix="install a torch with distributed support, or --mode sync")
@@ -57,7 +57,7 @@ class Rendezvous:
         self.address = self._server.address
 
     def admit(self, generation: Generation) -> None:
-        """Let its members connect."""
+        """Let the members of this generation connect."""
         self._server.admit(generation.full_name, generation.secret)
 
     def close(self) -> None:
@@ -65,16 +65,18 @@ class Rendezvous:
 
 
 class MemberInfo(NamedTuple):
-    """What a member publishes of itself."""
+    """The facts that a member publishes about itself."""
 
     device: str
-    rendezvous: Address  # of its `Rendezvous`
-    listens: Address  # where others connect to it
+    rendezvous: Address  # the address of its `Rendezvous`
+    listens: Address  # the address at which it accepts connections
 
 
 class Broken(Exception):
-    """A member is gone, or does not come: the group of this generation is over. This worker ends after `attempts` of
-    these in a row."""
+    """The group of this generation failed, because a member is gone or did not arrive.
+
+    This worker ends after `attempts` such failures in a row.
+    """
 
     def __init__(self, message: str, attempts: int = UNKNOWN) -> None:
         super().__init__(message)
@@ -82,16 +84,17 @@ class Broken(Exception):
 
 
 class OutOfReach(Broken):
-    """Nothing accepts connections at a member's address: it is gone, or its address is not for this host."""
+    """A member's address accepts no connections. The member is gone, or this host cannot use the address."""
 
 
 def store_of(generation: Generation, rank: int, timeout_s: float) -> Store:
-    """Connect to the generation's store. Raises OutOfReach, Broken."""
-    # Of two, the member that does not reach the other leaves; of more, the lowest, where nobody reaches its store.
+    """Connect to the generation's store. Raises OutOfReach or Broken."""
+    # Of two members, the one that cannot reach the other leaves. Of more, the lowest leaves if nobody reaches its
+    # store.
     reach(rank, generation.members[0], generation.store, HERE if len(generation.members) == 2 else ELSEWHERE)
     try:
         return Store(lambda: (generation.store, generation.secret), generation.full_name, rank, timeout_s)
-    except TimeoutError:  # it is there, and does not know this generation yet
+    except TimeoutError:  # the store is there and does not know this generation yet
         raise _missing([generation.members[0]], rank, generation, timeout_s) from None
     except OSError as error:
         raise Broken(f"generation {generation.number}: its store is gone: {first_line(error)}") from None
@@ -100,8 +103,10 @@ def store_of(generation: Generation, rank: int, timeout_s: float) -> Store:
 def come_together(
     store: dist.Store, generation: Generation, rank: int, local: MemberInfo, timeout_s: float
 ) -> list[MemberInfo]:
-    """All members, by index, once each has published that it reaches all others. Raises Broken where one does not come
-    within `timeout_s` (the sentence names it) or cannot be reached."""
+    """Meet all members, by index. Returns when each has published that it reaches all others.
+
+    Raises Broken if a member does not arrive within `timeout_s` (the message names it) or cannot be reached.
+    """
     device, *addresses = local
     store.set(f"here/{rank}", " ".join([device, *map(shown, addresses)]))
     try:
@@ -128,8 +133,10 @@ def come_together(
 def collected(
     store: dist.Store, topic: str, ranks: Sequence[int], own_rank: int, timeout_s: float
 ) -> tuple[list[bytes], list[int]]:
-    """The values `topic/RANK` of these ranks that came within `timeout_s`, and the ranks whose did not. Raises
-    RuntimeError where the store is gone."""
+    """Collect the values `topic/RANK` of these ranks that arrive within `timeout_s`, and list the missing ranks.
+
+    Raises RuntimeError if the store is gone.
+    """
     until = time.monotonic() + timeout_s
     missing = [rank for rank in ranks if rank != own_rank]
     while missing and time.monotonic() < until:
@@ -141,7 +148,7 @@ def collected(
 
 
 def _all(store: dist.Store, topic: str, generation: Generation, rank: int, timeout_s: float) -> list[list[str]]:
-    """The words of each member on this topic, by index. Raises Broken, RuntimeError."""
+    """The words of each member on this topic, by index. Raises Broken or RuntimeError."""
     found, missing = collected(store, topic, generation.members, rank, timeout_s)
     if missing:
         raise _missing(missing, rank, generation, timeout_s)
@@ -169,22 +176,24 @@ def _failed(rank: int, other: int, peer: MemberInfo) -> OutOfReach | None:
 
 
 def _unreached_sentence(rank: int, unreached: Mapping[int, set[int]]) -> str:
-    """For a member that reaches all others."""
+    """The failure as a sentence, for a member that itself reaches all others."""
     member, other = next((member, min(others)) for member, others in unreached.items() if others)
     suffix = "" if rank == other else f" and rank {rank}"
     return f"rank {member} cannot reach rank {other}, to average with it{suffix}"
 
 
 def who_leaves(unreached: Mapping[int, set[int]]) -> int | None:
-    """The member with the most failed connections, given the members that each member could not reach; of several the
-    highest rank. None where all could reach all."""
+    """Choose the member to leave, given the members that each could not reach; None: all reach all.
+
+    It is the member with the most failed connections, and among several the highest rank.
+    """
     failed = {frozenset((member, other)) for member, others in unreached.items() for other in others}
     count = Counter(item for pair in failed for item in pair)
     return max(count, key=lambda item: (count[item], item), default=None)
 
 
 def reach(rank: int, other: int, address: Address, attempts: int = UNKNOWN) -> None:
-    """Check that something accepts connections at this address. Raises OutOfReach."""
+    """Check that this address accepts connections. Raises OutOfReach."""
     try:
         socket.create_connection(address, _REACH_S).close()
     except OSError as error:

@@ -1,16 +1,16 @@
-"""The rendezvous store: keys and values by which peers find each other, for those that know the generation's secret.
+"""The rendezvous store: keys and values by which peers find each other. Only members who know the secret may use it.
 
-torch's own TCPStore listens on every address and lets everybody list, read and write its keys. This store listens on
-one address. It serves a client only after both have proved that they know the secret, and shows it the keys of that
-generation alone. Each connection has a thread of its own, so a silent one delays nobody. A connection without a proof
-is closed after `_HANDSHAKE_S`.
+torch's own TCPStore listens on every address, and everybody can list, read and write its keys. This store listens on
+one address. It serves a client only after both sides have proved that they know the generation's secret. The client
+sees only the keys of that generation. Each connection has its own thread, so a silent client delays nobody. The server
+closes a connection without a proof after `_HANDSHAKE_S`.
 
     client                                        server
     HELLO: kind, rank, name, nonce           ->
                                              <-   nonce, HMAC(secret, "server" + HELLO + nonce)
     HMAC(secret, "client" + HELLO + nonce)   ->
 
-The secret itself is never sent. What follows on the connection is plain TCP, as Gloo's own traffic is.
+The secret itself is never sent. After the handshake the connection is plain TCP, like Gloo's own traffic.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _MAGIC = b"psr1"
 _HELLO = struct.Struct("!4sBH32s32s")
 _RETRY_S = 0.02  # between two attempts to connect
 _ATTEMPT_S = 5.0  # for one attempt
-_HANDSHAKE_S = 15.0  # for a connection to prove itself; the server may hear of a generation later than its members
-_MAX_UNPROVEN = 256  # connections; of more the oldest is closed
-_MAX_GENERATIONS = 4  # that are retained, the newest
+_HANDSHAKE_S = 15.0  # time for the handshake; the server may learn of a generation later than its members
+_MAX_UNPROVEN = 256  # connections; the oldest is closed when there are more
+_MAX_GENERATIONS = 4  # the newest generations are retained
 _MAX_MESSAGE = 8 << 20
 _LENGTH = struct.Struct("!I")
-_LATE_S = 5.0  # for a reply, beyond the time that the request may take
-_PAUSE_S = 0.1  # where no connection can be accepted, for lack of descriptors
+_LATE_S = 5.0  # extra time for a reply, beyond the request's own timeout
+_PAUSE_S = 0.1  # after a failed accept, for lack of descriptors
 
 
 class Kind(IntEnum):
@@ -57,7 +57,7 @@ class Kind(IntEnum):
 
 
 class Refused(OSError):
-    """The other side is not one of this run's processes."""
+    """The other side is not a process of this run."""
 
 
 class Hello(NamedTuple):
@@ -74,10 +74,11 @@ def digest(name: str) -> bytes:
 def connect(
     find: Callable[[], tuple[Address, bytes]], kind: Kind, rank: int, name: str, timeout_s: float
 ) -> socket.socket:
-    """Returns a blocking connection to a server, after both sides have proved that they know the secret.
+    """Return a blocking connection to a server, after both sides have proved that they know the secret.
 
-    `find` returns the server's address and the secret; it is called before each attempt. Raises OSError when no attempt
-    succeeds within `timeout_s`."""
+    `find` returns the server's address and the secret. It is called before each attempt. Raises OSError if no attempt
+    succeeds within `timeout_s`.
+    """
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -92,7 +93,7 @@ def connect(
 def _connected(address: Address, secret: bytes, kind: Kind, rank: int, name: bytes, timeout_s: float) -> socket.socket:
     connection = socket.create_connection(address, min(_ATTEMPT_S, timeout_s))
     try:
-        connection.settimeout(timeout_s)  # the server may hear of this generation later than this process
+        connection.settimeout(timeout_s)  # the server may learn of this generation later than this process
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = _HELLO.pack(_MAGIC, kind, rank, name, secrets.token_bytes(NONCE_BYTES))
         connection.sendall(hello)
@@ -108,7 +109,7 @@ def _connected(address: Address, secret: bytes, kind: Kind, rank: int, name: byt
 
 
 def read_hello(connection: socket.socket) -> Hello:
-    """The client's first message. Raises OSError."""
+    """Read the client's first message. Raises OSError."""
     raw = read(connection, _HELLO.size)
     magic, kind, rank, name, _ = _HELLO.unpack(raw)
     if magic != _MAGIC or kind not in list(Kind):
@@ -117,7 +118,7 @@ def read_hello(connection: socket.socket) -> Hello:
 
 
 def prove(connection: socket.socket, hello: Hello, secret: bytes) -> None:
-    """Show the client that the server knows the secret, and check that the client does. Raises OSError."""
+    """Prove to the client that the server knows the secret, and check the client's proof. Raises OSError."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce + _proof(secret, b"server", hello.raw, nonce))
     if not hmac.compare_digest(read(connection, PROOF_BYTES), _proof(secret, b"client", hello.raw, nonce)):
@@ -125,7 +126,7 @@ def prove(connection: socket.socket, hello: Hello, secret: bytes) -> None:
 
 
 def read(connection: socket.socket, num_bytes: int) -> bytes:
-    """Exactly `num_bytes` of a connection. Raises OSError."""
+    """Read exactly `num_bytes` from a connection. Raises OSError."""
     found = bytearray()
     while len(found) < num_bytes:
         piece = connection.recv(num_bytes - len(found))
@@ -148,7 +149,7 @@ class _Generation:
         self._changed = changed
 
     def reply(self, op: str, keys: list[str], value: str, timeout_s: float) -> Any:
-        """The result of one request. Raises ValueError for an unknown one."""
+        """Return the result of one request. Raises ValueError for an unknown operation."""
         with self._changed:
             match op:
                 case "set":
@@ -175,7 +176,7 @@ class _Generation:
 
 
 class StoreServer:
-    """Listens on `host` until `close`."""
+    """A store server on `host`, until `close`."""
 
     def __init__(self, host: str) -> None:
         """Raises OSError."""
@@ -185,18 +186,18 @@ class StoreServer:
         self.peers: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()  # rank, connection
         self._generations: dict[bytes, _Generation] = {}
         self._changed = threading.Condition()
-        self._connections: dict[socket.socket, bool] = {}  # oldest first; True: it has proved itself
+        self._connections: dict[socket.socket, bool] = {}  # oldest first; True: its proof was checked
         self._is_closed = False
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
     @property
     def num_unproven(self) -> int:
-        """Connections that have not proved themselves."""
+        """The number of connections without a proof."""
         with self._changed:
             return sum(not is_proven for is_proven in self._connections.values())
 
     def admit(self, name: str, secret: bytes) -> None:
-        """Let members of the generation of this name connect, who know this secret."""
+        """Let members of this generation connect that know this secret."""
         with self._changed:
             self._generations.setdefault(digest(name), _Generation(secret, self._changed))
             while len(self._generations) > _MAX_GENERATIONS:
@@ -227,12 +228,12 @@ class StoreServer:
                 threading.Thread(target=self._serve, args=(connection,), name="rendezvous", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        # A client may be gone, silent, or not speak the protocol.
+        # A client may be gone, silent, or use another protocol.
         with contextlib.suppress(OSError, ValueError):
             hello, generation = self._greet(connection)
             if hello.kind == Kind.PEER:
                 self.peers.put((hello.rank, connection))
-                connection = socket.socket()  # to be closed in its place
+                connection = socket.socket()  # closed below in its place
             else:
                 while True:
                     (num_bytes,) = _LENGTH.unpack(read(connection, _LENGTH.size))
@@ -244,7 +245,8 @@ class StoreServer:
         connection.close()
 
     def _greet(self, connection: socket.socket) -> tuple[Hello, _Generation]:
-        connection.settimeout(_HANDSHAKE_S)  # for each read: slow ones end when the number of unproven ones is reached
+        # per read: a slow client is closed when there are too many unproven connections
+        connection.settimeout(_HANDSHAKE_S)
         hello = read_hello(connection)
         with self._changed:
             self._changed.wait_for(lambda: hello.name in self._generations or self._is_closed, _HANDSHAKE_S)
@@ -263,19 +265,19 @@ class StoreServer:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """End whatever a thread waits for on this connection."""
+    """End every wait of a thread on this connection."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _request(raw: bytes) -> tuple[str, list[str], str, float]:
-    """Operation, keys, value, seconds. Raises ValueError."""
+    """Parse a request: operation, keys, value, timeout in seconds. Raises ValueError."""
     match read_json(raw):
         case {"op": str(op), "keys": [*keys], "value": str(value), "timeout_s": float(timeout_s)} if (
             keys or op == "count"
         ):
             return op, [str(key) for key in keys], value, timeout_s
-    raise ValueError("no request of the store")
+    raise ValueError("not a request of the store")
 
 
 def _framed(value: Any) -> bytes:
@@ -283,17 +285,18 @@ def _framed(value: Any) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-_Base: Any = dist.Store if dist.is_available() else object  # `Rendezvous` says what is missing
+_Base: Any = dist.Store if dist.is_available() else object  # `Rendezvous` reports a torch without distributed support
 
 
 class Store(_Base):
-    """A client of a StoreServer, as torch's process groups take one. Several threads may use it.
+    """A client of a StoreServer, for torch's process groups. Several threads may use it.
 
-    A key that does not come in time raises dist.DistStoreError, a lost server another RuntimeError. torch keeps no
-    reference to this object: the code that passes it to torch does."""
+    A key that does not arrive in time raises dist.DistStoreError, and a lost server another RuntimeError. torch keeps
+    no reference to this object, so the caller must keep one.
+    """
 
     def __init__(self, find: Callable[[], tuple[Address, bytes]], name: str, rank: int, timeout_s: float) -> None:
-        """`find`, `name`: as in `connect`. `timeout_s`: for the connection, and for a key. Raises OSError."""
+        """`find`, `name`: as in `connect`. `timeout_s`: for the connection, and for each key. Raises OSError."""
         super().__init__()
         self._timeout_s, self._lock = timeout_s, threading.Lock()
         self._connection = connect(find, Kind.STORE, rank, name, timeout_s)

@@ -1,16 +1,18 @@
-"""ZeRO stage 1 among all-reduce peers (`worker.zero: 1`): each keeps the optimizer state of a part of the model.
+"""ZeRO stage 1 for all-reduce peers (`worker.zero: 1`): each member keeps the optimizer state of a part of the model.
 
     backward | average over the group | completion -> reply | step the own share | shares to all | next batch
 
-Rajbhandari et al. 2020 (arXiv:1910.02054). The model is cut into as many shares as there are members, as among the
-shards of a server (`common/tensors/sharding.py`): equal bytes, cut between rows. So the optimizer must treat each
-element by itself. All members average the whole gradient. Member i steps share i, and sends its new rows to all.
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054). The model is cut into one share per member. The cut is that of a
+server's shards (`common/tensors/sharding.py`): equal bytes, cut between rows. So the optimizer must be elementwise. All
+members average the whole gradient. Member i steps share i, and sends its new rows to all members.
 
-The group changes without a restart, so the next member also keeps and steps a share (`worker.zero_copies` 2). It has
-the same mean, so that costs no bytes on the network, and any one member may die at any moment without a loss. With 1
-copy each keeps 1 / N, and a death costs the run its progress since the newest snapshot. When a group forms, each member
-publishes what it has. Members that have something send it to all, one after another, and each keeps its rows of the
-new division. An upload has the whole state, in the form of every other mode, which the lowest member gathers.
+The group changes without a restart. So with `worker.zero_copies` 2 the next member also keeps and steps a share. It has
+the same mean, so this needs no bytes on the network, and any single member may die without a loss. With 1 copy each
+member keeps 1 / N of the state. Then a death costs the run its progress since the newest snapshot.
+
+When a group forms, each member publishes what it has. Members with state send it to all, one after another, and each
+member keeps its rows of the new division. For an upload the lowest member gathers the whole state, in the form of all
+other modes.
 """
 
 from __future__ import annotations
@@ -43,20 +45,23 @@ from .rendezvous import Broken
 
 log = get_logger()
 
-Rows = tuple[str, int, int]  # [first, end) of a tensor, by its name
-State = dict[Rows, dict[str, Any]]  # the optimizer's state of each
+Rows = tuple[str, int, int]  # rows [first, end) of a tensor, by its name
+State = dict[Rows, dict[str, Any]]  # the optimizer's state of these rows
 
-_UPLOADS, _UPLOADS_OPTIMIZER = 1, 2  # the lowest member's word among the metadata
+_UPLOADS, _UPLOADS_OPTIMIZER = 1, 2  # flags of the lowest member among the metadata
 
 
 class ShardedStep(UndoableStep):
-    """A step of this member's rows. The optimizer state is in `state`, not in the script's own optimizer, whose numbers
-    it steps with. `is_whole`: all of the model is of the newest version; else only the rows of `state`."""
+    """A step of this member's rows, with the hyperparameters of the script's optimizer.
+
+    The optimizer state is in `state`, not in the script's optimizer. `is_whole`: the whole model is of the newest
+    version; otherwise only the rows in `state` are.
+    """
 
     def __init__(self, model: ModelTensors, optimizer: torch.optim.Optimizer, step_fn: Callable[[], object]) -> None:
         super().__init__(model, optimizer, step_fn)
         self._plain_step: Callable[[torch.optim.Optimizer], Any] = plain_step(type(optimizer))
-        self._rows_optimizer = copy.copy(optimizer)  # of the same groups, over views of rows
+        self._rows_optimizer = copy.copy(optimizer)  # has the same groups, with views of rows as parameters
         self.groups = {
             model.names[id(param)]: at for at, group in enumerate(optimizer.param_groups) for param in group["params"]
         }
@@ -77,7 +82,7 @@ class ShardedStep(UndoableStep):
         return _cut(self.model.tensors[self.indices[rows[0]]].detach(), rows)
 
     def device_of(self, rows: Rows, value: torch.Tensor) -> torch.device:
-        """Counters stay on the host."""
+        """The device for a state value: scalars such as step counters stay where they are."""
         return self.model.tensors[self.indices[rows[0]]].device if value.dim() else value.device
 
     def apply(self, mean: Mean, has_buffers: bool = True) -> None:
@@ -114,14 +119,14 @@ class ShardedStep(UndoableStep):
 
 
 class ShardedTransfer(StateTransfer):
-    """Divides the optimizer state anew when a group forms."""
+    """Divides the optimizer state again when a group forms."""
 
     step: ShardedStep
 
     def __init__(self, exchange: Exchange, lifecycle: GroupLifecycle, step: ShardedStep) -> None:
         super().__init__(exchange, lifecycle, step)
         self._copies = exchange.config.zero_copies
-        self.shares: list[list[Rows]] = []  # of the newest division, by member
+        self.shares: list[list[Rows]] = []  # rows of the newest division, by member
 
     def initial_state(self) -> Any:
         return {str(rows): state for rows, state in self.step.initial.items() if state}
@@ -140,7 +145,7 @@ class ShardedTransfer(StateTransfer):
             self.warn_of_new_state()
 
     def level(self, group: Group) -> None:
-        """Give all members the weights of the newest version, and to each the optimizer state of its share."""
+        """Give all members the weights of the newest version, and each member the optimizer state of its share."""
         step, newest, run = self.step, self._exchange.progress.version, self._lifecycle.run
         versions = run(lambda: group.gather_numbers(step.version))
         if max(versions) != newest:
@@ -158,10 +163,10 @@ class ShardedTransfer(StateTransfer):
             self._exchange_parts(group, have, [bool(word % 2) for word in words], wanted)
         if not all(run(lambda: group.gather_numbers(int(wanted.is_full)))):
             raise UnreachableError(
-                "a part of what the optimizer remembers is gone with those that held it (worker.zero is 1, "
+                "a part of the optimizer's state is lost with the workers that held it (worker.zero is 1, "
                 f"worker.zero_copies {self._copies})",
-                fix="keep snapshots (--checkpoint-dir), which a run goes on from; with worker.zero_copies 2 any one "
-                "worker may go",
+                fix="keep snapshots (--checkpoint-dir), from which a run resumes; with worker.zero_copies 2 the run "
+                "survives the loss of any one worker",
             )
         step.state, step.version = wanted.state, newest
         step.has_state = step.is_whole = True
@@ -173,7 +178,7 @@ class ShardedTransfer(StateTransfer):
         return [rows for number in sorted(numbers) for rows in self.shares[number]]
 
     def _exchange_parts(self, group: Group, have: list[bool], are_whole: list[bool], wanted: Collected) -> None:
-        """Members of the newest version send their parts, one after another. `have`, `are_whole`: by member."""
+        """Send the parts of all members with the newest version, one after another. `have`, `are_whole`: by member."""
         step, index, any_whole = self.step, group.index, any(are_whole)
         sources = [member for member, has in enumerate(have) if has]
         first = are_whole.index(True) if any_whole else sources[0]
@@ -213,7 +218,7 @@ class ShardedTransfer(StateTransfer):
         return {"state": [[*rows, state] for rows, state in self.step.state.items()]}
 
     def gather_state(self, group: Group) -> dict[str, dict[str, torch.Tensor]] | None:
-        """The whole optimizer state, on the lowest member. Raises Broken."""
+        """Gather the whole optimizer state on the lowest member; the others return None. Raises Broken."""
         whole, local_part = Collected(self.step.all_rows()), self._dump_state()
         for source in range(len(group.generation.members)):
             values = self._broadcast(group, source, local_part)
@@ -228,7 +233,7 @@ class ShardedTransfer(StateTransfer):
         }
 
     def spread(self) -> None:
-        """Send the rows that were stepped here to all. Raises Broken."""
+        """Send the rows that this member stepped to all members. Raises Broken."""
         group, step = self._lifecycle.group, self.step
         assert group is not None
         pieces = [[step.view(rows) for rows in share] for share in self.shares]
@@ -244,8 +249,7 @@ class Zero(AllReduceStrategy):
         kind = type(optimizer)
         if not is_elementwise(kind):  # type: ignore[arg-type]  # mypy takes no class for hashable
             raise UsageError(
-                f"worker.zero is 1, and {kind.__name__} does not treat each element by itself: what it remembers of a "
-                "tensor cannot be divided",
+                f"worker.zero is 1, but {kind.__name__} is not elementwise: its state of a tensor cannot be divided",
                 fix="--set worker.zero=0, or an elementwise optimizer such as AdamW",
             )
         super().ready(optimizer, step)
@@ -259,7 +263,7 @@ class Zero(AllReduceStrategy):
     ) -> Reply:
         reply = super()._until_taken(gradients, outgoing, is_right)
         while not (self._step.is_whole or self._confirmed.is_done or reply.result.outcome is Outcome.START):
-            reply = self._complete_failed()  # a death has broken off the exchange of rows: the next group repeats it
+            reply = self._complete_failed()  # a member died while rows were exchanged: the next group repeats it
             if reply.result.outcome is not Outcome.START:
                 self._form_group()
         return reply
@@ -270,7 +274,7 @@ class Zero(AllReduceStrategy):
         return *super()._metadata(outgoing), uploads * (_UPLOADS + _UPLOADS_OPTIMIZER * info.uploads_optimizer)
 
     def _uploads(self, group: Group, outgoing: Outgoing) -> bool:
-        """The lowest member uploads; all take part in it."""
+        """Whether the lowest member uploads. All members take part."""
         return bool(group.metadata[-1][0])
 
     def _take_step(self, mean: Mean) -> None:
@@ -298,13 +302,13 @@ class Zero(AllReduceStrategy):
         state, num, copies = self._step.state, len(self._transfer.shares), self._exchange.config.zero_copies
         fields: dict[str, Any] = {"bytes": _num_bytes(state), "shares": num}
         if copies >= num:
-            fields["meaning"] = f"nothing is divided: zero_copies {copies} of {num} shares are all"
+            fields["meaning"] = f"nothing is divided: zero_copies {copies} covers all {num} shares"
         log.info("optimizer_state", rank=self._confirmed.rank, **fields)
         return super()._finish(can_evaluate)
 
 
 class Collected:
-    """Optimizer state of some rows, as far as it has come."""
+    """Optimizer state of some rows, as far as it has arrived."""
 
     def __init__(self, rows: Iterable[Rows]) -> None:
         self.state: State = {row: {} for row in rows}
@@ -319,7 +323,7 @@ class Collected:
         self.fill({(name, start, end): state for name, start, end, state in values["state"]})
 
     def fill(self, found: Mapping[Rows, Mapping[str, Any]]) -> None:
-        """Copy the wanted rows of these."""
+        """Copy the wanted rows from `found`."""
         by_name: dict[str, list[tuple[Rows, Mapping[str, Any]]]] = {}
         for rows, state in found.items():
             by_name.setdefault(rows[0], []).append((rows, state))
@@ -332,7 +336,7 @@ class Collected:
 
 
 def _copy_rows(target: dict[str, Any], state: Mapping[str, Any], rows: Rows, source: tuple[int, int, int]) -> None:
-    """Copy rows [first, end) of a state that begins at row `given[0]`."""
+    """Copy rows [first, end) of a state that begins at row `source[0]`."""
     begins, first, end = source
     for key, value in state.items():
         if not (isinstance(value, torch.Tensor) and value.dim()):
@@ -344,7 +348,7 @@ def _copy_rows(target: dict[str, Any], state: Mapping[str, Any], rows: Rows, sou
 
 
 def _divided(layout: Layout, num: int) -> list[list[Rows]]:
-    """The rows of as many shares, or of as many as rows allow."""
+    """The rows of `num` shares, or of fewer shares if there are too few rows."""
     while True:
         try:
             return [[(part.spec.name, part.first, part.end) for part in share.parts] for share in divide(layout, num)]
@@ -353,7 +357,7 @@ def _divided(layout: Layout, num: int) -> list[list[Rows]]:
 
 
 def _cut(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """These rows; shares memory."""
+    """A view of these rows."""
     return tensor[rows[1] : rows[2]] if tensor.dim() else tensor
 
 
