@@ -163,8 +163,8 @@ def test_who_averages_in_the_clear_where_others_can_reach_it_is_asked_first(rig)
     server = rig.serve("allreduce", 1, 1_000_000)
     refused = rig.work(0, PS_SERVER__INSECURE="false")
     assert refused.wait() == 11, refused.output
-    assert f"would exchange tensors on {address_of(0)}, which other machines can reach, in the clear" in refused.output
-    assert "fix: on a network you trust" in refused.output and "add --insecure; or take --mode sync" in refused.output
+    assert f"would exchange tensors on {address_of(0)}, which other machines can reach, unencrypted" in refused.output
+    assert "fix: on a network you trust" in refused.output and "add --insecure; or use --mode sync" in refused.output
     worker = rig.work(0, PAUSE_S)
     worker.event("group")
     found = subprocess.run([*rig.net.at(0), "ss", "-ltnH"], capture_output=True, text=True, check=True).stdout

@@ -1,1 +1,1 @@
-"""What a worker says to its server and hears from it: connections, messages, retries."""
+"""A worker's conversation with its server: connections, messages and retries."""

@@ -1,7 +1,6 @@
 """A gRPC channel to one server process, and the errors of its calls.
 
-Everything that can go wrong with a connection becomes `Lost`. Everything that the server refuses becomes the error of
-its reason.
+A failed connection raises `Lost`. A refusal by the server raises the error for its reason.
 """
 
 from __future__ import annotations
@@ -30,32 +29,31 @@ log = get_logger()
 HEARTBEAT_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # To an address that does not reply gRPC tries to connect for 20 s; its own back-off reaches two minutes.
+    # If an address does not reply, gRPC tries to connect for 20 s. Its own back-off grows to two minutes.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
-    # Every worker process has its own connection.
+    # Every worker process gets its own connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 OPTIONS = (*HEARTBEAT_OPTIONS, ("grpc.keepalive_time_ms", 2000), ("grpc.http2.max_pings_without_data", 0))
 
-# How long a ping waits for its reply, ms. keepalive alone notices a frozen peer after 61 s; with the least it takes 3
-# to 4 s. But a ping stands in line behind what was sent before it: 4 MB at 10 Mbit/s are 3 s, and a contribution would
-# never arrive. So a connection that was lost for that is followed by one that waits twice as long.
+# Time that a ping waits for its reply, in ms. Keepalive alone notices a frozen peer after 61 s; with the shortest ping
+# time it takes 3 to 4 s. But a ping queues behind earlier data: 4 MB at 10 Mbit/s take 3 s, so a contribution would
+# never arrive. After a connection was lost for this reason, the next one waits twice as long.
 _LEAST_PING_MS, _MOST_PING_MS = 2000, 16_000
-_UNANSWERED = ("ping timeout", "timed out")  # as gRPC says it, and the kernel, for which gRPC sets the same limit
+_UNANSWERED = ("ping timeout", "timed out")  # by gRPC, and by the kernel, for which gRPC sets the same limit
 
-# Refusals after which the same process may simply join again.
+# After these refusals the same process may join again.
 _JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY, Reason.TOO_SLOW)
 
 
 class Lost(Exception):
-    """The connection is gone, or was never there; the text is gRPC's."""
+    """The connection failed or could not be made. The text is gRPC's."""
 
 
 def wait_for_server(retry: Retry, lost: Lost) -> None:
-    """Returns when it is time to try again; logs the address the first time. Raises UnreachableError past the give-up
-    time."""
+    """Wait until the next attempt. Logs the address the first time. Raises UnreachableError after the give-up time."""
     delay_s, reason = retry.failed(time.monotonic(), str(lost)), str(lost)
     if retry.num_failures == 1:
         log.info("waiting_for_server", address=retry.address, reason=reason, gives_up_in_s=retry.give_up_s)
@@ -63,14 +61,14 @@ def wait_for_server(retry: Retry, lost: Lost) -> None:
 
 
 class Channel:
-    """Connected anew with renewed certificates, with a longer wait for pings, and where the server has moved."""
+    """A gRPC channel that is opened again for renewed certificates, a longer ping time, or a new server address."""
 
     def __init__(self, address: str, credentials: Credentials = PLAINTEXT, limit: Limit = NO_LIMIT) -> None:
         self.address, self.credentials, self.limit = address, credentials, limit
         self._ping_ms = _LEAST_PING_MS
         self._channel = self._open()
-        self._cause = ""  # of the last attempt to connect
-        # A channel that is still open when the interpreter ends waits for a thread that is gone by then.
+        self._cause = ""  # why the last attempt to connect failed
+        # If a channel is open when the interpreter exits, gRPC waits for a thread that no longer exists.
         atexit.register(self.close)
 
     def _open(self) -> grpc.Channel:
@@ -82,14 +80,17 @@ class Channel:
         self._channel = self._open()
 
     def connect(self, timeout_s: float) -> None:
-        """Raises Lost when the server does not reply within `timeout_s`. A mistake in the TLS settings of either side
-        is an AuthError at once, another service at the address an UnreachableError."""
+        """Connect. Raises Lost if the server does not reply within `timeout_s`.
+
+        Wrong TLS settings on either side raise AuthError at once. Another service at the address raises
+        UnreachableError.
+        """
         self._cause = "no reply"
         if not wait_until_ready(self._channel, timeout_s, self._explain):
             raise Lost(self._cause)
 
     def _explain(self) -> None:
-        """After a failed connection: use certificates that were renewed meanwhile, or raise the mistake."""
+        """Called after a failed connection: use renewed certificates, or raise the error for a wrong setting."""
         renewed = self.credentials.renewed()
         if renewed != self.credentials:
             self.credentials = renewed
@@ -104,23 +105,23 @@ class Channel:
             raise mistake
 
     def method(self, kind: str, name: str, **serializers: Any) -> Callable[..., Any]:
-        """A method of the service; `kind` is gRPC's, such as unary_unary."""
+        """A function that calls a method of the service; `kind` is gRPC's, such as unary_unary."""
         call = getattr(self._channel, kind)(f"/{SERVICE}/{name}", **serializers)
         return lambda request, **options: call(request, metadata=self.credentials.metadata, **options)
 
     def future(self, name: str, requests: Sequence[Any], timeout_s: float, **serializers: Any) -> list[Any]:
-        """A call for each of these requests; they run side by side."""
+        """Start a call for each of these requests. The calls run in parallel."""
         call = self._channel.unary_unary(f"/{SERVICE}/{name}", **serializers)
         return [call.future(item, timeout=timeout_s, metadata=self.credentials.metadata) for item in requests]
 
     def wait_longer(self, lost: Lost) -> None:
-        """After a lost stream: the next connection waits longer for pings where one had no reply."""
+        """After a stream without a ping reply, give the next connection a longer ping time."""
         if any(text in str(lost) for text in _UNANSWERED) and self._ping_ms < _MOST_PING_MS:
             self._ping_ms *= 2
             self._open_again()
 
     def move(self, address: str) -> None:
-        """The server is at another address now; a stream of the old one is lost."""
+        """Connect to the server's new address. A stream to the old address is lost."""
         self.address = address
         self._open_again()
 
@@ -130,7 +131,7 @@ class Channel:
 
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
-    """A channel to `address`, in TLS where there is a CA. Its calls show the token by `credentials.metadata`."""
+    """Open a channel to `address`, with TLS if there is a CA. Calls pass the token in `credentials.metadata`."""
     if credentials.ca is None:
         return grpc.insecure_channel(address, options=options)
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
@@ -138,12 +139,14 @@ def open_channel(address: str, credentials: Credentials, options: Sequence[tuple
 
 
 def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callable[[], None]) -> bool:
-    """Connect; False when it takes longer. `on_failure` is called after a first failed attempt: it may raise the
-    reason; otherwise gRPC goes on trying."""
+    """Wait until the channel is connected. Returns False after `timeout_s` seconds.
+
+    `on_failure` is called after the first failed attempt and may raise the reason. Otherwise gRPC keeps trying.
+    """
     states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
     deadline = time.monotonic() + timeout_s
     has_failed = False
-    deliver = states.put  # the same object for both: that is how gRPC finds it again
+    deliver = states.put  # gRPC finds the callback for `unsubscribe` by identity
     channel.subscribe(deliver, try_to_connect=True)
     try:
         while True:
@@ -161,7 +164,7 @@ def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callab
 
 
 def next_frame(call: Any, limit: Limit = NO_LIMIT) -> Frame:
-    """The next message of a call. Raises Lost, or the refusal that ended it."""
+    """Receive the next message of a call. Raises Lost, or the refusal that ended the call."""
     try:
         raw = next(call)
     except StopIteration:
@@ -174,7 +177,7 @@ def next_frame(call: Any, limit: Limit = NO_LIMIT) -> Frame:
 
 
 def collect(reader: PayloadReader, first: Frame, receive: Callable[[], Frame]) -> None:
-    """Receive all of a payload; `first` announces it and may hold some."""
+    """Receive a complete payload. `first` announces it and may contain its first bytes."""
     reader.feed(first)
     while not reader.is_complete:
         piece = receive()
@@ -189,7 +192,7 @@ def translated(error: grpc.RpcError) -> Exception:
         return refused
     if refused is None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return UnreachableError(
-            f"what replies at the server's address is no ps-server: it does not know {SERVICE}",
-            fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
+            f"the process at the server's address is not a ps-server: it does not know {SERVICE}",
+            fix="give the address that ps-server listens on (--server HOST:PORT)",
         )
     return Lost(refused.message if refused is not None else f"{error.code().name}: {shown(error.details() or '', 500)}")

@@ -1,4 +1,4 @@
-"""The codec of contributions: the configured one, or `auto`'s; and what it keeps back."""
+"""The codec of a worker's contributions, as configured or chosen by `auto`, and the residuals that it keeps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ log = get_logger()
 
 
 class CodecChoice:
-    """Of one worker. `auto` chooses, where `worker.codec` is auto."""
+    """The codec choice of one worker. `auto` is set if `worker.codec` is auto."""
 
     def __init__(self, config: WorkerConfig, shards: ShardSet) -> None:
         self._config, self._shards = config, shards
         self.configured = config.codec
-        self.encoding: Encoding | None = None  # of gradients that travel between peers
+        self.encoding: Encoding | None = None  # of gradients between peers
         self.auto = Auto(config.reply_codec, config.max_mbit) if config.codec == AUTO else None
-        self._passed: list[Passed] = []  # with the newest contribution
-        self._num_lost, self._norm_lost = 0, 0.0  # residuals
+        self._passed: list[Passed] = []  # exchanges of the newest contribution
+        self._num_lost, self._norm_lost = 0, 0.0  # lost residuals, and the sum of their norms
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ class CodecChoice:
 
     @property
     def holds_back(self) -> bool:
-        """Whether the next contribution leaves in one piece."""
+        """Whether the next contribution must be sent as a whole, after backward."""
         if self.auto is None:
             return False
         return self.auto.measures or (
@@ -44,18 +44,18 @@ class CodecChoice:
     def log(self) -> None:
         up, down = self._config.codec, self._config.reply_codec
         if {up, down} != {"raw"}:
-            meaning = "contributions go up and weights come down so; the server's own weights and moments are as ever"
+            meaning = "these encode contributions and weights on the wire; the server's own state stays exact"
             log.info("codecs", up=up, down=down, meaning=meaning)
 
     def joined(self) -> None:
-        """New streams are there."""
+        """Called when new streams are open."""
         if self.auto is not None:
             shards = self._shards.all
             carries_codecs = all(shard.transports.transport.carries_codecs for shard in shards)
             self.auto.joined(carries_codecs, all(shard.is_here for shard in shards))
 
     def started(self, layout: Layout, is_delayed: bool) -> None:
-        """The model and the link are known."""
+        """Called when the model and the link are known."""
         if self.auto is not None:
             self.auto.meet(layout, round_trip_s(self._shards.first.rpc.status), is_delayed)
 
@@ -68,11 +68,11 @@ class CodecChoice:
     # ---- measurements -------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget measurements of an attempt."""
+        """Discard the measurements of an attempt."""
         self._passed = []
 
     def passed(self, passed: Passed) -> None:
-        """One shard's part of a contribution has its reply. Called by several threads."""
+        """Record one shard's exchange of a contribution. Several threads call it."""
         self._passed.append(passed)
 
     def replied(self, reply: Reply, compute_s: float, local_steps: int, progress: Progress) -> None:
@@ -84,7 +84,7 @@ class CodecChoice:
 
     @property
     def residual(self) -> ResidualInfo:
-        """The residual of all parts, and the lost ones."""
+        """The norm of all residuals, and the number and norms of lost ones."""
         norm = math.hypot(*(encoding.norm for encoding in self._encodings))
         return ResidualInfo(norm, self._num_lost, self._norm_lost)
 
@@ -93,7 +93,7 @@ class CodecChoice:
         return [shard.up.encoding for shard in self._shards.all] if self.encoding is None else [self.encoding]
 
     def count_lost(self, rank: int | None) -> None:
-        """Count residuals that are gone: of one part or of all, that is once."""
+        """Count residuals that were lost since the last call. Losses on several shards count once."""
         found = [lost for encoding in self._encodings if (lost := encoding.take_lost()) is not None]
         if not found:
             return

@@ -1,7 +1,7 @@
-"""The worker's end of a direct connection: see `common/wire/direct.py`.
+"""The worker's end of a direct connection; see `common/wire/direct.py`.
 
-A small message leaves on the calling thread, a larger one on a thread of its own, so that a backward pass goes on while
-its gradients leave. Replies are received into their tensors.
+The calling thread sends a small message. A sender thread sends a larger message, so that backward continues meanwhile.
+Payloads of replies are received directly into the model's tensors.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 1.0
 _BUFFER_BYTES = 64 << 10
-_SENT_AT_ONCE = 64  # buffers; the system takes 1,024
+_SENT_AT_ONCE = 64  # buffers per system call; the system's limit is 1,024
 _LINGER_S = 2.0
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # as gRPC looks for them
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads
 _AROUND = ("no_grpc_proxy", "no_proxy")
 
 Message = bytes | OutOfBand
 
 
 class DirectError(Exception):
-    """There is no direct connection; the text is a phrase with the reason."""
+    """The direct connection cannot be made. The text is a phrase with the reason."""
 
 
 class Direct:
-    """One connection, made with a ticket. Raises OSError when it is lost, EOFError when the server has ended it."""
+    """One connection, made with a ticket. Raises OSError if it is lost, and EOFError if the server has ended it."""
 
     def __init__(
         self, address: str, port: int, ticket: bytes, credentials: Credentials, limit: Limit = NO_LIMIT
@@ -68,18 +68,18 @@ class Direct:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
-        # Not SO_RCVLOWAT: who waits in recv for the rest of what it has begun to take is woken for so many new bytes.
+        # SO_RCVLOWAT does not help: it counts new bytes, also when a read has already taken a part.
         self._all_at_once = 0 if isinstance(self._socket, ssl.SSLSocket) else socket.MSG_WAITALL
         self._tls_alone = threading.Lock()
         self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
-        self._num_waiting = 0  # for the thread
+        self._num_waiting = 0  # messages queued for the thread
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     # ---- out --------------------------------------------------------------------------------
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send in order. An error shows when a reply is read."""
+        """Send messages in order. An error shows when a reply is read."""
         with self._lock:
             if self._num_waiting == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
                 with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class Direct:
             try:
                 with contextlib.suppress(OSError):
                     self._write(messages)
-            except BaseException:  # they cannot be made: no reply must be waited for
+            except BaseException:  # messages cannot be made, so no reply must be awaited
                 self.hang_up()
                 raise
             del messages
@@ -127,7 +127,7 @@ class Direct:
     # ---- in ---------------------------------------------------------------------------------
 
     def receive(self) -> bytes:
-        """The next message."""
+        """Receive the next message."""
         while self._end - self._start < LENGTH_BYTES:
             self._fill()
         num_bytes = length_of(self._buffer, self._start)
@@ -174,8 +174,10 @@ class Direct:
         return num_bytes
 
     def _in_turn(self, call: Callable[[memoryview], int], data: memoryview) -> int:
-        """Repeat a TLS call that does not block until it succeeds. OpenSSL lets only one thread use a connection at a
-        time, and a thread that blocked inside would stop the other one."""
+        """Repeat a non-blocking TLS call until it succeeds.
+
+        OpenSSL allows only one thread per connection at a time, so a blocking call would stop the other thread.
+        """
         while True:
             try:
                 with self._tls_alone:
@@ -193,7 +195,7 @@ class Direct:
     # ---- the end ----------------------------------------------------------------------------
 
     def half_close(self) -> None:
-        """Send nothing more, after pending messages."""
+        """Send the pending messages, then no more."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_LINGER_S)
@@ -201,7 +203,7 @@ class Direct:
             shut_down(self._socket, socket.SHUT_WR)
 
     def hang_up(self) -> None:
-        """From any thread: end every read and write at once."""
+        """End every read and write at once. Any thread may call it."""
         with contextlib.suppress(OSError):
             shut_down(self._socket, socket.SHUT_RDWR)
 
@@ -218,8 +220,10 @@ def _num_bytes(messages: list[Message]) -> int:
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection by `deadline` (time.monotonic), through the proxy that gRPC uses, with the rest of the time as its
-    timeout. All addresses of the host share the time. Raises OSError."""
+    """Return a connection made by `deadline` (time.monotonic), through the proxy that gRPC uses.
+
+    All addresses of the host share the time. The connection's timeout is the rest of it. Raises OSError.
+    """
     proxy = _proxy_of(host)
     target = (proxy.hostname or "", proxy.port or 80) if proxy is not None else (host, port)
     addresses = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)
@@ -240,7 +244,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def left_s(deadline: float) -> float:
-    """Seconds until `deadline`. Raises TimeoutError when none are left."""
+    """Seconds until `deadline`. Raises TimeoutError if it has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -248,7 +252,7 @@ def left_s(deadline: float) -> float:
 
 
 def _proxy_of(host: str) -> SplitResult | None:
-    """The HTTP proxy that gRPC goes through to this host."""
+    """The HTTP proxy that gRPC uses for this host."""
     url = next((found for name in _PROXIES if (found := os.environ.get(name))), "")
     if not url:
         return None
@@ -264,7 +268,7 @@ def _go_through(connection: socket.socket, target: str) -> None:
     connection.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
     reply = b""
     while not reply.endswith(b"\r\n\r\n"):
-        piece = connection.recv(1)  # later bytes are the server's
+        piece = connection.recv(1)  # byte by byte, because later bytes are the server's
         if not piece or len(reply) > 4096:
             raise OSError(0, "the proxy does not connect")
         reply += piece

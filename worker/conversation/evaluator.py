@@ -1,5 +1,4 @@
-"""The connection of an evaluator, a process that evaluates and does not train: heartbeats with metrics, weights of a
-version."""
+"""The connection of an evaluator: heartbeats with metrics, and pulls of weights. An evaluator does not train."""
 
 from __future__ import annotations
 
@@ -24,13 +23,16 @@ from .rpc_client import RpcClient
 from .security import worker_credentials
 
 _HEARTBEAT_S = 0.25
-_REPLY_S = 10.0  # within which the server takes a failure
+_REPLY_S = 10.0  # time in which the server accepts a failure
 
-Result = tuple[dict[str, Any] | None, threading.Event]  # the fields of EvaluationMetrics; set when the server has them
+Result = tuple[dict[str, Any] | None, threading.Event]  # EvaluationMetrics fields; set when received
 
 
 class Evaluator:
-    """Not a member of the run: its workers need not evaluate while its heartbeats come. Raises UnreachableError."""
+    """An evaluator's connection to its server. Raises UnreachableError.
+
+    An evaluator is not a member of the run. While its heartbeats arrive, the workers need not evaluate.
+    """
 
     def __init__(self, config: Config) -> None:
         worker = config.worker
@@ -50,14 +52,16 @@ class Evaluator:
         threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
     def _client_of(self, name: str, address: str) -> RpcClient:
-        """A client of this shard; the coordinator's name is empty."""
+        """A client of this shard. The coordinator's name is empty."""
         if name not in self._channels:
             self._channels[name] = Channel(address, self._credentials, self._limit)
         return RpcClient(self._channels[name])
 
     def look(self) -> tuple[Settings, int, int]:
-        """Settings of the run, training steps of its slowest worker, version. The run is over where the server was
-        there and is gone."""
+        """Return the run's settings, the training steps of its slowest worker, and the version.
+
+        Sets `is_over` if the server was reached before and is gone.
+        """
         while True:
             try:
                 status = self._client.status()
@@ -72,8 +76,10 @@ class Evaluator:
             return read_settings(status.settings), status.step, status.version
 
     def pull(self, model: ModelTensors) -> int | None:
-        """Write the weights of the newest version into the model; returns the version, or None when there are none to
-        be had now. Raises UsageError where the run has another model."""
+        """Write the newest version's weights into the model and return the version; None: no weights are available now.
+
+        Raises UsageError if the run has another model.
+        """
         version: int | None = None
         try:
             addresses = self._client.shard_addresses(self._run) or [""]
@@ -91,7 +97,7 @@ class Evaluator:
         return version
 
     def report(self, version: int, step: int, **result: Any) -> None:
-        """Send the metrics of a version, or a failure, which the server has when this returns."""
+        """Send the metrics of a version, or a failure. A failure has reached the server on return."""
         is_received = threading.Event()
         self._results.put(({"version": version, "step": step, **result}, is_received))
         if result.get("failure"):

@@ -1,8 +1,8 @@
-"""The worker's side of the conversation: offer the model, contribute, finish; again when the connection was lost.
+"""The worker's side of the conversation: offer the model, contribute, finish; reconnect after a lost connection.
 
-`Membership` joins and rejoins, `ShardSet` makes the same request to every shard, `CodecChoice` says how contributions
-are encoded, and `GroupView` what the server says about all-reduce peers. When the connection to any shard is lost, all
-are closed and made again.
+`Membership` joins and rejoins, `ShardSet` sends each request to all shards, `CodecChoice` chooses the codec, and
+`GroupView` has the server's facts about all-reduce peers. If the connection to any shard is lost, all connections are
+closed and made again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = get_logger()
 
 
 class Exchange:
-    """One worker's conversation with the server (an `Exchanger`). Blocking; raises the errors of `common/errors.py`."""
+    """One worker's conversation with the server (an `Exchanger`). Blocks. Raises the errors of `common/errors.py`."""
 
     def __init__(
         self, config: WorkerConfig, rank: int | None, history: str | None = None, credentials: Credentials = PLAINTEXT
@@ -60,12 +60,12 @@ class Exchange:
         self.codec_choice = CodecChoice(config, self.shards)
         self._membership.join()
         self.settings: Settings = read_settings(self._membership.welcome.settings)
-        self.shards.codec = "raw" if self.settings.kind.has_peers else config.codec  # between peers they are encoded
+        self.shards.codec = "raw" if self.settings.kind.has_peers else config.codec  # peers encode among themselves
         self.shards.has_fragments = self.settings.fragments > 1
         self.shards.replaced = lambda: self.codec_choice.count_lost(self.progress.rank)
 
     def trace(self, url: str | None) -> None:
-        """Send spans of every exchange there, from now on. Raises UsageError without the extra."""
+        """Send a span of every exchange to `url` from now on. Raises UsageError without the extra package."""
         if url is not None:
             from .tracing import ExchangeTraces
 
@@ -77,12 +77,12 @@ class Exchange:
 
     @property
     def settings_bytes(self) -> bytes:
-        """The run's settings as the server sent them."""
+        """The run's settings, in the server's encoding."""
         return self._membership.welcome.settings.SerializeToString()
 
     @property
     def lease_s(self) -> float:
-        """After so much silence the server releases a worker."""
+        """The server releases a worker after this many seconds without a heartbeat."""
         return self._membership.welcome.lease_s
 
     @property
@@ -94,7 +94,7 @@ class Exchange:
         return Shard(number, channel, self.config, self)
 
     def reached(self) -> None:
-        """A shard has sent a message after the welcome."""
+        """A shard has sent a message after the welcome: the server is reachable."""
         self._membership.retry.reached()
 
     # ---- the beginning ------------------------------------------------------------------------
@@ -133,15 +133,15 @@ class Exchange:
         return reply
 
     def _rejoin(self, lost: Lost) -> Reply | None:
-        """The reply that says where to start again; None where this worker is still a member."""
+        """Join again. Returns the reply that says where to start; None: this worker is still a member."""
         return self._membership.rejoin(lost, self._offer, self._begin)
 
     def use_transports(self, names: tuple[str, ...]) -> None:
-        """Come back over the first of these transports that both sides can open: as after a lost connection."""
+        """Reconnect, with the first of these transports that both sides can open."""
         config = self.config.model_copy(update={"transports": names})
         for shard in self.shards.all:
             shard.transports = Transports(config)
-        self._rejoin(Lost(f"other transports are wanted: {', '.join(names)}"))
+        self._rejoin(Lost(f"changing transports to {', '.join(names)}"))
 
     # ---- exchanging ---------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Exchange:
         return reply
 
     def _numbered(self, outgoing: Outgoing) -> Outgoing:
-        """The contribution as the next one of this worker, with the facts that depend on its place in the run."""
+        """Number the contribution, and add the facts that depend on the worker's progress."""
         contribution, progress = outgoing.contribution, self.progress
         topics: dict[str, Any] = {"id": ContributionId(progress.rank or 0, progress.incarnation, progress.next_number)}
         topics["base"] = changed(contribution.base, version=progress.version)
@@ -201,7 +201,7 @@ class Exchange:
         return outgoing.changed(**topics)
 
     def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Reply:
-        """The same contribution on new connections, until it gets its reply or the run has gone on without it."""
+        """Send the same contribution on new connections, until it gets a reply or the worker has to start again."""
         while True:
             reply = self._rejoin(lost)
             if reply is not None:
@@ -215,19 +215,19 @@ class Exchange:
                 lost = again
 
     def reply_came(self, reply: Reply) -> None:
-        """A shard has received a reply, and not its weights yet."""
-        if reply.result.outcome not in COUNTED:  # these weights may overwrite what is to be sent again
+        """A shard has received a reply, but not its weights yet."""
+        if reply.result.outcome not in COUNTED:  # the weights may overwrite what would be sent again
             self.progress.server_incarnation = 0
 
     def _replied(self, replies: list[Reply]) -> Reply:
-        """All shards have replied and the weights are in the model, all parts of one version."""
+        """All shards have replied, and the model has all parts of one version."""
         progress, reply, result = self.progress, replies[0], replies[0].result
         self.codec_choice.count_lost(progress.rank)
         progress.server_incarnation = self._membership.welcome.server_incarnation
         progress.replied(reply)
         self.group_view.replied(reply)
         self.measured.clear()
-        if result.outcome is not Outcome.START:  # `_begin` writes that one
+        if result.outcome is not Outcome.START:  # `_begin` records a START
             fields = {"seq": result.seq, "version": result.version, "outcome": result.outcome.name}
             self._history.write("replied", **self._membership.ids, **fields)
         if (other := reply.next_work.same_batches_as) is not None:
@@ -237,21 +237,23 @@ class Exchange:
         return reply
 
     def prepare(self, indices: list[int]) -> bool:
-        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        """Start copying these gradients off their device. Returns False if they are on the host."""
         return self.shards.prepare(indices)
 
     def depart(self, indices: list[int]) -> None:
-        """Send the gradients of these tensors ahead of their contribution, unless that one is measured."""
+        """Send the gradients of these tensors before their contribution, unless the contribution is measured."""
         if not self.codec_choice.holds_back:
             self.shards.depart(indices)
 
     def recall(self) -> None:
-        """Discard gradients that have departed."""
+        """Discard the gradients that were sent early."""
         self.shards.recall()
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a table, [n, dim], of distinct and ascending ids. Waits for a lost server up to the give-up time. If
-        that one has gone back, the next contribution is discarded."""
+        """Return rows of a table, [n, dim], for distinct and ascending ids.
+
+        Waits for a lost server up to the give-up time. If the server went back, it discards the next contribution.
+        """
         retry = Retry(self.config.server, self.config.give_up_s, self.progress.rank)
         while True:
             try:
@@ -281,7 +283,7 @@ class Exchange:
             return finals[0]
 
     def _send_pending(self) -> None:
-        """Send evaluations and the wish to stop, each time: the message before may be lost, or void."""
+        """Send evaluations and the request to stop with every message, because an earlier message may be lost."""
         for metrics in self.measured:
             self.shards.first.stream.say(metrics=metrics)
         if self.stop_reason:

@@ -1,7 +1,7 @@
-"""A worker's signs of life, on a connection and a thread of its own.
+"""A worker's heartbeats, on a separate connection and thread.
 
-The connection has no keepalive: when the server stands still or the network does, it stays open, and the server
-receives the next heartbeat as soon as it can. Only the end of the process closes it at once.
+The connection has no keepalive. If the server or the network hangs, the connection stays open, and the server receives
+the next heartbeat as soon as it can. Only the end of the process closes the connection at once.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
 from .channel import HEARTBEAT_OPTIONS, open_channel
 
-_HEARTBEATS = 4  # in one lease: two may be lost
+_HEARTBEATS = 4  # in one lease; two may be lost
 _TRY_AGAIN_S = 0.2
 
 
 class Heartbeat:
-    """Sends heartbeats to the server at `address`, from `start` until `stop`. `on_reply` gets each reply, on this
-    thread, with the number of the membership whose heartbeat it replies to: a reply may come after a new join."""
+    """Sends heartbeats to the server at `address`, from `start` until `stop`.
+
+    `on_reply` is called on this thread with each reply and the number of the membership that sent the heartbeat. A
+    reply may arrive after a new join, so the number can be that of an earlier membership.
+    """
 
     def __init__(
         self, address: str, credentials: Credentials, on_reply: Callable[[int, pb.HeartbeatReply], object]
     ) -> None:
         self._address, self._credentials, self._on_reply = address, credentials, on_reply
-        self.membership = 0  # counts calls of `start`
+        self.membership = 0  # number of calls of `start`
         self._heartbeat = self.membership, b""
         self._interval_s = 1.0
         self._stop = threading.Event()
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
-        atexit.register(self.stop)  # an open channel would wait for a thread that is gone
+        atexit.register(self.stop)  # at exit, gRPC would wait for a thread that no longer exists
 
     def start(self, heartbeat: bytes, lease_s: float) -> None:
-        """Send `heartbeat` from now on, several times in every lease."""
+        """Send `heartbeat` from now on, several times per lease."""
         self.membership += 1
         self._heartbeat, self._interval_s = (self.membership, heartbeat), lease_s / _HEARTBEATS
         if self._thread is None:
@@ -59,7 +62,8 @@ class Heartbeat:
             call = self._channel.stream_stream(
                 f"/{SERVICE}/Heartbeat", response_deserializer=pb.HeartbeatReply.FromString
             )
-            sent: deque[int] = deque()  # memberships of the heartbeats without a reply; the server replies in order
+            # memberships of heartbeats without a reply, in the order in which the server replies
+            sent: deque[int] = deque()
             try:
                 replies = call(self._heartbeats(sent), metadata=self._credentials.metadata)
                 for heartbeat_reply in replies:
@@ -67,8 +71,8 @@ class Heartbeat:
                         replies.cancel()
                         break
                     self._on_reply(sent.popleft(), heartbeat_reply)
-            except (grpc.RpcError, ValueError):  # the server is gone or not there yet; the channel was closed
-                if self._credentials.ca is not None:  # the next one may need renewed certificates
+            except (grpc.RpcError, ValueError):  # the server is gone or not there yet, or the channel was closed
+                if self._credentials.ca is not None:  # the next connection may need renewed certificates
                     self._channel.close()
                     self._channel = None
             self._stop.wait(_TRY_AGAIN_S)

@@ -1,9 +1,9 @@
-"""Signals that wait for a safe place.
+"""Delays the exceptions of signals until a safe place.
 
-An exception raised by a signal in the middle of a gRPC operation leaves the call unusable, so that the worker could not
-say goodbye. So the handlers of `ps-worker` raise at once only where no operation is under way, and otherwise at its
-end, within a second: the server sends a message to a waiting worker that often. Python runs signal handlers on the main
-thread only; `stop` ends an operation on another thread (`strategies/delayed_update.py`) at its next safe place.
+An exception in the middle of a gRPC operation makes the call unusable, so the worker could not say goodbye. The signal
+handlers of `ps-worker` therefore raise at once only outside of an operation. Otherwise they raise at its end, within a
+second, because the server sends a waiting worker a message that often. Python runs signal handlers only on the main
+thread. `stop` ends an operation on another thread (`strategies/delayed_update.py`) at its next safe place.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 
 class _Depth(threading.local):
-    value = 0  # of `with uninterrupted:` blocks that this thread is in
+    value = 0  # number of `with uninterrupted:` blocks that this thread is in
 
 
 class _Uninterrupted:
-    """`with uninterrupted:` holds back the exceptions for this thread until the outermost block ends."""
+    """`with uninterrupted:` delays the exceptions for this thread until the outermost block ends."""
 
     def __init__(self) -> None:
         self._depth = _Depth()
@@ -37,18 +37,18 @@ class _Uninterrupted:
                 raise pending
 
     def raise_when_safe(self, error: BaseException) -> None:
-        """Called by a signal handler, for the thread it runs on."""
+        """Raise the error, or delay it inside a block. Called by a signal handler."""
         if self._depth.value:
             self._pending[threading.get_ident()] = error
         else:
             raise error
 
     def forget(self) -> None:
-        """This thread ends: a pending exception must not reach another thread that gets its number."""
+        """Drop a pending exception at the end of this thread, because another thread may get the same number."""
         self._pending.pop(threading.get_ident(), None)
 
     def stop(self, thread: int, error: BaseException) -> None:
-        """Raise `error` on another thread, where it next leaves a block."""
+        """Raise `error` on another thread when it next leaves a block."""
         self._pending[thread] = error
 
 
@@ -56,14 +56,14 @@ uninterrupted = _Uninterrupted()
 
 
 def sleep(seconds: float) -> None:
-    """Sleep on any thread; a safe place at the end. A signal on the main thread ends it at once."""
+    """Sleep on any thread, with a safe place at the end. A signal on the main thread ends the sleep at once."""
     time.sleep(seconds)
     with uninterrupted:
         pass
 
 
 def install(errors: dict[int, type[BaseException]]) -> None:
-    """Map signals to exceptions. The second signal of a kind means now: the default action."""
+    """Map signals to exceptions. A second signal of a kind takes its default action."""
 
     def handle(number: int, _: Any) -> None:
         signal.signal(number, signal.SIG_DFL)

@@ -24,41 +24,44 @@ from .shard_set import ShardSet
 
 log = get_logger()
 
-_ATTEMPT_S = 2.0  # one attempt to connect
+_ATTEMPT_S = 2.0  # for one attempt to connect
 
 
 class GroupView:
-    """`info` is that of the newest reply. `rendezvous` is where members may meet at this worker; the server gets it
-    with the model."""
+    """The newest facts about all-reduce peers.
+
+    `info` comes with the newest reply. `rendezvous` is this worker's address for peers, which the model message
+    contains.
+    """
 
     def __init__(self) -> None:
         self.info = GroupInfo()
         self.rendezvous = ""
         self.server_incarnation = 0
-        # Of the newest heartbeat reply: membership, server incarnation, and the newest generation that is over.
+        # from the newest heartbeat reply: membership, server incarnation, newest generation that is over
         self._over = 0, 0, 0.0
         self._heartbeat: Heartbeat | None = None
 
     def follow(self, heartbeat: Heartbeat) -> None:
-        """Take generations from replies to this membership's heartbeats only."""
+        """Use only replies to the heartbeats of the current membership."""
         self._heartbeat = heartbeat
 
     def replied(self, reply: Reply) -> None:
         self.info = reply.group or GroupInfo()
 
     def heartbeat_replied(self, membership: int, reply: pb.HeartbeatReply) -> None:
-        """On the heartbeat's thread."""
+        """Called on the heartbeat's thread."""
         self._over = membership, reply.server_incarnation, math.inf if reply.is_gone else reply.over_generation
 
     def is_over(self, generation: int) -> bool:
-        """Whether the server has released a member of this generation, or this worker itself."""
+        """Whether the server has released a member of this generation, or this worker."""
         membership, incarnation, over = self._over
         current = self._heartbeat.membership if self._heartbeat is not None else 0
         return (membership, incarnation) == (current, self.server_incarnation) and generation <= over
 
 
 class Membership:
-    """`welcome` is the newest one; `progress` is the worker's place in the run."""
+    """Joins and rejoins the run. `welcome` is the newest Welcome, `progress` the worker's progress in the run."""
 
     welcome: Welcome
 
@@ -73,14 +76,14 @@ class Membership:
 
     @property
     def ids(self) -> dict[str, int | None]:
-        """Rank and incarnation, for log and history."""
+        """Rank and incarnation, for logs and the history."""
         return {"rank": self.progress.rank, "incarnation": self.progress.incarnation}
 
     def _message(self, seated: Welcome | None = None) -> object:
         return join_message(self.progress, socket.gethostname(), os.getpid(), self._device, seated)
 
     def join(self) -> None:
-        """Connect until the server welcomes this worker. Raises UnreachableError past the give-up time."""
+        """Connect until the server welcomes this worker. Raises UnreachableError after the give-up time."""
         progress = self.progress
         while True:
             try:
@@ -101,7 +104,7 @@ class Membership:
         self._shards.connect(list(welcome.shards))
 
     def offer(self, codecs: Sequence[str]) -> None:
-        """Offer the model to all shards, and agree on the transports. Raises Lost."""
+        """Offer the model to all shards, and negotiate the transports. Raises Lost."""
         kind = self.welcome.settings.contribution
         for shard in self._shards.all:
             if shard.number:
@@ -113,8 +116,11 @@ class Membership:
         log.routine("tensors", transport=self._shards.transport, reason=self._shards.first.transports.reason)
 
     def rejoin(self, lost: Lost, offer: Callable[[], None], begin: Callable[[], Reply]) -> Reply | None:
-        """After a lost connection: the reply that says where to start again. None when this worker is still a member
-        (the welcome counts as many contributions as `progress`, or one more): then nothing is to be started."""
+        """Rejoin after a lost connection. Returns the reply that says where to start; None: still a member.
+
+        As a member the worker has nothing to start: the Welcome counts as many contributions as `progress`, or one
+        more.
+        """
         for shard in self._shards.all:
             shard.transfer.leave_segment()
         while True:
@@ -133,5 +139,5 @@ class Membership:
             return reply
 
     def end(self) -> None:
-        """Stop the signs of life."""
+        """Stop the heartbeats."""
         self._heartbeat.stop()

@@ -1,4 +1,4 @@
-"""The worker's larger messages, and the settings that a welcome brings."""
+"""Builds the worker's larger messages, and reads the settings in a Welcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 from ..tensors.local_steps import RULES, Merge
 
-# Messages of the server, as the proto has them.
+# Names for messages of the server.
 Welcome = pb.Welcome
 Final = pb.Final
 ReplyMessage = pb.Reply
@@ -34,7 +34,7 @@ KindOfRun = pb.RunSettings.ContributionKind
 
 @dataclass(frozen=True)
 class Settings:
-    """The run's settings, the same for every worker (RunSettings in the proto)."""
+    """The run's settings, equal for all workers (RunSettings in the proto)."""
 
     mode: str
     kind: ContributionKind
@@ -49,24 +49,24 @@ class Settings:
     polyak: float = 0.0
     delayed_update: bool = False
     fragments: int = 1  # parts of the parameters that are exchanged in turn
-    outstanding: int = 0  # mean gradients that an all-reduce peer goes on without
-    union_batch: bool = False  # a version is one step along the gradients of all workers
-    merge: Merge = field(default_factory=Merge)  # of deltas with `delayed_update`
+    outstanding: int = 0  # mean gradients that an all-reduce peer may go on without
+    union_batch: bool = False  # a version is one step along the mean of all workers' gradients
+    merge: Merge = field(default_factory=Merge)  # rule for deltas with `delayed_update`
     train: TrainConfig = field(default_factory=TrainConfig)
-    epochs: int | None = None  # instead of steps
+    epochs: int | None = None  # used instead of `steps`
     eval_every: str | None = None
     ends_by_metrics: bool = False
 
 
 class Begun(NamedTuple):
-    """A rank's position when a contribution began, and its script's state then (State in the proto)."""
+    """A rank's position at the beginning of a contribution, and its script's state (State in the proto)."""
 
     position: Position
     payload: bytes
 
 
 class RowGradients(NamedTuple):
-    """Gradients of one table: ids, int64 [n], distinct and ascending, and gradients [n, dim]."""
+    """Gradients of one table: distinct and ascending ids, int64 [n], and gradients [n, dim]."""
 
     table: int
     ids: torch.Tensor
@@ -74,35 +74,35 @@ class RowGradients(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A contribution with the payloads that travel beside it."""
+    """A contribution and the payloads that travel with it."""
 
     contribution: Contribution
-    state: bytes | None = None  # of the script when the contribution began
+    state: bytes | None = None  # of the script at the beginning of the contribution
     rows: tuple[RowGradients, ...] = ()
-    # The optimizer's state by parameter and key; for one shard, its part by `<key>/<parameter>`.
+    # optimizer state by parameter and key; for one shard, its part by `<key>/<parameter>`
     optimizer: Mapping[str, Any] | None = None
 
     def changed(self, **topics: Any) -> Outgoing:
-        """With other topics of the contribution."""
+        """A copy with other topics of the contribution."""
         return self._replace(contribution=changed(self.contribution, **topics))
 
 
 class Goodbye(NamedTuple):
     """A worker's last message (Leave in the proto)."""
 
-    metrics: dict[str, float]  # of the final evaluation
+    metrics: dict[str, float]  # from the final evaluation
     finished: bool = False
     failure: str = ""
     exit_code: int = 0
 
 
 def message(**kind: Any) -> list[bytes]:
-    """A message of one kind, without a payload: `message(leave={...})`, the fields of Leave."""
+    """A message of one kind without a payload, such as `message(leave={...})` with the fields of Leave."""
     return [frame(pb.WorkerMessage(**kind))]
 
 
 def join_message(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> pb.Join:
-    """Without `replies_taken`. `seated`: the coordinator's welcome, for another shard."""
+    """A Join without `replies_taken`. `seated`: the coordinator's welcome, in a Join for another shard."""
     join = pb.Join(
         run=progress.run,
         rank=-1 if progress.rank is None else progress.rank,
@@ -124,7 +124,7 @@ def heartbeat_bytes(progress: Progress) -> bytes:
 
 
 def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
-    """A heartbeat of an evaluator; `metrics`: the fields of EvaluationMetrics."""
+    """The heartbeat of an evaluator; `metrics` are the fields of EvaluationMetrics."""
     heartbeat = pb.HeartbeatRequest(process=process, evaluates=True)
     if metrics is not None:
         heartbeat.metrics.MergeFrom(pb.EvaluationMetrics(**metrics))
@@ -132,7 +132,7 @@ def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
 
 
 def model_message(layout: Layout, optimizer: OptimizerSpec, codecs: Sequence[str], reply_codec: str) -> pb.Model:
-    """Without a transport's offer. `codecs`: those of contributions."""
+    """The Model message, without a transport's offer. `codecs`: allowed codecs of contributions."""
     return pb.Model(
         tensors=layout_to_proto(layout),
         fingerprint=layout.fingerprint,
@@ -156,7 +156,7 @@ def state_frames(payload: bytes, kind: Literal["state", "optimizer"] = "state") 
 
 
 def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> Iterator[bytes]:
-    """The gradients for the `tables` of one shard, ahead of their contribution."""
+    """The gradients for the `tables` of one shard, which precede their contribution."""
     for table, ids, gradients in rows:
         spec = tables[table]
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
@@ -167,7 +167,7 @@ def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> It
 
 
 def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
-    """Rows [first, end) in messages of about CHUNK_BYTES, ids included."""
+    """Split rows [first, end) into messages of about CHUNK_BYTES, ids included."""
     step = max(1, CHUNK_BYTES // (row_bytes + 8))
     for start in range(first, end, step):
         yield slice(start, min(end, start + step))
@@ -188,16 +188,19 @@ _KINDS = {
 
 
 def settings_from(payload: bytes) -> Settings:
-    """The settings of `Exchange.settings_bytes`, in another process of the same worker."""
+    """Read the settings of `Exchange.settings_bytes` in another process of the replica group."""
     return read_settings(pb.RunSettings.FromString(payload))
 
 
 def read_settings(message: pb.RunSettings) -> Settings:
-    """Raises UsageError for a run that this worker cannot take part in, a BAD_REQUEST refusal for what is none."""
+    """Read the run's settings.
+
+    Raises UsageError for a run that this worker cannot take part in, and a BAD_REQUEST refusal for an invalid message.
+    """
     check_header(message)
     if message.contribution not in _KINDS:
         raise UsageError(
-            f"mode {message.mode} wants contributions of kind {message.contribution}, which this worker does not know",
+            f"mode {message.mode} needs contributions of kind {message.contribution}, which this worker does not know",
             fix="install the same version of paramserver on both",
         )
     if message.merge and message.merge not in RULES:
@@ -234,13 +237,13 @@ def _train_settings(settings: dict[str, Any]) -> TrainConfig:
             f"train.{shown('.'.join(map(str, item['loc'])))}: {item['msg']}" for item in error.errors()[:5]
         )
         raise UsageError(
-            f"the server asks for training that this worker does not know ({problems})",
+            f"the server's train settings are unknown to this worker ({problems})",
             fix="install the same version of paramserver on both",
         ) from None
 
 
 def _whole_numbers(value: Any) -> Any:
-    """Struct knows one kind of number; where a whole one was meant, give an int back."""
+    """Turn whole floats into ints, because a protobuf Struct has only one number type."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Single calls to one server process, beside the stream."""
+"""Unary and pull calls to one server process, beside the stream."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from ...proto import parameter_server_pb2 as pb
 from .channel import Channel, Lost, collect, next_frame, translated
 from .messages import chunks
 
-# A total is no limit for a whole model: 1 GB at 25 Mbit/s takes 320 s. Its first message waits for the pulls of others.
+# Pulls have no total limit, because 1 GB at 25 Mbit/s takes 320 s. This one is for the first message, which waits for
+# the pulls of other workers.
 _PULL_S = 300.0
-_PULL_PROGRESS_S = 60.0  # between two messages of 1 MiB: 140 kbit/s
+_PULL_PROGRESS_S = 60.0  # between two messages of 1 MiB, which is 140 kbit/s
 _STATUS_S = 2.0
 
 Write = Callable[[int, memoryview], None]
 
 
 class RpcClient:
-    """Raises Lost, or the refusal of the server."""
+    """Makes single calls. Methods raise Lost, or the refusal of the server."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def status(self) -> pb.StatusReply:
-        """Where the run stands."""
+        """The run's status."""
         ask = self._channel.method(
             "unary_unary", "Status",
             request_serializer=pb.StatusRequest.SerializeToString,
@@ -49,7 +50,7 @@ class RpcClient:
         return reply
 
     def heartbeat(self, heartbeats: Iterator[bytes]) -> Iterator[pb.HeartbeatReply]:
-        """Signs of life; yields the reply to each, in order."""
+        """Send heartbeats. Yields the reply to each, in order."""
         call = self._channel.method("stream_stream", "Heartbeat", response_deserializer=pb.HeartbeatReply.FromString)
         try:
             yield from call(heartbeats)
@@ -59,7 +60,10 @@ class RpcClient:
     # ---- weights and optimizer state ----------------------------------------------------------
 
     def pull(self, averaged: bool, write: Write, num_bytes: int | None = None) -> int:
-        """Fetch weights, piece by piece. Returns their version. Refuses others than of `num_bytes`."""
+        """Fetch weights and write them piece by piece. Returns their version.
+
+        Refuses weights of another size than `num_bytes`.
+        """
 
         def begin(announced: int) -> Write:
             if num_bytes is not None and announced != num_bytes:
@@ -70,14 +74,17 @@ class RpcClient:
         return self._pull(pb.PullRequest(averaged=averaged), begin).version
 
     def pull_to_evaluate(self, version: int | None, num_bytes: int, write: Write) -> tuple[int, Layout]:
-        """Fetch weights for an evaluation: the coordinator's newest, or another shard's part of the `version` that was.
-        Returns their version and layout; writes nothing where they are not of `num_bytes`."""
+        """Fetch weights for an evaluation. Returns their version and layout.
+
+        `version` None fetches the coordinator's newest version. Other shards are asked for that version. Weights of
+        another size than `num_bytes` are not written.
+        """
         request = pb.PullRequest(keep=True) if version is None else pb.PullRequest(version=version)
         snapshot = self._pull(request, lambda announced: write if announced == num_bytes else _ignore)
         return snapshot.version, layout_from_proto(snapshot.tensors)
 
     def pull_optimizer(self, most_bytes: int) -> bytes:
-        """The state of the server's optimizer, as a safetensors file of at most so many bytes."""
+        """Fetch the state of the server's optimizer, as a safetensors file of at most `most_bytes`."""
         payload = bytearray()
 
         def begin(num_bytes: int) -> Write:
@@ -110,7 +117,7 @@ class RpcClient:
     # ---- tables of rows -----------------------------------------------------------------------
 
     def shard_addresses(self, run: str) -> list[str]:
-        """The addresses of a coordinator's shards, as in its welcome."""
+        """The addresses of a coordinator's shards, as in its Welcome."""
         (reply,) = self._ask([pb.RowsRequest(run=run)])()
         check_header(reply)
         return list(reply.shards)
@@ -118,7 +125,7 @@ class RpcClient:
     def pull_rows(
         self, run: str, rank: int, spec: TableSpec, table: int, ids: torch.Tensor
     ) -> Callable[[], list[pb.RowsReply]]:
-        """Ask for rows of a table; the returned function waits for them."""
+        """Request rows of a table. The returned function waits for them."""
         parts = [bytes(as_bytes(ids[here])) for here in chunks(0, len(ids), spec.row_bytes)]
         return self._ask([pb.RowsRequest(run=run, rank=rank, table=table, ids=part) for part in parts])
 
@@ -140,11 +147,11 @@ class RpcClient:
 
 
 def _ignore(_: int, __: memoryview) -> None:
-    """Write nothing."""
+    """Discard a piece."""
 
 
 class _Deadline:
-    """Ends a call without progress: before its first message for `_PULL_S`, then for `_PULL_PROGRESS_S`."""
+    """Cancels a call without progress: after `_PULL_S` without a first message, then after `_PULL_PROGRESS_S`."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -1,6 +1,6 @@
 """The worker's credentials.
 
-A token is never sent in the clear to another machine, unless `server.insecure` says that the network is trusted.
+A token is never sent unencrypted to another machine, unless `server.insecure` says that the network is trusted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from ...common.security import Credentials, is_loopback, warn_of_readable_secret
 
 
 def worker_credentials(config: Config) -> Credentials:
-    """Credentials of the settings and PS_TOKEN. Raises AuthError for unusable files, or a token that would leak."""
+    """Read the credentials from the settings and PS_TOKEN.
+
+    Raises AuthError for unusable files, and for a token that would be sent unencrypted.
+    """
     security, address = config.security, config.worker.server
     if security.cert is not None and security.ca is None:
         raise AuthError(
-            "security.cert is set, but not whom to trust: without security.ca the worker does not speak TLS",
+            "security.cert is set without security.ca: the worker uses TLS only if it knows whom to trust",
             fix="add --ca FILE: ca.crt of ps-certs init",
         )
     warn_of_readable_secrets(security)
@@ -26,18 +29,18 @@ def worker_credentials(config: Config) -> Credentials:
     is_here = is_loopback(split_address(address)[0])
     if credentials.token is not None and security.ca is None and not config.server.insecure and not is_here:
         raise AuthError(
-            f"the token would go to {address} in the clear, where others may read it",
-            fix="speak TLS: --ca FILE (ca.crt of ps-certs init); or on a network you trust --set server.insecure=true",
+            f"the token would be sent to {address} unencrypted, where others may read it",
+            fix="use TLS: --ca FILE (ca.crt of ps-certs init); or on a network you trust --set server.insecure=true",
         )
     return replace(credentials, trusts_network=config.server.insecure)
 
 
 def check_plaintext(host: str, who: str, trusts_network: bool, fix: str) -> None:
-    """Raises AuthError where other machines reach `host`, on which `who` would listen for torch's own connections."""
+    """Raises AuthError if other machines can reach `host`, where `who` would listen for torch's own connections."""
     if trusts_network or is_loopback(host):
         return
     raise AuthError(
-        f"{who} would exchange tensors on {host}, which other machines can reach, in the clear: torch's Gloo and NCCL "
-        "have neither TLS nor a check of who connects",
-        fix=f"on a network you trust (their own, or a tunnel such as WireGuard) add --insecure; {fix}",
+        f"{who} would exchange tensors on {host}, which other machines can reach, unencrypted: torch's Gloo and NCCL "
+        "have neither TLS nor a check of the peer",
+        fix=f"on a network you trust (a private one, or a tunnel such as WireGuard) add --insecure; {fix}",
     )

@@ -1,6 +1,6 @@
-"""One server process as a worker sees it: a connection, a part of the model, and how its tensors travel.
+"""One server process as a worker sees it: a connection, a part of the model, and the transport of its tensors.
 
-Where the server is one process there is one of these, and its part is the model.
+If the server is one process, there is one shard, and its part is the whole model.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ log = get_logger()
 
 _LOG_WAITING_AFTER_S = 5.0
 _GOODBYE_S = 5.0
-_MOST_SHOWN = 2_000  # characters of a server's sentence
+_MOST_SHOWN = 2_000  # longest sentence of a server that is logged, in characters
 
 
 class Owner(Protocol):
-    """What a shard tells the exchange that it belongs to."""
+    """The exchange that a shard reports to."""
 
     progress: Progress
 
     def reply_came(self, reply: Reply) -> None:
-        """Before the reply's weights are written."""
+        """A reply has arrived; its weights are not written yet."""
 
     def reached(self) -> None:
-        """The server has sent a message after the welcome."""
+        """The server has sent a message after the Welcome."""
 
 
 class Shard:
-    """Used by one thread at a time."""
+    """A worker's connection to one shard. Used by one thread at a time."""
 
-    model: ModelTensors  # the part that lies here
+    model: ModelTensors  # this shard's part
     tables: tuple[TableSpec, ...]
     transfer: Transfer
     up: Up
@@ -72,17 +72,17 @@ class Shard:
         self.stream, self.rpc = StreamClient(channel), RpcClient(channel)
         self.transports = Transports(config)
         self._config, self._owner = config, owner
-        self._welcome: Welcome | None = None  # of this stream
+        self._welcome: Welcome | None = None  # of the current stream
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
-        self._sent_state: bytes | None = None  # with the newest contribution, as long as the server keeps it
-        self.begun: Begun | None = None  # with the newest START
-        self.has_fragments = False  # the payload is of one fragment of the parameters
+        self._sent_state: bytes | None = None  # sent with the newest contribution, while the server keeps it
+        self.begun: Begun | None = None  # from the newest START
+        self.has_fragments = False  # payloads have one fragment of the parameters
         self.is_here = False  # the server is at a loopback address of this host
 
     # ---- joining ------------------------------------------------------------------------------
 
     def join(self, join: Any, timeout_s: float) -> Welcome:
-        """Connect, ask to join, and be welcomed. Raises Lost."""
+        """Connect and join. Returns the server's Welcome. Raises Lost."""
         self.stream.open(timeout_s)
         join.replies_taken = self.down.num_taken if self.down is not None else 0
         self.stream.say(join=join)
@@ -95,14 +95,14 @@ class Shard:
         return welcome
 
     def set_model(self, model: ModelTensors, tables: tuple[TableSpec, ...], codec: str) -> None:
-        """The part of the model that lies here, the rows of the tables, and the codec of contributions."""
+        """Set this shard's part of the model, its rows of the tables, and the codec of contributions."""
         self.model, self.tables = model, tables
         self.transfer = make_transfer(model)
         self.up = Up(first_codec(codec), model, self.transfer, self.stream.send)
         self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
 
     def moved(self, model: ModelTensors) -> None:
-        """The same part of the model lies elsewhere in memory now."""
+        """This part of the model has moved in memory."""
         self.transfer.leave_segment()
         self.model, self.transfer = model, make_transfer(model)
         self.up.transfer = self._down.transfer = self.transfer
@@ -115,8 +115,7 @@ class Shard:
     def offer(
         self, whole: Layout, optimizer: OptimizerSpec, kind: messages.KindOfRun, codecs: Sequence[str], rendezvous: str
     ) -> None:
-        """Offer the model, with the kind of contributions (as RunSettings has it) and their codecs, and agree on the
-        transport."""
+        """Offer the model and negotiate the transport. `kind` is that of contributions, as in RunSettings."""
         model = messages.model_message(whole, optimizer, codecs, self._config.reply_codec)
         model.contribution, model.rendezvous = kind, rendezvous
         self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
@@ -129,7 +128,7 @@ class Shard:
         self.up.joined(self.transports.transport, self._welcome)
 
     def begin(self) -> Reply:
-        """Receive the weights to start from; upload them when the server asks for them."""
+        """Receive the weights to start from. Uploads weights if the server requests them."""
         state = bytearray()
         while True:
             received = self._expect("reply", "send_weights", "state")
@@ -151,7 +150,7 @@ class Shard:
     # ---- exchanging ---------------------------------------------------------------------------
 
     def contribute(self, outgoing: Outgoing) -> None:
-        """Send this part of the contribution."""
+        """Send this shard's part of the contribution."""
         contribution = outgoing.contribution
         topics: dict[str, Any] = {}
         hyperparameters = self.up.encoding.prepared(contribution.training.hyperparameters)
@@ -161,7 +160,7 @@ class Shard:
             self._sent_hyperparameters = hyperparameters
         if hyperparameters is not contribution.training.hyperparameters:
             topics["training"] = changed(contribution.training, hyperparameters=hyperparameters)
-        if self.number:  # the coordinator alone keeps it
+        if self.number:  # only the coordinator stores the position
             topics["position"] = None
         elif outgoing.state is not None and outgoing.state != self._sent_state:
             self._sent_state = outgoing.state
@@ -177,16 +176,16 @@ class Shard:
         self.up.contribute(changed(contribution, **topics) if topics else contribution)
 
     def ask_again(self, seq: int) -> Reply:
-        """Ask once more for the reply to this contribution, which counts."""
+        """Request the reply to this counted contribution again."""
         self.stream.say(ask_again={"seq": seq, "reference": self._down.reference})
         return self.take(self.receive())
 
     def receive(self) -> Frame:
-        """The next reply, without its weights."""
+        """Receive the next reply, without its weights."""
         return self._expect("reply")
 
     def take(self, received: Frame) -> Reply:
-        """The reply; its weights are in the model when this returns."""
+        """Read a reply. On return the model has its weights."""
         reply = read_reply(received.of(pb.Reply))
         self._owner.reply_came(reply)
         outcome = reply.result.outcome
@@ -203,7 +202,8 @@ class Shard:
     def _receive_weights(self, received: Frame, weights: WeightsInfo) -> None:
         memory, down = None, self._down
         num_bytes, codec, reference = weights.num_bytes, weights.codec, weights.reference
-        if received.data and len(received.data) == num_bytes and not received.offset:  # small: it is here
+        # a small payload came with the reply
+        if received.data and len(received.data) == num_bytes and not received.offset:
             down.take(num_bytes, codec, lambda write: write(0, received.data), reference=reference)
             return
         if weights.segment is not None:
@@ -216,7 +216,7 @@ class Shard:
             raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
         is_in_place = memory is None and codec in ("", "raw") and reference is None
         targets = self.transfer.targets if is_in_place else None
-        kept: list[tuple[int, int]] = []  # bytes [start, end) that do not come: the model has them
+        kept: list[tuple[int, int]] = []  # bytes [start, end) that are not sent, because the model has them
 
         def leave(offset: int, num_bytes: int) -> None:
             start = kept.pop()[0] if kept and kept[-1][1] == offset else offset
@@ -230,7 +230,9 @@ class Shard:
             self.stream.say(taken={})
 
     def _expect(self, *kinds: str) -> Frame:
-        """The next frame of one of `kinds`; logs now and then why only Waiting comes."""
+        """Receive the next frame of one of `kinds`. While only Waiting frames arrive, their reason is logged from time
+        to time.
+        """
         log_at = time.monotonic() + _LOG_WAITING_AFTER_S
         while True:
             received = self.stream.receive()
@@ -248,7 +250,7 @@ class Shard:
                 log_at = time.monotonic() + 6 * _LOG_WAITING_AFTER_S
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Ask for the rows of distinct and ascending ids that lie here; the returned function waits for them."""
+        """Request this shard's rows among the distinct and ascending ids. The returned function waits for them."""
         spec, progress = self.tables[table], self._owner.progress
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
         wait = self.rpc.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
@@ -267,7 +269,7 @@ class Shard:
     # ---- the end ------------------------------------------------------------------------------
 
     def finish(self, transfer_s: float, can_evaluate: bool, residual: ResidualInfo) -> Final:
-        """All steps are taken: wait for the others, receive the final weights."""
+        """Report that all steps are taken, wait for the other workers, and receive the final weights."""
         finish = {"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": asdict(residual)}
         self.stream.say(finish=finish)
         received = self._expect("final")
@@ -282,7 +284,7 @@ class Shard:
         transfer.finish_write(model.layout.total_bytes)
 
     def leave(self, goodbye: Goodbye) -> None:
-        """Say goodbye."""
+        """Leave the run with a goodbye message."""
         fields = goodbye._asdict()
         self.stream.say(leave={"final_metrics": fields.pop("metrics"), **fields})
         self.stream.end_stream(_GOODBYE_S)

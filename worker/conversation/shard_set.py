@@ -1,6 +1,6 @@
-"""The server's shards as a worker sees them: the same request to each, about its part of the model.
+"""The server's shards as a worker sees them. Each request goes to all shards, about their parts of the model.
 
-The first is the coordinator, which knows the worker. A server of one process is a set of one.
+The first shard is the coordinator, which knows the worker. A server of one process is a set of one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .threads import END_S, Helper, wait_for
 
 Result = TypeVar("Result")
 
-_MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # of an optimizer's state: times the parameters, and names
+_MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # limits of an optimizer's state: multiples of the parameters, and bytes for names
 
 
 class ShardSet:
-    """`all` has one shard for each server process; `make(number, address)` makes one, without an address the first."""
+    """The shards; `all` has one per server process. `make(number, address)` creates one; the first has no address."""
 
     optimizer: OptimizerSpec
 
@@ -39,12 +39,12 @@ class ShardSet:
         self._make = make
         self.all = [make(0, "")]
         self.has_fragments = False
-        self.codec = ""  # of contributions; auto: the first that it chooses
+        self.codec = ""  # of contributions; with auto, the first one that it chooses
         self._addresses: list[str] = []
-        self._helpers: list[Helper] = []  # threads for the shards beyond the first
+        self._helpers: list[Helper] = []  # threads for the shards after the first
         self._model: ModelTensors | None = None
         self._shares: list[Share] = []
-        self.replaced: Callable[[], object] = lambda: None  # called when shards are others than before
+        self.replaced: Callable[[], object] = lambda: None  # called when other shards replace the old ones
 
     @property
     def first(self) -> Shard:
@@ -52,18 +52,20 @@ class ShardSet:
 
     @property
     def layout(self) -> Layout:
-        """The whole model's."""
+        """The layout of the whole model."""
         assert self._model is not None
         return self._model.layout
 
     @property
     def transport(self) -> str:
-        """How tensors travel, for people."""
+        """Names of the transports in use, for people."""
         return ", ".join(dict.fromkeys(shard.transports.transport.name for shard in self.all))
 
     def connect(self, addresses: list[str]) -> None:
-        """Use the shards at these addresses, which may have moved. The coordinator's own is empty; there are none where
-        the server is one process."""
+        """Use the shards at these addresses, which may have changed.
+
+        The coordinator's own address is empty. The list is empty if the server is one process.
+        """
         if addresses == self._addresses:
             return
         if self._model is not None:  # a START follows
@@ -86,7 +88,7 @@ class ShardSet:
             shard.has_fragments = self.has_fragments
 
     def moved(self) -> None:
-        """The model lies elsewhere in memory now."""
+        """The model has moved in memory."""
         assert self._model is not None
         for shard, share in zip(self.all, self._shares, strict=True):
             shard.moved(part_of(self._model, share))
@@ -94,8 +96,11 @@ class ShardSet:
     # ---- the same for each shard --------------------------------------------------------------
 
     def each(self, work: Callable[[Shard], Result]) -> list[Result]:
-        """Do `work` for all shards side by side; returns the results in order. When one fails, the others' streams are
-        closed, since nothing can come of them; a refusal is raised rather than the losses that follow from it."""
+        """Run `work` for all shards in parallel. Returns the results in order.
+
+        If it fails for one shard, the streams of the others are closed, because they cannot complete. A refusal is
+        raised rather than the losses that follow from it.
+        """
         shards = self.all
         if len(shards) == 1:
             return [work(shards[0])]
@@ -122,7 +127,7 @@ class ShardSet:
                 first.set_exception(error)
             for future in others:
                 wait_for(future)
-        except BaseException:  # interrupted, and about to say goodbye to the first shard
+        except BaseException:  # interrupted: the worker will say goodbye to the first shard
             _hang_up(shards[1:])
             wait(others, END_S)
             raise
@@ -150,33 +155,33 @@ class ShardSet:
     # ---- gradients ahead of their contribution ------------------------------------------------
 
     def prepare(self, indices: list[int]) -> bool:
-        """Begin to copy these gradients off their device, if they are on one; True when that has begun."""
+        """Start copying these gradients off their device. Returns False if they are on the host."""
         have_begun = [shard.up.prepare(here) for shard, here in self._lying_on(indices)]
         return any(have_begun)
 
     def depart(self, indices: list[int]) -> None:
-        """Send the gradients of these tensors ahead of the contribution they belong to."""
+        """Send the gradients of these tensors before their contribution."""
         for shard, here in self._lying_on(indices):
             shard.up.depart(here)
 
     def recall(self) -> None:
-        """Discard gradients that have departed."""
+        """Discard the gradients that were sent early."""
         for shard in self.all:
             shard.up.recall()
 
     def _lying_on(self, indices: list[int]) -> list[tuple[Shard, list[int]]]:
-        """The parts of these tensors on each shard that has some."""
+        """Each shard that has parts of these tensors, with the parts' indices."""
         return [(shard, here) for shard in self.all if (here := shard.model.indices_of(indices))]
 
     # ---- calls beside the stream --------------------------------------------------------------
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a table, [n, dim], of distinct and ascending ids. Raises Lost."""
+        """Return rows of a table, [n, dim], for distinct and ascending ids. Raises Lost."""
         pending = [shard.pull_rows(table, ids) for shard in self.all]
         return torch.cat([rows() for rows in pending])
 
     def find_again(self, run: str) -> None:
-        """Follow shards that have moved, as the coordinator says, if it is there."""
+        """Connect to shards that have moved, if the coordinator can be reached for their addresses."""
         if len(self.all) > 1:
             with suppress(Lost):
                 for shard, address in zip(self.all, self.first.rpc.shard_addresses(run), strict=False):
@@ -189,16 +194,16 @@ class ShardSet:
             shard.pull_averaged(part_of(model, share))
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""
+        """Fetch the state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""
         found: dict[str, dict[str, list[torch.Tensor]]] = {}
         for shard, share in zip(self.all, self._shares, strict=True):
             try:
                 state = load(shard.rpc.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
             except Lost as lost:
-                message = f"the optimizer's state cannot be had from {shard.channel.address}: {lost}"
+                message = f"the optimizer's state could not be fetched from {shard.channel.address}: {lost}"
                 raise UnreachableError(message, fix="try again when the server is back") from None
             except SafetensorError as error:
-                raise refusal(Reason.BAD_REQUEST, f"the server sends no state of an optimizer: {error}") from None
+                raise refusal(Reason.BAD_REQUEST, f"the server sends an invalid optimizer state: {error}") from None
             names = {part.name: part.spec.name for part in share.parts}
             shapes = {spec.name: spec.shape for spec in share.layout.specs}
             for full, tensor in state.items():

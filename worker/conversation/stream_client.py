@@ -1,4 +1,4 @@
-"""One stream to a server process: frames out, frames in, synchronous."""
+"""One stream to a server process: sends and receives frames, synchronously."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .direct import Direct, DirectError
 from .interrupts import uninterrupted
 from .messages import message
 
-_STATUS_S = 2.0  # within which a stream says why it has ended
+_STATUS_S = 2.0  # time in which a stream reports why it ended
 
 
 class StreamClient:
-    """One Exchange stream at a time on a channel, with a direct connection beside it where both sides have one."""
+    """One Exchange stream at a time on a channel, with a direct connection beside it if both sides support it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
         self._connected: Direct | None = None  # the direct connection
-        self._direct: Direct | None = None  # the same, once messages go over it
+        self._direct: Direct | None = None  # set once messages use the direct connection
         self._call: Any = None
         self._is_reading = False
-        atexit.register(self.close_stream)  # before the channel is closed
+        atexit.register(self.close_stream)  # runs before the channel is closed
 
     def open(self, timeout_s: float) -> None:
-        """Connect and begin a stream. Raises as `Channel.connect`."""
+        """Connect and start a stream. Raises as `Channel.connect`."""
         self.close_stream()
         self._channel.connect(timeout_s)
         self._outgoing = queue.SimpleQueue()
@@ -45,8 +45,10 @@ class StreamClient:
         self._is_reading = False
 
     def go_direct(self, welcome: pb.Welcome) -> str:
-        """Make the direct connection that the welcome offers. Returns the reason where that fails, else nothing: from
-        `offer` on messages go over it."""
+        """Make the direct connection that the Welcome offers. Returns why that failed, or an empty string.
+
+        Messages use the connection from `offer` on.
+        """
         if not welcome.HasField("direct"):
             return "the server has no direct port"
         channel, offer = self._channel, welcome.direct
@@ -60,24 +62,24 @@ class StreamClient:
         return ""
 
     def offer(self, model: pb.Model) -> None:
-        """Send the model: the last message on the stream where there is a direct connection."""
+        """Send the model. With a direct connection it is the last message on the stream."""
         model.direct = self._connected is not None
         self.say(model=model)
         self._direct = self._connected
 
     def send(self, frames: Iterable[bytes | OutOfBand]) -> None:
-        """Queue messages; a generator is drawn from only as fast as the connection takes them."""
+        """Queue messages. A generator is consumed only as fast as the connection takes the messages."""
         if self._direct is not None:
             self._direct.send(frames)
         else:
-            self._outgoing.put(frames)  # type: ignore[arg-type]  # OutOfBand goes over a direct connection only
+            self._outgoing.put(frames)  # type: ignore[arg-type]  # OutOfBand needs a direct connection
 
     def say(self, **kind: Any) -> None:
-        """Queue one small message, e.g. `say(leave={...})`, the fields of Leave."""
+        """Queue one small message, such as `say(leave={...})` with the fields of Leave."""
         self.send(message(**kind))
 
     def receive(self) -> Frame:
-        """The next message. Raises Lost, or the refusal that ended the stream."""
+        """Receive the next message. Raises Lost, or the refusal that ended the stream."""
         self._is_reading = True
         with uninterrupted:
             received = self._next()
@@ -97,7 +99,7 @@ class StreamClient:
             raise self._why_lost(error) from None
 
     def _why_lost(self, error: Exception) -> Exception:
-        """The reason why a direct connection has ended, which the stream knows."""
+        """The error for a lost direct connection, with the reason from the stream."""
         call = self._call
         if call is None:
             return Lost("the connection was closed")
@@ -121,9 +123,12 @@ class StreamClient:
         targets: Callable[[int, int], Iterator[memoryview]] | None = None,
         leave: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Receive the payload that `first` announces and pass it to `write(offset, data)` piece by piece, from the
-        connection or from the segment that has its pieces; or receive it into `targets(offset, num_bytes)`.
-        `leave(offset, num_bytes)` is called for bytes that do not come because the worker has them."""
+        """Receive the payload that `first` announces, piece by piece.
+
+        Each piece goes to `write(offset, data)`. Its bytes come from the connection, or from `segment` (shared memory).
+        With `targets(offset, num_bytes)`, bytes are received directly into that memory. `leave(offset, num_bytes)` is
+        called for bytes that are not sent, because the worker has them.
+        """
         receive_out_of_band = None
         if targets is not None and self._direct is not None:
             direct = self._direct
@@ -143,20 +148,20 @@ class StreamClient:
         collect(PayloadReader(num_bytes, write, receive_out_of_band, leave), first, self.receive)
 
     def end_stream(self, timeout_s: float) -> None:
-        """Half-close after pending messages, and wait for the server to agree; a lost server does not matter."""
+        """Half-close after pending messages, and wait for the server to end the stream. Ignores a lost server."""
         if self._call is None:
             return
         self._outgoing.put(None)
         if self._direct is not None:
             self._direct.half_close()
-        if self._is_reading:  # interrupted in the middle of an operation: the call is of no more use
+        if self._is_reading:  # interrupted in the middle of an operation: the call is unusable
             self.close_stream()
             return
         hang_up = threading.Timer(timeout_s, self._call.cancel)
         hang_up.start()
         with suppress(grpc.RpcError):
             for _ in self._call:
-                pass  # a sign of life on its way
+                pass  # a Waiting message that was in flight
         hang_up.cancel()
         self._call = None
         self._close_direct()
@@ -167,7 +172,7 @@ class StreamClient:
             connected.close()
 
     def hang_up(self) -> None:
-        """From any thread: end the stream, so that a reader raises Lost."""
+        """End the stream from any thread. A reader then raises Lost."""
         if (call := self._call) is not None:
             call.cancel()
         if (connected := self._connected) is not None:
@@ -180,7 +185,7 @@ class StreamClient:
         self._channel.close()
 
     def close_stream(self) -> None:
-        """Drop the stream at once; the server sees the worker leave."""
+        """End the stream at once. The server sees that the worker left."""
         if self._call is not None:
             self._outgoing.put(None)
             self._call.cancel()

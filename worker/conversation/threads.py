@@ -1,4 +1,4 @@
-"""Helper threads, each of which does one job after another."""
+"""Helper threads that run one job after another."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from .interrupts import uninterrupted
 
 _LOOK_UP_S = 0.2
-# In which a stopped thread reaches its next safe place; a waiting one hears from its server every second, and at once
-# when its connection is closed.
+# Time for a stopped thread to reach its next safe place. A waiting thread receives a message from its server every
+# second, and an error at once when its connection is closed.
 END_S = 2.0
 
 
 class Stopped(BaseException):
-    """The job was ended because the worker leaves."""
+    """Ends a job because the worker leaves."""
 
 
 class Helper:
-    """A daemon thread, so that a process that ends does not wait for it for ever."""
+    """Runs jobs on a daemon thread, which does not block the end of the process."""
 
     def __init__(self, name: str = "exchange") -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -35,19 +35,21 @@ class Helper:
         return future
 
     def stop(self) -> None:
-        """End the job under way at its next safe place, with Stopped."""
+        """End the current job with Stopped at its next safe place."""
         if self._thread.ident is not None and self._thread.is_alive():
             uninterrupted.stop(self._thread.ident, Stopped())
 
     def end(self, timeout_s: float = END_S) -> None:
-        """Take no more jobs, and wait for the thread: an interpreter that ends while a thread is in torch or gRPC
-        aborts the process (the thread is unwound through C++)."""
+        """Take no more jobs, and wait for the thread.
+
+        If the interpreter exits while a thread is in torch or gRPC, the process aborts (C++ unwinds the thread).
+        """
         self.dismiss()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def dismiss(self) -> None:
-        """Take no more jobs, and do not wait for the one under way."""
+        """Take no more jobs, and do not wait for the current one."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -55,14 +57,16 @@ class Helper:
             job, future = item
             try:
                 future.set_result(job())
-            except BaseException as error:  # also Stopped: the waiting thread raises it
+            except BaseException as error:  # also Stopped, which the waiting thread raises
                 future.set_exception(error)
-            del item, job, future  # they may refer to much memory, and the next job may come late
+            del item, job, future  # these may hold much memory until the next job
         uninterrupted.forget()
 
 
 def wait_for(future: Future[Any]) -> None:
-    """Wait until it is done. A signal may raise here: Python runs its handler between two waits, also where the system
-    has given the signal to another thread."""
+    """Wait until the future is done. A signal may raise an exception here.
+
+    Python runs a signal handler between two short waits, even if the system gave the signal to another thread.
+    """
     while not wait([future], timeout=_LOOK_UP_S).done:
         pass

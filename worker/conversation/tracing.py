@@ -1,6 +1,8 @@
-"""A worker's spans: `exchange` with `encode` (until its bytes are handed over), `wait` (until the reply begins to
-come) and `apply` (until its weights are in the model). They are made when an exchange is over. Without `output.traces`
-this file is not imported."""
+"""Records a worker's spans: `exchange` with the children `encode`, `wait` and `apply`.
+
+`encode` ends when the bytes are handed over, `wait` when the reply starts to arrive, and `apply` when the model has the
+weights. The spans are recorded after the exchange. This file is imported only with `output.traces`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ...common.wire.tracing import Traces, ids_of
 
 
 class ExchangeTraces:
-    """The spans of one worker; threads of several shards mark their parts."""
+    """The spans of one worker. Threads of several shards record their parts."""
 
     def __init__(self, url: str, rank: int | None) -> None:
         self._traces = Traces(url, WORKER, **({} if rank is None else {"paramserver.rank": rank}))
@@ -21,20 +23,20 @@ class ExchangeTraces:
         self._came: list[int] = []
 
     def begin(self) -> None:
-        """An exchange begins, for the first time or again."""
+        """An exchange begins, or begins again."""
         self._begun = time.time_ns()
         self._sent, self._came = [], []
 
     def sent(self) -> None:
-        """A shard's part is handed over."""
+        """A shard's part was handed over."""
         self._sent.append(time.time_ns())
 
     def came(self) -> None:
-        """A shard's reply begins to come."""
+        """A shard's reply starts to arrive."""
         self._came.append(time.time_ns())
 
     def end(self, run: str, rank: int, incarnation: int, number: int, gate_wait_s: float, outcome: str) -> None:
-        """The reply is here, whole."""
+        """The complete reply has arrived: record the spans."""
         ended = time.time_ns()
         sent = max(self._sent, default=self._begun)
         came = max(sent, max(self._came, default=ended))
