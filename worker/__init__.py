@@ -1,10 +1,9 @@
-"""The worker: the session with the server, the exchanging optimizer, tasks and the trainer."""
+"""The worker: sessions with the server, strategies, transports, tasks and the training loop."""
 
 import os
 
-# DataLoader forks while gRPC's threads are at work. Its own handlers for that are skipped then, and now and then
-# abort the new process; loaders have no use for gRPC.
+# DataLoader forks while gRPC's threads run. gRPC's fork handlers then do nothing, and sometimes abort the new process.
+# Loader processes do not need gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# What it writes itself, by default even where a connection has ended in good order, nobody can use: an error that
-# matters is raised, with its reason.
+# gRPC logs by default even when a connection ends normally. Errors that matter are raised with their reason.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,11 +1,11 @@
-"""A user's own training script, three lines changed.
+"""The API for a user's training script, of which three lines change.
 
     session = paramserver.connect("10.0.0.1:50051", rank=0)
     optimizer = session.optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     for batch in session.shard(dataset, batch_size=32):
         ...; optimizer.zero_grad(); loss.backward(); optimizer.step()
 
-Without a server (no address here, none in PS_SERVER) the same script trains alone.
+Without a server address, here or in PS_SERVER, the same script trains alone.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["Session", "connect", "open_session"]
 def connect(address: str | None = None, rank: int | None = None) -> Session:
     """Join the run at `address` (or PS_SERVER) as `rank` (or PS_WORKER__RANK, or an engine's RANK).
 
-    Without an address, train alone. Waits for the server up to worker.give_up_s, then raises
-    UnreachableError. Every setting can be given as PS_SECTION__KEY in the environment.
+    Without an address, train alone. Waits for the server up to worker.give_up_s, then raises UnreachableError.
+    Environment variables PS_SECTION__KEY can set every setting.
     """
     if getattr(sys.excepthook, "__module__", "") in (
         "sys",
         "torch.distributed.distributed_c10d",
-    ):  # nobody's, or a process group's
+    ):  # Python's default hook, or that of a process group
         sys.excepthook = _explain
         watch_exit()
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
@@ -51,8 +51,8 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
 
 
 def _explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """An error of ours that a script does not catch ends it like our programs: explained, with its exit code."""
-    if isinstance(error, KeyboardInterrupt):  # where it came is no news, as a rule it is in the middle of a wait
+    """Report an uncaught ParamServerError as our programs do: a message with a fix, and the error's exit code."""
+    if isinstance(error, KeyboardInterrupt):  # the traceback does not help, as it usually ends in a wait
         print("paramserver: interrupted", file=sys.stderr)
         return
     if not isinstance(error, ParamServerError):
@@ -65,14 +65,14 @@ def _explain(kind: type[BaseException], error: BaseException, traceback: Traceba
 
 
 def open_session(config: Config, overlap: bool = False) -> Session:
-    """A session for a resolved configuration; `worker.server: none` trains alone too.
+    """Open a session for a resolved configuration. With `worker.server: none` it trains alone.
 
-    `overlap` is what worker.overlap means where it is not set: true only for a loop that leaves
-    gradients as backward left them.
+    `overlap` is the default of worker.overlap. True is safe only for a loop that does not change gradients after
+    backward.
     """
     if config.worker.server == "none" and config.worker.group:
         raise UsageError(
-            "worker.group without a server: its processes would each train alone", fix="--server HOST:PORT"
+            "worker.group without a server: each of its processes would train alone", fix="--server HOST:PORT"
         )
     if config.worker.evaluate and not config.worker.group:
         return EvaluatorSession(config)

@@ -51,7 +51,7 @@ def work(
       ps-worker --rank 0 --task my_task.py:MyTask --device cuda:0
       ps-worker --server none --task digits                 alone, without a server
 
-    Started by an engine, which says the rank (docs/engines.md)
+    Started by an engine, which sets the rank (docs/engines.md)
 
       torchrun --nproc-per-node 4 -m paramserver.worker            four workers
       torchrun --nproc-per-node 4 -m paramserver.worker --group    one worker of four processes
@@ -64,7 +64,7 @@ def work(
         alone = [name for name in alone if name != "--eval-every"]
     if alone and resolved.config.worker.server != "none":
         raise UsageError(
-            f"{', '.join(alone)}: with a server this is the server's",
+            f"{', '.join(alone)}: with a server, this is an option of ps-server",
             fix=f"ps-server {alone[0]} ..., or train alone with --server none",
         )
     _check_here(resolved)
@@ -75,7 +75,7 @@ def work(
 
 
 def _check_here(resolved: Resolved) -> None:
-    """What can be seen before torch is loaded and a server is asked. Raises UsageError."""
+    """Check settings before torch is loaded and the server is contacted. Raises UsageError."""
     config = resolved.config
     check_device(config.worker.device)
     if resolved.was_set("task.name"):
@@ -85,7 +85,7 @@ def _check_here(resolved: Resolved) -> None:
 
 
 def _say_place(resolved: Resolved) -> None:
-    """Whose word the rank is, when an engine's was taken: in a job within a job this is what people look for."""
+    """Log which engine set the rank. In a job within a job this explains an unexpected rank."""
     engine = engine_settings(os.environ, resolved.config.worker.group)
     rank = engine.settings.get("worker.rank")
     if rank is None or resolved.origins.get("worker.rank") != f"environment {rank.name}":
@@ -101,7 +101,7 @@ def _say_place(resolved: Resolved) -> None:
 
 
 def _work(resolved: Resolved) -> None:
-    # torch and gRPC take seconds to load: only once the configuration has been found good.
+    # Load torch and gRPC, which take seconds, only after the configuration was checked.
     before_torch()
     gc.disable()
     import torch
@@ -124,7 +124,8 @@ def _work(resolved: Resolved) -> None:
     for path in (config.output.save, config.output.summary, config.output.curve):
         if path is not None and config.worker.server == "none":
             check_writable(path)
-    say = get_logger().info if config.log.format == "text" else None  # programs hear it from the server
+    # with a JSON log, programs get these events from the server
+    say = get_logger().info if config.log.format == "text" else None
     try:
         if config.worker.evaluate:
             evaluator = Evaluator(config)
@@ -150,15 +151,18 @@ def _work(resolved: Resolved) -> None:
 
 
 def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
-    """`auto` on a host with several cuda devices: the one of this worker's rank there, shared when there are
-    more workers. An engine that gives each of its processes one device shows it no other, and there is one."""
+    """The device for `auto` on a host with several cuda devices: chosen by local rank, shared if there are more
+    workers.
+
+    If an engine gives each process one device, the process sees only that device.
+    """
     if name != "auto" or local_rank is None or num_devices < 2:
         return name
     return f"cuda:{local_rank % num_devices}"
 
 
 def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> Task:
-    """The worker's own task if it was given one, otherwise the built-in one the server names."""
+    """Load the worker's own task if it has one, otherwise the built-in task that the server names."""
     from .training.tasks.loading import load_named_by_server, load_task
 
     task = resolved.config.task
@@ -166,7 +170,7 @@ def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> 
         return load_task(task.name, task.args, seed=settings.seed, device=device)
     if not settings.task:
         raise UsageError(
-            "the run's task is a file, and a file is never taken from a server",
+            "the run's task is a file, and a worker never takes a file from a server",
             fix="give --task FILE.py:NAME to this worker",
         )
     return load_named_by_server(settings.task, settings.task_args or {}, task.args, seed=settings.seed, device=device)

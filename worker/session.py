@@ -1,14 +1,14 @@
-"""What a worker knows about its place in the run, and when it tries again to reach the server. Pure.
+"""A worker's progress in the run, and its attempts to reach the server again. Pure.
 
     joining --welcomed--> joined --replied(START)--> computing --took_step--> exchanging
        ^                                                  ^                        |
        |                                                  +------- replied -------+
        +----------------------------- lost --------------------------------------- (any)
 
-When the connection is lost with a contribution in flight, the welcome of the new join says how many
-count. If the worker is still a member (`resumed`), it sends the contribution again, or, if that
-counts already, only asks for its reply again. If it is not, because its lease ended or the server
-went back to a snapshot, it begins on the weights, the number and the place in the data it is told.
+If the connection is lost while a contribution is pending, the Welcome of the new join says how many contributions
+count. A worker that is still a member (`resumed`) sends the contribution again. If that counts already, it only asks
+for its reply again. A worker that is no longer a member starts from the weights, the sequence number and the position
+that the server sends. This happens when its lease ended or the server went back to a snapshot.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from dataclasses import dataclass, field
 from ..common.errors import UnreachableError
 from ..common.wire.records import Position, RateInfo, Reply, StartInfo
 
-# Back-off between attempts to reach the server: doubles from the first to the last.
+# Back-off between attempts to reach the server; it doubles from the first value to the last.
 _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 0.25
 
 
 @dataclass
 class Progress:
-    """One worker's place in the run. `version` is that of the weights it holds."""
+    """One worker's progress in the run. `version` is that of its weights."""
 
     run: str = ""
-    process: str = ""  # random: tells its joins from those of another process
+    process: str = ""  # random; distinguishes the joins of this process from those of others
     rank: int | None = None
     incarnation: int = 0
-    num_counted: int = 0  # contributions that count: the next one's number is one more
+    num_counted: int = 0  # contributions that count; the next sequence number is one more
     version: int = 0
     steps_left: int = 0  # local steps before the next contribution
-    local_steps: int = 0  # in the next contribution
-    is_cut_short: bool = False  # it has fewer than the server expects
+    local_steps: int = 0  # training steps in the next contribution
+    is_cut_short: bool = False  # the next contribution has fewer steps than the server expects
     num_workers: int = 1
     worker_index: int = 0
-    training_steps: int = 0  # of this rank that count
-    has_evaluator: bool = False  # a process that does not train evaluates
-    total_steps: int | None = None  # of each worker in the run; None: its loop decides, or it is not known yet
-    batches: int = 0  # of this rank's data that were behind it when it was told where to start
-    in_step: int = 0  # contributions of the training step it begins with there that count already
+    training_steps: int = 0  # steps of this rank that count
+    has_evaluator: bool = False  # an evaluator process evaluates instead of the workers
+    total_steps: int | None = None  # of each worker; None: its loop decides, or it is not known yet
+    batches: int = 0  # the rank's position in its data at the newest start
+    in_step: int = 0  # contributions that count already, of the training step in which this process starts
     is_done: bool = False
     pull_every: int = 1
-    server_incarnation: int = 0  # of the server whose weights it holds; 0: none that it could go on with
-    num_starts: int = 0  # replies that told it where to start
-    # Learning rates of this rank's contributions, by group, as the newest of these told them (Rates in the proto).
+    server_incarnation: int = 0  # of the server that sent the weights; 0: no server from which it could continue
+    num_starts: int = 0  # replies that said where to start
+    # Learning rates of this rank's contributions, by group, from the newest START (Rates in the proto).
     first_rates: list[float] = field(default_factory=list)
     last_rates: list[float] = field(default_factory=list)
     num_rate_changes: int = 0
-    # While the last contribution that counts is computed once more: training steps, local steps and end to go on from.
+    # During a replay: training steps, local steps and `is_done` to restore afterwards.
     after_replay: tuple[int, int, bool] | None = None
 
     def welcomed(self, run: str, rank: int, incarnation: int) -> None:
-        """The server has seated this process."""
+        """The server has accepted this process."""
         self.run, self.rank, self.incarnation = run, rank, incarnation
 
     def replied(self, reply: Reply) -> None:
-        """The server lets the worker go on. Without weights it still holds those of its old version."""
+        """The server lets the worker continue. A reply without weights leaves the version as it is."""
         work = reply.next_work
         self.num_counted = reply.result.seq
         if reply.has_new_weights:
@@ -74,7 +74,7 @@ class Progress:
         self.training_steps = work.training_steps
 
     def started(self, reply: Reply) -> None:
-        """The first reply of a stream, after `replied`: where this process begins."""
+        """The first reply of a stream, handled after `replied`: it says where this process starts."""
         start = reply.start or StartInfo()
         self.num_starts += 1
         self.batches = self.training_steps if start.num_batches is None else start.num_batches
@@ -84,15 +84,14 @@ class Progress:
         self.num_rate_changes = rates.num_changes
 
     def cut_short(self) -> bool:
-        """No more training steps are to come: the next contribution is of those that were taken. False when there are
-        none."""
+        """No training step follows: contribute the steps taken so far. Returns False if there are none."""
         if self.is_done or self.steps_left == self.local_steps:
             return False
         self.local_steps, self.steps_left, self.is_cut_short = self.local_steps - self.steps_left, 0, True
         return True
 
     def limit(self, total_steps: int) -> None:
-        """The run has so many training steps, as has been found out while one is taken."""
+        """Limit the run to `total_steps`, which became known during a training step."""
         self.total_steps = total_steps
         beyond = self.steps_left - max(0, total_steps - self.position)
         if beyond > 0:
@@ -100,18 +99,18 @@ class Progress:
             self.is_cut_short = True
 
     def took_step(self) -> bool:
-        """A training step is done; True when it is time to contribute."""
+        """Count a training step. Returns whether a contribution is due."""
         self.steps_left -= 1
         return self.steps_left <= 0
 
     def replay(self, position: Position) -> None:
-        """Compute the last contribution that counts once more, from where it began; it is not sent."""
+        """Begin to compute the last counted contribution again, without sending it."""
         self.after_replay = (self.training_steps, self.local_steps, self.is_done)
         self.training_steps, self.is_done = position.step, False
         self.local_steps = self.steps_left = position.local_steps
 
     def replayed(self) -> int:
-        """Go on from where the server said; returns training steps that the run has taken meanwhile without it."""
+        """End the replay. Returns the training steps that the run took meanwhile without this worker."""
         assert self.after_replay is not None
         replayed = self.training_steps + self.local_steps
         self.training_steps, self.local_steps, self.is_done = self.after_replay
@@ -127,17 +126,17 @@ class Progress:
 
     @property
     def is_last(self) -> bool:
-        """No other training step begins after this one."""
+        """Whether no other training step begins after this one."""
         return self.is_done if self.after_replay is None else self.after_replay[2]
 
     def become(self, other: Progress) -> None:
-        """Take over everything another one says; whoever holds this one sees it."""
+        """Copy all fields of another Progress into this object, which others refer to."""
         vars(self).update(vars(other))
 
     def assume_counted(self, next_local_steps: int | None = None) -> bool:
-        """A contribution is handed over and not replied: go on as if it counted. True when it is the last one.
+        """Continue as if a contribution without a reply counted. Returns whether it is the last one.
 
-        The next one covers `next_local_steps`, else as many local steps as this one; the last one may be shorter.
+        The next contribution has `next_local_steps`, or as many local steps as this one. The last one may be shorter.
         """
         self.num_counted += 1
         self.training_steps += self.local_steps
@@ -149,12 +148,12 @@ class Progress:
 
     @property
     def position(self) -> int:
-        """Training steps of this rank that are behind it: those that count and those of its next contribution."""
+        """Training steps of this rank: those that count, and those of its next contribution."""
         return self.training_steps + self.local_steps - self.steps_left
 
     @property
     def next_number(self) -> int:
-        """Of the next contribution."""
+        """The sequence number of the next contribution."""
         return self.num_counted + 1
 
     @property
@@ -165,43 +164,43 @@ class Progress:
 
 @dataclass
 class Length:
-    """What says how many training steps there are, where the run was given no number of them."""
+    """The sources of a run's length, if the run has no number of steps."""
 
-    epochs: int | None = None  # of the run: the data set, which the workers know, divided among them
-    default: int | None = None  # of a task
-    own_epochs: int | None = None  # that the script's loop goes through the data by itself
-    own_steps: int | None = None  # or the steps that it takes
+    epochs: int | None = None  # of the run: passes over the data, which is divided among the workers
+    default: int | None = None  # steps of a task
+    own_epochs: int | None = None  # passes over the data that the script's loop makes
+    own_steps: int | None = None  # steps that the script's loop takes
 
     @property
     def is_open(self) -> bool:
-        """The script's loop alone decides."""
+        """Whether the script's loop alone sets the length."""
         return self.epochs is None and self.default is None
 
     def of_run(self, epoch_batches: int, per_step: int) -> int | None:
-        """Of the run, with so many batches of a rank in an epoch and in a step."""
+        """Training steps of the run, with this many batches of a rank per epoch and per step."""
         return self.default if self.epochs is None else max(1, self.epochs * epoch_batches // per_step)
 
     def of_loop(self, epoch_batches: int, per_step: int) -> int | None:
-        """That the script's own loop takes; None where it has not said so."""
+        """Training steps of the script's own loop; None: the script has not given them."""
         return self.own_steps if self.own_epochs is None else self.own_epochs * epoch_batches // per_step
 
 
 @dataclass
 class Retry:
-    """Attempts to reach a server: when to try again, and when to give up. Seconds, monotonic."""
+    """Attempts to reach a server: when to try again, and when to give up. Times are monotonic seconds."""
 
     address: str
     give_up_s: float
     rank: int | None = None
-    num_failures: int = 0  # since the server was reached last
+    num_failures: int = 0  # since the newest success
     _since: float = 0.0  # when the first of them was
 
     def reached(self) -> None:
-        """The server has replied: the next trouble starts afresh."""
+        """The server has replied, so the next failure is the first one again."""
         self.num_failures = 0
 
     def failed(self, now: float, cause: str) -> float:
-        """An attempt failed: seconds until the next one. UnreachableError past the give-up time."""
+        """An attempt failed. Returns the seconds until the next one. Raises UnreachableError after the give-up time."""
         if self.num_failures == 0:
             self._since = now
         waited_s = now - self._since
@@ -212,6 +211,6 @@ class Retry:
             )
         delay_s = min(_LAST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self.num_failures, 10))
         self.num_failures += 1
-        # Workers that lost one server together come back one after another: ranks are spread evenly.
+        # Spreads ranks evenly, so that workers that lost a server together do not return at the same moment.
         spread = ((self.rank or 0) * 0.618034) % 1.0
         return min(delay_s * (0.5 + spread), max(0.0, self._since + self.give_up_s - now))

@@ -1,4 +1,4 @@
-"""The training loop around a task. It is a user's own script (`worker/api.py`), and knows no mode."""
+"""The training loop for a task. It uses a session as a user's script does (`worker/api.py`), and knows no mode."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def train(
     init: str | None = None,
     loader: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, float]:
-    """Train `task` to the end of the run, with the optimizer the run's settings name, and report its metrics where
-    this worker is to evaluate it. Returns the model and the seconds that training took. `say(event, **fields)` is told
-    where it is, now and then; `init` is a file with the weights that a run begins with, `loader` are options of the
-    DataLoader."""
+    """Train `task` to the end of the run, and report its metrics if this worker evaluates.
+
+    The run's settings name the optimizer. Returns the model and the seconds of training. `say(event, **fields)` is
+    called with the progress from time to time. `init`: a file with the run's initial weights. `loader`: options of the
+    DataLoader.
+    """
     settings = session.settings
     torch.manual_seed(settings.seed)
     with user_code():
@@ -45,7 +47,7 @@ def train(
         load_weights(model, init)
     model = session.divided(model)
     model.train()
-    check_arguments(settings.optimizer, settings.optimizer_args or {})  # they may be a server's
+    check_arguments(settings.optimizer, settings.optimizer_args or {})  # they may come from a server
     groups = [{"params": list(model.parameters())}]
     inner = build_optimizer(settings.optimizer, groups, settings.optimizer_args)
     optimizer = session.optimizer(model, inner, averaged_buffers=getattr(task, "averaged_buffers", ()))
@@ -55,7 +57,7 @@ def train(
         session.length.default = TASK_STEPS
     if settings.eval_every is not None or settings.ends_by_metrics:
         session.evaluate(lambda model: _metrics(task, model))
-        session.evaluation.is_final_too = False  # that is done below, with more metrics
+        session.evaluation.is_final_too = False  # evaluated below, with more metrics
     if say is not None:
         length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)
@@ -80,7 +82,7 @@ def train(
 
 
 def _options(task: Task, data: Any, loader: dict[str, Any] | None) -> dict[str, Any]:
-    """What the data are loaded with: with a sampler where the task has one."""
+    """The options to load the data with, including the task's sampler if it has one."""
     if not callable(make := getattr(task, "sampler", None)):
         return dict(loader or {})
     with user_code():
@@ -88,7 +90,7 @@ def _options(task: Task, data: Any, loader: dict[str, Any] | None) -> dict[str, 
 
 
 def _checked(batches: Any) -> Any:
-    """The batches; an exception of the user's data set is the user's."""
+    """Yield the batches. An exception in the user's data set becomes a UserCodeError."""
     while True:
         with user_code():
             try:
@@ -99,7 +101,7 @@ def _checked(batches: Any) -> Any:
 
 
 def _evaluate(session: Session, task: Task, model: nn.Module) -> dict[str, float]:
-    """The task's metrics on the final weights, and `averaged_*` on their Polyak average if one is kept."""
+    """The task's metrics on the final weights, and `averaged_*` on their Polyak average if the run keeps one."""
     metrics = _metrics(task, model)
     if session.averaged(model):
         metrics.update({f"averaged_{name}": value for name, value in _metrics(task, model).items()})
@@ -114,7 +116,7 @@ def _metrics(task: Task, model: nn.Module) -> dict[str, float]:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` takes CUDA when there is one. UsageError for a device that is not there."""
+    """Return the device; `auto` is CUDA if there is any. Raises UsageError for a device that does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

@@ -48,7 +48,7 @@ def test_one_that_stands_still_ends_the_worker_which_goes_on_as_a_whole(run: Run
     os.kill(group[frozen].popen.pid, signal.SIGSTOP)
     others = [number for number in group if number is not group[frozen]]
     assert [other.wait() for other in others] == [15, 15], others[0].output
-    message = f"group rank {frozen} of this worker's 3 processes was not heard of for "
+    message = f"group rank {frozen} of this worker's 3 processes was silent for "
     assert all(message in other.output and "(server.lease_s is 2)" in other.output for other in others), others[
         0
     ].output

@@ -87,11 +87,9 @@ def test_a_model_in_parts_outside_of_a_group_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = fully_shard(nn.Linear(4, 4))
-        with pytest.raises(
-            UsageError, match=r"'weight' is divided among processes \(fully_shard\), and this worker is"
-        ):
+        with pytest.raises(UsageError, match=r"'weight' is sharded over processes \(fully_shard\), but this worker is"):
             alone.wraps(model)
-        with pytest.raises(UsageError, match="'0' is wrapped in DistributedDataParallel, and the model is not"):
+        with pytest.raises(UsageError, match="'0' is wrapped in DistributedDataParallel, but the whole model is not"):
             grouped.wraps(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(4, 4))))
     finally:
         dist.destroy_process_group()
@@ -121,8 +119,8 @@ def test_who_is_missing_is_named(run: Run, absent: int) -> None:
     run.serve(*SERVE)
     (other,) = run.group(0, 2, absent=absent, PS_WORKER__GIVE_UP_S="2")
     assert other.wait() == 15
-    message = "group rank 1 of 2 did not come in 2 s (worker.give_up_s), and group rank 0 waits no longer"
-    assert (message if absent else "group rank 1: group rank 0 did not come: nobody at 127.0.0.1:") in other.output
+    message = "group rank 1 of 2 did not come in 2 s (worker.give_up_s), so group rank 0 gives up"
+    assert (message if absent else "group rank 1: no reply from group rank 0 at 127.0.0.1:") in other.output
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,7 @@ def test_who_is_missing_is_named(run: Run, absent: int) -> None:
         ((), {"inner1": "PS_WORKER__CODEC=bf16"}, 12, "worker.codec is bf16 in group rank 1 and raw in group rank 0"),
         ((), {"inner1": "PS_RUN__SEED=7"}, 12, "run.seed is 7 in group rank 1 and 0 in group rank 0"),
         (("taller",), {}, 12, "the models (tensors, shapes) of group rank 0 and 1 differ"),
-        (("parts",), {}, 2, "the processes of a worker have parted: group rank 1 is at the end of its loop, step 5"),
+        (("parts",), {}, 2, "the processes of a worker have diverged: group rank 1 is at the end of its loop, step 5"),
         ((), {"PS_SERVER": "127.0.0.1:1", "PS_WORKER__GIVE_UP_S": "2"}, 15, "no server at 127.0.0.1:1 for 2 s"),
     ],
     ids=["codec", "seed", "model", "parted", "no server"],

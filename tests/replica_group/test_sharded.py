@@ -104,9 +104,9 @@ def test_the_worker_divides_the_model_of_a_task_and_evaluates_it(run: Run) -> No
 @pytest.mark.parametrize(
     ("mode", "words", "env", "message"),
     [
-        ("sync", (), {"PS_WORKER__ZERO": "3"}, "worker.zero is 3, and the model of this script is whole"),
-        ("allreduce", ("fsdp",), {}, "(fully_shard), and workers of mode allreduce step whole models themselves"),
-        ("localsgd", ("fsdp", "adafactor"), {}, "Adafactor does not treat each element by itself"),
+        ("sync", (), {"PS_WORKER__ZERO": "3"}, "worker.zero is 3, but this script's model is whole"),
+        ("allreduce", ("fsdp",), {}, "(fully_shard), but workers of mode allreduce step whole models"),
+        ("localsgd", ("fsdp", "adafactor"), {}, "Adafactor is not elementwise"),
     ],
 )
 def test_what_cannot_be_is_said(run: Run, mode: str, words: tuple[str, ...], env: dict[str, str], message: str) -> None:

@@ -77,7 +77,7 @@ def test_a_process_of_a_worker_under_ps_launch_stands_still(run: EngineRun, inne
     launched.until(lambda: run.num_commits() >= 10, "ten commits")
     kill_inner(launched, rank=1, inner=inner, number=signal.SIGSTOP)
     assert launched.wait() == 0, launched.output
-    assert f"group rank {inner} of this worker's 2 processes was not heard of for " in launched.output
+    assert f"group rank {inner} of this worker's 2 processes was silent for " in launched.output
     prove(run)
     assert [worker["restarts"] for worker in run.summary()["workers"]] == [0, 1]
 

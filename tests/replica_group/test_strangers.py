@@ -56,7 +56,7 @@ def test_only_this_user_can_read_where_processes_meet(tmp_path: Path, monkeypatc
     rendezvous.leave()
     assert list(folder.iterdir()) == []
     folder.chmod(0o755)
-    with pytest.raises(AuthError, match="can be written or read by other users") as raised:
+    with pytest.raises(AuthError, match="can be read or written by other users") as raised:
         Rendezvous(member, None)
     assert "set TMPDIR" in str(raised.value.fix)
 

@@ -1,1 +1,1 @@
-"""A worker that is several processes (`worker.group`): towards the server it is one, with one rank."""
+"""A worker of several processes (`worker.group`), which the server sees as one worker with one rank."""

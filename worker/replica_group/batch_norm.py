@@ -1,9 +1,9 @@
-"""torch.nn.SyncBatchNorm among the processes of a worker: statistics of all their samples, as in one process.
+"""torch.nn.SyncBatchNorm over the processes of a replica group, with the statistics of all their samples.
 
-torch's own layer needs a GPU and the script's init_process_group(); without the latter it is plain BatchNorm, without a
-warning. So such layers get this forward pass, over the group's own connections, unless torch's can do it. Mean and
-variance are two sums over the group, and the gradient of a sum over all is the sum of all gradients (Ioffe and Szegedy
-2015; torch's SyncBatchNorm does the same in kernels of its own).
+torch's own layer needs a GPU and the script's init_process_group(). Without the latter it is plain BatchNorm, without a
+warning. So these layers get this forward pass, over the group's own connections, unless torch's works. Mean and
+variance are two sums over the group. The gradient of such a sum is the sum of all gradients (Ioffe and Szegedy 2015;
+torch's SyncBatchNorm does the same in its own kernels).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 
 from .group import Group
 
-_group: Group | None = None  # of this process; no attribute of a layer, or no model could be copied
+_group: Group | None = None  # of this process; not an attribute of a layer, because a model with it could not be copied
 
 
 class _Sum(torch.autograd.Function):
-    """Over all processes."""
+    """A sum over all processes of the group."""
 
     @staticmethod
     def forward(_: Any, mine: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class GroupBatchNorm(nn.SyncBatchNorm):
         num_local = values.new_full((1,), values.numel() // values.shape[1])
         sums, count = _Sum.apply(torch.cat([values.sum(axes), num_local])).split([values.shape[1], 1])
         count = count.detach()
-        if count.item() < 2:  # as torch's other layers; its variance without bias would be no number
+        if count.item() < 2:  # torch's layers raise it too: the unbiased variance would be NaN
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
         mean = sums / count
         apart = values - mean.view(shape)
@@ -65,7 +65,7 @@ class GroupBatchNorm(nn.SyncBatchNorm):
 
 
 def synchronize(model: nn.Module, group: Group) -> bool:
-    """Give the SyncBatchNorm layers of a model this forward pass; False where no layer needs it."""
+    """Give a model's SyncBatchNorm layers this forward pass. Returns False if no layer needs it."""
     layers = [module for module in model.modules() if type(module) is nn.SyncBatchNorm]
     is_torchs = dist.is_initialized() and all(parameter.is_cuda for parameter in model.parameters())
     if not layers or is_torchs or group.size < 2:

@@ -1,7 +1,7 @@
-"""The processes of a worker among themselves, by torch.distributed: NCCL where each has a GPU of its own, else Gloo.
+"""The process group of one worker's processes, with torch.distributed: NCCL if each has its own GPU, else Gloo.
 
-The groups are our own, made of a store of our own (`rendezvous.py`): a script's `init_process_group()` is left alone,
-and may come before or after.
+The torch groups use a store of our own (`rendezvous.py`). So a script's `init_process_group()` is not affected, and may
+come before or after.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ from .watch import Watch
 
 log = get_logger()
 
-_HEAD_BYTES = 2048  # of a message of group rank 0; longer ones take a second broadcast
+_HEAD_BYTES = 2048  # first part of a message of group rank 0; a longer message takes a second broadcast
 _WATCH_S = 1.0
-# For one collective. The watch notices a dead process long before.
+# For one collective. The watch notices a dead process much earlier.
 _TIMEOUT_S = 6 * 3600.0
 
 
 class Channel:
-    """`torch_group` is a process group of torch. Blocking; raises UnreachableError when it is over."""
+    """Messages and collectives over `torch_group`, a process group of torch.
+
+    Blocks. Raises UnreachableError when the group has ended.
+    """
 
     def __init__(self, torch_group: Any, rank: int, size: int) -> None:
         self._torch_group, self.rank, self.size = torch_group, rank, size
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of each process, as many of each, exact up to 2^53."""
+        """Gather equally many numbers from each process. Numbers are exact up to 2^53."""
         local = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(local) for _ in range(self.size)]
         self.wait([self._begin(lambda: self._torch_group.allgather([found], [local]))])
         return [item.tolist() for item in found]
 
     def send_all(self, message: Mapping[str, Any]) -> None:
-        """Group rank 0 sends a message to all others."""
+        """Send a message from group rank 0 to all others."""
         payload = json.dumps(message).encode()
         first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
         begin = len(payload).to_bytes(8, "little") + payload[: _HEAD_BYTES - 8]
@@ -62,7 +65,7 @@ class Channel:
             self.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self._torch_group)
 
     def receive_message(self) -> dict[str, Any]:
-        """The next message of group rank 0. Raises the error that has ended group rank 0, if it is one."""
+        """Receive the next message of group rank 0. If the message is an error, raise it."""
         first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
         self.broadcast(first, self._torch_group)
         begin = first.numpy().tobytes()
@@ -80,15 +83,15 @@ class Channel:
         return message
 
     def send_error(self, error: ParamServerError) -> None:
-        """Group rank 0 ends with this error, and so do the others."""
+        """Send the error that ends group rank 0, so that the others end too."""
         self.send_all({"error": error.message, "exit_code": error.exit_code})
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        """Begin to send a contiguous tensor of the host; returns a work to `wait` for."""
+        """Start sending a contiguous host tensor. Returns a work for `wait`."""
         return self._begin(lambda: self._torch_group.send([tensor], rank, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """Begin to receive into a tensor, as `send`."""
+        """Start receiving into a tensor. Returns a work for `wait`."""
         return self._begin(lambda: self._torch_group.recv([tensor], source, tag))
 
     def broadcast(self, tensor: torch.Tensor, torch_group: Any) -> None:
@@ -96,7 +99,7 @@ class Channel:
         self.wait([self._begin(lambda: torch_group.broadcast([tensor], backends.broadcast_from(0)))])
 
     def wait(self, works: Iterable[Any]) -> None:
-        """Block until all of them are done."""
+        """Block until all works are done."""
         for work in works:
             self._begin(work.wait)
 
@@ -104,25 +107,32 @@ class Channel:
         try:
             return collective()
         except RuntimeError as error:
-            time.sleep(_WATCH_S)  # the watch ends this process first, with the rank that it lost
+            time.sleep(_WATCH_S)  # the watch ends this process first and names the lost rank
             raise UnreachableError(
                 f"group rank {self.rank}: the {self.size} processes of this worker lost each other: {first_line(error)}"
             ) from None
 
 
 class Group(Channel):
-    """The processes of one worker, as one of them sees them. Used by the training thread alone. Blocking; raises
-    UnreachableError when the group is over."""
+    """One process's view of its replica group. Used by the training thread only.
+
+    Blocks. Raises UnreachableError when the group has ended.
+    """
 
     def __init__(
         self, member: Member, device: str, settings: Mapping[str, Any], wait_s: float,
         token: str | None = None, trusts_network: bool = False,
     ) -> None:  # fmt: skip
-        """Blocks until all processes are there. `device` is this process's; `settings`, with dotted keys, must be the
-        same in all; `token` is the run's. Raises UnreachableError (it names missing ones), MismatchError, AuthError."""
+        """Form the group. Blocks until all processes have arrived.
+
+        `device`: this process's. `settings`, with dotted keys, must be equal in all processes. `token`: the run's.
+        Raises UnreachableError (it names missing processes), MismatchError, AuthError.
+        """
         if not (dist.is_available() and dist.is_gloo_available()):
-            raise UsageError(f"worker.group: torch {torch.__version__} is without Gloo", fix="install one that has it")
-        self._memory: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # of averages, by the number of tensors
+            raise UsageError(
+                f"worker.group: torch {torch.__version__} is without Gloo", fix="install a torch with Gloo"
+            )
+        self._memory: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # for averages, by the number of tensors
         self.rank, self.size = member.rank, member.size
         self._watch = Watch(self.rank, self.size)
         until = time.monotonic() + wait_s
@@ -146,7 +156,8 @@ class Group(Channel):
         finally:
             rendezvous.leave()
         self.backend = backends.backend_of([item["device"] for item in found])
-        self._device = torch.device(device if self.backend == "nccl" else "cpu")  # of what goes from one to another
+        # for tensors that travel between processes
+        self._device = torch.device(device if self.backend == "nccl" else "cpu")
         at = dist.ProcessGroupGloo.create_device(hostname=host)
         self._open = lambda name: backends.gloo(self.apart(name), self.rank, self.size, at, _TIMEOUT_S)
         super().__init__(self._open("metadata"), self.rank, self.size)
@@ -158,8 +169,8 @@ class Group(Channel):
                 self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
             except RuntimeError as error:
                 raise UnreachableError(
-                    f"group rank {self.rank}: NCCL makes no group of the {self.size} processes: {first_line(error)}",
-                    fix="NCCL_DEBUG=WARN in the environment says more; each process needs a GPU of its own",
+                    f"group rank {self.rank}: NCCL could not group {self.size} processes: {first_line(error)}",
+                    fix="NCCL_DEBUG=WARN in the environment shows more; each process needs its own GPU",
                 ) from None
             finally:
                 undo()
@@ -178,32 +189,32 @@ class Group(Channel):
             return Store(find, member.name, member.rank, wait_s)
         except (OSError, RuntimeError) as error:
             raise UnreachableError(
-                f"group rank {member.rank}: group rank 0 did not come: nobody at {member.store[0]}:{member.store[1]} "
+                f"group rank {member.rank}: no reply from group rank 0 at {member.store[0]}:{member.store[1]} "
                 f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {first_line(error)}",
-                fix="let all processes of the worker be started, group rank 0 among them",
+                fix="start all processes of the worker, including group rank 0",
             ) from None
 
     def _collect(self, store: Store, info: str, left_s: float, wait_s: float) -> list[dict[str, Any]]:
-        """The info of each process, by group rank."""
+        """Collect the info of each process, by group rank. Raises UnreachableError."""
         try:
             store.set(f"here/{self.rank}", info)
             found, missing = collected(store, "here", range(self.size), self.rank, left_s)
-        except RuntimeError as error:  # also where group rank 0 has found a difference, and gone with its store
+        except RuntimeError as error:  # also if group rank 0 found a difference and ended with its store
             raise UnreachableError(
-                f"group rank {self.rank}: the others are gone: {first_line(error)}", fix="their own lines say why"
+                f"group rank {self.rank}: the other processes ended: {first_line(error)}", fix="see their own log lines"
             ) from None
         if missing:
             raise UnreachableError(
                 f"group rank {', '.join(map(str, missing))} of {self.size} did not come in {wait_s:g} s "
-                f"(worker.give_up_s), and group rank {self.rank} waits no longer",
-                fix="see that each process gets as far as connect(), and what the missing one says",
+                f"(worker.give_up_s), so group rank {self.rank} gives up",
+                fix="see that each process reaches connect(), and what the missing one logs",
             )
         return [read_json(item, nan=True) for item in found]
 
     # ---- tensors ------------------------------------------------------------------------------
 
     def average(self, tensors: Sequence[torch.Tensor], share: float) -> None:
-        """Replace each tensor by its sum over all processes, each multiplied by its `share`."""
+        """Replace each tensor by its weighted sum over all processes. `share`: this process's weight."""
         by_index, memory = dict(enumerate(tensors)), self._memory.setdefault(len(tensors), {})
         plan = Plan(by_index, share, True, memory, self._device, checks=False)
         buckets = (plan.gather(number, by_index) for number in range(len(plan.buckets)))
@@ -214,7 +225,7 @@ class Group(Channel):
                 tensors[index].copy_(plan.places[index])
 
     def sum_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, on the tensor's device."""
+        """Return the sum over all processes, on the tensor's device."""
         found = tensor.detach().to(self._device, copy=True).contiguous()
         self.wait([self._begin(lambda: self._data.allreduce([found]))])
         return found.to(tensor.device)
@@ -228,17 +239,16 @@ class Group(Channel):
             unpack(packs)
 
     def channel(self, name: str) -> Channel:
-        """Another channel, for another thread. All processes open it."""
+        """Open another channel, for another thread. All processes must call it."""
         return Channel(self._open(name), self.rank, self.size)
 
     def apart(self, name: str) -> dist.Store:
-        """A part of the store that no other group of torch's uses."""
+        """A part of the store that no other torch group uses."""
         return dist.PrefixStore(name, self._store)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Let groups that torch makes meanwhile listen on this group's address, not on that of the host's name. On the
-        main thread."""
+        """Make torch's new groups listen on this group's address, not on the host name's. Main thread only."""
         name = "GLOO_SOCKET_IFNAME"
         found = None if name in os.environ else interface_of(self._host)
         if found is not None:
@@ -250,16 +260,16 @@ class Group(Channel):
                 del os.environ[name]
 
     def expect(self, lease_s: float) -> None:
-        """Group rank 0: no process may be silent for longer from here on."""
+        """Group rank 0: from now on, no process may be silent for longer than the lease."""
         self._watch.expect(lease_s)
 
     def end(self) -> None:
-        """Any process may end from here on."""
+        """From now on any process may end."""
         self._watch.end()
 
 
 def _compare(settings: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """Raises MismatchError, in every process, where settings differ."""
+    """Raises MismatchError, in every process, if settings differ."""
     for other, theirs in enumerate(settings):
         for key in sorted({*theirs, *settings[0]}):
             if theirs.get(key) != settings[0].get(key):

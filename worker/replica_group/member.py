@@ -1,8 +1,8 @@
-"""The exchanger of a worker whose model is divided among its processes (`sharded.py`).
+"""The exchanger of a worker whose model is sharded over its processes (`sharded.py`).
 
-Each process runs the run's strategy over its own part, and all exchange with the server together. Group rank 0 has the
-conversation, for the whole model. The others send and receive their bytes meanwhile (`redistribution.py`), and get its
-result.
+Each process runs the run's strategy over its own part of the model, and all exchange with the server together. Group
+rank 0 has the conversation, for the whole model. Meanwhile the others send and receive their bytes
+(`redistribution.py`), and then get its result.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Result = TypeVar("Result", ReplyMessage, Final)
 
 
 class ProgressLink:
-    """Brings group rank 0's progress to the other processes, with the beginning that its newest start named."""
+    """Sends group rank 0's progress to the other processes, with the state that its newest START named."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.begun: Begun | None = None
-        self._num_starts = -1  # of the newest message
+        self._num_starts = -1  # at the newest message
 
     def message(self, begun: Callable[[], Begun | None], **fields: Any) -> dict[str, Any]:
-        """Group rank 0's message, as JSON."""
+        """Build group rank 0's message, as JSON values."""
         found = {"progress": vars(self.progress), **fields}
         if self._num_starts != self.progress.num_starts:
             self._num_starts, self.begun = self.progress.num_starts, begun()
@@ -47,7 +47,7 @@ class ProgressLink:
         return found
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Another process receives it."""
+        """Load a message of group rank 0 in another process."""
         progress = message["progress"]
         replay = progress["after_replay"]
         self.progress.become(Progress(**{**progress, "after_replay": tuple(replay) if replay else None}))
@@ -57,7 +57,7 @@ class ProgressLink:
 
 
 class GroupMember:
-    """An `Exchanger`. `exchange` is group rank 0's, `whole` the model as the server sees it."""
+    """An `Exchanger`. `exchange` is group rank 0's, and `whole` is the model as the server sees it."""
 
     def __init__(
         self, exchange: Exchange | None, whole: ModelTensors, redistribution: Redistribution, settings: Settings
@@ -82,7 +82,7 @@ class GroupMember:
     # ---- together -----------------------------------------------------------------------------
 
     def _together(self, work: Callable[[Exchange], Result | None], kind: type[Result]) -> Result | None:
-        """Do `work` in group rank 0; returns its result, or raises its error, in all."""
+        """Run `work` in group rank 0. Returns its result, or raises its error, in all processes."""
         if self._exchange is None:
             message = self._redistribution.follow()
             self._link.take(message)
@@ -127,7 +127,7 @@ class GroupMember:
         return self._exchange.pull_optimizer()
 
     def moved(self) -> None:
-        """Nothing to do: `_local` is looked up each time."""
+        """Does nothing, because `_local` is looked up each time."""
 
     def leave(self, goodbye: Goodbye) -> None:
         if self._exchange is not None:
@@ -140,4 +140,4 @@ class GroupMember:
 
 def no_optimizer_here(rank: int) -> UsageError:
     message = f"group rank {rank}: optimizer.state_dict() is fetched from the server"
-    return UsageError(message, fix="ask group rank 0 alone: if session.group_rank == 0")
+    return UsageError(message, fix="call it in group rank 0 only: if session.group_rank == 0")

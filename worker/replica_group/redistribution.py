@@ -1,9 +1,9 @@
-"""Payloads of a model that is divided among the processes of a worker, through the connections of group rank 0.
+"""Payloads of a model that is sharded over a worker's processes, sent through group rank 0's connections.
 
     group rank 0    a window of the payload  <- its own rows, the others' -> frames, while the next window fills
     group rank 1    follows: sends its rows of that window, or receives them
 
-No process has the whole payload: each has its part, and group rank 0 two windows more.
+No process has the whole payload. Each has its part, and group rank 0 has two windows in addition.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .group import Channel
 
 _WINDOW_BYTES = 8 << 20  # a multiple of what a message holds
 
-# The part of a tensor that this process has, by kind ("": the tensor itself) and index in the model; None: zeros, as
-# where no gradient came.
+# Returns this process's part of a tensor, by kind ("": the tensor itself) and index in the model. None means zeros, for
+# a missing gradient.
 Find = Callable[[str, int], torch.Tensor | None]
 Finish = Callable[[], None]
 
 
 class Range(NamedTuple):
-    """Bytes [first, end) of a tensor of the model, by its index, which begin at byte `at` of a window."""
+    """Bytes [first, end) of the tensor with this index, which begin at byte `at` of a window."""
 
     tensor: int
     first: int
@@ -40,8 +40,11 @@ class Range(NamedTuple):
 
 
 class Redistribution:
-    """`borders`: for each tensor, by index, where the bytes of each process begin, and those of the last end; None: all
-    have all of it. Group rank 0 requests (from any thread, between `begin` and `end`), the others `follow`."""
+    """Moves windows of a payload between the processes.
+
+    `borders`: by tensor index, where the bytes of each process begin, and where the last one's end; None: all processes
+    have the whole tensor. Group rank 0 sends requests, from any thread, between `begin` and `end`. The others `follow`.
+    """
 
     find: Find
 
@@ -50,7 +53,7 @@ class Redistribution:
         self._lock = threading.Lock()
         self._is_open = False
         self._num_requests = 0
-        # Works by request: torch breaks off a work without a reference, and its peer would wait for ever.
+        # Works by request. torch aborts a work without a reference, and the peer would wait forever.
         self._under_way: dict[int, list[Any]] = {}
 
     @property
@@ -60,25 +63,27 @@ class Redistribution:
     # ---- group rank 0 -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The others follow requests from here on."""
+        """From now on the others follow requests."""
         self._is_open = True
 
     def end(self, message: Mapping[str, Any]) -> None:
         with self._lock:
             self._is_open = False
-            for tag in list(self._under_way):  # of a connection that was lost
+            for tag in list(self._under_way):  # works of a connection that was lost
                 self._done(tag)
             self._channel.send_all({"do": "end", **message})
 
     def fail(self, error: ParamServerError) -> None:
-        """The others raise it too."""
+        """End the others with this error."""
         with self._lock:
             self._is_open = False
             self._channel.send_error(error)
 
     def fill(self, window: torch.Tensor, ranges: Sequence[Range], kind: str) -> Finish | None:
-        """Begin to fill a window, uint8; the returned function waits for that. None where the others follow no more: a
-        lost connection may still draw frames."""
+        """Start filling a window, uint8. Returns a function that waits for it.
+
+        Returns None if the others no longer follow, because a lost connection may still request frames.
+        """
         with self._lock:
             if not self._is_open:
                 return None
@@ -100,7 +105,7 @@ class Redistribution:
         return finish
 
     def spread(self, window: torch.Tensor, ranges: Sequence[Range]) -> Finish:
-        """Begin to write a window to the tensors; it may be filled again after the returned function."""
+        """Start writing a window to the tensors. After the returned function the window may be filled again."""
         with self._lock:
             tag = self._request("spread", ranges)
             for rank in range(1, self._channel.size):
@@ -123,7 +128,7 @@ class Redistribution:
     # ---- the others ---------------------------------------------------------------------------
 
     def follow(self) -> dict[str, Any]:
-        """Do what group rank 0 requests. Returns its last message, or raises the error that it has ended with."""
+        """Carry out group rank 0's requests. Returns its last message, or raises the error that ended it."""
         while (message := self._channel.receive_message())["do"] != "end":
             self._num_requests += 1
             is_down, kind = message["do"] == "spread", message["kind"]
@@ -145,7 +150,10 @@ class Redistribution:
     # ---- where bytes lie ----------------------------------------------------------------------
 
     def _pieces(self, ranges: Iterable[Range], rank: int, is_down: bool) -> list[Range]:
-        """The ranges that process has, as bytes of its part. Group rank 0 sends what all have, and all receive it."""
+        """The ranges of one process, as bytes of its part.
+
+        Group rank 0 sends tensors that all processes have, and all processes receive them.
+        """
         found = []
         for index, first, end, at in ranges:
             borders = self._borders[index]
@@ -172,7 +180,7 @@ class Redistribution:
 
 
 class RedistributedTransfer(DirectTransfer):
-    """As DirectTransfer, for a model, or a shard's part of it, that is divided among the processes of a worker."""
+    """A DirectTransfer for a model, or a shard's part of it, that is sharded over the processes of a worker."""
 
     lies_here = False
 
@@ -180,13 +188,13 @@ class RedistributedTransfer(DirectTransfer):
         self._model, self._redistribution = model, redistribution
         self._entries = model.layout.entries
         self._offsets = [entry.offset for entry in self._entries]
-        self._spare: list[torch.Tensor] = []  # windows
-        self._going: list[tuple[Finish, torch.Tensor]] = []  # to the others, out of these windows
+        self._spare: list[torch.Tensor] = []  # free windows
+        self._going: list[tuple[Finish, torch.Tensor]] = []  # windows that are being written to the other processes
 
     # ---- out ----------------------------------------------------------------------------------
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
-        """Each piece is valid until the next one is drawn."""
+        """Gather stretches. Each piece is valid until the next one is requested."""
         return [
             Stretch(start, (piece for stretch in self._filled(kind, start, end) for piece in stretch.pieces))
             for start, end in self._stretches(indices)
@@ -215,7 +223,7 @@ class RedistributedTransfer(DirectTransfer):
         return [(start_of(stretch.start), start_of(stretch.stop)) for stretch in self._model.stretches(indices)]
 
     def _filled(self, kind: str, start: int, end: int) -> Iterator[Stretch]:
-        """Each window is valid until the next one is drawn, and fills while the one before is used."""
+        """Yield filled windows. Each is valid until the next one is requested, and the next fills meanwhile."""
         coming: list[tuple[Finish, int, torch.Tensor, int]] = []
         windows = _windows(start, end)
         while windows or coming:
@@ -251,19 +259,19 @@ class RedistributedTransfer(DirectTransfer):
         self._spare.append(window)
 
     def leave_segment(self) -> None:
-        """Nothing of the model lies there."""
+        """Does nothing: no tensor of the model is in the segment."""
 
     # ---- windows ------------------------------------------------------------------------------
 
     def _window(self) -> torch.Tensor:
-        """Used by several threads: that of a lost connection, and that of the next one."""
+        """Return a free window. Threads of a lost connection and of the next one may both call it."""
         try:
             return self._spare.pop()
         except IndexError:
             return torch.empty(min(_WINDOW_BYTES, self._model.layout.total_bytes), dtype=torch.uint8)
 
     def _ranges(self, start: int, end: int, window: torch.Tensor | None = None) -> list[Range]:
-        """The tensors' bytes in bytes [start, end) of the payload; gaps between tensors are zeros in the window."""
+        """The tensors' bytes among bytes [start, end) of the payload. Gaps between tensors are zeros in the window."""
         found, at = [], start
         begin = max(0, bisect.bisect_right(self._offsets, start) - 1)
         for index in range(begin, bisect.bisect_left(self._offsets, end)):
@@ -287,7 +295,7 @@ def _windows(start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as uint8; shares memory. `data`: what a graph holds may be written, as a reply does."""
+    """View a contiguous tensor as uint8. Uses `data`, because tensors in an autograd graph may be written too."""
     return tensor.data.reshape(-1).view(torch.uint8)
 
 

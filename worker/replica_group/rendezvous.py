@@ -1,8 +1,8 @@
 """How the processes of one worker find each other: the address of group rank 0's rendezvous store, and its secret.
 
-On one host a file has both, which only this user can read. Over several hosts the store that the environment names
-(MASTER_ADDR, MASTER_PORT) has the address. Everybody may read and write that store, which is torch's. So the secret is
-derived from the run's token, which each process has. Without a token the store has the secret too.
+On one host both are in a file that only this user can read. Over several hosts the address is in the store that the
+environment names (MASTER_ADDR, MASTER_PORT). This is torch's store, which everybody may read and write. So the secret
+is derived from the run's token, which each process has. Without a token the secret is in that store too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _SIOCGIFADDR = 0x8915  # sockios.h
 
 
 class Member(NamedTuple):
-    """This process's place in its worker."""
+    """This process's position in its replica group."""
 
-    rank: int  # 0 has the session with the server
+    rank: int  # group rank; 0 has the session with the server
     size: int
     store: Address
-    attempt: str  # of torchrun
-    is_host: bool  # this process serves `store`
-    is_on_one_host: bool = False  # all processes are
+    attempt: str  # torchrun's attempt
+    is_host: bool  # whether this process serves `store`
+    is_on_one_host: bool = False  # whether all processes are
 
     @property
     def is_leader(self) -> bool:
@@ -59,12 +59,12 @@ class Member(NamedTuple):
 
 
 def find_member(environ: Mapping[str, str]) -> Member:
-    """The place that torchrun's variables name. Raises UsageError where they are missing or wrong."""
+    """Read torchrun's variables. Raises UsageError if they are missing or wrong."""
     missing = [name for name in _VARIABLES if not environ.get(name)]
     fix = "torchrun --nproc-per-node G -m paramserver.worker --group, or ps-launch --group G"
     if missing:
-        raise UsageError(f"worker.group, and {', '.join(missing)} not in the environment: nobody says which of a "
-                         "worker's processes this is", fix=fix)  # fmt: skip
+        raise UsageError(f"worker.group, but {', '.join(missing)} not in the environment: the group rank of this "
+                         "process is unknown", fix=fix)  # fmt: skip
     try:
         rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     except ValueError:
@@ -80,7 +80,7 @@ def find_member(environ: Mapping[str, str]) -> Member:
 
 
 class Rendezvous:
-    """Where the processes of this worker find each other. Group rank 0 calls `publish`, the others `look_up`."""
+    """The meeting point of the processes of this worker. Group rank 0 calls `publish`, the others `look_up`."""
 
     def __init__(self, member: Member, token: str | None) -> None:
         """`token`: the run's."""
@@ -89,15 +89,15 @@ class Rendezvous:
         self._file = Path()
         if member.is_on_one_host:
             self._file = _folder() / hashlib.sha256(member.name.encode()).hexdigest()[:24]
-        self._store: dist.Store | None = None  # that the environment names
+        self._store: dist.Store | None = None  # the store that the environment names
 
     @property
     def host(self) -> str:
-        """The address of this process that the others reach."""
+        """The address of this process that the others can reach."""
         return _HERE if self._member.is_on_one_host else own_address("{}:{}".format(*self._member.store))
 
     def publish(self, address: Address) -> bytes:
-        """Publish the store's address; returns its secret. Raises RuntimeError."""
+        """Publish the rendezvous store's address. Returns its secret. Raises RuntimeError."""
         if self._member.is_on_one_host:
             secret = secrets.token_bytes(32)
             _write(self._file, {"address": address, "secret": secret.hex()})
@@ -108,26 +108,29 @@ class Rendezvous:
         return secret
 
     def look_up(self, timeout_s: float) -> tuple[Address, bytes]:
-        """Address and secret of the store. Raises OSError where they are not published yet, RuntimeError where the
-        store that the environment names is not there within `timeout_s`."""
+        """Return the address and the secret of the rendezvous store.
+
+        Raises OSError if they are not published yet, and RuntimeError if the environment's store is not reached in
+        `timeout_s`.
+        """
         if self._member.is_on_one_host:
             value = read_json(self._file.read_text())
         else:
             store = self._named_store(timeout_s)
             if not store.check([_KEY]):
-                raise FileNotFoundError("group rank 0 has not said where it listens")
+                raise FileNotFoundError("group rank 0 has not published its address")
             value = read_json(store.get(_KEY))
         host, port = value["address"]
         return (str(host), int(port)), self._secret() or bytes.fromhex(value["secret"])
 
     def leave(self) -> None:
-        """All are together: remove what was published."""
+        """All processes have arrived: remove what was published."""
         self._store = None
         if self._member.is_leader and self._member.is_on_one_host:
             self._file.unlink(missing_ok=True)
 
     def _secret(self) -> bytes:
-        """A secret derived from the token; empty where there is none, or none is needed."""
+        """A secret derived from the token; empty without a token, or on one host."""
         if self._token is None or self._member.is_on_one_host:
             return b""
         return hmac.digest(self._token.encode(), self._member.name.encode(), "sha256")
@@ -140,8 +143,11 @@ class Rendezvous:
 
 
 def _tcp_store(member: Member, address: str, timeout_s: float) -> dist.Store:
-    """The store that the environment names. If this process makes it, it listens on this process's own address, where a
-    script's `init_process_group()` finds it too; the script may also have made it."""
+    """Connect to the store that the environment names, and serve it if this process should.
+
+    It listens on this process's own address, where a script's `init_process_group()` finds it. The script may have
+    created it before.
+    """
     host, port = member.store
     options: dict[str, Any] = {}
     if member.is_host:
@@ -155,7 +161,7 @@ def _tcp_store(member: Member, address: str, timeout_s: float) -> dist.Store:
 
 
 def interface_of(host: str) -> str | None:
-    """Name of the network interface with this address, if the system knows it (Linux, IPv4)."""
+    """Name of the network interface with this address; None: unknown (Linux, IPv4)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -166,7 +172,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _folder() -> Path:
-    """A folder of this user alone. Raises AuthError where another user has it."""
+    """A folder that only this user can access. Raises AuthError if another user can."""
     folder = Path(tempfile.gettempdir()) / f"paramserver-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -178,15 +184,15 @@ def _folder() -> Path:
         ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise AuthError(
-            f"{folder} can be written or read by other users, and the processes of a worker find each other there",
+            f"{folder}, where the processes of a worker find each other, can be read or written by other users",
             fix="remove it, or set TMPDIR to a folder of your own",
         )
     return folder
 
 
 def _write(path: Path, value: Any) -> None:
-    """Write a whole file, or none."""
-    number, temporary = tempfile.mkstemp(dir=path.parent)  # for this user's eyes only
+    """Write a file completely or not at all."""
+    number, temporary = tempfile.mkstemp(dir=path.parent)  # readable by this user only
     with os.fdopen(number, "w") as file:
         json.dump(value, file)
     os.replace(temporary, path)

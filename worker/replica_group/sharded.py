@@ -1,7 +1,7 @@
-"""A model that FSDP2 (`fully_shard`) has divided among the processes of a worker: each has its rows of every tensor.
+"""A model that FSDP2 (`fully_shard`) has sharded over the processes of a worker: each has some rows of every tensor.
 
-Each process runs the run's strategy over its own part (`Local`), so a strategy's copies of a model (an anchor, a
-snapshot) are divided too. The server sees a whole model, which no process has: `redistribution.py`.
+Each process runs the run's strategy over its own part (`Local`), so copies of a model (an anchor, a snapshot) are
+sharded too. The server sees the whole model, which no process has (`redistribution.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = get_logger()
 
 
 class Sharded:
-    """`tensors` is this process's part of the model, `whole` the model's layout, without memory."""
+    """A sharded model: `tensors` is this process's part, `whole` is the model's layout without memory."""
 
     def __init__(
         self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str] = ()
@@ -60,27 +60,30 @@ class Sharded:
         log.routine("sharded", inner=group.rank, of=group.size, bytes=num_bytes, model_bytes=model_bytes)
 
     def exchanger(self, exchange: Exchange | None, settings: Settings) -> GroupMember:
-        """The exchanger of all processes; `exchange` is group rank 0's."""
+        """Return the exchanger of all processes. `exchange` is group rank 0's."""
         return GroupMember(exchange, self.whole, self._redistribution, settings)
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int] | None:
-        """Where each process's bytes of a tensor begin, as torch.chunk divides rows; None: all have all of it. Raises
-        UsageError where a tensor is divided in another way."""
+        """Where each process's bytes of a tensor begin, as torch.chunk splits rows; None: all processes have the whole
+        tensor.
+
+        Raises UsageError for a tensor that is sharded in another way.
+        """
         name, size = entry.spec.name, self._group.size
         if not isinstance(tensor, DTensor):
             return None
         mesh = tensor.device_mesh
         if mesh.mesh.flatten().tolist() != list(range(size)) or mesh.ndim != 1:
             raise UsageError(
-                f"'{name}' is divided over a mesh of shape {tuple(mesh.mesh.shape)}, and the {size} processes of "
-                "this worker are a line",
+                f"'{name}' is sharded over a mesh of shape {tuple(mesh.mesh.shape)}, but the {size} processes of "
+                "this worker need a one-dimensional mesh",
                 fix="fully_shard(model) over all of them: no replicas (HSDP), no tensor parallelism",
             )
         (placement,) = tensor.placements
         if isinstance(placement, Replicate):
             return None
         if type(placement) is not Shard or placement.dim:
-            raise UsageError(f"'{name}' is divided as {placement}", fix="Shard(0), which is fully_shard's own")
+            raise UsageError(f"'{name}' is sharded as {placement}", fix="use Shard(0), the default of fully_shard")
         rows, row_bytes = tensor.shape[0], entry.num_bytes // max(1, tensor.shape[0])
         each = -(-rows // size)
         borders = [min(rows, rank * each) * row_bytes for rank in range(size + 1)]
@@ -89,23 +92,23 @@ class Sharded:
         return borders
 
     def whole_in_each(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that are whole in each process."""
+        """The parameters that every process has as a whole."""
         return [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
 
     def reshard(self) -> None:
-        """Divide layers again that an evaluation has gathered: they would keep their old weights."""
+        """Reshard layers that an evaluation has gathered, because they would keep their old weights."""
         for module in self._modules:
             module.reshard()
 
 
 class Local(ModelTensors):
-    """This process's part of each tensor, in a layout of its own, with names and order of the whole model's."""
+    """This process's part of each tensor, in a separate layout, with names and order of the whole model."""
 
     def __init__(self, model: nn.Module, whole: Layout, found: Mapping[str, torch.Tensor]) -> None:
         self.module = model
         homes = homes_of(model)
         self.parts = [found[entry.spec.name] for entry in whole.entries]
-        # A module may replace a tensor that is not divided; FSDP2 replaces divided ones, for a while.
+        # A module may replace an unsharded tensor. FSDP2 replaces sharded tensors temporarily.
         self._homes = [
             ({"": tensor}, "") if isinstance(tensor, DTensor) else homes.get(id(tensor), ({"": tensor}, ""))
             for tensor in self.parts
@@ -133,7 +136,7 @@ class Local(ModelTensors):
         before = self.places
         self._look()
         if self.places == before:
-            self.places = before  # who watches goes by which list it is
+            self.places = before  # `Watch` compares the list by identity
             return False
         for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
             check_still(entry.spec, tensor, tensor)
@@ -157,8 +160,10 @@ def _place_of(root: nn.Module, name: str, is_parameter: bool) -> tuple[dict[str,
 
 
 def divide(model: nn.Module, group: Group) -> nn.Module:
-    """The model of a task, divided among the processes of this group: layers of a list one by one, what is left at
-    once. A layer that shares a parameter with another is left."""
+    """Shard a task's model over the processes of this group, layer by layer, then the rest.
+
+    A layer that shares a parameter with another one belongs to the rest.
+    """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         with group.listening():

@@ -1,10 +1,10 @@
-"""Starts the processes of one worker, as torchrun does (`--nproc-per-node G --standalone`), for ps-launch.
+"""Starts the processes of one worker for ps-launch, as torchrun does (`--nproc-per-node G --standalone`).
 
     python -m paramserver.worker.replica_group G ARGUMENTS...     G times: python ARGUMENTS...
 
-They live and end together: when one fails the others are ended, and the exit code is that of the first, which
+The processes end together: when one fails, the others are ended. The exit code is that of the first failure, which
 ps-launch needs (torchrun's is always 1). Nothing is restarted here. This module does not import torch, which takes
-seconds to load.
+seconds.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
 _LOOK_S = 0.05
-_SAY_S = 0.5  # for the others to find out by themselves, and to say whom they lost
-_END_S = 5.0  # to go in good order
+_SAY_S = 0.5  # for the others to notice and to log which process they lost
+_END_S = 5.0  # for the others to end in good order
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exits with the code of the first process that fails."""
+    """Exit with the code of the first process that fails."""
     size, *command = sys.argv[1:] if arguments is None else arguments
     raise SystemExit(run(int(size), command))
 
 
 def run(size: int, command: Sequence[str]) -> int:
-    """Start `size` processes and wait for all; the exit code."""
+    """Start `size` processes and wait for them. Returns the exit code."""
     with reserved_port() as reserved:
         return _run(size, command, reserved.getsockname()[1])
 
@@ -48,7 +48,7 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
     }
     first = int(os.environ.get("PS_WORKER__LOCAL_RANK", 0)) * size
     started: list[subprocess.Popen[bytes]] = []
-    received = 0  # a signal to this process
+    received = 0  # the number of a signal to this process
 
     def forward(number: int, _: FrameType | None) -> None:
         nonlocal received
@@ -68,9 +68,9 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all to end; returns the exit code of the first that fails, as a shell has it."""
+    """Wait for all processes. Returns the exit code of the first failure, as a shell reports it."""
     code, failed_at = 0, 0.0
-    while None in [popen.poll() for popen in started]:  # each is looked at, also behind one that stands still
+    while None in [popen.poll() for popen in started]:  # polls all processes, also after one that hangs
         if not code:
             code = next((popen.returncode for popen in started if popen.returncode), 0)
             failed_at = time.monotonic()
@@ -90,12 +90,14 @@ def _end(started: list[subprocess.Popen[bytes]], number: int) -> None:
             popen.send_signal(number)
 
 
-_sent: set[tuple[int, int]] = set()  # signals by process: a second SIGTERM would end it at once
+_sent: set[tuple[int, int]] = set()  # (signal, process) pairs: a second SIGTERM would end a process at once
 
 
 def reserved_port() -> socket.socket:
-    """A bound socket that does not listen: the system gives its port to no other process, and group rank 0's store may
-    listen there."""
+    """A bound socket that does not listen. The system gives its port to no other process.
+
+    Group rank 0's store may listen on this port.
+    """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -103,6 +105,6 @@ def reserved_port() -> socket.socket:
 
 
 def _die_with_parent() -> None:
-    """End with the starter, also if it is killed (Linux)."""
+    """End this process when its starter ends, even if that is killed (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,10 +2,9 @@
 
     backward | mean over the processes | group rank 0: its strategy -> progress and weights -> all | next batch
 
-The processes average what they computed. Group rank 0 exchanges the mean with the server as the run's mode has it, and
-sends the result to the others. All run the same loop, so each of these methods is called by all, in the same order;
-`_meet` finds out where they are not. Where a worker steps itself (localsgd, diloco) each process steps along the mean,
-and so all stay alike.
+The processes average their gradients. Group rank 0 exchanges the mean with the server in the run's mode, and sends the
+result to the others. All processes run the same loop, so all call each method in the same order, which `_meet` checks.
+If workers run the optimizer (localsgd, diloco), each process steps along the mean, so all weights stay equal.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from .rendezvous import find_member
 if TYPE_CHECKING:
     from .sharded import Sharded
 
-_STEP = 0xFFFFFFFF  # of a position in `_meet`: the other bits count starts
-# Settings in which the processes of one worker may differ.
+_STEP = 0xFFFFFFFF  # mask for the step in a position of `_meet`; the other bits count starts
+# Settings that may differ between the processes of one worker.
 _OWN = ("worker.local_rank", "worker.device", "worker.threads", "output.", "log.", "slowdown.", "launch.", "server.")
 _WATCH_S = 1.0
 _POINTS = ("session.optimizer()", "step()", "the end of its loop")
@@ -53,14 +52,16 @@ _REASON_BYTES = 500
 
 
 def join(config: Config) -> Group:
-    """Form the group with the other processes of this worker. Raises ParamServerError, which names missing processes
-    and different settings."""
+    """Form the group with the other processes of this worker.
+
+    Raises ParamServerError, which names missing processes and different settings.
+    """
     if config.worker.evaluate:
-        message = "worker.evaluate together with worker.group: who evaluates is one process"
+        message = "worker.evaluate together with worker.group: an evaluator is one process"
         raise UsageError(message, fix="leave one out")
     if config.train.precision == "fp16":
-        message = "train.precision is fp16 in a worker of several processes: each would leave out other steps"
-        raise UsageError(message, fix="bf16, which needs no loss scaler")
+        message = "train.precision is fp16 in a replica group (worker.group): each process would skip other steps"
+        raise UsageError(message, fix="use bf16, which needs no loss scaler")
     device = config.worker.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,36 +75,40 @@ def join(config: Config) -> Group:
 
 
 def check_sharded(name: str, settings: Settings) -> None:
-    """Raises UsageError for a run that cannot train a divided model. `name` is of a divided tensor."""
-    message = f"'{name}' is divided among the processes of this worker (fully_shard), and "
+    """Raises UsageError for a run that cannot train a sharded model. `name` is that of a sharded tensor."""
+    message = f"'{name}' is sharded over the processes of this worker (fully_shard), but "
     if settings.kind.has_peers:
-        fix = "--mode sync, in which the server steps; or DistributedDataParallel or the bare model in the group"
-        raise UsageError(f"{message}workers of mode {settings.mode} step whole models themselves", fix=fix)
+        fix = "--mode sync, in which the server steps; or DistributedDataParallel or the unwrapped model in the group"
+        raise UsageError(f"{message}workers of mode {settings.mode} step whole models", fix=fix)
     if settings.fragments > 1:
-        fix = "--fragments 1; or DistributedDataParallel or the bare model in the group"
+        fix = "--fragments 1; or DistributedDataParallel or the unwrapped model in the group"
         raise UsageError(f"{message}policy.fragments is {settings.fragments}", fix=fix)
 
 
 class Grouped(Strategy):
-    """Group rank 0 has a strategy with the server, the others none; of a divided model each has one for its part."""
+    """Group rank 0 has a strategy with the server, the others have none. With a sharded model each has one for its
+    part.
+    """
 
     may_skip = False
 
     def __init__(
         self, group: Group, open_exchange: Callable[[], tuple[Exchange, Strategy]], divides: bool = False
     ) -> None:
-        """Raises in all processes what `open_exchange` raises in group rank 0. `divides`: the model is divided."""
+        """Open the exchange in group rank 0. An error there is raised in all processes. `divides`: the model is
+        sharded.
+        """
         self._group, self._divides = group, divides
-        self._sharded: Sharded | None = None  # the model, where it is divided
+        self._sharded: Sharded | None = None  # set if the model is sharded
         self._inner: Strategy | None = None
-        self._server: Exchange | None = None  # group rank 0's
-        self._is_averaged = False  # by the model's wrapper
-        self._is_weighed = False  # where backward begins, so that gradients have their weights already
-        self._sums = False  # gradients, where others make a mean of them
-        self._samples: list[float] = []  # of each step of the contribution, of all processes
+        self._server: Exchange | None = None  # of group rank 0
+        self._is_averaged = False  # the model's wrapper averages gradients
+        self._is_weighed = False  # gradients are weighted in backward
+        self._sums = False  # gradients are summed, not averaged
+        self._samples: list[float] = []  # samples of each step of the contribution, over all processes
         self._losses: list[float] = []
         self._newest_samples = 0.0
-        self._shared_weights = (-1, -1)  # version and start of the weights that all have
+        self._shared_weights = (-1, -1)  # (version, start) of the weights that all processes have
         self._stop_reason = ""
         self.evaluates = not group.rank
         if group.rank:
@@ -122,7 +127,9 @@ class Grouped(Strategy):
 
     @contextmanager
     def _sharing_errors(self) -> Iterator[None]:
-        """An error that ends group rank 0 meanwhile ends the others too. With a divided model all have it anyway."""
+        """If group rank 0 ends with an error, end the others with it. With a sharded model all processes raise it
+        anyway.
+        """
         try:
             yield
         except ParamServerError as error:
@@ -131,22 +138,26 @@ class Grouped(Strategy):
             raise
 
     def _meet(self, point: int, *numbers: float) -> list[list[float]]:
-        """The numbers of each process, where all come to the same point. Raises UsageError where they do not."""
+        """Gather the numbers of each process at a point of the loop. Raises UsageError if a process is at another
+        point.
+        """
         position = self.progress.position + (self.progress.num_starts << 32)
         found = self._group.gather([point, position, *numbers, *([0.0] * (6 - len(numbers)))])
         for rank, item in enumerate(found):
             if item[:2] != found[0][:2]:
                 at, first = (_POINTS[int(words[0])] for words in (item, found[0]))
                 raise UsageError(
-                    f"the processes of a worker have parted: group rank {rank} is at {at}, step "
+                    f"the processes of a worker have diverged: group rank {rank} is at {at}, step "
                     f"{int(item[1]) & _STEP}, group rank 0 at {first}, step {int(found[0][1]) & _STEP}",
-                    fix="let all take the same steps: what ends a loop or leaves out a step must be the same in all",
+                    fix="make all processes take the same steps: end loops and skip steps in all of them alike",
                 )
         return [words[2:] for words in found]
 
     def _share(self, result: Any = None, *, has_weights: bool = True) -> Any:
-        """Send group rank 0's progress, its `result`, and its weights if they are new, to all; returns the result. With
-        a divided model each process has its own."""
+        """Send group rank 0's progress, its `result` and new weights to all processes. Returns the result.
+
+        With a sharded model each process has its own result.
+        """
         if self._sharded is not None:
             return result
         if self._inner is None:
@@ -168,24 +179,27 @@ class Grouped(Strategy):
     # ---- the model ----------------------------------------------------------------------------
 
     def wraps(self, model: nn.Module) -> None:
-        """Check the script's model. Raises UsageError for one that cannot be averaged."""
+        """Check the script's model. Raises UsageError for a model that cannot be averaged."""
         data_parallel = nn.parallel.DistributedDataParallel
         inside = [name for name, item in model.named_modules() if name and isinstance(item, data_parallel)]
         if inside:
-            message = f"'{inside[0]}' is wrapped in DistributedDataParallel, and the model is not"
-            raise UsageError(message, fix="wrap all of it or nothing: the worker averages what is not wrapped itself")
+            message = f"'{inside[0]}' is wrapped in DistributedDataParallel, but the whole model is not"
+            raise UsageError(
+                message, fix="wrap the whole model or nothing: the worker averages unwrapped models itself"
+            )
         is_synchronized = synchronize(model, self._group)
         self._is_averaged = isinstance(model, data_parallel)
         divided = divided_tensor(model)
-        # A synchronized layer's output depends on the samples of all: gradients are weighed before they come to it.
+        # The output of a synchronized layer depends on all samples, so gradients need their weights before they reach
+        # it.
         if self._is_averaged or (is_synchronized and divided is None):
             self._weigh_outputs(model)
         if divided is not None:
             check_sharded(divided, self.settings)
         elif self._divides:
             raise UsageError(
-                "worker.zero is 3, and the model of this script is whole in each process",
-                fix="fully_shard(model) before the optimizer is made and session.optimizer(); or --set worker.zero=0",
+                "worker.zero is 3, but this script's model is whole in each process",
+                fix="call fully_shard(model) before the optimizer is made; or --set worker.zero=0",
             )
 
     def divided(self, model: nn.Module) -> nn.Module:
@@ -214,7 +228,7 @@ class Grouped(Strategy):
         model.register_forward_hook(lambda _module, _args, output: self._weigh(output))
 
     def _weigh(self, output: Any) -> Any:
-        """Scale gradients by the samples of each process: the plain mean over the processes is taken of them."""
+        """Scale gradients by each process's samples, because the processes then take the unweighted mean."""
         if not torch.is_grad_enabled():
             return
         weights = [item[0] for item in self._group.gather([float(self.num_samples_now())])]
@@ -234,8 +248,8 @@ class Grouped(Strategy):
             message = f"the models (tensors, shapes) of group rank 0 and {other} differ"
             raise MismatchError(message, fix="let all run the same script")
         if self._sharded is not None and is_parted:
-            message = "session.optimizers() of models that are divided among the processes of this worker (fully_shard)"
-            raise UsageError(message, fix="one optimizer; or DistributedDataParallel or the bare models in the group")
+            message = "session.optimizers() with models that are sharded over the processes (fully_shard)"
+            raise UsageError(message, fix="use one optimizer; or DistributedDataParallel or the unwrapped models")
         if self._inner is not None:
             with self._sharing_errors():
                 self._inner.start(model, optimizer, is_parted)
@@ -244,9 +258,9 @@ class Grouped(Strategy):
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         if self._sharded is not None and not is_elementwise(type(optimizer)):  # type: ignore[arg-type]  # mypy takes no class for hashable
             raise UsageError(
-                f"{type(optimizer).__name__} does not treat each element by itself, and each process of this worker "
-                "has a part of each tensor (fully_shard)",
-                fix="an elementwise optimizer such as AdamW; or DistributedDataParallel or the bare model in the group",
+                f"{type(optimizer).__name__} is not elementwise, but each process of this worker has only a part of "
+                "each tensor (fully_shard)",
+                fix="use an elementwise optimizer such as AdamW; or DistributedDataParallel or the unwrapped model",
             )
         check_takes_dense(optimizer, "the processes of a worker", "or a worker of one process and --mode localsgd")
         if self._inner is not None:
@@ -263,7 +277,7 @@ class Grouped(Strategy):
         return self._inner.optimizer_state(parameters)
 
     def _reshard(self) -> None:
-        """Before weights change."""
+        """Called before weights change."""
         if self._sharded is not None:
             self._sharded.reshard()
 
@@ -285,8 +299,10 @@ class Grouped(Strategy):
         return num_steps
 
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
-        """Replace gradients (or their sum), and running statistics, by the mean over all processes, weighted by the
-        samples of each; other buffers become those of group rank 0."""
+        """Average gradients and running statistics over all processes, weighted by samples; or sum the gradients.
+
+        Other buffers are copied from group rank 0.
+        """
         mask = crc32(bytes(parameter.grad is not None for parameter in parameters))
         has_loss = not math.isnan(loss)
         found = self._meet(1, num_samples, loss if has_loss else 0.0, has_loss, bool(self._stop_reason), mask)
@@ -302,7 +318,7 @@ class Grouped(Strategy):
             return
         if any(words[4] != found[0][4] for words in found):
             self._fill(parameters)
-        if self._sharded is not None:  # fully_shard has the mean of the rest
+        if self._sharded is not None:  # fully_shard averages the other parameters
             parameters = self._sharded.whole_in_each(parameters)
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -319,14 +335,14 @@ class Grouped(Strategy):
             self._group.broadcast_tensors([item for is_averaged, item in buffers if not is_averaged])
 
     def _fill(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give a parameter zeros for a gradient, where another process has one."""
+        """Set missing gradients to zeros if another process has the gradient."""
         have = self._group.gather([float(parameter.grad is not None) for parameter in parameters])
         for item, any_has in zip(parameters, map(any, zip(*have, strict=True)), strict=True):
             if any_has and item.grad is None:
                 item.grad = torch.zeros_like(item)
 
     def _share_stop(self) -> None:
-        """Any process may ask for the end of the run; the first reason counts."""
+        """Tell all processes that one requests the end of the run. The first reason counts."""
         text = self._stop_reason.encode()[:_REASON_BYTES]
         found = self._group.gather([len(text), *text.ljust(_REASON_BYTES)])
         length, *letters = map(int, next(item for item in found if item[0]))
@@ -351,7 +367,7 @@ class Grouped(Strategy):
         self._share()
 
     def went_on(self) -> None:
-        is_merging = self.settings.merge.after_steps > 0  # a pending reply may have come
+        is_merging = self.settings.merge.after_steps > 0  # a pending reply may have arrived
         if is_merging:
             self._reshard()
         if self._inner is not None:
@@ -372,7 +388,7 @@ class Grouped(Strategy):
         else:
             found = self._share()
             final = Final(evaluate=found[0] and self._sharded is not None) if found else None
-        if final is not None and not (final.evaluate and self._sharded is not None):  # then all evaluate
+        if final is not None and not (final.evaluate and self._sharded is not None):  # otherwise all processes evaluate
             self._group.end()
         return final
 
@@ -396,7 +412,7 @@ class Grouped(Strategy):
             self._inner.leave(goodbye, is_interrupted)
 
     def drop(self) -> None:
-        if self._sharded is not None:  # this process may have lost another within the model: the watch names it first
+        if self._sharded is not None:  # if another process ended, the watch should report it first
             time.sleep(_WATCH_S)
         if self._inner is not None:
             self._inner.drop()

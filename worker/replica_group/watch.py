@@ -1,8 +1,8 @@
-"""Notices that a process of a worker is gone.
+"""Detects that a process of a worker has ended or hangs.
 
-Each process has a connection to group rank 0, which closes when the process ends, and on which both sides send several
-signs of life in a lease. A process that notices a lost one ends at once, also in the middle of computing or of an
-exchange: the worker ends as a whole, and starts again as a whole. A process says goodbye at the end of its loop.
+Each process has a connection to group rank 0, which closes when the process ends. Both sides send several heartbeats
+per lease on it. A process that notices the loss of another ends at once, even in the middle of computing or of an
+exchange. So the worker ends as a whole, and starts again as a whole. A process says goodbye at the end of its loop.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from ...common.config.cli import report
 from ...common.errors import UnreachableError
 from ...common.standstill import Standstill
 
-_MESSAGE = struct.Struct("!hd")  # a group rank that is gone, with the seconds of its silence; or
+_MESSAGE = struct.Struct("!hd")  # the rank of a lost process and the seconds of its silence, or a code below
 _BYE = -1
-_ALIVE = -2  # with the lease
-_HEARTBEATS = 4  # in a lease
-_IDLE_S = 1.0  # between two looks where there is no lease yet
+_ALIVE = -2  # with the lease in seconds
+_HEARTBEATS = 4  # per lease
+_IDLE_S = 1.0  # between two looks before there is a lease
 
 
 class Watch:
-    """Group rank 0 `accept`s the others, which `begin` with one connection. The watching thread calls `give_up` with
-    the error when one is gone."""
+    """Watches the connections of a replica group.
+
+    Group rank 0 `accept`s the connections of the others, each of which `begin`s with one. The watching thread calls
+    `give_up` with an error when a process is lost.
+    """
 
     def __init__(self, rank: int, size: int, give_up: Callable[[UnreachableError], None] | None = None) -> None:
         self._rank, self._size = rank, size
         self._give_up = give_up or _exit
         self._sockets: dict[int, socket.socket] = {}  # by group rank
-        self._parts: dict[int, bytes] = {}  # of messages, by group rank
-        self._lease_s = 0.0  # 0: none yet, silence is allowed
+        self._parts: dict[int, bytes] = {}  # incomplete messages, by group rank
+        self._lease_s = 0.0  # 0: there is no lease yet, so silence is allowed
         self._is_over = False
         self._lock = threading.Lock()
 
     def accept(self, peers: queue.SimpleQueue[tuple[int, socket.socket]], timeout_s: float) -> None:
-        """Take the connections of all others, which have proved that they are of this worker. Raises queue.Empty when
-        one does not come."""
+        """Take the connections of all others, whose proofs were checked. Raises queue.Empty if one does not arrive."""
         until = time.monotonic() + timeout_s
         found: dict[int, socket.socket] = {}
         while len(found) < self._size - 1:
@@ -53,18 +55,18 @@ class Watch:
         self.begin(found)
 
     def begin(self, connections: dict[int, socket.socket]) -> None:
-        """Watch these connections from now on, by group rank."""
+        """Watch these connections, given by group rank, from now on."""
         self._sockets = connections
         if connections:
             threading.Thread(target=self._look, daemon=True, name="inner-watch").start()
 
     def expect(self, lease_s: float) -> None:
-        """Group rank 0: no process may be silent for longer from here on. Its signs of life tell the others."""
+        """Group rank 0: from now on, no process may be silent for longer than the lease. Heartbeats tell the others."""
         self._lease_s = lease_s
-        self._send(_ALIVE, lease_s)  # at once: else a process that stops before the first look goes unnoticed
+        self._send(_ALIVE, lease_s)  # sent at once, to notice a process that stops before the first look
 
     def _look(self) -> None:
-        last_seen = dict.fromkeys(self._sockets, time.monotonic())  # without those that have said goodbye
+        last_seen = dict.fromkeys(self._sockets, time.monotonic())  # without processes that said goodbye
         heartbeat_at, standstill = 0.0, Standstill(_IDLE_S)
         with selectors.DefaultSelector() as selector:
             for rank, socket in self._sockets.items():
@@ -74,7 +76,7 @@ class Watch:
                 ready = selector.select(max(0.0, left_s))
                 now, lease_s = time.monotonic(), self._lease_s
                 standstill.look_s = lease_s / _HEARTBEATS if lease_s else _IDLE_S
-                pause_s = standstill.look(now)  # perhaps all stood still
+                pause_s = standstill.look(now)  # this process may have been paused itself
                 last_seen = {rank: min(now, at + pause_s) if lease_s else now for rank, at in last_seen.items()}
                 for key, _ in ready:
                     last_seen[key.data] = now
@@ -89,7 +91,7 @@ class Watch:
                         self._lost(rank, now - at)
 
     def _is_last(self, rank: int) -> bool:
-        """Read the messages of a process; True after its last one."""
+        """Read the messages of a process. Returns True after its last one."""
         try:
             received = self._sockets[rank].recv(1 << 12)
         except OSError:
@@ -114,11 +116,11 @@ class Watch:
             return
         self._send(departed, silent_s)
         whom = f"group rank {self._rank}: group rank {departed} of this worker's {self._size} processes"
-        message, why = f"{whom} has ended, and with it the worker", "its own last lines say why it ended"
+        message, why = f"{whom} has ended, and with it the worker", "its own last log lines say why it ended"
         if silent_s:
             lease = f"(server.lease_s is {self._lease_s:g})"
-            message = f"{whom} was not heard of for {silent_s:.1f} s {lease}, and the worker ends"
-            why = "see whether its host is there, and what has stopped it"
+            message = f"{whom} was silent for {silent_s:.1f} s {lease}, so the worker ends"
+            why = "see whether its host is reachable, and what has stopped it"
         self._give_up(UnreachableError(message, fix=f"{why}; torchrun and ps-launch start all of them again"))
 
     def _send(self, word: int, seconds: float = 0.0) -> None:
@@ -130,14 +132,14 @@ class Watch:
                     continue
 
     def end(self) -> None:
-        """Any process may end from here on."""
+        """From now on any process may end."""
         if not self._is_over:
             self._is_over = True
             self._send(_BYE)
 
 
 def _exit(error: UnreachableError) -> None:
-    """End the process at once, and with it everything that others wait for."""
+    """End the process at once, so that no other process waits for it."""
     code = report("paramserver", error)
     sys.stdout.flush()
     sys.stderr.flush()

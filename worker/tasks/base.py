@@ -1,12 +1,12 @@
-"""What a task is: four methods. Any object with them will do; nothing needs to be inherited.
+"""The interface of a task: four methods. Any object with them is a task; nothing needs to be inherited.
 
-Its constructor is given `task.args` of the configuration. Parameters of it that are named `seed` (int) or `device`
-(torch.device) get the run's seed and the worker's device unless `task.args` sets them.
+The constructor gets `task.args` of the configuration. Parameters named `seed` (int) and `device` (torch.device) get the
+run's seed and the worker's device unless `task.args` sets them.
 
-A task whose model keeps running statistics in layers of its own names them in an attribute `averaged_buffers`, as
-`session.optimizer()` takes it.
+If a task's model has running statistics in layers of its own, an attribute `averaged_buffers` names them, as in
+`session.optimizer()`.
 
-The rest of this file is what the built-in tasks share: checks of their arguments, and evaluations.
+The rest of this file has helpers of the built-in tasks: argument checks and evaluations.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ class Task(Protocol):
     """A model, its data, its loss and its evaluation."""
 
     def model(self) -> nn.Module:
-        """A new model. torch is seeded before the call, so equal seeds give equal weights."""
+        """Return a new model. torch is seeded before the call, so equal seeds give equal weights."""
 
     def train_data(self) -> Dataset[Any]:
-        """A data set; it is sharded by rank. A TensorDataset is indexed a batch at a time; of an IterableDataset every
-        rank reads all, and keeps its part. A method `sampler(dataset)`, if there is one, gives the order of the samples
-        of all ranks (torch's Sampler)."""
+        """Return the training data, which is divided by rank.
+
+        A TensorDataset is indexed one batch at a time. Every rank reads all of an IterableDataset and keeps its part.
+        An optional method `sampler(dataset)` returns the order of the samples of all ranks (torch's Sampler).
+        """
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Scalar mean loss of `batch`, which is what a DataLoader yields, on the model's device."""
+        """Return the scalar mean loss of `batch`. A DataLoader made the batch; it is on the model's device."""
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Held-out metrics by name; always has `loss`."""
+        """Return held-out metrics by name, including `loss`."""
 
 
 def check_whole(key: str, value: object, *, least: int, most: int | None = None) -> int:
-    """`value` if it is a whole number in [least, most]; UsageError on `task.args.<key>` otherwise."""
+    """Return `value`, a whole number in [least, most]. Raises UsageError about `task.args.<key>` for other values."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"task.args.{key} is {value!r}, not a whole number", fix=f"e.g. {key}: {least}")
     return int(check_number(key, value, least=least, most=most))
 
 
 def check_number(key: str, value: object, *, least: float, most: float | None = None) -> float:
-    """`value` if it is a finite number in [least, most]; UsageError on `task.args.<key>` otherwise."""
+    """Return `value`, a finite number in [least, most]. Raises UsageError about `task.args.<key>` for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        # YAML reads 1e-3 as text, for lack of a dot; hence the hint.
+        # YAML reads 1e-3 as text because it has no dot, which explains the hint.
         raise UsageError(f"task.args.{key} is {value!r}, not a number", fix=f"e.g. {key}: 0.001, or 1.0e-3")
     if value < least or (most is not None and value > most):
         limit = f"at least {least}" if most is None else f"from {least} to {most}"
@@ -62,7 +64,7 @@ def check_number(key: str, value: object, *, least: float, most: float | None = 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """No gradients and eval mode inside, the mode before afterwards. Yields the parameters' device."""
+    """Disable gradients and set evaluation mode inside; restore the mode afterwards. Yields the parameters' device."""
     was_training = model.training
     model.eval()
     try:
@@ -78,8 +80,10 @@ def held_out_means(
     measure: Callable[..., dict[str, torch.Tensor]],
     batch_size: int = 1024,
 ) -> dict[str, float]:
-    """Metrics by name, per sample of `samples` (each tensor (N, ...)). `measure` gives their sums over a batch of
-    `batch_size` at most, which bounds the memory of an evaluation, on the model's device."""
+    """Return mean metrics by name over `samples`, tensors of shape (N, ...).
+
+    `measure` returns sums over a batch on the model's device. `batch_size` limits the memory of an evaluation.
+    """
     sums: dict[str, float] = defaultdict(float)
     with evaluating(model) as device:
         for batch in zip(*(tensor.split(batch_size) for tensor in samples), strict=True):

@@ -1,7 +1,7 @@
-"""A small transformer that predicts text byte by byte: any text file will do, no tokenizer, no download.
+"""A small transformer that predicts text byte by byte, from any text file, without a tokenizer or a download.
 
-A model of some megabytes with a real loss curve. By default it reads the Python standard library's own sources, which
-every machine with Python has (other versions of Python: slightly other bytes).
+The model has some megabytes and a realistic loss curve. By default it reads the sources of Python's standard library,
+which every machine with Python has. Other versions of Python have slightly different bytes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .base import check_whole, held_out_means
 
 _VOCABULARY = 256  # byte values
 _HELD_OUT_FRACTION = 0.1  # the end of the text
-_EVAL_BATCH = 32  # windows per forward pass of an evaluation; bounds its memory
-_STDLIB_SKIPS = {"test", "idlelib", "lib2to3", "turtledemo"}  # packages that not every installation has
+_EVAL_BATCH = 32  # windows per forward pass of an evaluation, which limits its memory
+_STDLIB_SKIPS = {"test", "idlelib", "lib2to3", "turtledemo"}  # packages that some installations lack
 
 
 class Gpt:
     """Bytes of `text` (a file or a glob, `**` allowed) cut into windows of `context` bytes.
 
-    `max_bytes` caps what is read, in the order of the sorted paths. `tokens_per_sample` is the number of
-    predictions a sample stands for. Measured on one CPU core with batches of 16: 11,700 tokens/s; AdamW
-    with lr 0.003 goes from 8 bits per byte to 2.9, 2.5 and 2.2 in 250, 500 and 1,000 steps (45, 88 and
-    176 s), against 4.55 of the unigrams. Four asynchronous workers want lr 0.001: 3.3 after 100 steps each.
+    `max_bytes` limits the text, in the order of the sorted paths. `tokens_per_sample` is the number of predictions per
+    sample. Measured on one CPU core with batches of 16: 11,700 tokens/s. AdamW with lr 0.003 goes from 8 bits per byte
+    to 2.9, 2.5 and 2.2 in 250, 500 and 1,000 steps (45, 88 and 176 s). Unigrams have 4.55. Four asynchronous workers
+    need lr 0.001 and reach 3.3 after 100 steps each.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Gpt:
         self._sizes = {"num_layers": num_layers, "num_heads": num_heads, "width": width}
         for key, size in self._sizes.items():
             check_whole(key, size, least=1)
-        if width % (2 * num_heads):  # rotary embeddings turn pairs of a head's channels
+        if width % (2 * num_heads):  # rotary embeddings rotate pairs of a head's channels
             near = max(1, width // (2 * num_heads)) * 2 * num_heads
             message = f"task.args.width is {width}: not a multiple of 2 * num_heads, {2 * num_heads}"
             raise UsageError(message, fix=f"e.g. width: {near}")
@@ -63,7 +63,7 @@ class Gpt:
             windows = f"training and held-out windows of {context + 1} bytes"
             message = f"task.args.text is {len(data)} bytes: too short for {windows}"
             raise UsageError(message, fix="give more text, or a smaller task.args.context")
-        # Evenly spread, so that the metric stands for all of the held-out text.
+        # Evenly spaced windows represent all of the held-out text.
         num_eval = min(len(held_out), -(-check_whole("eval_bytes", eval_bytes, least=1) // context))
         self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval).long()]  # (num_eval, T + 1)
 
@@ -71,7 +71,7 @@ class Gpt:
         return Transformer(**self._sizes)
 
     def train_data(self) -> Dataset[Any]:
-        """Samples: a window (context + 1,) uint8, the last byte of which is only predicted."""
+        """Samples are windows (context + 1,) uint8. The last byte is only a target."""
         return TensorDataset(self._train)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -80,8 +80,10 @@ class Gpt:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Held-out `loss` (nats per byte), `bits_per_byte`, and as a yardstick `unigram_bits_per_byte`: the entropy of
-        the evaluated bytes' own frequencies, which no model that ignores the context can heartbeat."""
+        """Held-out `loss` (nats per byte), `bits_per_byte`, and `unigram_bits_per_byte` for comparison.
+
+        The latter is the entropy of the byte frequencies, the least that a model without context can reach.
+        """
 
         def measure(windows: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.loss(model, (windows,)) * len(windows)}
@@ -89,14 +91,14 @@ class Gpt:
         loss = held_out_means(model, (self._eval,), measure, _EVAL_BATCH)["loss"]
         counts = self._eval[:, 1:].flatten().bincount(minlength=_VOCABULARY)  # (256,)
         unigram = torch.special.entr(counts / counts.sum()).sum().item()  # nats
-        bits = 1 / math.log(2)  # of a nat
+        bits = 1 / math.log(2)  # bits per nat
         return {"loss": loss, "bits_per_byte": loss * bits, "unigram_bits_per_byte": unigram * bits}
 
 
 class Transformer(nn.Module):
     """Pre-norm decoder: rotary positions, norms without weights, squared ReLU. (B, T) -> logits (B, T, 256).
 
-    It has no buffers: those would travel with every exchange. Any T will do.
+    It has no buffers, because those would travel with every exchange. T may have any value.
     """
 
     def __init__(self, *, num_layers: int, num_heads: int, width: int) -> None:
@@ -123,7 +125,7 @@ class Block(nn.Module):
         self.attention_out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
-        # Each block starts as the identity, so depth costs nothing at first.
+        # Each block starts as the identity, so depth does not hurt the first steps.
         nn.init.zeros_(self.attention_out.weight)
         nn.init.zeros_(self.down.weight)
 
@@ -135,19 +137,19 @@ class Block(nn.Module):
         num_samples, num_tokens, width = x.shape  # B, T, C = H * D
         heads = self.qkv(x).view(num_samples, num_tokens, 3, self.num_heads, width // self.num_heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        # Normalised queries and keys keep the logits small whatever the learning rate (Henry et al., 2020).
+        # Normalised queries and keys keep the logits small at any learning rate (Henry et al., 2020).
         q, k = _rotate(_norm(q)), _rotate(_norm(k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
         return self.attention_out(y.transpose(1, 2).reshape(num_samples, num_tokens, width))
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    """Root mean square of the last axis becomes 1."""
+    """Scale the last axis to a root mean square of 1."""
     return F.rms_norm(x, (x.shape[-1],))
 
 
 def _rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al., 2021) of (B, H, T, D): channel pairs turn by the position."""
+    """Rotary position embedding (Su et al., 2021) of (B, H, T, D): rotate channel pairs by the position."""
     num_tokens, num_pairs = x.shape[-2], x.shape[-1] // 2
     position = torch.arange(num_tokens, device=x.device, dtype=x.dtype)
     frequency = 10_000.0 ** (-torch.arange(num_pairs, device=x.device, dtype=x.dtype) / num_pairs)
@@ -158,14 +160,16 @@ def _rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def _windows(data: torch.Tensor, context: int) -> torch.Tensor:
-    """(N,) -> (num_windows, context + 1), a view; neighbours share a byte, so each is predicted once."""
+    """Cut (N,) into windows (num_windows, context + 1), as a view. Neighbours share a byte, so each byte is a target
+    once.
+    """
     if len(data) <= context:
         return data.new_empty(0, context + 1)
     return data.unfold(0, context + 1, context)
 
 
 def _read(text: str | None, max_bytes: int) -> torch.Tensor:
-    """The first `max_bytes` bytes of the files of `text` joined, (N,) uint8; UsageError without files."""
+    """Return the first `max_bytes` bytes of the files of `text`, (N,) uint8. Raises UsageError without files."""
     content = bytearray()
     num_files = 0
     for path in _stdlib_sources() if text is None else _matching(text):
@@ -192,7 +196,7 @@ def _matching(text: Any) -> Iterator[Path]:
 
 
 def _stdlib_sources() -> Iterator[Path]:
-    """Python's own modules, then its packages, each sorted by name; packages are listed only if asked for."""
+    """Python's own modules, then its packages, each sorted by name. Packages are listed lazily."""
     root = Path(sysconfig.get_paths()["stdlib"])
     yield from sorted(root.glob("*.py"))
     for package in sorted(path.parent for path in root.glob("*/__init__.py")):

@@ -1,4 +1,4 @@
-"""What the image tasks share: a small CNN, its loss, and its metrics on held-out images."""
+"""Shared parts of the image tasks: a small CNN, its loss, and its metrics on held-out images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ImageTask:
         return ConvNet(side=self._side, channels=self._channels, hidden=self._hidden)
 
     def train_data(self) -> Dataset[Any]:
-        """Samples: image (1, side, side) and label ()."""
+        """Samples are an image (1, side, side) and a label ()."""
         return self._train
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -40,7 +40,7 @@ class ImageTask:
         return F.cross_entropy(model(_scaled(images)), labels.long())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """`loss` (nats per image) and `accuracy` (0..1) on the held-out images."""
+        """Return `loss` (nats per image) and `accuracy` (0..1) on the held-out images."""
 
         def measure(images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             logits = model(_scaled(images))  # (B, NUM_CLASSES)
@@ -53,8 +53,8 @@ class ImageTask:
 class ConvNet(nn.Module):
     """One block of 3x3 convolution, ReLU and 2x2 max-pooling per entry of `channels`, then two linear layers.
 
-    Images (B, 1, side, side) float32 in 0..1 -> logits (B, NUM_CLASSES). No BatchNorm: it would make the
-    metrics of a mode depend on how the server merges buffers.
+    Images (B, 1, side, side) float32 in 0..1 -> logits (B, NUM_CLASSES). It has no BatchNorm, because the metrics of a
+    mode would depend on how the server merges buffers.
     """
 
     def __init__(self, *, side: int, channels: Sequence[int], hidden: int) -> None:
@@ -76,12 +76,12 @@ class ConvNet(nn.Module):
 
 
 def _scaled(images: torch.Tensor) -> torch.Tensor:
-    """Bytes, which are grey levels, as float32 in 0..1."""
+    """Convert bytes (grey levels) to float32 in 0..1."""
     return images.float().div(255) if images.dtype is torch.uint8 else images
 
 
 def _check_channels(channels: Any, side: int) -> tuple[int, ...]:
-    """`channels` as a tuple of positive ints, few enough that halving `side` for each leaves a pixel."""
+    """Return `channels` as a tuple of positive ints. Each entry halves `side`, and at least one pixel must remain."""
     if not isinstance(channels, list | tuple) or not channels:
         raise UsageError(f"task.args.channels is {channels!r}, not a list of whole numbers", fix=_EXAMPLE)
     most = side.bit_length() - 1

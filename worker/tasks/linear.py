@@ -1,4 +1,4 @@
-"""Linear regression on made-up data: the reply w* is known, so a run can be checked against it."""
+"""Linear regression on synthetic data. The solution w* is known, so a run can be checked against it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _NUM_HELD_OUT = 2_000
 
 
 class Linear:
-    """Y = X w* + noise, with X and w* standard normal and `noise` the standard deviation of the noise.
+    """Y = X w* + noise, with standard normal X and w*. `noise` is the standard deviation of the noise.
 
-    SGD with lr 0.05 and batches of 32 brings the weight error below 0.01 within 100 steps per worker,
-    in sync and with four asynchronous workers. The data lives on `device`, so that a worker with a
-    GPU trains without copies from the host.
+    SGD with lr 0.05 and batches of 32 brings the weight error below 0.01 within 100 steps per worker, in sync and with
+    four asynchronous workers. The data are on `device`, so a worker with a GPU trains without copies from the host.
     """
 
     def __init__(
@@ -41,8 +40,8 @@ class Linear:
             device = torch.device(device)
         except (RuntimeError, TypeError):
             raise UsageError(f"task.args.device is {device!r}, which torch does not know", fix="e.g. cuda:0") from None
-        # Drawn by the CPU's generator and then moved: torch's generators differ between devices,
-        # and workers on a CPU and on a GPU must see the same samples, or their shards overlap.
+        # The CPU's generator draws the data, because torch's generators differ between devices. Workers on a CPU and on
+        # a GPU must see the same samples, or their shards overlap.
         generator = torch.Generator().manual_seed(check_whole("seed", seed, least=0))
         w_star = torch.randn(num_features, num_outputs, generator=generator)  # (F, O)
 
@@ -60,7 +59,7 @@ class Linear:
         return nn.Linear(num_features, num_outputs, bias=False)
 
     def train_data(self) -> Dataset[Any]:
-        """Samples: x (F,) and y (O,), float32."""
+        """Samples are x (F,) and y (O,), float32."""
         return self._train
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -68,7 +67,7 @@ class Linear:
         return F.mse_loss(model(x), y)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Held-out `loss` (mean squared error; noise^2 at best) and `weight_error`, |w - w*| / |w*|."""
+        """Return held-out `loss` (mean squared error; at best noise^2) and `weight_error`, |w - w*| / |w*|."""
         x, y = self._held_out
         with evaluating(model) as device:
             w = next(model.parameters()).T  # (F, O)

@@ -1,7 +1,7 @@
-"""MNIST, or any data set in its format (Fashion-MNIST, KMNIST): the four standard IDX files from a folder.
+"""MNIST, or a data set in its format (Fashion-MNIST, KMNIST), from the four standard IDX files in a folder.
 
-Nothing is downloaded. The format: two zero bytes, the element type (8: unsigned byte), the number
-of dimensions, each dimension as 4 bytes big-endian, then the elements, the last dimension fastest.
+Nothing is downloaded. The format is two zero bytes, the element type (8: unsigned byte), the number of dimensions, each
+dimension as 4 bytes big-endian, then the elements with the last dimension fastest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _FIX = "put the four files of the MNIST distribution there, gzipped (.gz) or not
 
 
 class Mnist(ImageTask):
-    """28x28 images in ten classes and the CNN of the digits task. Images stay bytes until a batch is used: 47 MB
-    instead of 188. Held out are the t10k files."""
+    """28x28 images in ten classes, with the CNN of the digits task. The t10k files are held out.
+
+    Images stay bytes until a batch is used, which takes 47 MB instead of 188.
+    """
 
     def __init__(self, *, data_dir: str = "data/mnist", channels: Sequence[int] = (32, 64), hidden: int = 128) -> None:
         super().__init__(_SIDE, channels, hidden)
@@ -41,7 +43,7 @@ class Mnist(ImageTask):
 
 
 def _find(data_dir: Any) -> dict[str, Path]:
-    """Path of each file by its plain name; one UsageError that lists all missing ones."""
+    """Return the path of each file by its plain name. Raises one UsageError that lists all missing files."""
     if not isinstance(data_dir, str | Path):
         raise UsageError(f"task.args.data_dir is {data_dir!r}, not a folder", fix="e.g. data_dir: data/mnist")
     folder = Path(data_dir).expanduser()
@@ -54,7 +56,7 @@ def _find(data_dir: Any) -> dict[str, Path]:
 
 
 def _read_images_and_labels(paths: dict[str, Path], part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, 1, 28, 28) and labels (N,), both uint8; UsageError where the two do not fit together."""
+    """Return images (N, 1, 28, 28) and labels (N,), both uint8. Raises UsageError if they do not match."""
     images_path, labels_path = (paths[name] for name in _FILES[part])
     images, labels = _read_idx(images_path, num_dims=3), _read_idx(labels_path, num_dims=1)
     if images.shape[1:] != (_SIDE, _SIDE):
@@ -69,9 +71,9 @@ def _read_images_and_labels(paths: dict[str, Path], part: str) -> tuple[torch.Te
 
 
 def _read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
-    """The IDX file of unsigned bytes at `path`, gzipped if its name ends in .gz: uint8, `num_dims` axes.
+    """Read the IDX file of unsigned bytes at `path`, gzipped if its name ends in .gz: uint8, `num_dims` axes.
 
-    A UsageError names the file, what was expected and what is there.
+    Raises UsageError with the file, the expected value and the found value.
     """
     content = _content(path)
     magic, num_header_bytes = bytes([0, 0, _UNSIGNED_BYTE, num_dims]), 4 + 4 * num_dims

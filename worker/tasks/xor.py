@@ -1,4 +1,4 @@
-"""Exclusive or of two signs among many distracting features: a linear model learns it, given the products."""
+"""Exclusive or of two signs among many distracting features, which a linear model learns from products."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils.data import Dataset, TensorDataset
 from .base import check_number, check_whole, held_out_means
 
 _NUM_PRODUCTS = 3  # x0^2, x1^2, x0*x1
-# The products are multiplied by this, so that the one weight that matters has a tenth of the way to
-# go while Adam moves all 203 by about lr per step. After 1,200 steps (Adam, lr 0.05, batch 32) the
-# held-out loss is 0.10 with it and 0.21 without; with 40 it depends too much on the first weights.
+# The factor shortens the way of the one weight that matters to a tenth, while Adam moves all 203 weights by about lr
+# per step. After 1,200 steps (Adam, lr 0.05, batch 32) the held-out loss is 0.10 with it and 0.21 without. A factor of
+# 40 depends too much on the first weights.
 _PRODUCT_SCALE = 10.0
 _NUM_HELD_OUT = 10_000
 
@@ -22,12 +22,11 @@ _NUM_HELD_OUT = 10_000
 class Xor:
     """Label (x0 > 0) xor (x1 > 0) on `d` standard-normal features plus x0^2, x1^2 and x0*x1, scaled.
 
-    The label is the sign of -x0*x1, so logistic regression separates it by the last weight alone:
-    with d = 200 a model of 203 weights and a bias, small enough that a run measures the exchange
-    and not the arithmetic. 1,200 updates of Adam with lr 0.05 and batches of 32 reach a loss of
-    0.10 to 0.13, in four asynchronous workers 0.11 to 0.15 (batches of 64: 0.09 to 0.11).
-    `label_noise` is the fraction of training labels flipped; the held-out ones are never flipped.
-    Samples follow from `seed` alone, so every worker makes the same data set.
+    The label is the sign of -x0*x1, so logistic regression needs only the last weight. With d = 200 the model has 203
+    weights and a bias, so a run measures the exchange rather than arithmetic. 1,200 updates of Adam with lr 0.05 and
+    batches of 32 reach a loss of 0.10 to 0.13, and 0.11 to 0.15 with four asynchronous workers (batches of 64: 0.09 to
+    0.11). `label_noise` is the fraction of flipped training labels; held-out labels are never flipped. Samples depend
+    only on `seed`, so every worker makes the same data set.
     """
 
     def __init__(self, *, d: int = 200, num_samples: int = 200_000, label_noise: float = 0.0, seed: int = 0) -> None:
@@ -40,7 +39,7 @@ class Xor:
         return nn.Linear(self._d + _NUM_PRODUCTS, 1)
 
     def train_data(self) -> Dataset[Any]:
-        """Samples: features (d + 3,) float32, label () float32, 0 or 1. 163 MB by default, made in 1 s."""
+        """Samples are features (d + 3,) float32 and a label () float32, 0 or 1. The default is 163 MB, made in 1 s."""
         generator = torch.Generator().manual_seed(2 * self._seed)
         features, labels = self._samples(self._num_samples, generator)
         flipped = torch.rand(self._num_samples, generator=generator) < self._label_noise
@@ -51,20 +50,20 @@ class Xor:
         return F.binary_cross_entropy_with_logits(model(features).squeeze(1), labels)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """`loss` (nats per sample) and `accuracy` (0..1) on fresh samples, the same at every call."""
+        """Return `loss` (nats per sample) and `accuracy` (0..1) on fresh samples, which are the same in every call."""
 
         def measure(features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             logits = model(features).squeeze(1)  # (B,)
             loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
             return {"loss": loss, "accuracy": ((logits > 0) == (labels > 0)).sum()}
 
-        # An odd seed never meets the training data's, which is even.
+        # The training data have an even seed, so an odd seed gives other samples.
         held_out = self._samples(_NUM_HELD_OUT, torch.Generator().manual_seed(2 * self._seed + 1))
         return held_out_means(model, held_out, measure)
 
     def _samples(self, num_samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (num_samples, d + 3) and labels (num_samples,), both float32."""
-        features = torch.empty(num_samples, self._d + _NUM_PRODUCTS)  # filled in place: no second copy
+        features = torch.empty(num_samples, self._d + _NUM_PRODUCTS)  # filled in place, without a second copy
         features[:, : self._d].normal_(generator=generator)
         x0, x1 = features[:, 0], features[:, 1]
         features[:, self._d :] = _PRODUCT_SCALE * torch.stack([x0 * x0, x1 * x1, x0 * x1], dim=1)
