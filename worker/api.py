@@ -1,4 +1,4 @@
-"""The API for a user's training script, of which three lines change.
+"""The API for a user's training script. The script changes in three lines.
 
     session = paramserver.connect("10.0.0.1:50051", rank=0)
     optimizer = session.optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

@@ -151,8 +151,9 @@ def _work(resolved: Resolved) -> None:
 
 
 def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
-    """The device for `auto` on a host with several cuda devices: chosen by local rank, shared if there are more
-    workers.
+    """The device for `auto` on a host with several cuda devices, chosen by local rank.
+
+    Workers share a device if there are more workers than devices.
 
     If an engine gives each process one device, the process sees only that device.
     """

@@ -230,8 +230,9 @@ class Shard:
             self.stream.say(taken={})
 
     def _expect(self, *kinds: str) -> Frame:
-        """Receive the next frame of one of `kinds`. While only Waiting frames arrive, their reason is logged from time
-        to time.
+        """Receive the next frame of one of `kinds`.
+
+        While only Waiting frames arrive, their reason is logged from time to time.
         """
         log_at = time.monotonic() + _LOG_WAITING_AFTER_S
         while True:

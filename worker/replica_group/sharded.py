@@ -64,8 +64,9 @@ class Sharded:
         return GroupMember(exchange, self.whole, self._redistribution, settings)
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int] | None:
-        """Where each process's bytes of a tensor begin, as torch.chunk splits rows; None: all processes have the whole
-        tensor.
+        """Where each process's bytes of a tensor begin, as torch.chunk splits rows.
+
+        None means that all processes have the whole tensor.
 
         Raises UsageError for a tensor that is sharded in another way.
         """

@@ -86,8 +86,9 @@ def check_sharded(name: str, settings: Settings) -> None:
 
 
 class Grouped(Strategy):
-    """Group rank 0 has a strategy with the server, the others have none. With a sharded model each has one for its
-    part.
+    """Group rank 0 has a strategy with the server, the others have none.
+
+    With a sharded model each has one for its part.
     """
 
     may_skip = False
@@ -95,8 +96,9 @@ class Grouped(Strategy):
     def __init__(
         self, group: Group, open_exchange: Callable[[], tuple[Exchange, Strategy]], divides: bool = False
     ) -> None:
-        """Open the exchange in group rank 0. An error there is raised in all processes. `divides`: the model is
-        sharded.
+        """Open the exchange in group rank 0.
+
+        An error there is raised in all processes. `divides`: the model is sharded.
         """
         self._group, self._divides = group, divides
         self._sharded: Sharded | None = None  # set if the model is sharded
@@ -127,8 +129,9 @@ class Grouped(Strategy):
 
     @contextmanager
     def _sharing_errors(self) -> Iterator[None]:
-        """If group rank 0 ends with an error, end the others with it. With a sharded model all processes raise it
-        anyway.
+        """If group rank 0 ends with an error, end the others with it.
+
+        With a sharded model all processes raise it anyway.
         """
         try:
             yield
@@ -138,8 +141,9 @@ class Grouped(Strategy):
             raise
 
     def _meet(self, point: int, *numbers: float) -> list[list[float]]:
-        """Gather the numbers of each process at a point of the loop. Raises UsageError if a process is at another
-        point.
+        """Gather the numbers of each process at a point of the loop.
+
+        Raises UsageError if a process is at another point.
         """
         position = self.progress.position + (self.progress.num_starts << 32)
         found = self._group.gather([point, position, *numbers, *([0.0] * (6 - len(numbers)))])

@@ -31,8 +31,8 @@ _IDLE_S = 1.0  # between two looks before there is a lease
 class Watch:
     """Watches the connections of a replica group.
 
-    Group rank 0 `accept`s the connections of the others, each of which `begin`s with one. The watching thread calls
-    `give_up` with an error when a process is lost.
+    Group rank 0 calls `accept` for the connections of the others. Each of these calls `begin` with one connection. The
+    watching thread calls `give_up` with an error when a process is lost.
     """
 
     def __init__(self, rank: int, size: int, give_up: Callable[[UnreachableError], None] | None = None) -> None:

@@ -137,8 +137,9 @@ class Strategy:
     # ---- replays ------------------------------------------------------------------------------
 
     def replay(self, position: Position) -> None:
-        """Begin a replay at `position`. Until `replayed`, gradients are not sent, and changes of the model will be
-        undone.
+        """Begin a replay at `position`.
+
+        Until `replayed`, gradients are not sent, and changes of the model will be undone.
         """
         (number, tensors), self._at_start = self._at_start, (0, {})
         self._undone = tensors if number == self.progress.num_starts else self._changing()
@@ -173,8 +174,9 @@ class Strategy:
         return is_due
 
     def contribute(self, outgoing: Outgoing, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Exchange a contribution after its last step. Returns when the loop may continue, with the weights for the
-        next step.
+        """Exchange a contribution after its last step.
+
+        Returns when the loop may continue, with the weights for the next step.
 
         `parameters`: with several optimizers, those of the optimizer that steps. Raises UsageError if the loop has
         replaced the model or its weights. If the model moved in memory, its tensors are looked up again.
@@ -237,18 +239,18 @@ class Strategy:
 
 
 def divided_tensor(model: nn.Module) -> str | None:
-    """The name of a parameter that is sharded over processes (DTensor); None: there is none."""
+    """The name of a parameter that is sharded over processes (DTensor), or None."""
     names = (name for name, item in model.named_parameters() if type(item).__name__ == "DTensor")
     return next(names, None)
 
 
-def check_takes_dense(optimizer: torch.optim.Optimizer, who: str, fix: str) -> None:
+def check_takes_dense(optimizer: torch.optim.Optimizer, peers: str, fix: str) -> None:
     """Raises UsageError for an optimizer that needs sparse gradients.
 
     A mean is dense. It does not say which rows had a gradient, but SparseAdam changes only the moments of those rows.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(
-            f"SparseAdam steps along sparse gradients only, and {who} average gradients as dense tensors",
+            f"SparseAdam steps along sparse gradients only, and {peers} average gradients as dense tensors",
             fix=f"use torch.optim.Adam; {fix}; or --mode sync and session.rows, a table on the server (sparse_adam)",
         )

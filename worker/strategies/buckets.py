@@ -5,7 +5,7 @@ started, as in DDP (Li et al. 2020). The order is the reverse of the model's, be
 layer.
 
 A member's weight is known when all members have announced their samples, at `step()`. Buckets that start earlier use
-the announcement of the previous step. If it turns out wrong, all members average once more (`group.py`).
+the announcement of the previous step. If that is wrong, all members average again (`group.py`).
 """
 
 from __future__ import annotations

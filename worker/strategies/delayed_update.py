@@ -103,7 +103,7 @@ class DelayedUpdate(Strategy):
                 self._shadow.take()
                 self._model_version = self._received_version
             return base_version
-        if has_weights:  # replaces the snapshot by the average below the steps taken meanwhile
+        if has_weights:  # adds the steps taken meanwhile to the average
             self._shadow.rebase()
             self._model_version = self._received_version
         self._shadow.snapshot(ContributionKind.WEIGHTS)
@@ -121,7 +121,7 @@ class DelayedUpdate(Strategy):
         self._flight = self._helper.submit(fly)
 
     def _land(self) -> Reply | None:
-        """Wait for the reply to the pending contribution; None: there is none. Raises the error that ended it."""
+        """Wait for the reply to the pending contribution, if any. Raises the error that ended it."""
         if self._flight is None:
             return None
         wait_for(self._flight)  # a signal may raise here; the flight then stays pending

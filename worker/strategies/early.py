@@ -59,8 +59,9 @@ class ReadyGradients:
         self._seen[index] = gradient, gradient._version
 
     def settle(self) -> bool:
-        """Called by `step()`. Returns False if a gradient changed after it was finished; then nothing is sent early any
-        more.
+        """Called by `step()`.
+
+        Returns False if a gradient changed after it was finished; then nothing is sent early any more.
         """
         seen, self._seen = self._seen, {}
         is_right = not (self._is_wrong or any(self._has_changed(index, *at) for index, at in seen.items()))

@@ -110,8 +110,11 @@ class GroupLifecycle:
         )
 
     def run(self, work: Callable[[], Found]) -> Found:
-        """Run `work` on the helper. Raises Broken too where the server has released a member, even if that member does
-        not notice: one that stands still, or is cut off, closes no connection."""
+        """Run `work` on the helper thread and return its result.
+
+        Raises Broken as `work` does, and when the server has released a member. A member that hangs or is cut off does
+        not close its connections, so only the server notices it.
+        """
         future: Future[Found] = self._helper.submit(work)
         while not wait([future], timeout=_LOOK_UP_S).done:
             if self._generation is None or not self._exchange.group_view.is_over(self._generation.number):
@@ -124,7 +127,7 @@ class GroupLifecycle:
         return future.result()
 
     def _abandon(self, forming: Future[Any]) -> None:
-        """Leave a group that is being formed: torch ends that at its timeout only, and nothing waits for it."""
+        """Abandon a group that is forming. torch ends it only at its timeout, so nothing waits for it."""
         forming.add_done_callback(lambda item: item.exception() or item.result().close())
         self._helper.dismiss()
         self._forming.append(self._helper)

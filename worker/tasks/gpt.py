@@ -160,8 +160,9 @@ def _rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def _windows(data: torch.Tensor, context: int) -> torch.Tensor:
-    """Cut (N,) into windows (num_windows, context + 1), as a view. Neighbours share a byte, so each byte is a target
-    once.
+    """Cut (N,) into windows (num_windows, context + 1), as a view.
+
+    Neighbours share a byte, so each byte is a target once.
     """
     if len(data) <= context:
         return data.new_empty(0, context + 1)

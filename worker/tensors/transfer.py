@@ -128,8 +128,9 @@ class ModelTensors:
 
     @property
     def may_lend(self) -> bool:
-        """Whether gradients may stay in shared memory. With one optimizer the next contribution does not overwrite
-        them.
+        """Whether gradients may stay in shared memory.
+
+        With one optimizer the next contribution does not overwrite them.
         """
         return self._stepped is None
 
@@ -156,7 +157,7 @@ class ModelTensors:
         self._stepped = frozenset(index for index, tensor in enumerate(self.tensors) if id(tensor) in stepped)
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        """The gradient to send for this tensor; None: there is none."""
+        """The gradient to send for this tensor, or None."""
         return self.tensors[index].grad if self._stepped is None or index in self._stepped else None
 
     def without_gradient(self) -> tuple[int, ...]:
@@ -191,8 +192,9 @@ class ModelTensors:
         return wanted
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Index in the whole model of this tensor, or of the tensor that it is a part of, and the number of bytes
-        before it.
+        """The index in the whole model of this tensor, and the number of bytes before it.
+
+        For a part of a tensor, the index is that of the whole tensor.
         """
         return index, 0
 
@@ -322,8 +324,9 @@ class DirectTransfer:
     def gather_into(
         self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
     ) -> Iterator[tuple[int, int]]:
-        """Copy the stretches of `gather` to `segment`, uint8 [exchange_bytes]. Yields (start, end) of the bytes copied
-        so far.
+        """Copy the stretches of `gather` to `segment`, uint8 [exchange_bytes].
+
+        Yields (start, end) of the bytes copied so far.
 
         After the first copy a gradient stays in the segment as `grad`, and later calls do not copy it.
         """
@@ -377,8 +380,9 @@ class DirectTransfer:
             at += len(target)
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
-        """Yield memory for these bytes of a payload of weights, in order. Bytes in gaps between tensors get dummy
-        memory.
+        """Yield memory for these bytes of a payload of weights, in order.
+
+        Bytes in gaps between tensors get dummy memory.
         """
         index = max(0, bisect.bisect_right(self._offsets, offset) - 1)
         at, end = offset, offset + num_bytes
@@ -396,15 +400,17 @@ class DirectTransfer:
             yield memoryview(bytearray(end - at))
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
-        """Complete a payload of `num_bytes`. The model has the new weights on return, or from the stream's next kernel
-        on.
+        """Complete a payload of `num_bytes`.
+
+        The model has the new weights on return, or from the stream's next kernel on.
 
         Tensors that contain bytes of `kept`, ranges [start, end), keep their values.
         """
 
     def leave_segment(self) -> None:
-        """Leave the segment to the server. Gradients in it move to memory of their own, because the loop may add to
-        them.
+        """Leave the segment to the server.
+
+        Gradients in it move to memory of their own, because the loop may add to them.
         """
         for view, owner in zip(self._places, self._model.tensors, strict=False):
             gradient = owner.grad

@@ -1,1 +1,1 @@
-"""What a training loop uses: sessions, data, the optimizer, tasks and artificial delays."""
+"""Support for training loops: sessions, data, the optimizer, tasks and artificial delays."""

@@ -68,7 +68,7 @@ class AloneSession(Session):
         self.num_steps = 0
         self.num_samples = 0
         self._fresh_samples = 0  # recorded since the last step
-        self._is_unsaid = False  # True once a step came without a number of samples
+        self._lacks_sample_counts = False  # True once a step came without a number of samples
         self._here.total_steps = config.run.steps
         self.length = Length(config.run.epochs)
         self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_metrics)
@@ -99,7 +99,7 @@ class AloneSession(Session):
     @property
     def known_samples(self) -> int | None:
         """Samples so far; None where neither the script nor `shard` gave the number of samples of a step."""
-        return None if self._is_unsaid else self.num_samples
+        return None if self._lacks_sample_counts else self.num_samples
 
     def stop(self, reason: str) -> None:
         self.ended_by = f"stopped: {one_line(reason)}"
@@ -144,7 +144,7 @@ class AloneSession(Session):
         self.evaluation.begin(self._progress, self._taken)
         drawn = self._taken.step()[1]
         self.num_samples += drawn
-        self._is_unsaid |= not (drawn or self._fresh_samples or self._taken.is_used)
+        self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._taken.is_used)
         self._fresh_samples = 0
         self.num_steps += 1
         now = time.perf_counter()
@@ -289,8 +289,9 @@ def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
 
 
 def write_alone(session: AloneSession, config: Config) -> None:
-    """Save weights and summary where the configuration says, and show or log the summary. Signals wait until it
-    returns.
+    """Save weights and summary where the configuration says, and show or log the summary.
+
+    Signals wait until it returns.
     """
     with uninterrupted:
         model_tensors = session.tensors()

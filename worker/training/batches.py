@@ -20,7 +20,7 @@ _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 
 @runtime_checkable
 class _InParts(Protocol):
-    """A tensor of which this process has only some rows (DTensor)."""
+    """A tensor whose other rows are in other processes (DTensor)."""
 
     def to_local(self) -> torch.Tensor: ...
 
@@ -42,8 +42,9 @@ class Batches:
         epochs: int | None = None,
         inner: tuple[int, int] = (0, 1),
     ) -> None:
-        """`shares` has the batch size of one process. `inner`: this process's group rank and the size of the replica
-        group.
+        """`shares` has the batch size of one process.
+
+        `inner`: this process's group rank and the size of the replica group.
         """
         self._group_rank, self._group_size = inner
         self._shares, self._taken, self._progress = shares, taken, progress
@@ -71,8 +72,9 @@ class Batches:
         return self
 
     def __len__(self) -> int:
-        """Batches that this rank still gets in the loop. If a step takes several, it assumes as many as in the newest
-        step.
+        """Batches that this rank still gets in the loop.
+
+        If a step takes several, it assumes as many as in the newest step.
         """
         if self._taken.epoch is not None:
             return max(0, self._epoch_length - self._taken.num_drawn - len(self.hand))

@@ -34,8 +34,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def step_seed(seed: int, rank: int, step: int) -> int:
-    """Return a random seed for one step of one rank. Different (seed, rank, step) give different seeds within their
-    limits.
+    """Return a random seed for one step of one rank.
+
+    Different (seed, rank, step) give different seeds within their limits.
     """
     return (seed << 32 ^ rank << 52 ^ step) % 2**63
 
@@ -54,8 +55,9 @@ def seed_everything(seed: int) -> None:
 
 @cache
 def _has_accelerator() -> bool:
-    """Whether torch could use an accelerator. The check does not start CUDA, because a process that has started it
-    cannot fork.
+    """Whether torch could use an accelerator.
+
+    The check does not start CUDA, because a process that has started it cannot fork.
     """
     kind = torch.accelerator.current_accelerator()  # the kind that this torch was built for
     return kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)

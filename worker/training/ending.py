@@ -38,8 +38,8 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in line) or "no reason given"
 
 
-class _Asked:
-    by: SystemExit | None = None  # from the script's newest call of sys.exit
+class _LastExit:
+    error: SystemExit | None = None  # from the script's newest call of sys.exit
 
 
 def watch_exit() -> None:
@@ -49,7 +49,7 @@ def watch_exit() -> None:
     end = sys.exit
 
     def watched(status: Any = None, /) -> None:
-        _Asked.by = SystemExit(status)
+        _LastExit.error = SystemExit(status)
         end(status)
 
     watched.is_watched = True  # type: ignore[attr-defined]
@@ -59,4 +59,4 @@ def watch_exit() -> None:
 def ending_of_process() -> Ending:
     """The ending of the process, for atexit handlers: from an uncaught exception or from `sys.exit`."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    return ending_of(error or _Asked.by)
+    return ending_of(error or _LastExit.error)

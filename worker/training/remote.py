@@ -81,8 +81,9 @@ class RemoteSession(Session):
         return make_strategy(self._exchange, may_send_early)
 
     def _join_group(self) -> Strategy:
-        """Join the replica group as one of its processes. Gradients leave the worker when they are the mean of all
-        processes.
+        """Join the replica group as one of its processes.
+
+        Gradients leave the worker when they are the mean of all processes.
         """
         from ..replica_group.strategy import Grouped, join  # loads torch.distributed
 
@@ -166,8 +167,9 @@ class RemoteSession(Session):
         return found
 
     def _notice_batch_norm(self) -> bool:
-        """Warn that normalisation layers see only a part of the union batch. False: the number of parts is not known
-        yet.
+        """Warn that normalisation layers see only a part of the union batch.
+
+        False: the number of parts is not known yet.
         """
         progress, group_size = self._progress, self._inner[1]
         num = progress.num_workers if self.settings.union_batch else 1

@@ -51,8 +51,9 @@ class Rows:
             self._leader = leader
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up the rows of `ids`: [*ids.shape, dim], on the device of `ids`, with a gradient if gradients are
-        enabled.
+        """Look up the rows of `ids`: [*ids.shape, dim], on the device of `ids`.
+
+        The rows have a gradient if gradients are enabled.
 
         `ids` may have any shape. Each row travels once per call. Raises UsageError for ids outside of the table.
         """

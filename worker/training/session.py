@@ -44,8 +44,9 @@ class Offer(NamedTuple):
 
 
 class Session:
-    """A worker's rank in a run, or a whole run by itself (`AloneSession`). This class does the work of a run of one
-    worker.
+    """A worker's rank in a run, or a whole run by itself (`AloneSession`).
+
+    This class does the work of a run of one worker.
     """
 
     settings: Settings
@@ -350,8 +351,9 @@ class Session:
         self._shown.look_again()
 
     def show(self) -> None:
-        """Show this worker's progress: a live card in a notebook, elsewhere a line of text. Losses are those of
-        `record`.
+        """Show this worker's progress: a live card in a notebook, elsewhere a line of text.
+
+        Losses are those of `record`.
         """
         self._shown.show()
 

@@ -50,8 +50,9 @@ class Transport:
         self._may_leave_out = welcome.takes_left_out
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
-        """Write into `model` what the server should open for contributions of `num_bytes`. Returns whether it will
-        reply.
+        """Write into `model` what the server should open for contributions of `num_bytes`.
+
+        Returns whether it will reply.
         """
         return False
 

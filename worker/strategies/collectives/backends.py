@@ -48,8 +48,9 @@ def why_not_nccl(devices: Sequence[str]) -> str:
 
 
 def gloo(store: dist.Store, rank: int, size: int, at: Any, timeout_s: float) -> Any:
-    """Create a Gloo group. `at`: torch's Gloo device, where this process listens. Raises RuntimeError without
-    connections.
+    """Create a Gloo group.
+
+    `at`: torch's Gloo device, where this process listens. Raises RuntimeError without connections.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [at]

@@ -50,7 +50,7 @@ _PAUSE_S = 0.1  # after a failed accept, for lack of descriptors
 
 
 class Kind(IntEnum):
-    """What the client uses the connection for."""
+    """The purpose of a connection."""
 
     STORE = 0  # requests to the store
     PEER = 1  # the server's process keeps the connection

@@ -57,8 +57,9 @@ class Memory:
             self._go_back(position)
 
     def _beginning(self) -> Position | None:
-        """The position to go back to, or None. A new rank may begin in the middle of a training step of several
-        optimizers.
+        """The position to go back to, or None.
+
+        A new rank may begin in the middle of a training step of several optimizers.
         """
         if (begun := self._strategy.begun()) is not None:
             return begun.position

@@ -39,7 +39,7 @@ class Restarted:
         self.has_state = self.knows_step = self.has_epochs = False  # parts of the session that the script has used
         self._position: int | None = None  # training steps behind the rank, as counted by this process
         self._num_starts = -1  # at the newest check
-        self._is_said = False
+        self._has_warned = False
 
     def look(self, progress: Progress) -> None:
         """Check the script before a training step, once per START. Raises UsageError for a restarted schedule."""
@@ -80,9 +80,9 @@ class Restarted:
             self._warn(progress, f"the run has moved this process by {moved:+d} training steps")
 
     def _warn(self, progress: Progress, change: str) -> None:
-        if self._is_said:
+        if self._has_warned:
             return
-        self._is_said = True
+        self._has_warned = True
         meaning = "the script has not called session.state(): its schedulers and counters restart, the weights do not"
         log.warning(
             "nothing_registered",

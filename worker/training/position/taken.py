@@ -26,7 +26,7 @@ class Loop(Protocol):
     def end(self) -> None: ...
 
 
-class Remembering(Protocol):
+class LoopMemory(Protocol):
     """The part of `Memory` that a loop over batches uses."""
 
     @property
@@ -87,9 +87,7 @@ class Hand:
 
 
 class Taken:
-    """The batches that went into steps, over all loops on `session.shard()`. They give this rank's position in its
-    data.
-    """
+    """Batches that steps have used, in all loops over `session.shard()`: this rank's position in its data."""
 
     def __init__(
         self, progress: Callable[[], Progress], optimizers: Sequence[torch.optim.Optimizer], length: Length
@@ -100,7 +98,7 @@ class Taken:
         self._has_compared = False
         self._loops: WeakSet[Loop] = WeakSet()
         self._unused: list[Hand] = []  # batches that loops over an epoch had fetched and not used at its end
-        self.memory: Remembering | None = None
+        self.memory: LoopMemory | None = None
         self.is_used = False  # this rank's batches come from `session.shard()`
         self.num_samples = 0  # samples of the data set
         self._num_starts = -1
@@ -112,7 +110,7 @@ class Taken:
         self.epoch: int | None = None  # of the script's loop over epochs
         self.epoch_length = 0  # batches in the epoch; 0: not known
         self._epoch_at = 0  # position where the epoch began
-        self._came = (0, 0)  # the epoch in which this process began, and the position where that epoch began
+        self._first_epoch = (0, 0)  # the epoch in which this process began, and the position where that epoch began
 
     @property
     def position(self) -> int:
@@ -180,20 +178,20 @@ class Taken:
         self._stand_in(0, 0)
 
     def _stand_in(self, epoch: int, begins_at: int) -> None:
-        self._came = epoch, begins_at
+        self._first_epoch = epoch, begins_at
         if self.epoch is not None:
             self.begin_epochs()
 
     def begin_epochs(self) -> None:
         """Start the script's loop over epochs, or move it back, at the epoch where this process began."""
-        (self.epoch, self._epoch_at), self.epoch_length = self._came, 0
+        (self.epoch, self._epoch_at), self.epoch_length = self._first_epoch, 0
 
     @property
     def epoch_now(self) -> int:
         """The epoch of the script's loop; without one, the epoch of the next batch."""
         if self.epoch is not None:
             return self.epoch
-        return self.position // self.epoch_batches if self.epoch_batches else self._came[0]
+        return self.position // self.epoch_batches if self.epoch_batches else self._first_epoch[0]
 
     def go_on(self) -> None:
         """The replay is complete: continue at the run's position."""
@@ -238,7 +236,7 @@ class Taken:
 
     @property
     def tells_steps(self) -> bool:
-        """Whether a fetched batch tells that the next step() begins a training step: no loop fetches ahead."""
+        """Whether the first step() after a fetched batch begins a training step. It does if no loop fetches ahead."""
         return self.is_used and not any(hand.is_ahead for hand in self._hands)
 
     @property

@@ -27,8 +27,9 @@ _MOST, _MOST_ITEMS = 2**31, 64  # the largest number and the longest list that a
 
 
 def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.device) -> Task:
-    """Construct the task `name` with `args`: a built-in task, or `FILE.py:NAME` (a class, or a function returning a
-    task).
+    """Construct the task `name` with `args`.
+
+    It is a built-in task, or `FILE.py:NAME` (a class, or a function that returns a task).
 
     If it has parameters `seed` and `device` that are not in `args`, they are filled in. Raises UsageError.
     """

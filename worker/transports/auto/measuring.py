@@ -55,8 +55,9 @@ class Seen(NamedTuple):
 
 
 class Auto:
-    """The automatic choice of one worker. `candidates` are the allowed codecs; `codec` is that of the next
-    contribution.
+    """The automatic choice of one worker.
+
+    `candidates` are the allowed codecs; `codec` is that of the next contribution.
     """
 
     def __init__(self, reply_codec: str, max_mbit: float | None) -> None:
@@ -92,8 +93,9 @@ class Auto:
 
     @property
     def measures(self) -> bool:
-        """Whether the next contribution is measured. It must be sent as a whole, and the worker must wait for the
-        weights.
+        """Whether the next contribution is measured.
+
+        It must be sent as a whole, and the worker must wait for the weights.
         """
         return self._may_encode and len(self.candidates) > 1 and self._num_until_next <= 0
 
