@@ -62,7 +62,7 @@ def test_what_backward_does_not_reach_is_not_sent() -> None:
     [
         ([10], "row 10 of table 'items' does not exist: it has rows 0 to 9"),
         ([0, -1], "row -1"),
-        ([0.5], "integer type"),
+        ([0.5], "was given ids of torch.float32"),
     ],
 )
 def test_what_is_not_there_is_refused(ids: list, message: str) -> None:
