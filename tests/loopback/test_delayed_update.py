@@ -7,8 +7,6 @@ before its first contribution, rank 1's first contribution is applied and not re
 from __future__ import annotations
 
 import json
-import signal
-import textwrap
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from paramserver.tests.cluster import at_gates
 from paramserver.tests.faults.proxy import Proxy
 
 STEPS = 25
-XOR = ("--task", "xor", "--optimizer", "adam", "--lr", "0.05", "--batch-size", "64")
 
 
 def _start(cluster, mode: str, num_workers: int, *flags: str):
@@ -52,20 +49,6 @@ def _is_waiting(status: dict, rank: int) -> bool:
 
 
 # ---- exactly once -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_ssp_applies_every_contribution_once_and_keeps_its_bounds(cluster):
-    bound = 2
-    server = _start(cluster, "ssp", 3, "--staleness", str(bound))
-    workers = [cluster.script(rank, "onehot.py", str(STEPS)) for rank in range(3)]
-    assert [worker.wait() for worker in workers] == [0, 0, 0], workers[0].output
-    assert server.wait() == 0
-    assert torch.equal(_applied(cluster, 3), torch.ones(3, STEPS))
-    rows = _rows(cluster)
-    assert [row["training_steps"] for row in rows] == [row["samples"] for row in rows] == [STEPS] * 3
-    assert max(row["lead_max"] for row in rows) <= bound
-    assert 1 <= max(row["staleness_max"] for row in rows) <= 2 * bound * 2 + 1
 
 
 @pytest.mark.slow
@@ -143,97 +126,3 @@ def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_
     assert lines == [(rounds, STEPS, STEPS)] * num_workers
     assert [row["staleness_max"] for row in rows] == [1] * num_workers
     assert rows[0]["staleness_mean"] == pytest.approx((rounds - 1) / rounds)
-
-
-@pytest.mark.slow
-def test_localsgd_goes_on_without_a_worker_killed_in_mid_flight(cluster):
-    """What the victim sent stays in its round; the survivor's own steps are not lost."""
-    server = _start(cluster, "localsgd", 2, "--local-steps", "5")
-    survivor = cluster.script(0, "delayed.py", str(cluster.folder / "go"), "3")
-    victim = cluster.script(1, "delayed.py", str(cluster.folder / "never"), "7")
-    at_gates((survivor, victim))
-    server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
-    victim.kill()
-    server.until(lambda: bool(server.events("left")), "departure")
-    (cluster.folder / "go").touch()
-    assert [survivor.wait(), server.wait()] == [0, 0], survivor.output
-    summary = json.loads((cluster.folder / "s.json").read_text())
-    assert summary["version"] == 5
-    assert [(row["contributions"], row["training_steps"]) for row in summary["workers"]] == [(5, 25), (1, 5)]
-    # Alone from round 2 on: the average of one is what it sent, so every later step is plain gradient descent.
-    steps = [float.fromhex(line.split()[-1]) for line in survivor.output.splitlines() if line.startswith("before")]
-    assert steps[11:] == pytest.approx([0.9 * value for value in steps[10:-1]], rel=1e-12)
-
-
-# ---- the end, in order ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_in_mid_flight_ends_the_worker_in_order(cluster, number, code):
-    server = _start(cluster, "ssp", 2, "--staleness", "1", *XOR, "--set", "task.args={num_samples: 1000}")
-    stays = cluster.worker(0, "--set", "slowdown.base_s=60")
-    goes = cluster.worker(1)
-    server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
-    goes.signal(number)
-    assert goes.wait() == code, goes.output
-    assert "Traceback" not in goes.output
-    server.until(lambda: bool(server.events("left")), "departure")
-    assert stays.popen.poll() is None
-
-
-def _own_script(cluster, payload: str):
-    """A script whose training loop ends after two steps, the second in flight."""
-    path = cluster.folder / "own.py"
-    path.write_text(
-        textwrap.dedent("""
-        import torch, paramserver
-        model = torch.nn.Linear(1, 1)
-        with paramserver.connect() as session:
-            optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            for step in range(2):
-                optimizer.zero_grad()
-                model(torch.ones(1, 1)).sum().backward()
-                optimizer.step()
-        """)
-        + textwrap.indent(textwrap.dedent(payload), "    ")
-    )
-    return cluster.script(0, path)
-
-
-@pytest.mark.slow
-def test_a_script_that_breaks_off_completes_what_it_handed_over(cluster):
-    server = _start(cluster, "async", 1)
-    assert _own_script(cluster, "print('enough')").wait() == 0
-    server.until(lambda: bool(server.events("left")), "departure")
-    assert server.events("left")[0]["reason"] == "said goodbye"
-    server.signal(signal.SIGTERM)
-    server.wait()
-    assert _rows(cluster)[0]["training_steps"] == 2
-
-
-# ---- whole runs -------------------------------------------------------------------------------------
-
-
-# ---- refusals ---------------------------------------------------------------------------------------
-
-
-ABLE = "async, async_diloco, diloco, dssp, localsgd, ssp"
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("ps", "--mode", "sync"), ["mode sync", "--delayed-update", ABLE]),
-        (("ps", "--mode", "ssp", "--staleness", "0"), ["staleness 0", "--staleness 1"]),
-        (("launch", "--mode", "async,sync"), ["mode sync", "--delayed-update", ABLE]),
-        (("launch", "--mode", "ssp", "--staleness", "0"), ["staleness 0", "--staleness 1"]),
-    ],
-)
-def test_what_cannot_be_delayed_update_is_refused_in_the_same_words(cluster, argv, words):
-    result = cluster.command(*argv, "--delayed-update")
-    assert result.returncode == 2, result.stderr
-    for word in words:
-        assert word in result.stderr
-    assert "Traceback" not in result.stderr
-    assert "listening" not in result.stderr

@@ -8,49 +8,18 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from paramserver.tests.cluster import Cluster, at_gates
+from paramserver.tests.loopback import test_diloco_overlap as overlap
 from paramserver.tests.loopback.scripts import outer
+from paramserver.tests.loopback.test_diloco_overlap import LR, MOMENTUM, STEPS, assert_is, reference
 
-# With this momentum torch's fused SGD rounds the same in vectors and in what is left over; with 0.9 it does not.
-H, STEPS, LR, MOMENTUM = 5, 28, 0.7, 0.5
+H = 5
 pytestmark = pytest.mark.slow
 
 
-def reference(inner: str, num_workers: int) -> dict[str, torch.Tensor]:
-    """Plain torch: SGD(nesterov=True) on the mean delta."""
-    models, optimizers = zip(*(outer.make(inner) for _ in range(num_workers)), strict=True)
-    whole, _ = outer.make(inner)
-    sgd = torch.optim.SGD(whole.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True)
-    total = sum(map(outer.size, range(num_workers)))
-    for begin in range(0, STEPS, H):
-        sgd.zero_grad()
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            model.load_state_dict(whole.state_dict())
-            for step in range(begin, min(STEPS, begin + H)):
-                outer.backward(model, rank, step)
-                optimizer.step()
-            for mine, its in zip(whole.parameters(), model.parameters(), strict=True):
-                delta = (mine - its).detach() * outer.size(rank) / total
-                mine.grad = delta if mine.grad is None else mine.grad + delta
-        sgd.step()
-    return dict(whole.state_dict())
-
-
 def flags(num_workers: int, *more: str) -> tuple[str, ...]:
-    return (
-        "--mode", "diloco", "--workers", str(num_workers), "--steps", str(STEPS), "--local-steps", str(H),
-        "--outer-momentum", str(MOMENTUM), "--save", "w.safetensors", *more,
-    )  # fmt: skip
-
-
-def assert_is_reference(cluster: Cluster, inner: str, num_workers: int) -> dict[str, torch.Tensor]:
-    found, wanted = load_file(cluster.folder / "w.safetensors"), reference(inner, num_workers)
-    largest = nn.utils.parameters_to_vector(wanted.values()).abs().max()
-    for name, tensor in wanted.items():
-        assert ((found[name] - tensor).abs().max() / largest).item() < 1e-12, name
-    return found
+    return overlap.flags(H, 1, 0, "", "--workers", str(num_workers), *more)
 
 
 def test_unequal_workers_equal_plain_torch_and_shards_change_no_bit(cluster: Cluster) -> None:
@@ -61,7 +30,8 @@ def test_unequal_workers_equal_plain_torch_and_shards_change_no_bit(cluster: Clu
         workers = [cluster.script(rank, "outer.py", "adamw") for rank in range(2)]
         assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
         assert server.events("outer_optimizer")[0]["because"] == "as policy.outer_momentum says"
-        ends.append(assert_is_reference(cluster, "adamw", 2))
+        assert_is(cluster, reference("adamw", H, 1, 0, "", {0: (0, 1)}))
+        ends.append(load_file(cluster.folder / "w.safetensors"))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
@@ -82,7 +52,7 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
     gate.touch()
     assert {process.wait() for process in (first, again, second)} == {0}, first.output
     assert second.event("resumed")["version"] > 0
-    assert_is_reference(cluster, "sgd", 2)
+    assert_is(cluster, reference("sgd", H, 1, 0, "", {0: (0, 1)}))
 
 
 @pytest.mark.parametrize("more", [(), ("--delayed-update", "--overlap-steps", "2")], ids=["waiting", "going_on"])

@@ -17,6 +17,7 @@ from paramserver.tests.loopback.scripts import outer
 from paramserver.worker.tensors.local_steps import fragments_of
 from paramserver.worker.tensors.transfer import ModelTensors
 
+# With this momentum torch's fused SGD rounds the same in vectors and in what is left over; with 0.9 it does not.
 STEPS, LR, MOMENTUM, ALPHA = 28, 0.7, 0.5, 0.5
 Trip = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -111,8 +112,9 @@ def reference(
 
 def flags(h: int, num: int, tau: int, rule: str, *more: str) -> tuple[str, ...]:
     overlapped = ("--delayed-update", "--overlap-steps", str(tau), "--merge", rule) if tau else ()
+    overlapped += ("--fragments", str(num)) if num > 1 else ()
     return (
-        "--mode", "diloco", "--steps", str(STEPS), "--local-steps", str(h), "--fragments", str(num), *overlapped,
+        "--mode", "diloco", "--steps", str(STEPS), "--local-steps", str(h), *overlapped,
         "--outer-momentum", str(MOMENTUM), "--save", "w.safetensors", "--history", "h.jsonl", *more,
     )  # fmt: skip
 
@@ -243,7 +245,6 @@ def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: 
         5, 1, 3, "blend", "--mode", "async_diloco", "--outer-lr", str(LR), "--workers", "1", "--shards", "2",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "2",
     )  # fmt: skip
-    arguments = tuple(text for at, text in enumerate(arguments) if not {"--fragments"} & {text, arguments[at - 1]})
     server, gate = cluster.server(*arguments), cluster.folder / "go"
     other = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
     worker = cluster.script(0, "outer.py", "sgd", str(gate), "13")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from paramserver.common.registry import MODES
@@ -88,74 +87,6 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
     assert summary["final"]["accuracy"] > 0.9
     for row in summary["workers"]:
         assert row["bytes_sent"] < 0.2 * row["bytes_received"], "an eighth, with the warm-up"
-
-
-def _trained(cluster, *codec: str) -> tuple[dict, dict[str, torch.Tensor], list[dict]]:
-    """localsgd on digits: its summary, its weights, and what the server steps with."""
-    flags = ("--mode", "localsgd", "--workers", "2", "--steps", "48", "--local-steps", "8", *codec)
-    server = cluster.server(*flags, "--task", "digits", "--summary", "s.json", "--save", "w.safetensors")
-    workers = [cluster.worker(rank, *codec) for rank in range(2)]
-    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
-    weights = load_file(cluster.folder / "w.safetensors")
-    return json.loads((cluster.folder / "s.json").read_text()), weights, server.events("outer_optimizer")
-
-
-@pytest.mark.slow
-def test_localsgd_in_q4_both_ways_comes_to_the_mean_of_weights(cluster):
-    """Workers send how far they went, and not weights."""
-    raw, plain, stepped = _trained(cluster)
-    assert not stepped
-    coded, found, (outer,) = _trained(cluster, "--set", "worker.codec=q4", "--set", "worker.reply_codec=q4")
-    assert (outer["lr"], outer["momentum"]) == (1.0, 0.0)
-    assert coded["version"] == raw["version"] == 6
-    assert coded["final"]["accuracy"] > raw["final"]["accuracy"] - 0.03
-    sent, whole = (min(row["bytes_sent"] for row in item["workers"]) for item in (coded, raw))  # who brings no weights
-    assert sent < 0.2 * whole
-    squares = [((found[name] - its).square().sum(), its.square().sum()) for name, its in plain.items()]
-    apart = sum(far for far, _ in squares) / sum(of for _, of in squares)
-    assert 0 < apart.sqrt().item() < 0.05
-
-
-@pytest.mark.slow
-def test_a_codec_that_the_server_of_localsgd_was_not_told_is_refused_with_the_remedy(cluster):
-    cluster.server("--mode", "localsgd", "--workers", "1", "--steps", "8", "--task", "digits")
-    worker = cluster.worker(0, "--set", "worker.codec=q4")
-    assert worker.wait() == 2
-    assert "send weights, of which it leaves out too much" in worker.output
-    assert "--set worker.codec=q4 for ps-server too" in worker.output and "Traceback" not in worker.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [("sync",), ("localsgd", "--local-steps", "5", "--delayed-update")])
-def test_batchnorm_statistics_are_averaged(cluster, flags):
-    """Two ranks see data of different means; the statistics that end in the model lie between."""
-    server = cluster.server("--mode", *flags, "--workers", "2", "--steps", "30", "--save", "w.safetensors")
-    workers = [cluster.script(rank, "batchnorm.py") for rank in range(2)]
-    assert [worker.wait() for worker in workers] == [0, 0], workers[0].output
-    assert server.wait() == 0
-    saved = load_file(cluster.folder / "w.safetensors")
-    assert saved["0.running_mean"].mean().item() == pytest.approx(1.0, abs=0.1)  # of 0 and 2
-    assert saved["0.num_batches_tracked"].item() == 30
-    assert saved["0.num_batches_tracked"].dtype == torch.int64
-
-
-@pytest.mark.slow
-def test_schedulers_work_and_every_step_is_taken_under_its_own_rate(cluster):
-    """The server's learning rate is the schedule's: with a unit gradient the weight ends at minus its sum."""
-    server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "10", "--save", "w.safetensors")
-    script = cluster.script(0, "scheduled.py")
-    assert [script.wait(), server.wait()] == [0, 0], script.output
-    rates = [0.5 * 0.5 ** (step // 3) for step in range(10)]
-    assert load_file(cluster.folder / "w.safetensors")["weight"].item() == pytest.approx(-sum(rates), rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "localsgd"])
-def test_the_script_of_a_user_trains_alone_without_a_server(cluster, mode):
-    alone = cluster.start("alone", str(cluster.scripts / "scheduled.py"), PS_RUN__STEPS="10", PS_RUN__MODE=mode)
-    assert alone.wait() == 0, alone.output
-    rates = [0.5 * 0.5 ** (step // 3) for step in range(10)]
-    assert float(alone.output.split("weight")[1]) == pytest.approx(-sum(rates), rel=1e-6)
 
 
 @pytest.mark.slow

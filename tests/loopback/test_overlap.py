@@ -10,30 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-WAYS = {
-    "shared memory": ((), {}),
-    "grpc": ((), {"PS_WORKER__TRANSPORTS": "grpc"}),
-    "direct": (("--set", "server.shared_memory=false"), {}),
-}
-
-
-def train(cluster: Any, overlap: bool, flags: tuple[str, ...], env: dict[str, str]) -> Any:
-    path = cluster.folder / f"{overlap}.safetensors"
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "8", "--save", str(path), *flags)
-    env = env | {"PS_WORKER__OVERLAP": str(overlap).lower()}
-    workers = [cluster.script(rank, "wide.py", **env) for rank in range(2)]
-    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[0].output + workers[1].output
-    return load_file(path)
-
-
-@pytest.mark.slow
-def test_overlap_changes_nothing_but_time(cluster: Any) -> None:
-    """On every transport."""
-    without = train(cluster, False, *WAYS["grpc"])
-    found = {way: train(cluster, True, *environ) for way, environ in WAYS.items()}
-    for way, weights in found.items():
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in without.items()), way
-
 
 @pytest.mark.slow
 def test_overlap_with_shards_and_codecs(cluster: Any) -> None:

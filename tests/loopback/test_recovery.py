@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from safetensors.torch import load_file
 from paramserver.tests.cluster import at_gates
 
 STEPS = 25
-MODES = ["sync", "async", "ssp", "localsgd"]
 
 
 def applied(path, num_workers: int, steps: int = STEPS) -> torch.Tensor:
@@ -59,32 +56,6 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
 
 
 @pytest.mark.slow
-def test_a_server_that_stalls_again_and_again_lets_go_of_the_silent_and_of_nobody_else(cluster):
-    """Each stall is as long as nearly the lease, and by itself enough for the leases to be looked at anew."""
-    lease_s, stall_s, between_s = 1.5, 1.3, 0.5
-    server = start(cluster, "async", 2, "--set", f"server.lease_s={lease_s}", "--set", "server.absent_s=30")
-    first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10")
-    frozen = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go"), "10")
-    at_gates((first, frozen))
-    frozen.signal(signal.SIGSTOP)
-    ran_s, since = 0.0, time.monotonic()
-    while not server.events("left") and ran_s < 4 * lease_s:
-        ran_s += time.monotonic() - since
-        server.signal(signal.SIGSTOP)
-        time.sleep(stall_s)
-        server.signal(signal.SIGCONT)
-        since = time.monotonic()
-        time.sleep(between_s)
-    assert [event["rank"] for event in server.events("left")] == [1], f"the server ran {ran_s} s"
-    frozen.signal(signal.SIGCONT)
-    (cluster.folder / "go").touch()
-    assert [first.wait(), frozen.wait(), server.wait()] == [0, 0, 0]
-    left = [line for line in history(cluster.folder / "history.jsonl") if line["op"] == "leave"]
-    assert [line["rank"] for line in left if line["how"] != "goodbye"] == [1]
-    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
-
-
-@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_says_so_and_ends_well(cluster):
     snapshots = ("--checkpoint-dir", "snapshots")
     server = start(cluster, "sync", 1, *snapshots)
@@ -113,32 +84,3 @@ def test_a_run_that_goes_on_in_another_mode_counts_training_steps(cluster):
         if mode == "sync":
             meaning = server.events("mode_changed")[0]["meaning"]
             assert meaning == "training steps are counted: 20 of 30 are done by the slowest rank, 10 are left"
-
-
-@pytest.mark.slow
-def test_a_worker_killed_before_it_contributed_costs_no_bit(cluster):
-    """The others' contributions to that round are there before its next process: it is folded first all the same."""
-
-    def serve(name: str):
-        return cluster.server(
-            "--mode", "sync", "--workers", "3", "--steps", "12", "--optimizer", "adam", "--lr", "0.01", "--task",
-            "digits", "--set", "policy.min_workers=3", "--history", f"{name}.jsonl", "--save", f"{name}.safetensors",
-        )  # fmt: skip
-
-    server = serve("whole")
-    assert [process.wait() for process in (*[cluster.worker(rank) for rank in range(3)], server)] == [0] * 4
-
-    server = serve("killed")
-    victim, *others = (cluster.worker(rank, PS_SLOWDOWN__BASE_S="0" if rank else "0.4") for rank in range(3))
-
-    def accepted(rank: int) -> int:
-        lines = history(cluster.folder / "killed.jsonl")
-        return sum(line["op"] == "accept" and line["rank"] == rank for line in lines)
-
-    server.until(lambda: accepted(1) == accepted(2) == accepted(0) + 1 >= 5, "a round without rank 0")
-    victim.kill()
-    server.until(lambda: bool(server.events("left")), "departure of rank 0")
-    assert accepted(1) == accepted(2) == accepted(0) + 1
-    assert [process.wait() for process in (cluster.worker(0), *others, server)] == [0] * 4
-    whole, killed = (load_file(cluster.folder / f"{name}.safetensors") for name in ("whole", "killed"))
-    assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())

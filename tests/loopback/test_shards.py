@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from paramserver.tests.cluster import at_gates
 
 STEPS = 25
-MODES = ["sync", "async", "ssp", "localsgd"]
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
 TCP = ("--set", "server.shared_memory=false")
 
@@ -55,23 +54,6 @@ def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, transp
     assert len(num_bytes) == 3 and max(num_bytes) <= 1.1 * sum(num_bytes) / 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_three_shards_end_in_the_same_bits_as_one(cluster, mode):
-    """With one worker every mode is deterministic, with two sync and localsgd are."""
-    num_workers = 2 if mode in ("sync", "localsgd") else 1
-    ends = {}
-    for shards in (1, 3):
-        flags = ("--task", "digits", "--optimizer", "adam", "--lr", "0.01", "--set", "policy.local_steps=5")
-        server = _start(cluster, mode, num_workers, shards, *flags)
-        others = [cluster.shard(number, shards) for number in range(1, shards)]
-        workers = [cluster.worker(rank) for rank in range(num_workers)]
-        assert _ends(*workers, server, *others) == [0] * (1 + len(others) + num_workers)
-        ends[shards] = load_file(cluster.folder / "w.safetensors")
-    assert ends[1].keys() == ends[3].keys()
-    assert all(torch.equal(ends[1][name], ends[3][name]) for name in ends[1])
-
-
 def _at_gates(cluster, num_workers: int, step: str):
     names = [f"go{rank}" for rank in range(num_workers)]
     workers = [
@@ -93,17 +75,6 @@ def _check_clipped(cluster, padding: int, most: float) -> None:
     found = load_file(cluster.folder / "w.safetensors")
     torch.testing.assert_close(found["seen"][:STEPS], torch.full((STEPS,), -step), rtol=1e-4, atol=0)
     torch.testing.assert_close(found["padding"], torch.full((padding,), -STEPS * step), rtol=1e-4, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", [400, 300_000])
-def test_a_clipped_mean_is_that_of_all_parts(cluster, padding):
-    """With 1,200,000 bytes tensor work has a thread of its own."""
-    server = _start(cluster, "sync", 1, 3, "--clip-norm", "0.01")
-    others = [cluster.shard(number, 3) for number in (1, 2)]
-    worker = cluster.script(0, "onehot.py", str(STEPS), PADDING=str(padding))
-    assert _ends(worker, server, *others) == [0] * 4
-    _check_clipped(cluster, padding, 0.01)
 
 
 @pytest.mark.slow
@@ -143,21 +114,6 @@ def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, kill
     assert torch.equal(load_file(cluster.folder / "w.safetensors")["padding"], torch.full((3000,), -2.0 * STEPS))
     resumed = [server.events("resumed")[-1]["version"], shard.events("resumed")[-1]["version"]]
     assert resumed[0] == resumed[1] > 0
-
-
-@pytest.mark.slow
-def test_a_shard_lost_before_anything_was_trained_costs_nothing(cluster):
-    """Nobody starts before every shard has a first snapshot; killed about then, all begin again as one run."""
-    server = _start(cluster, "async", 1, 2, *SNAPSHOTS)
-    worker = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go0"), "1")
-    shard = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
-    server.until(lambda: bool(server.events("model")), "model")
-    shard.signal(signal.SIGKILL)
-    _open_gates(cluster, 1)  # it cannot have ended before
-    shard.wait()
-    again = cluster.shard(1, 2, "--checkpoint-dir", "snapshots")
-    assert _ends(worker, server, again) == [0] * 3
-    assert torch.equal(_applied(cluster, 1), torch.ones(1, STEPS))
 
 
 @pytest.mark.slow
@@ -250,16 +206,3 @@ def test_a_shard_without_a_coordinator_gives_up(cluster):
                             "127.0.0.1:0", "--set", "worker.give_up_s=1")  # fmt: skip
     assert found.returncode == 15
     assert "shard 1 has not been taken in by a coordinator at 127.0.0.1:1" in found.stderr
-
-
-@pytest.mark.slow
-def test_shards_of_different_runs_are_told_apart(cluster):
-    for folder in ("one", "two"):
-        server = _start(cluster, "async", 1, 2, "--checkpoint-dir", folder)
-        shard = cluster.shard(1, 2, "--checkpoint-dir", folder)
-        assert _ends(cluster.script(0, "onehot.py", str(STEPS)), server, shard) == [0] * 3
-    server = _start(cluster, "async", 1, 2, "--checkpoint-dir", "one")
-    cluster.shard(1, 2, "--checkpoint-dir", "two")
-    assert server.wait() == 2
-    assert "the shards have snapshots of different runs: shard 0 of run" in server.output
-    assert "Traceback" not in server.output

@@ -85,24 +85,6 @@ def assert_same(item: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 # ---- which transport -----------------------------------------------------------------------------------
 
 
-def test_every_combination_of_transports_trains_the_same_weights(cluster):
-    """sync is the same to the last bit, however the tensors travel."""
-    shared, weights, summary = train(cluster, "sync")
-    assert shared == ["shared memory"] * 2
-    for server_flags, worker_flags, expected in [
-        (("--set", "server.shared_memory=false"), ((), ()), ["direct", "direct"]),
-        ((), ((), OFF), ["shared memory", "grpc"]),
-        ((), (OFF, ()), ["grpc", "shared memory"]),
-    ]:
-        found, same, other = train(cluster, "sync", server_flags, worker_flags)
-        assert found == expected
-        assert_same(weights, same)
-        # What goes through shared memory counts as sent.
-        for field in ("bytes_sent", "bytes_received"):  # in all: either of two may bring the initial weights
-            ours, theirs = (sum(worker[field] for worker in item["workers"]) for item in (summary, other))
-            assert ours == pytest.approx(theirs, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("mode", "more"),
     [(mode, ()) for mode in MODES.names() if mode not in ("sync", "dssp", "async_diloco")]

@@ -73,13 +73,3 @@ def test_all_stand_still_together_and_go_on(run: Run) -> None:
     prove(run)
     weights = [torch.load(run.folder / f"w0-{inner}.pt") for inner in range(3)]
     assert all(difference(weights[0], weight) == 0 for weight in weights[1:])
-
-
-def test_less_than_a_lease_is_waited_for(run: Run) -> None:
-    serve(run)
-    group = begun(run)
-    os.kill(group[1].popen.pid, signal.SIGSTOP)
-    time.sleep(LEASE_S / 4)
-    os.kill(group[1].popen.pid, signal.SIGCONT)
-    assert [number.wait() for number in group] == [0, 0, 0], group[0].output
-    prove(run)

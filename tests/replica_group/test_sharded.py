@@ -36,50 +36,12 @@ def test_in_sync_two_groups_of_two_are_one_process_with_the_union_batch(run: Run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", ["localsgd", *(pytest.param(item, marks=pytest.mark.campaign) for item in (
-        "async", "ssp", "buffered", "diloco", "async_diloco", "async delayed_update", "localsgd delayed_update"))]
-)  # fmt: skip
-def test_every_mode_in_which_a_server_steps_or_averages_takes_it(run: Run, mode: str) -> None:
-    """Processes end with the same weights as the server, after as many steps as asked."""
-    more = EXTRA.get(mode, ("--delayed-update",) if "delayed_update" in mode else ())
-    run.serve("--mode", mode.split()[0], "--workers", "2", "--steps", "20", "--batch-size", "8",
-              "--save", str(run.folder / "w.safetensors"), *more)  # fmt: skip
-    for rank in range(2):
-        run.group(rank, 2, "fsdp", "momentum")
-    ended(run)
-    summary = json.loads((run.folder / "s.json").read_text())
-    if mode != "async_diloco":  # whose contributions may be of fewer steps
-        contributions = 20 // (4 if len(more) > 1 else 1)
-        counts = [(worker["training_steps"], worker["contributions"]) for worker in summary["workers"]]
-        assert counts == [(20, contributions)] * 2
-    saved = load_file(run.folder / "w.safetensors")
-    for rank in range(2):
-        assert difference(torch.load(run.folder / f"w{rank}-0.pt"), saved) == 0
-
-
-@pytest.mark.slow
 def test_local_steps_along_the_mean_of_a_group_are_those_of_one_process(run: Run) -> None:
     run.serve("--mode", "localsgd", "--workers", "1", "--steps", "24", "--batch-size", "16", "--local-steps", "4",
               "--save", str(run.folder / "w.safetensors"))  # fmt: skip
     run.group(0, 2, "fsdp", "adam")
     ended(run)
     assert difference(load_file(run.folder / "w.safetensors"), alone(24, 16, "adam")) <= 1e-9
-
-
-@pytest.mark.slow
-def test_one_that_is_killed_takes_the_worker_with_it_which_goes_on_as_a_whole(run: Run) -> None:
-    run.serve("--mode", "sync", "--workers", "1", "--steps", "40", "--batch-size", "16", "--set", "server.absent_s=60",
-              "--save", str(run.folder / "w.safetensors"))  # fmt: skip
-    group = run.group(0, 2, "fsdp", PS_SLOWDOWN__BASE_S="0.02")
-    group[1].until(lambda: "step 15" in group[1].output, "step 15")
-    os.kill(group[1].popen.pid, signal.SIGKILL)
-    assert [forked.wait() for forked in group] == [15, -9], group[0].output
-    assert "group rank 1 of this worker's 2 processes has ended, and with it the worker" in group[0].output
-    again = run.group(0, 2, "fsdp", life=1)
-    assert [forked.wait() for forked in again] == [0, 0], again[0].output
-    assert run.processes[0].wait() == 0
-    assert difference(load_file(run.folder / "w.safetensors"), alone(40, 16, "sgd")) <= 1e-9
 
 
 @pytest.mark.slow

@@ -11,60 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from paramserver.tests.cluster import Cluster, Process, at_gates
 
 SCRIPT = Path(__file__).parent / "ordinary" / "divided.py"
-BATCH = 4
-
-
-def plain(num_samples: int, union: int, num_steps: int, shuffle: bool = True) -> dict[str, torch.Tensor]:
-    """The script without paramserver: plain torch, one process."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(num_samples, 6, dtype=torch.float64, generator=generator)
-    y = x @ torch.randn(6, 1, dtype=torch.float64, generator=generator)
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Dropout(0), torch.nn.Linear(8, 1)
-    model = torch.nn.Sequential(*layers).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    batches: list[torch.Tensor] = []
-    for epoch in range(num_steps):
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch))
-        batches += (order if shuffle else torch.arange(num_samples)).split(union)
-    for rows in batches[:num_steps]:
-        optimizer.zero_grad()
-        F.mse_loss(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    return model.state_dict()
 
 
 def scripts(cluster: Cluster, num: int, out: str, **env: str) -> list[Process]:
     return [cluster.script(rank, SCRIPT, OUT=str(cluster.folder / f"{out}{rank}.pt"), **env) for rank in range(num)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "num_samples", "env"),
-    [
-        (2, 53, {}),  # 8 to a step and 5 left: shares of 3 and 2
-        (3, 50, {"SHUFFLE": "no", "AHEAD": "1"}),  # 12 to a step and 2 left for three ranks
-        (3, 49, {}),  # 1 left
-        (2, 57, {"AHEAD": "1"}),
-    ],
-)
-def test_sync_is_one_process_with_the_union_batch_where_the_data_does_not_divide(
-    cluster: Cluster, workers: int, num_samples: int, env: dict[str, str]
-) -> None:
-    server = cluster.server("--mode", "sync", "--workers", str(workers), "--steps", "100")
-    ranks = scripts(cluster, workers, "w", NUM=str(num_samples), **env)
-    assert [rank.wait() for rank in (*ranks, server)] == [0] * (workers + 1), ranks[0].output
-    wanted = plain(num_samples, workers * BATCH, 100, "SHUFFLE" not in env)
-    for rank in range(workers):
-        found = torch.load(cluster.folder / f"w{rank}.pt")
-        difference = max((found[name] - wanted[name]).abs().max().item() for name in wanted)
-        assert difference <= 1e-9
-    assert "100 batches" in ranks[0].output
 
 
 def accumulated(cluster: Cluster, name: str, *flags: str, **env: str) -> tuple[Process, list[Process]]:

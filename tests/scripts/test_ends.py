@@ -48,15 +48,6 @@ def sometimes(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("mode", [sometimes("sync"), sometimes("async"), sometimes("ssp"), sometimes("localsgd")])
-def test_nobody_waits_for_a_rank_that_finishes_early_and_it_gets_the_final_weights(cluster: Cluster, mode: str) -> None:
-    server, workers = start(cluster, mode, "finish", "5")
-    assert codes(*workers, server) == [0, 0, 0], server.output
-    assert [sentences(worker, "took") for worker in workers] == [str(STEPS), "5"]
-    assert sentences(workers[0], "has") == sentences(workers[1], "has") != ""
-    assert summary(cluster)["final"] == {"loss": 0.5}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "plain"), [sometimes("break", ""), sometimes("return", "1"), sometimes("0", ""), ("0", "1")]
@@ -115,15 +106,6 @@ def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> Non
         assert [sentences(worker, "took") for worker in workers] == ["6", "6" if how == "stop" else "5"]
         assert summary(cluster)["version"] == 6
     assert (cluster.folder / "w.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_a_loop_that_fetches_ahead_is_stopped_with_a_batch_in_hand(cluster: Cluster) -> None:
-    """Its step comes after the end, and is none: the batch was asked for before the end was known."""
-    server, workers = start(cluster, "sync", "stop_ahead", "5")
-    assert codes(*workers, server) == [0, 0, 0], workers[0].output + workers[1].output
-    assert summary(cluster)["version"] == 6
-    assert sentences(workers[0], "has") == sentences(workers[1], "has") != ""
 
 
 @pytest.mark.slow

@@ -72,27 +72,6 @@ def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
     assert all(torch.equal(local[name], without[name]) for name in without)
 
 
-@pytest.mark.parametrize("mode", ["sync", "localsgd"])
-def test_one_that_fails_fails_the_run_with_its_reason(cluster: Cluster, mode: str) -> None:
-    flags = ("--summary", "s.json", "--save", "w.safetensors", *MODES[mode], "--script", str(SCRIPT))
-    done = cluster.command("launch", "-n", "2", *flags, EVERY="5", FAIL="2")
-    shown = done.stdout + done.stderr
-    assert done.returncode == 1, shown
-    assert shown.count("Traceback") == 1 and shown.count("ValueError: no such metric") >= 1, shown
-    step = {"sync": 10, "localsgd": 12}[mode]
-    assert summary(cluster)["ended_by"] == f"rank 0 failed in the evaluation at step {step}: ValueError: no such metric"
-    assert (cluster.folder / "w.safetensors").exists() and "started again" not in shown
-    assert len(summary(cluster)["curve"]) == 1
-
-
-@pytest.mark.parametrize("mode", ["sync", "localsgd"])
-def test_enough_is_the_end_for_all(cluster: Cluster, mode: str) -> None:
-    run(cluster, mode, "--stop-when", "loss < 1000", EVERY="8")
-    ended = summary(cluster)["ended_by"]
-    assert ended.startswith("stopped: loss < 1000 (run.stop_when): ") and ended.endswith(" at step 8"), ended
-    assert summary(cluster)["version"] in {"sync": (8, 9), "localsgd": (2, 3)}[mode]
-
-
 TASK = ("--task", f"{SCRIPT.with_name('fragile.py')}:Fragile")
 
 

@@ -133,13 +133,3 @@ def test_lbfgs_in_localsgd_is_what_plain_torch_does(cluster: Cluster):
     for name, wanted in lbfgs.plain().items():
         assert torch.allclose(bare.state_dict()[name], wanted, rtol=1e-9, atol=1e-12), name
         assert not torch.allclose(start[name], wanted, rtol=0.1), name
-
-
-@pytest.mark.slow
-def test_lbfgs_where_the_server_steps_is_refused_at_once(cluster: Cluster):
-    cluster.server("--mode", "sync", "--workers", "1", "--steps", "5")
-    script = cluster.script(0, HERE / "lbfgs.py")
-    assert script.wait() == 2, script.output
-    assert "optimizer 'LBFGS' does not work elementwise" in script.output
-    assert "--mode localsgd" in script.output
-    assert "Traceback" not in script.output

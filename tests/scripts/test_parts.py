@@ -44,33 +44,6 @@ def test_two_workers_in_sync_are_one_process_with_the_union_batch(
     assert summary["ended_by"] == ""
 
 
-@slow
-@pytest.mark.parametrize(
-    ("flags", "shards"),
-    [
-        pytest.param(("--set", "server.shared_memory=false", "--set", "server.direct=false"), 1, id="grpc"),
-        pytest.param(("--set", "server.shared_memory=false"), 1, id="direct"),
-        pytest.param(("--set", "server.shared_memory=false"), 2, id="shards"),
-    ],
-)
-def test_of_a_step_only_its_part_travels(cluster: Cluster, tmp_path: Path, flags: tuple[str, ...], shards: int):
-    """Parts of 2.2 and 1.9 MB, which step by turns: half of each payload stays where it is."""
-    env = {"WIDTH": "40000"}
-    wanted = plain("gan", tmp_path, HERE, PS_RUN__STEPS="12", **env)
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "12", "--shards", str(shards), *flags)
-    if shards > 1:
-        cluster.shard(1, shards)
-    out = tmp_path / "together.pt"
-    scripts = [cluster.script(rank, HERE / "gan.py", BATCH=str(BATCH), OUT=str(out), **env) for rank in range(2)]
-    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + scripts[1].output
-    assert_same(torch.load(out), wanted)
-    model = sum(tensor.nbytes for tensor in wanted.values())
-    for worker in server.event("summary")["workers"]:
-        received = worker["bytes_received"] - 2 * model  # at the start and at the end
-        assert received < 24 * model * 0.8
-        assert worker["bytes_sent"] - model < 24 * model * 0.8
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "gate", ["critic 11", pytest.param("critic 7", marks=slow), pytest.param("generator 7", marks=slow)]

@@ -45,17 +45,6 @@ def ends_like(plain: dict[str, torch.Tensor], out: Path) -> None:
         assert torch.allclose(found[name], tensor, rtol=1e-7, atol=1e-9), name
 
 
-@pytest.mark.slow
-def test_in_sync_tables_are_those_of_one_plain_process(
-    cluster: Cluster, tmp_path: Path, plain: dict[str, torch.Tensor]
-):
-    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(STEPS))
-    scripts = start(cluster, tmp_path / "out.pt")
-    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output + server.output
-    ends_like(plain, tmp_path / "out.pt")
-    assert "--save writes them" in server.event("tables_not_kept")["meaning"]
-
-
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "4")
 
 

@@ -83,14 +83,6 @@ def test_a_script_that_goes_on_where_its_rank_was_hears_nothing(cluster: Cluster
 
 
 @slow
-def test_a_setting_lets_a_schedule_begin_anew(cluster: Cluster) -> None:
-    server, (first,) = run(cluster, "sync", "cosine")
-    second = replaced(cluster, server, first, "cosine", PS_WORKER__ACCEPT_RESTARTED_SCHEDULE="true")
-    assert (second.wait(), server.wait()) == (0, 0), second.output
-    assert not second.events("nothing_registered")
-
-
-@slow
 def test_workers_that_average_among_themselves_are_stopped_too(cluster: Cluster) -> None:
     """A live member has given it the optimizer, rate included; its own schedule differs from the next step on."""
     server, ranks = run(cluster, "allreduce", "cosine", "--set", "policy.min_workers=2", workers=2)
