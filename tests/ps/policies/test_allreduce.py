@@ -44,13 +44,6 @@ def test_a_setting_of_what_passes_the_server_is_refused(settings, message):
     assert found.value.fix
 
 
-def test_a_flag_of_another_mode_is_refused():
-    resolved = load_config(None, {"run.mode": "allreduce", "policy.local_steps": 2}, [], {})
-    message = "flag --local-steps: mode allreduce has no such option, it would change nothing"
-    with pytest.raises(UsageError, match=message):
-        resolved.check_options(["allreduce"])
-
-
 def test_a_stage_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match="2 is not there: 1 divides what the optimizer remembers, and 3 gradients"):
         load_config(None, {"run.mode": "allreduce", "worker.zero": 2}, [], {})

@@ -16,7 +16,6 @@ from paramserver.common.errors import UsageError
 from paramserver.common.registry import AGGREGATIONS, MODES, check_contributions
 from paramserver.common.tensors.layout import DTYPES, FlatRun, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.aggregation import order
 from paramserver.ps.tensors.aggregation.base import Aggregator
 from paramserver.ps.tensors.aggregation.order import sort_rows
@@ -280,22 +279,6 @@ def test_a_cap_on_the_norm_of_weights_is_refused() -> None:
         check_contributions(mode, "mean", 1.0)
     with pytest.raises(UsageError, match=r"store.max_norm is 1, and workers of mode localsgd send weights"):
         check_contributions("localsgd", "mean", 1.0)
-
-
-@pytest.mark.parametrize(
-    ("mode", "section", "option", "value"),
-    [("async", "policy", "aggregation", "median"), ("localsgd", "store", "max_norm", 1.0)],
-)
-def test_the_server_refuses_before_it_listens(mode: str, section: str, option: str, value: Any) -> None:
-    config = Config.model_validate({"run": {"mode": mode}, section: {option: value}})
-    with pytest.raises(UsageError, match=f"{section}.{option} is {value:g}" if option == "max_norm" else option):
-        make_policy(config)
-
-
-def test_an_unknown_aggregation_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match="unknown aggregation 'medain'") as caught:
-        AGGREGATIONS.check("medain")
-    assert "did you mean 'median'?" in caught.value.fix
 
 
 @pytest.mark.parametrize(

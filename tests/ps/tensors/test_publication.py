@@ -289,9 +289,13 @@ ACTIONS = st.lists(
 )
 
 
-@given(limit=st.integers(1, 3), actions=ACTIONS)
+@given(limit=st.integers(1, 3), actions=ACTIONS, stays=st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_nobody_reads_two_versions_whatever_happens(limit: int, actions: list[tuple[str, int]]) -> None:
+def test_nobody_reads_two_versions_and_memory_is_bounded(
+    limit: int, actions: list[tuple[str, int]], stays: bool
+) -> None:
+    """One memory for each version on its way, and one to write to, where no reader of frames is cancelled (`stays`)."""
+
     async def play() -> None:
         world = World(limit)
         for kind, pick in actions:
@@ -305,39 +309,17 @@ def test_nobody_reads_two_versions_whatever_happens(limit: int, actions: list[tu
                 case "go" if world.readers:
                     world.readers[pick % len(world.readers)].may_go.set()
                 case "cancel" if world.readers:
-                    world.readers[pick % len(world.readers)].task.cancel()
+                    reader = world.readers[pick % len(world.readers)]
+                    if not (stays and reader.as_frames):
+                        reader.task.cancel()
                 case "turns":
                     await turns()
                 case "a turn":
                     await asyncio.sleep(0)
+            if stays:
+                await turns()
+                assert len(world.memories) <= limit + 1
             await world.check()
-        await world.end()
-
-    asyncio.run(play())
-
-
-@given(limit=st.integers(1, 3), actions=ACTIONS)
-@settings(max_examples=80, deadline=None)
-def test_memory_is_bounded_by_the_limit(limit: int, actions: list[tuple[str, int]]) -> None:
-    """One memory for each version on its way, and one to write to; readers that leave are all of this host."""
-
-    async def play() -> None:
-        world = World(limit)
-        for kind, pick in actions:
-            match kind:
-                case "commit":
-                    world.commit()
-                case "work":
-                    world.work_on(pick)
-                case "read" | "frames":
-                    world.read(kind == "frames")
-                case "go" if world.readers:
-                    world.readers[pick % len(world.readers)].may_go.set()
-                case "cancel" if world.readers and not world.readers[pick % len(world.readers)].as_frames:
-                    world.readers[pick % len(world.readers)].task.cancel()
-                case _:
-                    await turns()
-            assert len(world.memories) <= limit + 1
         await world.end()
 
     asyncio.run(play())

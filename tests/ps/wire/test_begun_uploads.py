@@ -152,15 +152,6 @@ async def test_finish_after_a_begin_throws_the_upload_away(server: Server) -> No
     assert await worker.end() == "ok"
 
 
-@served(layout=LARGE, max_staged=1, workers=1, mode="async")
-async def test_pieces_that_nothing_announced(server: Server) -> None:
-    (worker,) = await server.workers(1)
-    worker.piece(0, 4000)
-    await turns()
-    assert await worker.end() == "BAD_REQUEST"
-    server.check_no_memory_is_kept()
-
-
 @served(workers=1, mode="async")
 async def test_what_workers_keep_back_and_lose_is_counted(server: Server) -> None:
     """As each says it of its process; nothing, where there was something, may have been sent. What another process had

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.common.wire.frames import frame
 from paramserver.common.wire.protocol import struct
 
 from ..streams import Server, Worker, served, turns
@@ -43,28 +42,6 @@ def test_a_learning_rate_that_is_none(lr: Any) -> None:
         server.check_no_memory_is_kept()
         assert other.outcomes == ["START", "APPLIED"]
         assert bool(torch.isfinite(server.engine.model.store.tensors()["w"]).all())
-
-    play()
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [[(0, 8), (0, 8)], [(8, 8), (0, 9)], [(16, 8), (17, 1)], [(25, 8)], [(0, 33)], [(2**63, 8)], [(0, 8), (8, 0)]],
-)
-def test_pieces_that_do_not_fit(pieces: list[tuple[int, int]]) -> None:
-    @served(max_staged=1, workers=2)
-    async def play(server: Server) -> None:
-        broken, other = await server.workers(2)
-        broken.announce()
-        broken.stream.send(*[frame(None, offset, [memoryview(bytes(size))]) for offset, size in pieces if size])
-        if pieces[-1][1] == 0:
-            broken.stream.send(frame(None, pieces[-1][0]))
-        await turns()
-        assert await broken.end() == "BAD_REQUEST"
-        server.check_no_memory_is_kept()
-        other.contribute()
-        await turns()
-        assert other.outcomes == ["START", "APPLIED"]
 
     play()
 

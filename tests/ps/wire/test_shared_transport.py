@@ -109,21 +109,6 @@ async def test_while_a_worker_reads_others_go_on(server: Server) -> None:
 
 
 @served(layout=LARGE, max_staged=1, workers=2)
-async def test_a_worker_dies_while_it_places_its_contribution(server: Server) -> None:
-    victim, other = Worker(server, 0), Worker(server, 1)
-    await victim.share()
-    await other.share()
-    other.write_to_segment()
-    victim.announce(in_shared_memory=True)
-    victim.send(out_of_band=4000, offset=8000)
-    await turns()
-    victim.task.cancel()
-    await server.settle()
-    assert other.outcomes == ["START", "APPLIED"]
-    assert torch.equal(other.weights(), torch.full((100_000,), -0.5))
-
-
-@served(layout=LARGE, max_staged=1, workers=2)
 async def test_a_mean_stands_though_its_first_worker_is_gone(server: Server) -> None:
     """Its segment became the mean of the round: the server's mapping outlives the worker."""
     victim, other = Worker(server, 0), Worker(server, 1)
@@ -159,24 +144,7 @@ def _spoil(address: pb.Segment, **changes: Any) -> pb.Segment:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"pid": 1},
-        {"pid": 0},
-        {"pid": 2**32 - 1},
-        {"descriptor": 0},
-        {"descriptor": 2**32 - 1},
-        {"label": "../../../../etc/passwd"},
-        {"label": "0" * 32},
-        {"label": ""},
-        {"label": "A" * 32},
-        {"host": ""},
-        {"host": "another"},
-        {"num_bytes": 0},
-        {"num_bytes": 2**63},
-        {"num_bytes": 399_999},
-    ],
-    ids=str,
+    "changes", [{"pid": 1}, {"label": "0" * 32}, {"host": "another"}, {"num_bytes": 399_999}], ids=str
 )
 def test_an_offer_that_cannot_be_opened(changes: dict[str, Any]) -> None:
     """The worker is told why, and takes part over the connection."""

@@ -38,20 +38,6 @@ async def test_who_is_folded_first_goes_without_contributing(server: Server) -> 
 
 
 @served(max_staged=1, workers=2)
-async def test_a_worker_dies_in_the_middle_of_its_upload(server: Server) -> None:
-    first, second = await server.workers(2)
-    first.announce()
-    second.contribute()
-    await turns()
-    assert server.engine.model.staging.num_lent == 1
-    first.stream.close()
-    await turns()
-    assert await first.end() == "ok"
-    assert second.outcomes == ["START", "APPLIED"], "the memory of the dead upload is not used again"
-    server.check_no_memory_is_kept()
-
-
-@served(max_staged=1, workers=2)
 async def test_a_worker_is_replaced_in_the_middle_of_its_upload(server: Server) -> None:
     """The older process hangs and keeps its connection; the newer one must not wait for its memory."""
     old, other = await server.workers(2)
