@@ -39,24 +39,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "value", "origin"),
-    [
-        ([], {}, "4", "default"),
-        (["run.yaml"], {}, "5", "run.yaml:2"),
-        (["run.yaml"], {"PS_RUN__WHEELS": "6"}, "6", "environment PS_RUN__WHEELS"),
-        (["--wheels", "7"], {"PS_RUN__WHEELS": "6"}, "7", "flag --wheels"),
-    ],
-)
-def test_every_source_can_set_it(
-    arguments: list[str], environ: dict[str, str], value: str, origin: str, program: Run
-) -> None:
-    rows = program(*arguments, "--print-config", **environ).stdout.splitlines()
-    assert [row.strip().split(maxsplit=2) for row in rows if row.startswith("run.wheels")] == [
-        ["run.wheels", value, origin]
-    ]
-
-
 def test_its_help_its_errors_and_the_processes_know_it(program: Run) -> None:
     assert "how many wheels a run has" in program("--help").stdout
     refused = program("--wheels", "0")

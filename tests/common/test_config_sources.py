@@ -20,8 +20,6 @@ from paramserver.common.config.sources import Resolved, load_config, of_mode
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 
-ROOT = Path(__file__).parents[2]
-
 YAML = "one `name: value` a line, indented with spaces, every bracket and quote closed; see configs/"
 
 
@@ -311,13 +309,6 @@ def test_a_file_that_cannot_be_read(make: Callable[[Path], Path], says: str, tmp
 @pytest.mark.parametrize("text", ["", "# nothing\n", "run:\n", "run: {}\n"])
 def test_a_file_without_settings_is_fine(text: str, write: Callable[[str], Path]) -> None:
     assert load(write(text)).config == Config()
-
-
-@pytest.mark.parametrize(
-    "path", sorted(set(ROOT.glob("configs/*.yaml")) - set(ROOT.glob("configs/hosts*.yaml"))), ids=lambda path: path.stem
-)
-def test_the_configurations_we_ship_are_valid(path: Path) -> None:
-    assert load(path).origins
 
 
 # ---- --set ----------------------------------------------------------------------------------------

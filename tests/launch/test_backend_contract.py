@@ -210,29 +210,6 @@ def test_terminate_lets_a_process_end_in_good_order(name: str) -> None:
     assert use(name, story).codes == {W0: 143}
 
 
-def test_kill_takes_what_the_process_has_started(name: str, wait_until) -> None:
-    async def story(backend: Backend, reports: Reports) -> None:
-        backend.start(worker(W0, "family"))
-        await reports.wait(lambda: reports.has("hanging"))
-        backend.kill(W0)
-        await reports.wait(lambda: W0 in reports.codes)
-        wait_until(lambda: is_gone(reports.pid("has_child")))
-
-    assert use(name, story).codes == {W0: -signal.SIGKILL}
-
-
-def test_a_process_that_ends_leaves_nothing_behind(name: str, wait_until) -> None:
-    """Its child holds the pipe open: the end is noticed all the same, and the child is killed."""
-
-    async def story(backend: Backend, reports: Reports) -> None:
-        backend.start(worker(W0, "orphan 3"))
-        await reports.wait(lambda: W0 in reports.codes)
-
-    reports = use(name, story)
-    assert reports.codes == {W0: 3}
-    wait_until(lambda: is_gone(reports.pid("has_child")))
-
-
 def test_close_leaves_nothing_behind(name: str, wait_until) -> None:
     async def story(backend: Backend, reports: Reports) -> None:
         backend.start(worker(W0, "family"))

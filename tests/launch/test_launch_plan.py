@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import paramserver.launch.plan.runs as plan_module
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch import run
@@ -322,20 +320,6 @@ def test_a_script_owns_its_optimizer_and_arguments_need_a_script() -> None:
         plan_of(resolve(launch__script="t.py", optimizer__lr=0.1))
     with pytest.raises(UsageError, match="belong to a script"):
         plan_of(resolve(), script_args=("--epochs",))
-
-
-def test_plan_and_supervise_are_pure() -> None:
-    """They decide; time, processes and the environment come in as arguments."""
-    impure = {"torch", "grpc", "time", "random", "threading", "asyncio", "os", "logging", "subprocess"}
-    launch = Path(plan_module.__file__).parents[1]
-    pure = [
-        *launch.glob("plan/*.py"), *launch.glob("supervise/*.py"), launch / "view/events.py", launch / "view/text.py",
-    ]  # fmt: skip
-    for path in pure:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not impure & {name.partition(".")[0] for name in names}, path
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("async", ""), ("ssp", "staleness 3, "), ("dssp", "staleness 3 to 15, ")])

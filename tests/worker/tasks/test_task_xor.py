@@ -6,8 +6,6 @@ import torch
 
 from paramserver.worker.tasks.xor import Xor
 
-BATCH = 32
-
 
 def test_features_are_normal_with_three_products_and_labels_are_the_xor_of_two_signs():
     features, labels = Xor(d=5, num_samples=20_000).train_data().tensors
