@@ -34,30 +34,6 @@ def test_a_contribution_replayed_on_another_connection_counts_once(server, wire)
 
 
 @both_transports
-def test_two_processes_that_contribute_as_one_rank_at_the_same_time(server, wire):
-    """At most one of them is the rank; what the other one sends has no effect."""
-    before = version(server)
-    peers = [server.peer(21) for _ in range(2)]
-    for peer in peers:
-        peer.join()
-    for peer in peers:
-        peer.send(*wire.contribution(peer.seq + 1))
-    assert peers[1].reply() == "APPLIED"
-    assert peers[0].ended()[1] == "REPLACED"
-    assert version(server) == before + 1
-
-
-@both_transports
-@pytest.mark.parametrize("ahead", [2, 3, 2**40, 2**63])
-def test_a_step_that_is_not_the_next_one(server, wire, ahead):
-    peer = server.peer(22)
-    peer.join()
-    peer.send(*wire.contribution(peer.seq + ahead))
-    assert peer.ended()[1] == ("SEQ_GAP" if ahead < 2**62 else "BAD_REQUEST")  # no number that is counted to
-    assert version(server) == peer.version
-
-
-@both_transports
 @pytest.mark.parametrize("ahead", [1, 2**40, 2**63])
 def test_a_version_that_nobody_was_given(server, wire, ahead):
     """It would make the contribution look computed in the future, in the staleness and in the history."""

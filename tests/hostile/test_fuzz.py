@@ -6,15 +6,12 @@ Each input comes from a seed that is printed when it fails.
 from __future__ import annotations
 
 import os
-import random
 import struct
 import time
 from collections.abc import Callable
-from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import DecodeError
 
 from paramserver.common.errors import ParamServerError
 from paramserver.common.wire.checks import check_header
@@ -28,43 +25,7 @@ from paramserver.common.wire.protocol import (
 from paramserver.common.wire.segments import open_segment
 from paramserver.proto import parameter_server_pb2 as pb
 
-from .hostile import Hostile
-
 MAX_S = 1.0
-
-
-class Fuzzer(Hostile):
-    """Messages of a worker, built field by field, or valid ones with bytes changed."""
-
-    def __init__(self, seed: int, valid: list[bytes]) -> None:
-        super().__init__(seed)
-        self._valid = valid
-
-    def message(self) -> bytes:
-        while _stops(raw := self._message()):
-            pass
-        return raw
-
-    def _message(self) -> bytes:
-        way = self.random.random()
-        if way < 0.45:
-            message = pb.WorkerMessage()
-            self.fill(message)
-            raw = message.SerializeToString()
-            return self.mutate(raw, self._valid) if self.random.random() < 0.2 else raw
-        if way < 0.9:
-            return self.mutate(self.random.choice(self._valid), self._valid)
-        return self.random.randbytes(self.random.randrange(200))
-
-
-def _stops(raw: bytes) -> bool:
-    """A member of the run may stop it, or say that its evaluation failed: no hostility, and the end of the server that
-    all these tests share."""
-    try:
-        message = pb.WorkerMessage.FromString(raw)
-        return message.HasField("stop") or bool(message.metrics.failure)
-    except DecodeError:
-        return False
 
 
 def take(raw: bytes) -> None:
@@ -83,26 +44,6 @@ def take(raw: bytes) -> None:
         optimizer_from_proto(header.optimizer, layout)
     elif received.kind == "contribution":
         hyperparameters_from_proto(header.training.hyperparameters)
-
-
-def conversation(wire: Any) -> list[bytes]:
-    """What a well-behaved worker says, one message of each kind; payloads are small."""
-    groups = [{"lr": 0.1, "betas": [0.9, 0.999], "nesterov": True, "name": "x"}]
-    contribution = wire.contribution_header(1, num_bytes=32, codec="raw", loss=1.0, compute_s=0.1, transfer_s=0.1)
-    for values in groups:
-        contribution.contribution.training.hyperparameters.add().update(values)
-    contribution.data = bytes(32)
-    messages = [
-        pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=32), data=bytes(32)),
-        contribution,
-        pb.WorkerMessage(begin=pb.Begin(num_bytes=32)),
-        pb.WorkerMessage(offset=16, data=bytes(16)),
-        pb.WorkerMessage(offset=16, out_of_band=16),
-        pb.WorkerMessage(taken=pb.Taken()),
-        pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1, can_evaluate=True)),
-        pb.WorkerMessage(leave=pb.Leave(final_metrics={"loss": 0.5})),
-    ]
-    return [wire.join_bytes(0), wire.model_bytes(), *(message.SerializeToString() for message in messages)]
 
 
 def rss_bytes() -> int:
@@ -177,43 +118,6 @@ def test_structs_nested_deeper_than_any_hyperparameter():
 
 
 # ---- over a socket ---------------------------------------------------------------------------------
-
-
-def talk(server: Any, wire: Any, fuzzer: Fuzzer, chance: random.Random) -> None:
-    """Behave for some messages, then not; the server ends the stream or leaves it open, and that is that."""
-    peer = server.peer(chance.choice([None, 0, 1, 50]))
-    polite = [wire.join_bytes(peer.rank), wire.model_bytes(), *wire.contribution(1)]
-    peer.send(*polite[: chance.randint(0, len(polite))])
-    peer.send(*(fuzzer.message()[: 8 << 20] for _ in range(chance.randint(1, 5))))
-    peer.hang_up()
-    status, reason, text = peer.ended()
-    assert (status, bool(reason)) in (("OK", False), ("RESOURCE_EXHAUSTED", False)) or reason not in ("", "INTERNAL"), (
-        status, reason, text,
-    )  # fmt: skip
-    peer.close()
-
-
-@pytest.mark.parametrize("transport", ["grpc", pytest.param("direct", marks=pytest.mark.slow)])
-def test_hostile_conversations_leave_a_server_as_it_was(start_server, wire, transport):
-    """One of its own: who is let in may say that it has finished, and then the run is over when the last one leaves."""
-    seed = 4711
-    server = start_server(*wire.ENDLESS, "--set", "limits.progress_s=1.5", "--set", "server.join_timeout_s=3")
-    server.transport = transport
-    server.check_is_well(7)
-    server.peer(60).join()  # and stays; who does not read what it is sent is gone after a while
-    chance, fuzzer = random.Random(seed), Fuzzer(seed, conversation(wire))
-    for _ in range(20):
-        talk(server, wire, fuzzer, chance)
-    before = server.rss_bytes
-    for index in range(150):
-        try:
-            talk(server, wire, fuzzer, chance)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}, conversation {index}") from error
-    grown = server.rss_bytes - before
-    print(f"150 conversations: {grown / 1e6:+.1f} MB")
-    server.check_is_well(7)
-    assert grown < 16 << 20
 
 
 @pytest.mark.slow
