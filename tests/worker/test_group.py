@@ -1,16 +1,12 @@
-"""Averaging among all-reduce peers, in real processes: equal to one process with the union batch, also when one is
-killed in the middle of a reduction."""
+"""Averaging among all-reduce peers, each a thread of its own: equal to one process with the union batch."""
 
 import contextlib
-import json
+import copy
 import os
 import socket
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +15,7 @@ import torch.distributed as dist
 
 from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
+from paramserver.worker.strategies import buckets
 from paramserver.worker.strategies.collectives import backends
 from paramserver.worker.strategies.collectives.cut import listening
 from paramserver.worker.strategies.collectives.rendezvous import (
@@ -34,54 +31,80 @@ from paramserver.worker.strategies.collectives.rendezvous import (
 from paramserver.worker.strategies.group import Group
 from paramserver.worker.strategies.undoable_step import UndoableStep
 
-from .group_member import OPTIMIZERS, batch, model, tell_of_gpus
+from .queued import tell_of_gpus
 
 
-def run(folder, members, optimizer, steps, kill_at=-1, rounds=1, way="small"):
-    """Of each round, exit codes and what the members tell."""
-    script = Path(__file__).with_name("group_member.py")
-    arguments = [str(member) for member in (folder, optimizer, steps, kill_at, rounds, way, *members)]
-    subprocess.run([sys.executable, script, *arguments], check=True, timeout=120)
-    for turn in range(rounds):
-        here = folder / str(turn)
-        done = [here / f"done.{rank}" for rank in members]
-        yield json.loads((here / "codes").read_text()), [json.loads(item.read_text()) for item in done if item.exists()]
+def meet(rendezvous, size=2):
+    """All members of a generation, each made by a thread of its own."""
+    generation = Generation(1, tuple(range(size)), rendezvous.address)
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda rank: Group(generation, rank, rendezvous), generation.members))
 
 
-def alone(members, optimizer, steps, kill_at=-1):
-    net = model()
-    inner = OPTIMIZERS[optimizer](net.parameters())
-    for step in range(steps):
-        live = members[:-1] if 0 <= kill_at <= step else members
+NUM_STEPS = 18
+NET = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+
+
+def trained(average):
+    """What a member makes of NUM_STEPS, where `average` gives it the mean of each step's gradients."""
+    net = copy.deepcopy(NET)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for parameter, mean in zip(net.parameters(), average(net, step), strict=True):
+            parameter.grad = mean
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def gradients(rank, net, step):
+    """With how many samples they are of, and whether the first has changed since it was computed."""
+    num_samples = 3 + 2 * rank + (step in (7, 8))  # others than all have said of the step before
+    x = torch.linspace(-1, 1 + rank + step / 10, 5 * num_samples, dtype=torch.float64).reshape(num_samples, 5)
+    torch.nn.functional.mse_loss(net(x), x.sin().sum(1, keepdim=True)).backward()
+    has_changed = rank == 0 and step % 6 == 4
+    if has_changed:
+        net[0].weight.grad.mul_(0.5)
+    return [parameter.grad for parameter in net.parameters()], num_samples, has_changed
+
+
+@pytest.mark.parametrize("way", ["small", "apart", "collectives"])
+def test_the_group_equals_one_process_with_the_union_batch(monkeypatch, way):
+    """Of some members the gradients leave during backward, in several buckets, and some are changed after that."""
+    for name in ("_FIRST_BYTES", "_BUCKET_BYTES"):
+        monkeypatch.setattr(buckets, name, 100)
+    if way == "apart":
+        tell_of_gpus(monkeypatch.setattr)
+    if way == "collectives":
+        monkeypatch.setattr(backends, "MAX_SMALL_BYTES", -1)
+
+    def member(rank, group):
+        def average(net, step):
+            if not step:
+                group.like = list(net.parameters())
+                group.order = range(len(group.like) - 1, -1, -1)
+                for index, parameter in enumerate(group.like if rank != 1 else ()):
+                    parameter.register_post_accumulate_grad_hook(lambda p, index=index: group.ready(index, p.grad))
+            found, num_samples, has_changed = gradients(rank, net, step)
+            return group.average(found, num_samples, is_right=not has_changed)
+
+        return trained(average)
+
+    def of_all(net, step):
         found, total = [], 0
-        for rank in live:
-            x, y = batch(rank, step)
+        for rank in range(3):
             net.zero_grad()
-            torch.nn.functional.mse_loss(net(x), y).backward()
-            if rank == 0 and step % 6 == 4:
-                net[0].weight.grad.mul_(0.5)
-            found.append([p.grad.clone() * len(x) for p in net.parameters()])
-            total += len(x)
-        for p, *parts in zip(net.parameters(), *found, strict=True):
-            p.grad = sum(parts) / total
-        inner.step()
-    return list(net.parameters())
+            own, num_samples, _ = gradients(rank, net, step)
+            found.append([gradient * num_samples for gradient in own])
+            total += num_samples
+        return [sum(parts) / total for parts in zip(*found, strict=True)]
 
-
-def difference(found, expected):
-    got = [torch.tensor(weight, dtype=torch.float64) for weight in found["weights"]]
-    return max(float((a - b.detach()).abs().max()) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.slow
-def test_the_group_equals_one_process_with_the_union_batch(tmp_path):
-    members, names = [0, 1, 2], list(OPTIMIZERS)
-    together = run(tmp_path, members, ",".join(names), 100, rounds=len(names))
-    others = [run(tmp_path / way, members, names[-1], 100, way=way) for way in ("apart", "collectives")]
-    for optimizer, (codes, result) in zip([*names, *names[-1:] * 2], chain(together, *others), strict=True):
-        assert codes == [0] * len(members)
-        expected = alone(members, optimizer, 100)
-        assert max(difference(item, expected) for item in result) <= 1e-6
+    groups = meet(Rendezvous("127.0.0.1"), 3)
+    with ThreadPoolExecutor() as threads:
+        weights = list(threads.map(member, range(3), groups))
+    for group, found in zip(groups, weights, strict=True):
+        torch.testing.assert_close(found, trained(of_all), rtol=0, atol=1e-9)
+        group.close()
 
 
 def test_nccl_is_for_a_gpu_each():
@@ -102,19 +125,12 @@ def test_why_gpus_do_not_average_over_nccl_is_said():
     assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cpu"]) == message
 
 
-def pair(rendezvous):
-    """Both members of a generation, each made by a thread of its own."""
-    generation = Generation(1, (0, 1), rendezvous.address)
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda rank: Group(generation, rank, rendezvous), generation.members))
-
-
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_what_is_averaged_may_be_in_a_group_apart_from_metadata(monkeypatch, is_apart):
     if is_apart:
         tell_of_gpus(monkeypatch.setattr)
     rendezvous = Rendezvous("127.0.0.1")
-    first, second = pair(rendezvous)
+    first, second = meet(rendezvous)
     assert first.backend == second.backend == ("nccl" if is_apart else "gloo")
     assert (first._data is first._metadata) is not is_apart
     with ThreadPoolExecutor() as threads:
@@ -131,7 +147,7 @@ def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch)
     """As NCCL's do where a member has gone that said its words: nothing but the server tells the others."""
     tell_of_gpus(monkeypatch.setattr)
     rendezvous = Rendezvous("127.0.0.1")
-    waiting, silent = pair(rendezvous)
+    waiting, silent = meet(rendezvous)
     silent._begin_sum = lambda _: None
     kept = waiting._data  # Gloo would end with it, and what it has under way does not
     with ThreadPoolExecutor() as threads:
@@ -147,7 +163,7 @@ def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch)
 
 def test_what_is_given_is_what_the_giver_has_in_memory_of_its_own():
     rendezvous = Rendezvous("127.0.0.1")
-    first, second = pair(rendezvous)
+    first, second = meet(rendezvous)
     large = torch.arange(100_000, dtype=torch.float64)
     values = {
         "weights": [large, torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 3), large[1:3]],
@@ -271,7 +287,7 @@ def test_devices_that_are_made_at_the_same_time_are_told_apart():
 def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
     """It took nine groups, and then a sentence about the network."""
     rendezvous = Rendezvous("127.0.0.1")
-    groups = pair(rendezvous)
+    groups = meet(rendezvous)
 
     def is_small(*_):
         raise bug
@@ -288,7 +304,7 @@ def test_a_bug_of_ours_is_no_broken_group(monkeypatch, bug):
 @pytest.mark.parametrize("way", ["average", "told"])
 def test_a_group_that_another_thread_closed_is_broken(way):
     rendezvous = Rendezvous("127.0.0.1")
-    groups = pair(rendezvous)
+    groups = meet(rendezvous)
     for group in groups:
         group.close()
         with pytest.raises(Broken, match="generation 1: it was closed by another thread"):
