@@ -441,7 +441,7 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
 MAX_PRODUCT_LINES = 40_000 + 100 + 200  # encoded gradients between peers; the comparison in the browser
-MAX_TEST_LINES = 43_400 + 380  # the comparison in the browser
+MAX_TEST_LINES = 42_600
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:
@@ -504,7 +504,7 @@ def test_few_places_reach_through_the_engine() -> None:
 
 
 # Places in tests that reach for a private attribute of something else than self. `_replace` and `os._exit` are public.
-MAX_PRIVATE = 119
+MAX_PRIVATE = 110
 
 
 def private_uses(tree: ast.AST) -> Iterator[str]:
