@@ -23,7 +23,10 @@ from pathlib import Path
 from types import TracebackType
 
 # Some of them are imported late otherwise, by every process.
-MODULES = ("torch._dynamo", "paramserver.ps.main", "paramserver.ps.server", "paramserver.worker.main")
+MODULES = (
+    "torch._dynamo", "sklearn.datasets", "structlog.stdlib", "encodings.idna", "grpc._channel", "paramserver.ps.main",
+    "paramserver.ps.server", "paramserver.worker.main", "paramserver.worker.api", "paramserver.worker.trainer",
+)  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 
 
