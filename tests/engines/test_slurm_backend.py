@@ -19,6 +19,7 @@ from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
 from paramserver.tests.cluster import Process
 from paramserver.tests.engines.conftest import EngineRun
 from paramserver.tests.engines.slurm import SlurmCluster
+from paramserver.tests.marks import marked_processes
 from paramserver.worker.main import local_device
 
 PS_LAUNCH = str(Path(sys.executable).with_name("ps-launch"))
@@ -101,14 +102,7 @@ class Launched:
 
     def left(self) -> list[str]:
         """Processes with the mark; srun hands a task its environment."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("PS_TEST_MARK") == self.mark:
-                    found.append(" ".join(process.cmdline()))
-            except psutil.Error:
-                continue
-        return found
+        return list(marked_processes(self.mark).values())
 
     def nothing_is_left(self) -> None:
         self.cluster.until(lambda: self.left() == [] and self.cluster.jobs() == [], "nothing is left")

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from paramserver.tests.engines.slurm import SlurmCluster, missing
 from paramserver.tests.late import come_late
+from paramserver.tests.marks import marked_processes
 from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -67,26 +69,16 @@ class Marked:
 
     def left(self) -> list[str]:
         """What still runs and carries the mark."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("PS_TEST_MARK") == self.mark:
-                    found.append(" ".join(process.cmdline()))
-            except psutil.Error:
-                continue
-        return found
+        return list(marked_processes(self.mark).values())
 
 
 @pytest.fixture
 def marked(tmp_path: Path) -> Iterator[Marked]:
     marked = Marked(tmp_path)
     yield marked
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("PS_TEST_MARK") == marked.mark:
-                process.kill()
-        except psutil.Error:
-            continue
+    for process in marked_processes(marked.mark):
+        with suppress(psutil.Error):
+            process.kill()
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ NUM_OF_JOIN = 4  # events
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [mode if mode in ("sync", "ssp") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES.names()],
+    "mode", [mode if mode in ("sync", "ssp") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES.names()]
 )
 def test_an_event_takes_the_same_time_with_many_workers(mode: str) -> None:
     few, many = Alone(mode, FEW), Alone(mode, MANY)

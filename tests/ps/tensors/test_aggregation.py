@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from paramserver.ps.tensors.aggregation.order import sort_rows
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
 
+from .payloads import random_payload
+
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ROBUST = ["median", "trimmed_mean"]
 
@@ -36,19 +39,7 @@ LAYOUT = Layout([
     TensorSpec("frozen", F, "float32", (19,)),
 ])  # fmt: skip
 PARAMETERS = ["a", "b", "c"]
-
-
-def payload_of(seed: int, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
-    """Random values; gaps hold garbage, as they do in memory that is lent again."""
-    generator = torch.Generator().manual_seed(seed)
-    payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in layout.views(payload):
-        dtype = DTYPES[spec.dtype]
-        if dtype.is_floating_point:
-            view.copy_(torch.randn(spec.shape, generator=generator, dtype=torch.float64))
-        else:
-            view.copy_(torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator))
-    return payload[: layout.exchange_bytes].clone() if is_contribution else payload
+payload_of = partial(random_payload, LAYOUT)
 
 
 def values_of(payload: torch.Tensor, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:

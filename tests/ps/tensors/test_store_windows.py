@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.ps.tensors.sanity import Findings
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
+
+from .payloads import random_payload
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
@@ -34,18 +37,7 @@ LAYOUT = Layout([
 ])  # fmt: skip
 GROUPS = (("a", "d"), ("b", "c", "f"))  # "e" in none
 ONE_WINDOW = 1 << 30
-
-
-def payload_of(seed: int, is_contribution: bool = True) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    payload = torch.full((LAYOUT.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in LAYOUT.views(payload):
-        dtype = DTYPES[spec.dtype]
-        if dtype.is_floating_point:
-            view.copy_(torch.randn(spec.shape, generator=generator, dtype=torch.float64))
-        else:
-            view.copy_(torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator))
-    return payload[: LAYOUT.exchange_bytes].clone() if is_contribution else payload
+payload_of = partial(random_payload, LAYOUT)
 
 
 def optimizer(name: str | None, **hyperparameters: Any) -> OptimizerSpec | None:
