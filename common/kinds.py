@@ -1,6 +1,6 @@
-"""Kinds of contribution: what a worker sends, and what follows from it on both sides.
+"""Kinds of contribution, and the properties that server and worker derive from a kind.
 
-A mode names its kind. No other file compares kinds: it asks one of these questions.
+Each mode names its kind. Other files do not compare kinds: they read one of the properties below.
 """
 
 from __future__ import annotations
@@ -9,52 +9,53 @@ from enum import StrEnum
 
 
 class ContributionKind(StrEnum):
-    """What the payload of a contribution holds. The values are the words that people read."""
+    """The content of a contribution's payload. Logs and error messages show the values."""
 
-    GRADIENT = "gradient"  # the server steps the workers' optimizer along it
-    WEIGHTS = "weights"  # the worker steps its own optimizer, and the server averages
-    DELTA = "delta"  # the weights that local steps began from minus those they led to: the server steps along it
-    COMPLETION = "completion"  # peers have averaged a gradient themselves, and each steps along the mean
+    GRADIENT = "gradient"  # the server runs the workers' optimizer on it
+    WEIGHTS = "weights"  # each worker runs its own optimizer; the server averages the weights
+    DELTA = "delta"  # weights before the local steps minus weights after; the server runs an outer optimizer on it
+    COMPLETION = "completion"  # the peers averaged a gradient themselves, and each of them steps along the mean
 
     @property
     def has_payload(self) -> bool:
-        """A completion that uploads weights is of the kind WEIGHTS when it is received."""
+        """Whether the contribution carries tensors. A completion that uploads weights is received as WEIGHTS."""
         return self is not ContributionKind.COMPLETION
 
     @property
     def holds_gradients(self) -> bool:
+        """Whether the payload is gradients."""
         return self is ContributionKind.GRADIENT
 
     @property
     def holds_differences(self) -> bool:
-        """Of weights, which local steps have made."""
+        """Whether the payload is the difference of weights that local steps made."""
         return self is ContributionKind.DELTA
 
     @property
     def may_lose(self) -> bool:
-        """A codec may leave out some of the payload: the rest comes later. Of weights it would be lost."""
+        """Whether a lossy codec is allowed. Its residual comes later, but of weights it would be lost."""
         return self is not ContributionKind.WEIGHTS
 
     @property
     def worker_steps(self) -> bool:
-        """The optimizer of the script runs in the worker."""
+        """Whether the script's optimizer runs in the worker."""
         return self is not ContributionKind.GRADIENT
 
     @property
     def server_steps(self) -> bool:
-        """An optimizer runs in the server: the workers', or one of its own."""
+        """Whether the server runs an optimizer: the workers' optimizer or its own outer optimizer."""
         return self in (ContributionKind.GRADIENT, ContributionKind.DELTA)
 
     @property
     def has_peers(self) -> bool:
-        """Workers average among themselves, and replies carry no weights."""
+        """Whether workers average among themselves. Replies then carry no weights."""
         return self is ContributionKind.COMPLETION
 
     @property
     def steps_along_mean_gradient(self) -> bool:
-        """A version is a step along the mean gradient, wherever it is averaged."""
+        """Whether each version is one step along the mean gradient, averaged by the server or by the peers."""
         return self in (ContributionKind.GRADIENT, ContributionKind.COMPLETION)
 
     def received(self, has_payload: bool) -> ContributionKind:
-        """The kind of a contribution that comes to a run of this kind: a completion may upload weights."""
+        """Return the kind of a contribution received in a run of this kind: a completion with a payload is WEIGHTS."""
         return ContributionKind.WEIGHTS if has_payload and not self.has_payload else self

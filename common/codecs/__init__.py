@@ -1,1 +1,1 @@
-"""How the parameters' part of a contribution is encoded: one file a codec, found by name."""
+"""Codecs, which encode the parameters of a payload. Each file is a codec, found by its name."""

@@ -1,18 +1,18 @@
-"""What a codec is: how one side writes the parameters of a payload, and the other reads them, with the memory of both.
+"""Interface of a codec: one side encodes the parameters of a payload, the other decodes them.
 
-A codec may remember (what it left out, what it sent last): then both sides must remember the same, whatever is lost
-between them. So each payload is an attempt: `begin` works it out from the memory, and changes nothing yet; `commit`,
-when the other side counts it, makes the memory what `begin` led to; `rollback`, when it does not, forgets that. A
-payload that is sent again is not encoded again: it is the same bytes.
+A codec may have memory, such as its residual or the last payload. Encoder and decoder must then keep equal memories,
+although a payload may be lost. So each payload is an attempt in two steps. `begin` encodes or decodes, and leaves the
+memory unchanged. `commit` updates the memory, if the other side counts the payload; otherwise `rollback` discards the
+attempt. A payload that is sent again has the same bytes and is not encoded again.
 
     encoder                         decoder
-    begin(payload, bytes)              begin(bytes, payload)
+    begin(payload, bytes)           begin(bytes, payload)
     commit()                        commit()             both count it
     begin(payload, bytes)
-    rollback()                      (never came)         the next begin is as if this one had not been
+    rollback()                      (never arrived)      the next begin sees the memory from before this one
 
-A file of this folder is a codec: `ENTRY` is its class. Its attributes say what it is able to do, and no list of codecs
-stands anywhere else.
+Each file of this folder is a codec, and `ENTRY` names its class. The class attributes state what the codec can do.
+There is no other list of codecs.
 """
 
 from __future__ import annotations
@@ -32,74 +32,81 @@ from ..tensors.layout import Layout, new_payload
 
 
 class Coder(Protocol):
-    """One side of one transport, in one direction. `commit` and `rollback` end the attempt that was begun, and do
-    nothing when there is none; a `begin` after a `begin` is a `rollback` first."""
+    """One side of one transport, in one direction.
+
+    `commit` and `rollback` end the current attempt, and do nothing without an attempt. A second `begin` first rolls the
+    current attempt back.
+    """
 
     def begin(self, source: torch.Tensor, target: torch.Tensor, /) -> None:
-        """Of an encoder: a payload, uint8 [>= parameter_bytes], to uint8 [encoded_bytes]; a decoder's way is back. The
-        source stays as it is. A decoder may raise anything for bytes that no encoder makes: that is refused, and
-        nothing is remembered."""
+        """Encode a payload, uint8 [>= parameter_bytes], into uint8 [encoded_bytes]; a decoder does the reverse.
+
+        `source` stays unchanged. A decoder may raise any exception for bytes that no encoder makes. The caller then
+        refuses the payload, and the memory stays unchanged.
+        """
 
     def commit(self) -> None:
-        """The other side counts what was begun last."""
+        """Keep the new memory, because the other side counts the payload."""
 
     def rollback(self) -> None:
-        """It does not, and never will."""
+        """Discard the attempt, because the other side will never count the payload."""
 
 
 class Codec(ABC):
-    """Encodes the parameters' part of a payload, [0, layout.parameter_bytes). Buffers travel as they are."""
+    """Encodes the parameters of a payload, bytes [0, layout.parameter_bytes). Buffers are sent unchanged."""
 
     name: str
-    # The encoded bytes are the payload's own: nothing is encoded, and payloads are read and written in place.
+    # The encoded bytes equal the payload's bytes, so payloads are read and written in place.
     is_identity: bool = False
-    # Beyond it a value becomes infinite, where the dtype of the payload has larger ones.
+    # Larger values become infinite, even if the payload's dtype can represent them.
     largest: float = math.inf
-    # Tensors may be encoded one by one, as they are ready.
+    # Tensors may be encoded one by one, as they become ready.
     goes_in_parts: bool = False
-    # What it leaves out of a contribution is to be added to the next one (error feedback), times `decay`.
+    # The worker adds the residual, multiplied by `decay`, to the next contribution (error feedback).
     has_feedback: bool = False
     decay: float = 1.0
-    # It may encode weights themselves, and not only what is added to them.
+    # The codec may encode weights, and not only gradients and differences.
     takes_weights: bool = True
-    # Gradients in it may be what a server's optimizer takes that divides by their size, or adds them up (law 1 in
-    # docs/codecs.md): what is left out of one comes later, in lumps, which both make worse.
+    # Whether the server's optimizer may be adaptive or have momentum (law 1 in docs/codecs.md). A residual comes later
+    # in large values, which both kinds of optimizer amplify.
     suits_adaptive: bool = True
     suits_momentum: bool = True
-    # Likewise differences, and the outer momentum of a server: few values of each are sent, and long after the others.
+    # Whether the server's outer optimizer may have momentum. A sparse codec sends most values of a difference late.
     suits_outer_momentum: bool = True
-    # What is sent is of no use but to this optimizer of the server, and in these modes; None: to any.
+    # Only this optimizer of the server, and only these modes, can use the payload. None: all can.
     optimizer: str | None = None
     modes: tuple[str, ...] | None = None
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
-        """Size of the encoded part for every payload of this layout."""
+        """Return the number of encoded bytes, which is the same for every payload of this layout."""
 
     @abstractmethod
     def encoder(self, layout: Layout) -> Coder:
-        """A new one, which remembers nothing."""
+        """Return a new encoder with empty memory."""
 
     @abstractmethod
     def decoder(self, layout: Layout) -> Coder:
-        """A new one, which remembers nothing."""
+        """Return a new decoder with empty memory."""
 
 
 class SelfContained(Codec):
-    """A codec whose payloads are decoded without memory of earlier ones. `Coder.begin` says what `encode` and `decode`
-    do."""
+    """A codec whose decoder needs no memory of earlier payloads."""
 
     @abstractmethod
-    def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None: ...
+    def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode as `Coder.begin` does."""
 
     @abstractmethod
-    def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None: ...
+    def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
+        """Decode as `Coder.begin` does."""
 
     def encoder(self, layout: Layout) -> Coder:
-        """One without memory; a subclass may have an encoder that remembers."""
+        """Return an encoder without memory. A subclass may return an encoder with memory."""
         return _WithoutMemory(partial(self.encode, layout))
 
     def decoder(self, layout: Layout) -> Coder:
+        """Return a decoder without memory."""
         return _WithoutMemory(partial(self.decode, layout))
 
 
@@ -108,21 +115,23 @@ class _WithoutMemory:
         self.begin = begin
 
     def commit(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing, as there is no memory."""
 
     rollback = commit
 
 
 class FreeBuffers:
-    """Memory that is lent again: touching 100 MB of new memory costs more than filling it. From any thread; at most
-    `limit` payloads lie idle."""
+    """A thread-safe pool of payload buffers. The first touch of 100 MB of new memory costs more than writing it.
+
+    `limit`: the most buffers that the pool keeps.
+    """
 
     def __init__(self, limit: int = 1) -> None:
         self._limit = limit
         self._idle: list[torch.Tensor] = []
 
     def lend(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], with old contents."""
+        """Return a buffer, uint8 [num_bytes], with old contents."""
         while self._idle:
             with suppress(IndexError):
                 payload = self._idle.pop()
@@ -131,47 +140,48 @@ class FreeBuffers:
         return new_payload(num_bytes)
 
     def give_back(self, payload: torch.Tensor) -> None:
+        """Return a buffer to the pool."""
         if len(self._idle) < self._limit:
             self._idle.append(payload)
 
 
 def _or_differences(setting: str, codec: Codec) -> str:
-    """What to do where weights are sent."""
-    message = f"--set worker.{setting}={codec.name} for ps-server too, whose localsgd then takes how far workers went"
+    """Return the fix for a codec that cannot encode weights."""
+    message = f"--set worker.{setting}={codec.name} for ps-server too: localsgd then averages weight changes"
     return f"{message}; or --mode diloco, which always does; or --set worker.{setting}=bf16"
 
 
 def _check_reference(mode: str, kind: ContributionKind, down: Codec) -> None:
-    """Whether replies may be differences in this codec."""
+    """Raise UsageError if replies cannot be differences in this codec."""
     if not kind.may_lose:
         raise UsageError(
-            f"worker.reply_codec is {down.name}, and workers of this run in mode {mode} send weights, in which what "
-            "it leaves out would be lost",
+            f"worker.reply_codec is {down.name}, and workers of this run in mode {mode} send weights, from which the "
+            "codec would lose values",
             fix=_or_differences("reply_codec", down),
         )
     if not down.goes_in_parts or down.optimizer is not None:
         raise UsageError(
-            f"worker.reply_codec is {down.name}, with which the workers' weights come near the server's late or never",
+            f"worker.reply_codec is {down.name}, with which workers approach the server's weights too slowly or never",
             fix="--set worker.reply_codec=q4 (or int8, bf16)",
         )
 
 
 def _check_fragments(up: Codec, down: Codec, fragments: int) -> None:
-    """Whether a fragment may travel by itself."""
+    """Raise UsageError if the codecs cannot send a single fragment."""
     if up.has_feedback and not up.goes_in_parts:
-        setting, codec, why, other = "codec", up, "keeps what it leaves out of all", "q4"
+        setting, codec, why, other = "codec", up, "needs the whole model at once for its residual", "q4"
     elif not down.is_identity and down.takes_weights:
-        setting, codec, why, other = "reply_codec", down, "has replies whole", "q4 (or int8, raw)"
+        setting, codec, why, other = "reply_codec", down, "encodes only whole replies", "q4 (or int8, raw)"
     else:
         return
     raise UsageError(
-        f"worker.{setting} is {codec.name}, which {why}, and policy.fragments is {fragments}, of which one travels",
+        f"worker.{setting} is {codec.name}, which {why}; policy.fragments is {fragments}, so one fragment is sent",
         fix=f"--set worker.{setting}={other}, or --fragments 1",
     )
 
 
 def _check_own(mode: str, up: Codec, optimizers: Iterable[tuple[str, object]]) -> None:
-    """Whether a codec with an optimizer of its own has that optimizer, in one of its modes."""
+    """Raise UsageError if the codec needs another mode or another optimizer."""
     if up.modes is not None and mode not in up.modes:
         raise UsageError(
             f"worker.codec is {up.name}, which is for --mode {' or '.join(up.modes)}, and the mode is {mode}",
@@ -180,13 +190,13 @@ def _check_own(mode: str, up: Codec, optimizers: Iterable[tuple[str, object]]) -
     for name, _ in optimizers:
         if up.optimizer not in (None, name):
             raise UsageError(
-                f"worker.codec is {up.name}, which sends what {up.optimizer} steps along, and the optimizer is {name}",
+                f"worker.codec is {up.name}, which needs the optimizer {up.optimizer}, and the optimizer is {name}",
                 fix=f"--optimizer {up.optimizer.lower()}, in a script paramserver.{up.optimizer}(model.parameters(), "
                 "warmup_steps=...); or --set worker.codec=q4",
             )
 
 
-# Of torch.optim, those that step along the gradient as it is; all others divide it by what it usually is.
+# Classes in torch.optim that step along the gradient itself. All others divide it by its usual size.
 _LINEAR = ("SGD", "ASGD")
 
 
@@ -198,42 +208,47 @@ def check_codecs(
     optimizers: Iterable[tuple[str, Mapping[str, object]]] = (),
     fragments: int = 1,
 ) -> None:
-    """Whether workers of a mode that contribute this kind may send in one codec and be replied in another; UsageError.
-    `optimizers`: the server's, class and arguments of each group; none where they are not known yet."""
+    """Raise UsageError if a run cannot use `up` for contributions or `down` for replies.
+
+    `kind`: the kind of contribution in this mode. `optimizers`: class name and arguments of each parameter group of the
+    server's optimizer, or empty if they are not known yet. `fragments`: the number of fragments of the model.
+    """
     if fragments > 1:
         _check_fragments(up, down, fragments)
     if not down.takes_weights:
         _check_reference(mode, kind, down)
     if not kind.may_lose and not up.takes_weights:
         raise UsageError(
-            f"worker.codec is {up.name}, and workers of this run in mode {mode} send weights, of which it leaves out "
-            "too much",
+            f"worker.codec is {up.name}, and workers of this run in mode {mode} send weights, and the codec leaves out "
+            "too much of them",
             fix=_or_differences("codec", up),
         )
     _check_own(mode, up, optimizers)
     for name, arguments in optimizers if kind.steps_along_mean_gradient and up.optimizer is None else ():
         if not up.suits_adaptive and name not in _LINEAR:
-            why = f"{name} divides every gradient by its usual size, and most of them are 0 or all alike now"
+            why = f"{name} divides every gradient by its usual size, and the codec makes most of them 0 or equal"
         elif not up.suits_momentum and arguments.get("momentum"):
-            why = f"{name} has momentum {arguments['momentum']}, and adds up what comes late"
+            why = f"{name} has momentum {arguments['momentum']}, which amplifies the values that the codec sends late"
         else:
             continue
         raise UsageError(
-            f"worker.codec is {up.name}: {why}; measured, that is worse than sending nothing late",
-            fix="--mode diloco, whose workers keep such an optimizer to themselves; or --set worker.codec=q4",
+            f"worker.codec is {up.name}: {why}; this trains worse than without a residual (docs/codecs.md)",
+            fix="--mode diloco, which runs this optimizer in the workers; or --set worker.codec=q4",
         )
 
 
 def payload_bytes(codec: Codec, layout: Layout) -> int:
-    """Size of every payload that is exchanged in this codec."""
+    """Return the number of bytes of every payload in this codec: encoded parameters plus buffers."""
     return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
 
 
 def begin_payload(
     codec: Codec, encoder: Coder, layout: Layout, payload: torch.Tensor, free_buffers: FreeBuffers | None = None
 ) -> torch.Tensor:
-    """`payload` uint8 [>= exchange_bytes] as it is sent, uint8 [payload_bytes]: parameters encoded, then buffers.
-    The memory of what is returned is lent by `free_buffers`."""
+    """Encode `payload`, uint8 [>= exchange_bytes], and return uint8 [payload_bytes]: parameters, then buffers.
+
+    The returned memory comes from `free_buffers`. The caller gives it back.
+    """
     encoded_bytes = codec.encoded_bytes(layout)
     out = (free_buffers or FreeBuffers()).lend(payload_bytes(codec, layout))
     encoder.begin(payload, out[:encoded_bytes])
@@ -242,9 +257,9 @@ def begin_payload(
 
 
 def take_payload(codec: Codec, decoder: Coder, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
-    """What was sent, uint8 [payload_bytes], into `payload`, uint8 [>= exchange_bytes].
+    """Decode uint8 [payload_bytes] into `payload`, uint8 [>= exchange_bytes].
 
-    Raises a BAD_REQUEST refusal for bytes that the codec cannot decode, as if they had never come.
+    Raises a BAD_REQUEST refusal for bytes that the codec cannot decode, and leaves the decoder's memory unchanged.
     """
     encoded_bytes = codec.encoded_bytes(layout)
     try:

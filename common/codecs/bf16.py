@@ -1,8 +1,8 @@
 """float32 and float64 as bfloat16: half or a quarter of the bytes, 8 bits of mantissa.
 
-The range of float32 is kept, so a gradient neither overflows nor vanishes as it can in float16; the rounding is to
-nearest even. Other dtypes travel as they are. All tensors of one dtype lie one after another, from a multiple of 8
-bytes on. What rounding leaves out is not kept: it is little of every value, and no direction of it lasts.
+bfloat16 has the range of float32, so a gradient neither overflows nor vanishes as it can in float16. Rounding is to
+nearest even. Other dtypes are sent unchanged. All tensors of one dtype are contiguous, and start at a multiple of 8
+bytes. There is no residual, because rounding errors are small and random.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Bf16Codec(ByTensor):
     least = largest = math.inf
 
     def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """As piece by piece, in fewer calls."""
+        """Encode all tensors of a dtype in one call, unless some tensors are left out."""
         if self.without:
             super().encode(layout, payload, out)
             return
@@ -39,7 +39,7 @@ class Bf16Codec(ByTensor):
             run.view(payload).copy_(source)
 
     def _places(self, layout: Layout, encoded: torch.Tensor) -> Iterator[tuple[FlatRun, torch.Tensor]]:
-        """Every parameter run, and what of `encoded` it is, [n]."""
+        """Yield every parameter run, and its part of `encoded`, [n] in the short dtype."""
         at = 0
         for run in layout.runs_of(Kind.PARAMETER):
             short = self.short(run.dtype)

@@ -1,7 +1,7 @@
-"""float32 and float64 as float16: as few bytes as bf16, 11 bits of mantissa instead of 8, and little range.
+"""float32 and float64 as float16: the same bytes as bf16, 11 bits of mantissa instead of 8, and a smaller range.
 
-What is larger than 65,504 becomes infinite: a gradient is rejected then, as any that is not finite, and weights on
-their way down are refused. What is smaller than 6e-8 becomes zero.
+Values above 65,504 become infinite. The server then rejects a gradient as not finite, and refuses to send weights.
+Values below 6e-8 become zero.
 """
 
 from __future__ import annotations

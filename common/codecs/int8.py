@@ -1,7 +1,8 @@
-"""8 bits a value and a scale for 256 of them: 3.94 times fewer bytes, an error of at most half a step.
+"""8 bits for each value and a scale for 256 values: 3.94 times fewer bytes, an error of at most half a step.
 
-Of a piece of n values: the scales of its blocks of 256, s = max|c| / 127, float32; then n times q = round(c / s), int8,
-half to even. Decoded is q s. (Where s is no normal float32, q is smaller: whoever encodes divides by at least 2^-126.)
+A piece of n values has the scales of its blocks of 256, s = max|c| / 127, float32; then n levels q = round(c / s),
+int8, half to even. A level is decoded as q s. The encoder divides by at least 2^-126, so q is smaller if s is
+subnormal.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .shared.by_tensor import ROOM, ByTensor, blocks_of, sizes_of
 _BLOCK = 256
 _SCALE_BYTES = 4
 _TINY = torch.finfo(torch.float32).tiny
-# A float32 of this size holds whole numbers, so adding it rounds, and the lowest byte of its bits is the level.
+# A float32 of this size has no fraction. So adding it rounds, and the lowest byte of the sum's bits is the level.
 _ROUND = torch.full((1, _BLOCK), 1.5 * 2**23)
 
 
@@ -39,7 +40,10 @@ class Int8Codec(ByTensor):
     def _parts(
         self, values: torch.Tensor, encoded: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of the whole blocks and of a shorter one: values and levels, int8, [blocks, n], scales, float32 [blocks]."""
+        """Yield (values, scales, levels) of the whole blocks, then of a shorter block.
+
+        Values are [blocks, n], scales float32 [blocks], levels int8 [blocks, n].
+        """
         num_bytes = len(encoded) - len(values)
         scales, levels = encoded[:num_bytes].view(torch.float32), encoded[num_bytes:].view(torch.int8)
         for (first, block), (_, codes) in zip(blocks_of(values, _BLOCK), blocks_of(levels, _BLOCK), strict=True):

@@ -1,13 +1,14 @@
-"""Signs of momentum, once Adam has warmed up: 31.9 times fewer bytes.
+"""Signs of the momentum after Adam's warm-up: 31.9 times fewer bytes.
 
 1-bit Adam (Tang et al. 2021, arXiv:2102.02888) with the server's `OneBitAdam`. While the optimizer's second moment
-warms up, gradients travel as bf16, and each worker adds them up: m <- b1 m + (1 - b1) g. From then on a worker sends
-m, with error feedback, and says that b1 is 0. The server then takes the mean of these for its own momentum: the mean of
-all workers' momentum is the momentum of the mean. In the paper the server's replies are encoded by the same signs with
-a feedback of their own; here `worker.reply_codec` encodes them.
+warms up, a worker sends gradients as bf16 and updates its own momentum: m <- b1 m + (1 - b1) g. After the warm-up it
+sends m, with error feedback, and sets b1 to 0. The server uses the mean of these as its momentum, because the mean of
+all workers' momentum is the momentum of the mean gradient. The paper also encodes the server's replies as signs with
+error feedback. Here `worker.reply_codec` encodes the replies.
 
-The payload of a tensor c of n values is s = norm2(c) / sqrt(n), float32 (as in DeepSpeed's 1-bit Adam), then a bit for
-each value, 1 for a minus, eight in a byte, the first one lowest, the last byte filled with 0. Decoded is s or -s.
+The payload of a tensor c of n values is s = norm2(c) / sqrt(n), float32 (as in DeepSpeed's 1-bit Adam), then one bit
+for each value. The bit is 1 for a negative value. A byte has eight bits, lowest first, and the last byte is padded with
+0. A value is decoded as s or -s.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class OneBitAdamCodec(ByTensor):
 
 
 class _Momentum(Preparation):
-    """One worker's momentum of its gradients, which it sends in their place after the warm-up."""
+    """One worker's momentum, which it sends instead of its gradients after the warm-up."""
 
     def __init__(self, signs: Codec, layout: Layout) -> None:
         self._warm, self._signs = Bf16Codec(), signs
         self._num_bytes = layout.exchange_bytes
         self._beta, self._warmup_steps = 0.9, 1  # until the optimizer is known
-        self._is_warm = True  # the newest contribution is a gradient
+        self._is_warm = True  # still warming up: the newest contribution is a gradient
         self._momentum: torch.Tensor | None = None  # uint8 [exchange_bytes]; None: zeros
-        self._next: torch.Tensor | None = None  # the momentum once the newest contribution counts
+        self._next: torch.Tensor | None = None  # the momentum after the newest contribution, if it counts
         self._sent: tuple[tuple[Hyperparameters, ...], tuple[Hyperparameters, ...]] | None = None
 
     def begin(self, groups: Sequence[Hyperparameters]) -> None:
@@ -86,7 +87,7 @@ class _Momentum(Preparation):
         self._momentum = None
 
     def hyperparameters(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
-        """With b1 0 after the warm-up, since what is sent is the momentum already; the same tuple for the same one."""
+        """Return the groups with b1 = 0 after the warm-up, since the payload is the momentum. The tuple is cached."""
         if self._is_warm or not groups:
             return groups
         if self._sent is None or self._sent[0] is not groups:

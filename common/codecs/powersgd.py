@@ -1,12 +1,13 @@
 """A matrix as the product of two vectors: nm / (n + m) times fewer bytes.
 
-PowerSGD (Vogels et al. 2019, arXiv:1905.13727) of rank 1, each worker by itself. A tensor is a matrix M, its first
-dimension by all others. With Q of the contribution before: P = M Q, brought to length 1, and Q' = M^T P. What is sent:
-P, then Q', float32; decoded is P Q'^T. Q' is the next one's Q once this one counts; the first Q is normal, from a seed.
-What would shrink to more than half travels as bf16.
+PowerSGD (Vogels et al. 2019, arXiv:1905.13727) of rank 1, computed by each worker alone. A tensor is a matrix M, with
+its first dimension as rows. Q comes from the worker's previous contribution. P = M Q, scaled to length 1, and
+Q' = M^T P. The payload is P, then Q', float32, and is decoded as P Q'^T. If the contribution counts, Q' is the next Q.
+The first Q is normal, from a seed. A tensor that would not shrink to half is sent as bf16.
 
-Published, workers average P before they make Q', so that all have the mean's two vectors: two exchanges that depend on
-one another, and nobody may be late. Here each has its own, and the server adds up their products.
+In the paper, workers average P before they compute Q', so that all have the two vectors of the mean. That needs two
+exchanges in sequence, in which no worker may be late. Here each worker has its own vectors, and the server adds up
+their products.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class PowerSgdCodec(ByTensor):
 
 
 class _Encoder(PieceEncoder):
-    """Remembers Q of each matrix."""
+    """Encodes pieces, and keeps Q of each matrix."""
 
     def __init__(self, codec: PowerSgdCodec, layout: Layout) -> None:
         super().__init__(codec, layout)
-        self._q: dict[int, torch.Tensor] = {}  # by where a matrix begins in a payload
+        self._q: dict[int, torch.Tensor] = {}  # by the matrix's offset in a payload
         self._next: dict[int, torch.Tensor] = {}
 
     def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -69,7 +70,7 @@ class _Encoder(PieceEncoder):
         norm = torch.linalg.vector_norm(p)
         p.copy_(torch.full_like(p, len(p) ** -0.5) if norm == 0 else p / norm)
         torch.mv(matrix.T, p, out=q)
-        if q.any():  # of zeros nothing is learnt
+        if q.any():  # a zero gradient gives no direction
             self._next[piece.offset] = q.clone()
 
     def commit(self) -> None:

@@ -1,13 +1,13 @@
-"""2 bits a value and a scale for 256 of them: 15.06 times fewer bytes.
+"""2 bits for each value and a scale for 256 values: 15.06 times fewer bytes.
 
-For differences of many local steps, with what is left out added to the next ones (MuLoCo, Thérien et al. 2025,
-arXiv:2505.23725). A piece of n values is cut into blocks of 256. The four levels of a block are -1.5, -0.5, 0.5 and 1.5
-times its scale. Levels at equal distances are best for normal values when they are 0.9957 deviations apart (Max 1960,
-"Quantizing for minimum distortion"): with r, the root of the block's mean square, q = clamp(floor(c / (0.9957 r)), -2,
-1). The scale s = sum(c (q + 0.5)) / sum((q + 0.5)^2), float32, then leaves the least out.
+Meant for differences of many local steps, with error feedback (MuLoCo, Thérien et al. 2025, arXiv:2505.23725). A piece
+of n values is cut into blocks of 256. The four levels of a block are -1.5, -0.5, 0.5 and 1.5 times its scale. For
+normal values, the best distance between equidistant levels is 0.9957 standard deviations (Max 1960, "Quantizing for
+minimum distortion"). With r, the root mean square of the block, q = clamp(floor(c / (0.9957 r)), -2, 1). The scale s =
+sum(c (q + 0.5)) / sum((q + 0.5)^2), float32, makes the residual smallest.
 
-The payload has the scales of all blocks, then the codes q as two bits (two's complement), four in a byte, the first one
-lowest, the last byte filled with 0. A code is decoded as (q + 0.5) s.
+The payload has the scales of all blocks, then the codes q as two bits (two's complement). A byte has four codes, lowest
+bits first, and the last byte is padded with 0. A code is decoded as (q + 0.5) s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .shared.by_tensor import ROOM, ByTensor, blocks_of, sizes_of
 _BLOCK = 256
 _SCALE_BYTES = 4
 _PER_BYTE = 4
-_ABOVE = 0.5  # a level is so far above its code
-_APART = 0.9957
+_ABOVE = 0.5  # level minus code
+_APART = 0.9957  # distance of levels, in standard deviations
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -48,19 +48,19 @@ class Q2Codec(ByTensor):
         for first, block in blocks_of(out, _BLOCK):
             target = packed[first * _BLOCK // _PER_BYTE :][: -(-block.numel() // _PER_BYTE)].view(torch.int8)
             codes = ROOM.of("levels", (len(target), _PER_BYTE), torch.int8)
-            for at in range(_PER_BYTE):  # shifted up and down again, so that the upper of the two bits is the sign
+            for at in range(_PER_BYTE):  # the shift down extends the sign, which is the upper of the two bits
                 codes[:, at] = (target << 6 - 2 * at) >> 6
             block.view(-1).copy_(codes.view(-1)[: block.numel()])
             block.add_(_ABOVE).mul_(scales[first : first + len(block), None])
 
     def _parts(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales, float32 [blocks], and packed codes, uint8 [a quarter of n]."""
+        """Return the scales, float32 [blocks], and the packed codes, uint8 [n / 4]."""
         num_bytes = len(encoded) - -(-num_elements // _PER_BYTE)
         return encoded[:num_bytes].view(torch.float32), encoded[num_bytes:]
 
 
 def _levels(block: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The codes of float32 [blocks, n], -2 to 1; writes the scales to `scales`, float32 [blocks]."""
+    """Return the codes of float32 [blocks, n], -2 to 1, and write the scales to `scales`, float32 [blocks]."""
     sizes = sizes_of(block, scales).clamp(min=_TINY)
     part = torch.mul(block, sizes.reciprocal()[:, None], out=ROOM.of("part", block.shape))  # squares stay finite
     spread = torch.linalg.vector_norm(part, dim=1).mul_(_APART / block.shape[1] ** 0.5).clamp_(min=_TINY)

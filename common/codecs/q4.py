@@ -1,9 +1,10 @@
-"""4 bits a value, of which 3 are an exponent, and a scale for 256 of them: 7.76 times fewer bytes.
+"""4 bits for each value, a sign and an exponent, and a scale for 256 values: 7.76 times fewer bytes.
 
-For gradients and differences, whose size matters more than their last digits; never for weights. Of a piece of n
-values: the scales of its blocks of 256, a = max|c|, float32; then a code for each value, two in a byte, the first one
-in the low four bits (an odd last one alone). A code is 8 for a minus + a level L: 0 is zero, 1..7 is 2^(L-7) a. L is
-log2(|c| / a), rounded to nearest, + 7; what is below 2^-6.5 a is zero. (E3M0, as in Streaming DiLoCo, 2501.18512.)
+Meant for gradients and differences, for which the magnitude matters more than the last digits; never for weights. The
+format is E3M0, as in Streaming DiLoCo (arXiv:2501.18512). A piece of n values has the scales of its blocks of 256,
+a = max|c|, float32, then a code for each value. A byte has two codes, the first in the low four bits. A code is 8 for a
+negative value, plus a level L. Level 0 is zero, and levels 1..7 are 2^(L-7) a. L is log2(|c| / a) rounded to nearest,
+plus 7. Values below 2^-6.5 a are zero.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _BLOCK = 256
 _SCALE_BYTES = 4
 _TINY = torch.finfo(torch.float32).tiny
 _MANTISSA_BITS = 23
-# Added to the bits of a float32 it carries into the exponent from sqrt(2) on: where log2 rounds up.
+# Added to the bits of a float32, this carries into the exponent from sqrt(2) on, where log2 rounds up.
 _ROUND = 0x3F800000 - 0x3F3504F3
 _BIAS = 127 - 7  # the exponent of 2^(L-7) is L more
 
@@ -34,7 +35,7 @@ class Q4Codec(ByTensor):
             steps = sizes_of(block, scale).clamp(min=_TINY).reciprocal_()[:, None]
             work = torch.mul(block, steps, out=ROOM.of("work", block.shape)).view(torch.int32)
             work.add_(_ROUND).bitwise_right_shift_(_MANTISSA_BITS)
-            wide = ROOM.of("wide", block.shape, torch.int16).copy_(work)  # the exponent, less 256 for a minus
+            wide = ROOM.of("wide", block.shape, torch.int16).copy_(work)  # the exponent, minus 256 for a negative value
             minus = torch.bitwise_right_shift(wide, 8, out=ROOM.of("minus", block.shape, torch.int16))
             code = ROOM.of("code", block.shape, torch.uint8).copy_(wide)
             code.clamp_(_BIAS, _BIAS + 7).sub_(_BIAS)
@@ -46,29 +47,29 @@ class Q4Codec(ByTensor):
         for first, block in blocks_of(out, _BLOCK):
             code = _unpack(codes[first * _BLOCK // 2 :], block.numel())
             wide = ROOM.of("wide", code.shape, torch.int16).copy_(code)
-            # The bits of a bfloat16: the sign, and L as the exponent, which is 2^(L-127), and zero where L is 0.
+            # The bits of a bfloat16: the sign, and L as the exponent. That is 2^(L-127), or zero for L = 0.
             bits = torch.bitwise_and(wide, 8, out=ROOM.of("bits", code.shape, torch.int16)).bitwise_left_shift_(12)
             bits.bitwise_or_(wide.bitwise_and_(7).bitwise_left_shift_(7))
             block.view(-1).copy_(bits.view(torch.bfloat16))
             block.mul_(2.0**_BIAS).mul_(scales[first : first + len(block), None])
 
     def _parts(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales, float32 [blocks], and codes, uint8 [half of n]."""
+        """Return the scales, float32 [blocks], and the codes, uint8 [n / 2]."""
         num_bytes = len(encoded) - -(-num_elements // 2)
         return encoded[:num_bytes].view(torch.float32), encoded[num_bytes:]
 
 
 def _pack(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """uint8 [n] of four bits each to the first half of n of `out`, uint8."""
+    """Pack codes of four bits, uint8 [n], into the first n / 2 bytes of `out`, uint8."""
     if len(codes) % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    pairs = codes.view(torch.int16)  # the second in the high byte
+    pairs = codes.view(torch.int16)  # the second code is in the high byte
     both = torch.bitwise_right_shift(pairs, 4, out=ROOM.of("both", pairs.shape, torch.int16)).bitwise_or_(pairs)
     out[: len(pairs)].copy_(both)
 
 
 def _unpack(packed: torch.Tensor, num_elements: int) -> torch.Tensor:
-    """Back, uint8 [n]."""
+    """Return the codes that `_pack` packed, uint8 [n]."""
     pairs = packed[: -(-num_elements // 2)]
     both = ROOM.of("both", pairs.shape, torch.int16).copy_(pairs)
     high = torch.bitwise_left_shift(both, 4, out=ROOM.of("high", pairs.shape, torch.int16))

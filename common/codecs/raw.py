@@ -1,4 +1,4 @@
-"""The bytes as they are. Senders and receivers skip the copy: a raw payload is read and written in place."""
+"""Unencoded bytes. Senders and receivers do not call this codec: they read and write a raw payload in place."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The 7 largest of every 64 values in 8 bits each: 36.6 times fewer bytes, for differences of many steps.
+"""The 7 largest of every 64 values in 8 bits each: 36.6 times fewer bytes, for differences of many local steps.
 
-As SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706; Templar), which keeps 64 of 4,096 values: that is too few to learn
-from (docs/claims.md, N8). A tensor is cut into chunks of 64 values, the last one shorter. The 7 values of each chunk
-that are largest in size (of a shorter one of n, ceil(7 n / 64)) are kept, K in all. With m and d, the mean and standard
-deviation of these K, each gets the level clamp(round((v - m) / (1.5 d) + 2), 0, 3) and is decoded as the mean of its
-level.
+This follows SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706; Templar), which keeps 64 of 4,096 values. That was too few
+in our measurements (docs/claims.md, N8). A tensor is cut into chunks of 64 values, the last one shorter. The codec
+keeps the 7 largest absolute values of each chunk (ceil(7 n / 64) of a shorter chunk), K in all. With m and d, the mean
+and standard deviation of these K values, a value v gets the level clamp(round((v - m) / (1.5 d) + 2), 0, 3). It is
+decoded as the mean of its level.
 
-The payload has the four means, float32. Then for each of the K values its place in its chunk, 6 bits, ascending within
-a chunk, four in three bytes, the first one lowest. Then K levels, 2 bits, four in a byte, the first one lowest. What
-fills the last bytes is 0. What was left out fades: before it is added it is multiplied by 0.95.
+The payload has three parts. First the four means, float32. Then the positions of the K values in their chunks, 6 bits
+each, ascending within a chunk, four in three bytes. Then K levels, 2 bits each, four in a byte. Lower bits come first,
+and the last bytes are padded with 0. The residual is multiplied by 0.95 before it is added to the next difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from .shared.by_tensor import ByTensor, largest, scatter
 
 _CHUNK = 64
-_KEPT = 7  # of a chunk
+_KEPT = 7  # values of a whole chunk
 _LEVELS = 4
 _TABLE_BYTES = 4 * _LEVELS
 _PLACE_BITS, _LEVEL_BITS = 6, 2
@@ -32,7 +32,7 @@ class SparseCodec(ByTensor):
     suits_outer_momentum = False
     decay = 0.95
     least = 4096
-    piece = 1 << 62  # the four means are of a whole tensor
+    piece = 1 << 62  # a tensor is one piece, because the four means are over all of it
 
     def size(self, num_elements: int) -> int:
         num_packed = -(-_num_kept(num_elements) // _PACKED)
@@ -61,7 +61,7 @@ class SparseCodec(ByTensor):
 
 
 def _parts(encoded: torch.Tensor, num_kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The means, float32 [levels], and the bytes of places and of levels."""
+    """Return the means, float32 [levels], and the bytes of positions and of levels."""
     end = _TABLE_BYTES + _PLACE_BITS * _PACKED // 8 * -(-num_kept // _PACKED)
     return encoded[:_TABLE_BYTES].view(torch.float32), encoded[_TABLE_BYTES:end], encoded[end:]
 
@@ -75,32 +75,32 @@ def _num_kept(num_elements: int) -> int:
 
 
 def _chunks_of(values: torch.Tensor) -> list[torch.Tensor]:
-    """[n] as [chunks, of a chunk] and what is left over, [1, fewer]."""
+    """Return [n] as whole chunks, [chunks, 64], and the shorter last chunk, [1, fewer]."""
     full = len(values) // _CHUNK * _CHUNK
     both = values[:full].view(-1, _CHUNK), values[full:].view(1, -1)
     return [chunks for chunks in both if chunks.numel()]
 
 
 def _levels_of(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means of the four levels, and each value's level, int64."""
+    """Return the means of the four levels, and each value's level, int64."""
     spread = float(kept.std())
     if spread != spread or spread == torch.inf:
         return torch.full((_LEVELS,), torch.nan), torch.zeros(len(kept), dtype=torch.int64)
-    width = max(1.5 * spread, torch.finfo(torch.float32).tiny)  # all may be the same
+    width = max(1.5 * spread, torch.finfo(torch.float32).tiny)  # `spread` is 0 if all values are equal
     levels = ((kept - kept.mean()) / width + _LEVELS / 2).round_().clamp_(0, _LEVELS - 1).long()
     sums = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, levels, kept.double())
     return (sums / levels.bincount(minlength=_LEVELS).clamp(min=1)).float(), levels
 
 
 def _pack(numbers: torch.Tensor, num_bits: int, out: torch.Tensor) -> None:
-    """int64 [n] of so many bits each to bytes, the first of four lowest in as many as hold them."""
+    """Pack numbers of `num_bits`, int64 [n], into bytes: four numbers at a time, lowest bits first."""
     padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % _PACKED)).view(-1, _PACKED)
     words = (padded << torch.arange(0, num_bits * _PACKED, num_bits)).sum(1).to(torch.int32)
     out.view(len(words), -1).copy_(words.view(torch.uint8).view(-1, 4)[:, : num_bits * _PACKED // 8])
 
 
 def _unpack(packed: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
-    """Back, int64 [count]."""
+    """Return the numbers that `_pack` packed, int64 [count]."""
     num_bytes = num_bits * _PACKED // 8
     words = torch.zeros(len(packed) // num_bytes, 4, dtype=torch.uint8)
     words[:, :num_bytes] = packed.view(-1, num_bytes)

@@ -1,8 +1,8 @@
-"""The 1 % of values that are largest, as they are: 67 times fewer bytes.
+"""The largest 1 % of values, unchanged: 67 times fewer bytes.
 
-Of a tensor, in chunks of 4,096 values, the last one shorter: of each chunk the 41 values that are largest in size (of a
-shorter one of n, ceil(n / 100)), K in all. What is sent: K values, float32, then K places in their chunks, 2 bytes,
-ascending within a chunk.
+A tensor is cut into chunks of 4,096 values, the last one shorter. The codec keeps the 41 largest absolute values of
+each chunk (ceil(n / 100) of a shorter chunk of n), K in all. The payload has the K values, float32, then their
+positions in the chunks, 2 bytes each, ascending within a chunk.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from .shared.by_tensor import ByTensor, largest, scatter
 
 _CHUNK = 4096
-_CHUNKS = 32  # of a piece
-_ONE_OF = 100  # values one is kept of
+_CHUNKS = 32  # chunks of a piece
+_ONE_OF = 100  # the codec keeps one of so many values
 _VALUE_BYTES, _PLACE_BYTES = 4, 2
 
 
@@ -41,7 +41,7 @@ class TopkCodec(ByTensor):
     def _parts(
         self, values: torch.Tensor, encoded: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of the whole chunks and of a shorter one: values [chunks, n], those kept and their places [chunks, k]."""
+        """Return (values [chunks, n], kept values [chunks, k], their positions [chunks, k]) of each chunk size."""
         full, num = len(values) // _CHUNK * _CHUNK, len(encoded) // (_VALUE_BYTES + _PLACE_BYTES)
         kept = encoded[: num * _VALUE_BYTES].view(torch.float32)
         places, at, found = encoded[num * _VALUE_BYTES :].view(torch.int16), 0, []

@@ -1,4 +1,4 @@
-"""HOST:PORT, where a server listens or is looked for."""
+"""Checks of addresses, HOST:PORT, at which a server listens or is reached."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 from ..errors import UsageError
 
-# A name, an IPv4 address, or an IPv6 address in brackets. Whether there is such a host is found out when it is used.
+# A name, an IPv4 address, or an IPv6 address in brackets. The name is resolved only when it is used.
 _HOST = re.compile(r"[^\s/@?#\[\]]+|\[[0-9A-Fa-f:.]+(%\w+)?\]")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT -> (host, port); [v6]:PORT too. UsageError otherwise."""
+    """Split HOST:PORT or [v6]:PORT into (host, port). Raises UsageError for other text."""
     host, _, port = address.rpartition(":")
     if not _HOST.fullmatch(host) or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UsageError(f"'{address}' is not HOST:PORT", fix="e.g. 127.0.0.1:50051, or [::1]:50051")
@@ -19,7 +19,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def listening(address: str) -> str:
-    """The address of who listens; port 0 is a free one. These raise ValueError, as fields are checked."""
+    """Check an address to listen at, where port 0 means a free port. Raises ValueError, as pydantic expects."""
     try:
         split_address(address)
     except UsageError as error:
@@ -28,12 +28,12 @@ def listening(address: str) -> str:
 
 
 def reached(address: str) -> str:
-    """The address of somebody else."""
+    """Check the address of another process. Raises ValueError."""
     if split_address(listening(address))[1] == 0:
-        raise ValueError(f"'{address}': port 0 is no address that anyone replies at")
+        raise ValueError(f"'{address}': no process can be reached at port 0")
     return address
 
 
 def reached_or_none(address: str) -> str:
-    """The same, or `none`."""
+    """Check the address of another process, or `none`. Raises ValueError."""
     return address if address == "none" else reached(address)

@@ -39,7 +39,7 @@ PrintConfigOption = Annotated[
         "--print-config", help="Show every setting and where it comes from, then stop.", rich_help_panel="Other"
     ),
 ]
-# A command's parameter `flags`: the value of each flag by dotted key, None where it was not given.
+# A command's parameter `flags`: the value of each flag by dotted key; None if the flag was not given.
 Flags = Mapping[str, Any]
 
 
@@ -47,13 +47,13 @@ _EPILOG = "--version, by itself, shows the version."
 
 
 class Drained(BaseException):
-    """The SIGTERM handler raises it: the program ends in good order with exit code 143."""
+    """Raised by the SIGTERM handler, so that the program cleans up and ends with exit code 143."""
 
 
 class _Help:
-    """Prints help texts as they are written, and options under the headings that they name.
+    """Prints help texts without reformatting, and each option under the heading of its panel.
 
-    This is Click's own plain help. Rich's boxes take 0.15 s more of every `--help`.
+    This is Click's own plain help. Rich's boxes would add 0.15 s to every `--help`.
     """
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
@@ -82,11 +82,14 @@ class _Group(_Help, TyperGroup):
 
 
 class App(typer.Typer):
+    """A Typer app with plain help."""
+
     def command(self, *arguments: Any, **options: Any) -> Any:
         return super().command(*arguments, cls=_Command, **options)
 
 
 def make_app(help_text: str | None = None) -> App:
+    """Return an app with the options that all programs share. `help_text` is the program's own description."""
     return App(
         cls=_Group,
         add_completion=False,
@@ -104,7 +107,7 @@ def run_command(program: str, command: Callable[..., int | None]) -> NoReturn:
     The command's docstring is its help. Its first parameter is `Flags`: the flags that fields of the configuration
     declare for this program. The second is the configuration file. All others are Typer's, and stand last in --help.
     """
-    gc.disable()  # until the command runs: what is imported for it, and for --help, is no garbage
+    gc.disable()  # until the command runs, because modules that are being imported are not garbage
     try:
         app = single_app(program, command, sys.argv[1:])
     except UsageError as error:
@@ -167,7 +170,7 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
 
     kinds: list[type] = [kind for kind in (bool, int, float) if kind in (info.annotation, *get_args(info.annotation))]
     name = flag_name(key, info)
-    both = f"{name}/--no-{name.removeprefix('--')}" if info.default is True else name  # it is there to be switched off
+    both = f"{name}/--no-{name.removeprefix('--')}" if info.default is True else name  # lets the user switch it off
     only = "; only without a server" if flag.is_for_alone and program == WORKER else ""
     option = typer.Option(
         *([f"-{flag.short}"] if flag.short else []),
@@ -180,7 +183,7 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
 
 
 def before_torch() -> None:
-    """Set variables that torch and gRPC read when they are imported. Call it before they are.
+    """Set variables that torch and gRPC read when they are imported. Call this function before the imports.
 
     Idle OpenMP threads spin by default and take the cores from the other processes of the run: 2 workers and a server
     on 2 cores took 38 ms a step, and 10 ms with passive threads.
@@ -254,7 +257,7 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
         code = EXIT_INTERRUPTED
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_BUG
-    except Exception as error:  # a wrong flag is the user's; anything else is our bug, shown whole
+    except Exception as error:  # Click's error for a wrong flag; others are bugs, which show a traceback
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()

@@ -1,4 +1,4 @@
-"""YAML as people mean it: files whose mistakes are told with their line, and values in a flag or a variable."""
+"""Reads YAML: files, with the line of each mistake, and single values in a flag or an environment variable."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from ..errors import UnknownNameError, UsageError
 from .option import NOT_FINITE
 
-_FINITE = "write a finite number, or leave the setting out: its default, where that is none, is no limit"
+_FINITE = "write a finite number, or leave the setting out; a default of none means no limit"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-3 is a number (1.1 reads a string), a date is text, and so is what is quoted."""
+    """A loader for which 1e-3 is a number (YAML 1.1 reads text), and dates and quoted values are text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute in the base class too)
         first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":float"))]
@@ -36,13 +36,13 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would read as something else."""
+    """A dumper that quotes text which `_Loader` would read as another type."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def scalar_text(value: Any) -> str:
-    """The text that --set and the environment read back as `value`: bare where that is enough."""
+    """Return the text that --set and the environment read back as `value`, with quotes only if they are needed."""
     if isinstance(value, str) and scalar(value) == value:
         return value
     style = '"' if isinstance(value, str) else None
@@ -53,7 +53,7 @@ def scalar_text(value: Any) -> str:
 
 
 def scalar(text: str) -> Any:
-    """A YAML scalar or flow value; the text itself when it is not valid YAML."""
+    """Return the YAML value in `text`, or the text itself if it is not valid YAML."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError):
@@ -61,7 +61,7 @@ def scalar(text: str) -> Any:
 
 
 def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
-    """Reads the file of `label` ("the hosts"). Raises UsageError."""
+    """Read a YAML file. `label` names its content in errors ("the hosts"). Raises UsageError."""
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -82,10 +82,10 @@ def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
 
 
 def _check_once(node: yaml.Node | None, path: str, seen: set[int]) -> None:
-    """Refuse a key that stands twice in one mapping: YAML would take the last, and say nothing."""
+    """Refuse a key that occurs twice in one mapping. YAML itself would silently take the last."""
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return
-    seen.add(id(node))  # what an alias names is there once, and may be inside itself
+    seen.add(id(node))  # an alias repeats a node, and may be inside it
     lines: dict[str, int] = {}
     for entry in node.value:
         if isinstance(entry, tuple):
@@ -93,20 +93,20 @@ def _check_once(node: yaml.Node | None, path: str, seen: set[int]) -> None:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines and isinstance(key, yaml.ScalarNode):
                 raise UsageError(
-                    f"{path}:{line}: '{name}' is set already in {path}:{lines[name]}", fix="leave one of them out"
+                    f"{path}:{line}: '{name}' is set already in {path}:{lines[name]}", fix="remove one of the two lines"
                 )
             lines[name] = line
         _check_once(entry, path, seen)
 
 
 def items(node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, int]]:
-    """Each key with what it holds and its line."""
+    """Yield (key, value, line) for each entry of a mapping."""
     for key, value in node.value:
         yield str(key.value), value, key.start_mark.line + 1
 
 
 def built(node: yaml.Node, origin: str) -> Any:
-    """The value that the node means. Raises UsageError."""
+    """Return the value of a YAML node. Raises UsageError, which begins with `origin`."""
     try:
         return _Loader("").construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError) as error:
@@ -114,9 +114,9 @@ def built(node: yaml.Node, origin: str) -> Any:
 
 
 def refusal(error: ValidationError, origins: Mapping[str, str], otherwise: str = "") -> UsageError:
-    """One error with a line for each of the first mistakes: the origin of its key, the key, the reason.
+    """Return one error with a line for each of the first five mistakes: the origin of the key, the key, the reason.
 
-    `otherwise`: the origin of keys that `origins` does not have.
+    `origins` maps dotted keys to their origin. `otherwise` is the origin of other keys.
     """
     lines, fixes = [], []
     for mistake in error.errors()[:5]:
@@ -130,7 +130,7 @@ def refusal(error: ValidationError, origins: Mapping[str, str], otherwise: str =
         if isinstance(cause := mistake.get("ctx", {}).get("error"), UnknownNameError):
             key = ""
             fixes.append(cause.fix)
-        elif not mistake["loc"]:  # several settings that do not go together: name the source of each
+        elif not mistake["loc"]:  # several settings contradict each other: name the source of each
             sources = [f"{name}: {source}" for name, source in origins.items() if name in message]
             got = f" ({', '.join(sources)})" if sources else ""
         lines.append(": ".join(part for part in (origin, key, message + got) if part))

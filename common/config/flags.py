@@ -1,4 +1,4 @@
-"""Every setting by its dotted key, and the flag that a program has for some of them: read from the schema."""
+"""Reads from the schema every setting by its dotted key, and the flags of each program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from .schema import Config, PolicyConfig, mode_options
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """The sections of the configuration by their names."""
+    """Return the sections of the configuration by name."""
     return {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
 
 
 def settings(modes: Iterable[str] = ()) -> dict[str, FieldInfo]:
-    """Every key with its field; in `policy` also the options that modes declare, `modes` before all others."""
+    """Return every dotted key with its field, including the options that modes declare.
+
+    If two modes declare an option of the same name, a mode in `modes` comes before the others.
+    """
     found: dict[str, FieldInfo] = {}
     for section, model in sections().items():
         found |= {f"{section}.{name}": info for name, info in model.model_fields.items()}
@@ -29,21 +32,24 @@ def settings(modes: Iterable[str] = ()) -> dict[str, FieldInfo]:
 
 
 def flag_of(key: str, info: FieldInfo) -> Flag | None:
-    """The flag of a field: what its `Annotated` says; an option of a mode has one anyway."""
+    """Return the flag in the field's `Annotated`. An option of a mode always has a flag."""
     section, _, name = key.partition(".")
     is_option = sections()[section] is PolicyConfig and name not in PolicyConfig.model_fields
     return next((entry for entry in info.metadata if isinstance(entry, Flag)), Flag() if is_option else None)
 
 
 def flag_name(key: str, info: FieldInfo) -> str:
-    """`--local-steps` for `policy.local_steps`, `--task` for `task.name`, or what its field says."""
+    """Return `--local-steps` for `policy.local_steps`, `--task` for `task.name`, or the name that the field gives."""
     flag = flag_of(key, info)
     section, _, last = key.rpartition(".")
     return f"--{(flag and flag.name) or (section if last == 'name' else last.replace('_', '-'))}"
 
 
 def flags_of(program: str, modes: Iterable[str] = ()) -> dict[str, tuple[FieldInfo, Flag]]:
-    """The keys that are flags of a program, in the order of their groups. Of two with one name the first has it."""
+    """Return the keys that are flags of a program, in the order of their panels.
+
+    If two keys have the same flag name, the first key gets the flag.
+    """
     found: dict[str, tuple[FieldInfo, Flag]] = {}
     taken = set()
     for key, info in settings(modes).items():

@@ -1,9 +1,9 @@
 """Reads a worker's rank from the engine that started it: torchrun, Slurm, MPI, Kubernetes. Pure.
 
-One engine gives all settings (rank, number of workers, rank on its host, server), so that a rank is never combined
-with another engine's number of workers. That engine is the first in `ENGINES` whose rank is set. An engine that can
-run inside another one comes first: torchrun inside a Slurm job is torchrun. Values are texts here, and `sources.py`
-checks them with all other settings.
+All settings (rank, number of workers, rank on its host, server) come from one engine, so a rank is never combined with
+another engine's number of workers. That engine is the first in `ENGINES` whose rank is set. An engine that can run
+inside another one comes first, so torchrun inside a Slurm job counts as torchrun. The values are text here, and
+`sources.py` checks them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .schema import DEFAULT_ADDRESS, DEFAULT_PORT
 
 @dataclass(frozen=True)
 class Engine:
-    """Names of an engine's variables. Where several mean one thing, the first that is set counts."""
+    """Names of an engine's environment variables. Of several names, the first that is set counts."""
 
     name: str
     rank: str
@@ -27,7 +27,7 @@ class Engine:
 
 
 ENGINES = (
-    # Also what people set by hand.
+    # People also set these variables by hand.
     Engine("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
     Engine(
         name="Open MPI",
@@ -36,15 +36,15 @@ ENGINES = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_workers=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # MPICH, Intel MPI; and srun --mpi=pmi2, which does not say MPI_LOCALRANKID.
+    # MPICH, Intel MPI, and srun --mpi=pmi2, which does not set MPI_LOCALRANKID.
     Engine("PMI", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
-    # The step's number of tasks; in a batch script the job's.
+    # The number of tasks of the job step; in a batch script, of the job.
     Engine("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
-    # An indexed job does not say how many there are: PS_RUN__WORKERS.
+    # An indexed job has no variable for the number of workers: set PS_RUN__WORKERS.
     Engine("Kubernetes", "JOB_COMPLETION_INDEX"),
 )
 
-# Variables that say which rank a process has. Names of hosts are not among them: a child may need these.
+# Variables of a process's own rank. Names of hosts are not included, because a child process may need them.
 RANK_VARIABLES = frozenset(
     name for engine in ENGINES for name in (engine.rank, *engine.workers, *engine.local_rank, *engine.local_workers)
 )
@@ -53,7 +53,7 @@ _HOSTS = "SLURM_JOB_NODELIST"
 
 @dataclass(frozen=True)
 class Variable:
-    """The value of a setting and the variable that it came from."""
+    """The value of a setting, and the environment variable it comes from."""
 
     value: str
     name: str
@@ -70,15 +70,15 @@ class EngineSettings:
 
 
 def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> EngineSettings:
-    """Returns the settings that an engine gives this process; none where no engine started it.
+    """Return the settings that an engine gives this process, or no settings if no engine started it.
 
-    `is_group`: torchrun started the process as a member of a replica group. Then the rank of the group comes from
-    the engine around torchrun.
+    `is_group`: torchrun started the process as a member of a replica group. The rank of the group then comes from the
+    engine around torchrun.
     """
     if is_group:
         return _settings_of_group(environ)
     present = [engine for engine in ENGINES if environ.get(engine.rank)]
-    if not present:  # a number of workers alone still says something
+    if not present:  # a number of workers without a rank is still used
         workers = _first(environ, ENGINES[0].workers)
         return EngineSettings({"run.workers": workers} if workers else {})
     engine = present[0]
@@ -97,7 +97,7 @@ def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> Engin
 
 
 def _settings_of_group(environ: Mapping[str, str]) -> EngineSettings:
-    """RANK and WORLD_SIZE count the group's members. Its own rank comes from an outer engine or the server."""
+    """Return the settings of a group member. RANK and WORLD_SIZE count members, so an outer engine gives the rank."""
     torchrun = ENGINES[0]
     names = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
     outer = engine_settings({name: value for name, value in environ.items() if name not in names})
@@ -109,9 +109,9 @@ def _settings_of_group(environ: Mapping[str, str]) -> EngineSettings:
 
 
 def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
-    """Where the server of several workers is when nobody says it: on the first host, this one if all are here.
+    """Return the default address of the server: the first host, or this host if all workers run here.
 
-    None for a worker that may be the only one: a script without a server then trains alone.
+    Returns None if the worker may be the only one. A script without a server then trains alone.
     """
     workers = _first(environ, engine.workers)
     if workers is None or workers.value == "1":
@@ -127,7 +127,7 @@ def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a Slurm host list: `gpu[07-12,20],login` is gpu07."""
+    """Return the first host of a Slurm host list: gpu07 for `gpu[07-12,20],login`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", hosts.strip())
     assert first is not None  # it matches the empty text
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])

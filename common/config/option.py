@@ -1,10 +1,10 @@
-"""What the configuration and the options of a mode are made of: a section of settings, and their flags.
+"""Base classes of the configuration and of a mode's options: a section of settings, and the flag of a setting.
 
     class Options(Section):
         staleness: int = Field(3, ge=0, description="how far ahead of the slowest a worker may begin")
         pull_every: Annotated[int, Flag(metavar="N")] = Field(1, ge=1, description="fetch weights every Nth time")
 
-In the configuration a field is a flag where its `Annotated` says so. An option of a mode always is, of
+A field of the configuration is a flag if its `Annotated` contains a `Flag`. An option of a mode is always a flag of
 ps-server and ps-launch: `--staleness`, `--pull-every`.
 """
 
@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 SERVER, WORKER, LAUNCHER = EVERY = ("ps-server", "ps-worker", "ps-launch")
 
 
-NOT_FINITE = "finite_number"  # pydantic's name of this mistake
+NOT_FINITE = "finite_number"  # pydantic's name of this error
 
 
 class Panel(StrEnum):
-    """The groups of --help, in their order."""
+    """The headings of --help, in their order."""
 
     RUN = "Run"
     MODE = "Synchronisation"
@@ -37,29 +37,32 @@ class Panel(StrEnum):
 
 
 class Section(BaseModel):
-    """Keyword-only, immutable, unknown keys refused. What it is like is found out when it is first used."""
+    """A section of settings: keyword-only and immutable, and it refuses unknown keys.
 
-    # Infinity means "never" or "no limit" nowhere: None does. A field that takes it says so: Field(allow_inf_nan=True).
+    Pydantic builds its validator at the first use, which keeps the start of a program short.
+    """
+
+    # None means "never" or "no limit". A field that also accepts infinity needs Field(allow_inf_nan=True).
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`steps: yes` is a mistake, not one step."""
+        """Refuse a boolean for a number: `steps: yes` is a mistake, not one step."""
         if isinstance(value, bool) and info.field_name is not None:
             annotation = cls.model_fields[info.field_name].annotation
             if bool not in (annotation, *get_args(annotation)):
-                raise ValueError(f"is no switch, got {value}")
+                raise ValueError(f"is not a switch, got {value}")
         return value
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The flag of a field, in its `Annotated`; the field's description is its help."""
+    """The flag of a field, in its `Annotated`. The field's description is the help text."""
 
     panel: Panel = Panel.MODE
     programs: tuple[str, ...] = (SERVER, LAUNCHER)
-    name: str = ""  # "lr"; "": the key's last part, of `task.name` the first
-    short: str = ""  # "n", a second name of one letter
+    name: str = ""  # such as "lr"; "": the last part of the key, or the section for a key that ends in `.name`
+    short: str = ""  # a second name of one letter, such as "n"
     metavar: str = ""
-    is_for_alone: bool = False  # ps-worker takes it without a server only
+    is_for_alone: bool = False  # ps-worker accepts it only without a server

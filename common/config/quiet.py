@@ -17,7 +17,7 @@ if IS_PROGRAM and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 
 def end() -> None:
-    """The program has loaded everything, and reports Ctrl-C itself from now on."""
+    """Restore Python's Ctrl-C, because the program is loaded and reports Ctrl-C itself."""
     if IS_PROGRAM and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,9 +27,9 @@ class _State:
 
 
 def over(code: int) -> None:
-    """The exit code is decided: from now on a signal ends the process with it at once.
+    """Make any further signal end the process at once with the exit code `code`.
 
-    Files that a user's task left open are flushed here, because the interpreter does not close all of them.
+    This also flushes files that a user's task left open, because the interpreter does not close all of them.
     """
     _State.is_over = True
     objects = gc.get_objects()
@@ -38,16 +38,16 @@ def over(code: int) -> None:
         if type(found) in kinds:
             with contextlib.suppress(Exception):
                 found.flush()
-    if not gc.isenabled():  # nothing ran, as in --help: the imports are no garbage
+    if not gc.isenabled():  # no command ran, as in --help: the last collection need not visit the imported modules
         gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # The handler holds what it uses, because modules are gone when the interpreter ends.
+        # The handler keeps a reference to `os._exit`, because modules are cleared when the interpreter ends.
         signal.signal(number, lambda *_, end=os._exit: end(code))
 
 
-@atexit.register  # early, so it comes late
+@atexit.register  # registered early, so it runs late
 def _nearly_over() -> None:
-    """Ignore signals: the interpreter removes Python's handlers before it ends, and the default ones would kill it."""
+    """Ignore signals: the interpreter removes Python's handlers before it ends, and a default handler would kill it."""
     if _State.is_over:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

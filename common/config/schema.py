@@ -1,7 +1,6 @@
-"""The one configuration schema, for all programs. Checked once at the door; no dict travels after that.
+"""The configuration schema of all programs. It is validated once at the start, and code then reads typed sections.
 
-Sources and their precedence live in `sources.py`, the fields in `sections/`; `--print-config` shows the resolved
-values.
+`sources.py` defines the sources and their precedence, and `sections/` the fields. `--print-config` shows the values.
 """
 
 # No `from __future__ import annotations`: see sections/__init__.py.
@@ -33,7 +32,7 @@ __all__ = [
 
 
 class Config(Section):
-    """Everything a program can be told; each program reads its own sections."""
+    """All settings. Each program reads the sections that it needs."""
 
     task: TaskConfig = Field(default_factory=TaskConfig)
     run: RunConfig = Field(default_factory=RunConfig)
@@ -56,7 +55,7 @@ class Config(Section):
     @field_validator("policy")
     @classmethod
     def _known_options(cls, policy: PolicyConfig, info: ValidationInfo) -> PolicyConfig:
-        run: RunConfig | None = info.data.get("run")  # None where that section is wrong itself
+        run: RunConfig | None = info.data.get("run")  # None if that section has an error
         checked = checked_options(policy.model_extra or {}, run.modes if run is not None else ())
         return policy.model_copy(update=checked)
 

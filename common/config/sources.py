@@ -5,9 +5,8 @@ flag > `PS_SECTION__KEY` environment > YAML > launcher environment (RANK, ...) >
 `PS_SERVER` is short for `PS_WORKER__SERVER`, which wins over it. `launchers.py` reads the launcher environment, for
 workers only.
 
-`load_config` merges the sources into one dict with the origin of every value beside it,
-then validates once; an error names the key, its origin (file:line, the flag, the variable)
-and the nearest known key.
+`load_config` merges the sources into one dict, remembers the origin of every value, and validates the result once. An
+error names the key, its origin (file:line, the flag, the variable) and the nearest known key.
 """
 
 from __future__ import annotations
@@ -29,57 +28,60 @@ from .launchers import RANK_VARIABLES, engine_settings
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
-# Two settings of one thing: the one from the stronger source counts.
+# Two settings for the length of a run: the setting from the stronger source replaces the other.
 _INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
-# Variables of a process's own rank, which a launcher does not pass on to its children.
+# Variables of a process's own rank. A launcher does not pass them to its children.
 LAUNCHER_ENV_NAMES = RANK_VARIABLES | _SHORT_NAMES.keys()
 
 
 @dataclass
 class Resolved:
-    """A validated configuration and where each explicitly set value came from."""
+    """A validated configuration, and the origin of each value that was set."""
 
     config: Config
     origins: dict[str, str] = field(default_factory=dict)  # dotted key -> "flag --lr", "run.yaml:7", ...
 
     def was_set(self, key: str) -> bool:
-        """True when `key` came from anywhere but the default."""
+        """Whether any source set `key`."""
         return key in self.origins
 
     def check_options(self, modes: Iterable[str], also: str = "flag ") -> None:
-        """Refuse a mode's option that a flag sets and none of the `modes` that are to run reads; and one from a source
-        that begins with `also` which none of those reads either that may take over. Raises UsageError."""
+        """Refuse options that would have no effect in a run of `modes`. Raises UsageError.
+
+        A flag must be an option of at least one mode in `modes`. An option from a source that begins with `also` must
+        be read by a mode in `modes` or by a mode that the run can switch to.
+        """
         modes = list(modes)
         for key, origin in self.origins.items():
             readers = _readers(key, self.config.run.modes) if origin.startswith("flag ") else []
             if (readers and not {*readers} & {*modes}) or (origin.startswith(also) and key in self.unread(modes)):
                 readers = _readers(key, self.config.run.modes)
                 raise UsageError(
-                    f"{origin}: mode {' and '.join(modes)} has no such option, it would change nothing",
-                    fix=f"leave it out, or take a mode that has it: {', '.join(readers)}",
+                    f"{origin}: mode {' and '.join(modes)} has no such option, so it would have no effect",
+                    fix=f"leave it out, or use a mode that has it: {', '.join(readers)}",
                 )
 
     def unread(self, modes: Iterable[str]) -> list[str]:
-        """Options of modes that were set and are read by none of these, nor by one that may take over from them."""
-        loaded = {mode: MODES.load(mode).compatible_modes for mode in [*MODES.names(), *self.config.run.modes]}
-        kins = {loaded.get(mode, "") for mode in modes} - {""}
-        active = {*modes} | {mode for mode, compatible_modes in loaded.items() if compatible_modes in kins}
+        """Return the options that were set, but that neither `modes` nor any mode compatible with them reads."""
+        families = {mode: MODES.load(mode).compatible_modes for mode in [*MODES.names(), *self.config.run.modes]}
+        chosen = {families.get(mode, "") for mode in modes} - {""}
+        active = {*modes} | {mode for mode, family in families.items() if family in chosen}
         found = {key: _readers(key, self.config.run.modes) for key in self.origins}
         return [key for key, readers in found.items() if readers and not {*readers} & active]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(key, value, origin) for every setting, for --print-config."""
+        """Return (key, value, origin) of every setting, for --print-config."""
         rows = []
         for section in sections():
             for key, value in self._values(section).items():
-                # Of a dict, one source may have set the whole and others single keys.
+                # One source may have set a whole dict, and others single keys of it.
                 found = [origin for name, origin in self.origins.items() if name == key or name.startswith(f"{key}.")]
                 shown = ",".join(value) if isinstance(value, tuple) and value else str(value)
                 rows.append((key, shown, ", ".join(dict.fromkeys(found)) or "default"))
         return rows
 
     def _values(self, section: str) -> dict[str, Any]:
-        """Every setting of a section by its dotted key; of options that modes declare and nobody set, the default."""
+        """Return every setting of a section by its dotted key, with defaults for mode options that were not set."""
         body: BaseModel = getattr(self.config, section)
         known = {key: info for key, info in settings(self.config.run.modes).items() if key.startswith(f"{section}.")}
         values = {key: info.get_default(call_default_factory=True) for key, info in known.items()}
@@ -87,14 +89,14 @@ class Resolved:
 
 
 def _readers(key: str, modes: Iterable[str]) -> list[str]:
-    """Returns the modes that have this option; empty for a setting of every mode."""
+    """Return the modes that have this option, or an empty list for a setting of every mode."""
     section, _, name = key.partition(".")
     found = mode_options(modes).items() if section == "policy" else ()
     return [mode for mode, options in found if name in options.model_fields]
 
 
 def of_mode(mode: str, flags: Mapping[str, Any], sets: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the flags and the `sets` without the options that only other modes have."""
+    """Return the flags and the `sets` without options that only other modes have."""
 
     def is_its(key: str) -> bool:
         readers = _readers(key.strip(), [mode])
@@ -119,7 +121,7 @@ def load_config(
     of --set. Only a worker (`is_worker`) reads its rank from RANK or SLURM_PROCID. `defaults` maps dotted keys to a
     program's own defaults and their origin. Raises UsageError.
     """
-    entries: list[tuple[str, Any, str]] = []  # key, value and origin; the later wins
+    entries: list[tuple[str, Any, str]] = []  # key, value, origin; a later entry wins
     if path is not None:
         entries += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
     for name, key in _SHORT_NAMES.items():
@@ -184,8 +186,11 @@ def _put(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
 
 
 def _modes_in_files(entries: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
-    """The mode that is to run, and those in files that any source names beside it: what the file that a stronger
-    source overruled says in `policy` stays known. Raises UsageError for a file that has no such mode."""
+    """Return the run's mode if it is in a file, and other modes in files that any source names.
+
+    The options of the other modes stay known, so that a configuration file may keep options of a mode that a flag
+    replaced. Raises UsageError for a file that does not have its mode.
+    """
     run, others = "", dict[str, None]()
     for key, value, origin in entries:
         try:
@@ -207,7 +212,7 @@ def _number(text: str) -> int | str:
 
 
 def _read_file(path: str) -> list[tuple[str, Any, int]]:
-    """(dotted key, value, line) for every `section: {key: value}` of the file."""
+    """Return (dotted key, value, line) for every `section: {key: value}` of the file."""
     root = read_document(path, "the configuration", "a configuration is a YAML file, see configs/")
     if root is None:
         return []

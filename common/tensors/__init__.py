@@ -1,1 +1,1 @@
-"""What all know of a model: its layout, its division among shards, its optimizer."""
+"""Descriptions of a model that server and workers share: its layout, its division among shards, its optimizer."""

@@ -1,4 +1,4 @@
-"""Gradients scaled to a norm, as torch.nn.utils.clip_grad_norm_ does it, where they lie in no `.grad`."""
+"""Clips gradients to a norm, as torch.nn.utils.clip_grad_norm_ does, but without `.grad` attributes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _EPSILON = 1e-6  # torch's
 
 
 def check_max_norm(max_norm: float) -> None:
-    """UsageError for what is no bound. Infinity is one that always holds."""
-    if not max_norm > 0:  # NaN is not
-        raise UsageError(f"clip_grad_norm({max_norm}): a norm is larger than 0", fix="such as clip_grad_norm(1.0)")
+    """Raise UsageError unless `max_norm` is positive. Infinity is allowed, and never clips."""
+    if not max_norm > 0:  # also refuses NaN
+        raise UsageError(f"clip_grad_norm({max_norm}): the norm must be above 0", fix="such as clip_grad_norm(1.0)")
 
 
 def clip(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
-    """In place: together they have a 2-norm of at most `max_norm`. They may lie on several devices."""
+    """Scale gradients in place so that their joint 2-norm is at most `max_norm`. They may be on several devices."""
     if not gradients:
         return
     norms = [

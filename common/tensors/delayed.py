@@ -1,16 +1,15 @@
-"""Nesterov's momentum for deltas that come one by one: it moves with every N-th, by what all since the last have done.
+"""Delayed Nesterov: momentum for deltas that arrive one by one. Every N-th step updates the momentum.
 
-Delayed Nesterov (Liu et al. 2024, arXiv:2401.09135, algorithm 3). Deltas that come one by one are momentum by
-themselves, and one that moves with each of them adds up to more than it should. With x the part that a step takes of
-its delta (Delta / N in the paper):
+Source: Liu et al. 2024, arXiv:2401.09135, algorithm 3. Late deltas already act as momentum, so a momentum that changes
+at each of them would be too large. With x, the share of a delta that one step uses (Delta / N in the paper):
 
     acc <- acc + x
     every N-th:  m <- mu m + acc;   theta <- theta - lr ((1 - c (N - 1)) mu m + x);   acc <- 0
     else:        theta <- theta - lr (c mu m + x)
 
-Who steps counts to N and says it with the group's numbers: `share` is x / delta, `part` what stands before mu m, and
-`moves` 1 where m moves. As they are at first it is Nesterov's momentum of torch.optim.SGD. Each line rounds once, so
-that a tensor in pieces, on several shards, is the same bits.
+The caller counts to N and sets the group's numbers before each step: `share` is x / delta, `part` is the factor of mu
+m, and `moves` is 1 if the step updates m. With the defaults, the optimizer equals torch.optim.SGD with nesterov=True.
+Each line rounds once, so a tensor that is divided among shards gets the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 
 class DelayedNesterov(torch.optim.Optimizer):
-    """ValueError for a rate or momentum that makes no optimizer."""
+    """Nesterov's momentum with delayed updates. Raises ValueError for an invalid rate or momentum."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class DelayedNesterov(torch.optim.Optimizer):
         moves: float = 1.0,
     ) -> None:
         if lr < 0 or not 0 <= momentum < 1:
-            raise ValueError(f"lr is {lr:g} and momentum {momentum:g}: 0 or more, and 0 to less than 1")
+            raise ValueError(f"lr is {lr:g}, momentum {momentum:g}; lr must be at least 0, momentum in [0, 1)")
         super().__init__(params, {"lr": lr, "momentum": momentum, "share": share, "part": part, "moves": moves})
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Torch's fused kernels called as torch.optim calls them, without what it does around one: most of a small step.
+"""Calls torch's fused kernels directly, since torch.optim's own work around a kernel is most of a small step.
 
-Whether a kernel does what the class does is tried out, to the bit: a torch that has it otherwise steps by itself.
+A trial checks that a kernel gives the same bits as its class. If it does not, the class itself is used.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .optimizers import build_optimizer, plain_step
 
 State = Mapping[str, torch.Tensor]
 Step = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
-# Of a parameter group, and what is remembered of each parameter: the step of parameters along gradients, all of one
-# dtype. None where something is not remembered yet.
+# Makes the step function from a parameter group and the state of each parameter, all of one dtype. Returns None while a
+# state is missing.
 Kernel = Callable[[Mapping[str, Any], Sequence[State]], Step | None]
 
 _TRIED: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.01, "momentum": 0.9, "dampening": 0.5, "amsgrad": True})
@@ -24,7 +24,7 @@ _TRIED: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.01, "momentum": 
 
 @cache
 def kernel_of(name: str) -> Kernel | None:
-    """Of a class of torch.optim; None where there is none, or it steps otherwise than the class."""
+    """Return the kernel of a class in torch.optim, or None if there is none or its results differ from the class."""
     kernel = {"SGD": _sgd, "Adam": _adam, "AdamW": _adam}.get(name)
     return kernel if kernel is not None and all(_agrees(name, kernel, item) for item in _TRIED) else None
 
@@ -75,5 +75,5 @@ def _agrees(name: str, kernel: Kernel, options: Mapping[str, Any]) -> bool:
 
     try:
         return torch.equal(stepped(True), stepped(False))
-    except Exception:  # whatever another torch makes of it
+    except Exception:  # another version of torch may fail in any way
         return False

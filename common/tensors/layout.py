@@ -1,8 +1,8 @@
-"""Where each tensor of a model lies in a payload of bytes.
+"""The layout of a payload: the offset of each tensor of a model.
 
 Tensors are sorted by kind (parameter, buffer, frozen), then dtype, then the model's own order. All tensors of one kind
-and dtype form one contiguous *run* that starts at a multiple of 64 bytes, so that the server can work on a few large
-flat tensors: one fused optimizer call, one addition per contribution.
+and dtype form one contiguous *run* that starts at a multiple of 64 bytes. So the server works on a few large flat
+tensors, with one fused optimizer call and one addition per contribution.
 
     | float32 parameters | int64 buffers | float32 buffers | frozen ... |
     |<------------- exchange_bytes ---------------------->|
@@ -42,7 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class Kind(IntEnum):
-    """What a tensor is to the exchange; the values are those of TensorSpec.Kind in the proto."""
+    """The role of a tensor in the exchange. The values equal TensorSpec.Kind in the proto."""
 
     PARAMETER = 1
     BUFFER = 2
@@ -57,9 +57,11 @@ def _kind_named(name: object) -> Kind:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the model. `aliases` are other names of the same tensor (tied weights). `averaged`: a buffer is a
-    running statistic, of which a mean is made; any other buffer is that of the lowest live rank. In JSON a kind has
-    its name."""
+    """One tensor of the model.
+
+    `aliases` are other names of the same tensor (tied weights). `averaged` buffers are running statistics, which the
+    server averages. Other buffers follow the lowest live rank. JSON has a kind by its name.
+    """
 
     name: str
     kind: Annotated[Kind, PlainValidator(_kind_named), PlainSerializer(lambda kind: kind.name)]
@@ -81,7 +83,7 @@ class TensorSpec:
 
 
 class Entry(NamedTuple):
-    """A tensor's place in a payload: bytes [offset, end)."""
+    """The bytes of a tensor in a payload, [offset, end)."""
 
     spec: TensorSpec
     offset: int
@@ -92,7 +94,7 @@ class Entry(NamedTuple):
         return self.end - self.offset
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
-        """The tensor in `payload` (uint8, [>= end]), in its own dtype and shape; shares memory."""
+        """Return the tensor in `payload` (uint8, [>= end]) with its dtype and shape. It shares memory."""
         return payload[self.offset : self.end].view(DTYPES[self.spec.dtype]).view(self.spec.shape)
 
 
@@ -112,11 +114,11 @@ class FlatRun:
 
     @property
     def is_averaged(self) -> bool:
-        """A mean of several workers' values is made of it: of integers there is none."""
+        """Whether the server averages the workers' values. It never averages integers."""
         return self.averaged and self.is_float
 
     def view(self, payload: torch.Tensor) -> torch.Tensor:
-        """The run of `payload` (uint8, [>= end]) as [num_elements] of its dtype; shares memory."""
+        """Return the run in `payload` (uint8, [>= end]) as [num_elements] of its dtype. It shares memory."""
         return payload[self.offset : self.end].view(self.dtype)
 
     @property
@@ -124,7 +126,7 @@ class FlatRun:
         return self.offset + self.num_elements * self.dtype.itemsize
 
     def within(self, start: int, end: int) -> FlatRun | None:
-        """The part of the run in bytes [start, end), both multiples of 64 from a payload's beginning."""
+        """Return the part of the run in bytes [start, end) of a payload, both multiples of 64; None if it is empty."""
         first, last = max(start, self.offset), min(end, self.end)
         if first >= last:
             return None
@@ -132,7 +134,10 @@ class FlatRun:
 
 
 def joined(entries: Iterable[Entry]) -> list[FlatRun]:
-    """Of entries in the order of a payload, neighbours of one kind, dtype and rule as one run."""
+    """Return the runs of these entries, which are in the order of a payload.
+
+    Adjacent entries of the same kind, dtype and rule form one run.
+    """
     runs: list[FlatRun] = []
     for spec, offset, _ in entries:
         run = FlatRun(spec.kind, DTYPES[spec.dtype], offset, spec.num_elements, spec.averaged)
@@ -148,17 +153,18 @@ def _alike(flat_run: FlatRun, other: FlatRun) -> bool:
     return (flat_run.kind, flat_run.dtype, flat_run.averaged) == (other.kind, other.dtype, other.averaged)
 
 
-# As `FlatRun.view`.
-View = Callable[[FlatRun, torch.Tensor], torch.Tensor]
+View = Callable[[FlatRun, torch.Tensor], torch.Tensor]  # has the meaning of `FlatRun.view`
 
 
 def kept_views() -> View:
-    """For small models, where making a view takes as long as adding 10,000 floats. Kept views keep their payloads, so
-    payloads must be few and used again."""
+    """Return a cached `FlatRun.view`, for small models: making a view takes as long as adding 10,000 floats.
+
+    The cache keeps the payloads alive, so payloads must be few and reused.
+    """
     kept: dict[tuple[int, int], tuple[FlatRun, torch.Tensor, torch.Tensor]] = {}
 
     def view(run: FlatRun, payload: torch.Tensor) -> torch.Tensor:
-        found = kept.get((id(run), id(payload)))  # hashing what they are takes longer than the look for NaN
+        found = kept.get((id(run), id(payload)))  # hashing the contents takes longer than the check for NaN
         if found is None:
             if len(kept) >= _MAX_KEPT_VIEWS:
                 kept.clear()
@@ -169,7 +175,7 @@ def kept_views() -> View:
 
 
 class Layout:
-    """The layout of one model; equal specs give equal layouts on every machine.
+    """The layout of one model. Equal specs give equal layouts on every machine.
 
     Raises a BAD_REQUEST refusal for duplicate names, negative dimensions or unknown dtypes.
     """
@@ -203,7 +209,7 @@ class Layout:
                 raise refusal(
                     Reason.BAD_REQUEST, f"tensor '{spec.name}' has dtype {spec.dtype}; known are {', '.join(DTYPES)}"
                 )
-            # Without the zeros: torch refuses (2**62, 2**62, 0) too, though it has no elements.
+            # Ignore zeros: torch also refuses (2**62, 2**62, 0), although it has no elements.
             extent = math.prod(d for d in spec.shape if d) * DTYPES[spec.dtype].itemsize
             if any(d < 0 for d in spec.shape) or extent >= _MAX_BYTES:
                 raise refusal(Reason.BAD_REQUEST, f"tensor {spec} has an impossible shape")
@@ -215,7 +221,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the specs, as the proto defines it; equal for equal models."""
+        """SHA-256 of the specs, as the proto defines it. It is equal for equal models."""
         digest = hashlib.sha256()
         for spec in self.specs:
             shape = ",".join(map(str, spec.shape))
@@ -225,18 +231,18 @@ class Layout:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Trained elements."""
+        """The number of trained elements."""
         return sum(run.num_elements for run in self.runs if run.kind is Kind.PARAMETER)
 
     def runs_of(self, kind: Kind) -> list[FlatRun]:
         return [run for run in self.runs if run.kind is kind]
 
     def views(self, payload: torch.Tensor) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Each tensor of `payload` (uint8, [total_bytes]) in its own dtype and shape; shares memory."""
+        """Yield each tensor of `payload` (uint8, [total_bytes]) with its dtype and shape. They share memory."""
         return ((entry.spec, entry.view(payload)) for entry in self.entries)
 
     def differences(self, other: Layout, limit: int = 5) -> list[str]:
-        """The first differences of `other` from this layout, as sentences; empty when they match."""
+        """Return the first differences of `other` from this layout, as sentences. The list is empty if they match."""
         mine = {spec.name: spec for spec in self.specs}
         theirs = {spec.name: spec for spec in other.specs}
         found = []
@@ -264,22 +270,22 @@ def _rule(buffer: TensorSpec) -> str:
 
 
 def new_payload(num_bytes: int) -> torch.Tensor:
-    """Zeroed uint8 [num_bytes]; large ones start on a page, so every run is aligned for SIMD."""
+    """Return zeros, uint8 [num_bytes]. A large payload starts on a page, so every run is aligned for SIMD."""
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def copy_of(*pieces: memoryview) -> torch.Tensor:
-    """These bytes, one after another, uint8 [their length]."""
+    """Return a copy of these bytes, joined, as uint8 [their length]."""
     joined = bytearray(b"".join(pieces))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else new_payload(0)  # which torch makes of no buffer
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else new_payload(0)  # torch refuses an empty buffer
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes; shares it."""
+    """Return the bytes of a contiguous CPU tensor. They share memory."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     try:
         return plain.numpy().data.cast("B")
-    except (TypeError, ValueError):  # numpy has no bfloat16; nothing, or complex numbers, cannot be cast
+    except (TypeError, ValueError):  # bfloat16, which numpy lacks; an empty tensor or complex numbers, without a cast
         pass
     try:
         array = plain.numpy()

@@ -1,13 +1,13 @@
-"""Adam whose second moment stands still once it has warmed up, so that what is left is linear in the gradient.
+"""1-bit Adam's optimizer: Adam whose second moment is fixed after a warm-up, so that steps are linear in the gradient.
 
-1-bit Adam (Tang et al. 2021, arXiv:2102.02888): after `warmup_steps` steps of Adam, v stays as it is, and a step is one
-of momentum with a rate for each element: m <- b1 m + (1 - b1) g, theta <- theta - lr m / (sqrt(v) + eps). Then workers
-may send signs of their momentum (codec `onebit_adam`). Weight decay is AdamW's.
+Source: Tang et al. 2021, arXiv:2102.02888. After `warmup_steps` steps of Adam, v no longer changes. A step is then
+momentum with a rate for each element: m <- b1 m + (1 - b1) g, theta <- theta - lr m / (sqrt(v) + eps). So workers may
+send the signs of their momentum (codec `onebit_adam`). Weight decay is that of AdamW.
 
-Three things are otherwise than in the paper, whose warm-ups are long. v keeps the correction for its short history that
-it had in the last warm step. No element moves further than lr in a step, which is about as far as Adam goes: one whose
-gradient was next to nothing while v warmed up would be thrown far away by a sign (digits, 80 warm steps: chance,
-9.2 %, without this; `docs/claims.md`, N12). Where v is 0 nothing moves at all, as with DeepSpeed's mask.
+The paper assumes long warm-ups, so three rules differ here. First, v keeps the bias correction of the last warm-up
+step. Second, no element moves further than lr in one step, which is about as far as Adam moves it. Without this rule a
+sign would move an element too far if its gradient was tiny during the warm-up (`docs/claims.md`, N12). Third, elements
+with v = 0 do not move, as with DeepSpeed's mask.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 
 
 class OneBitAdam(torch.optim.AdamW):
-    """As torch.optim.AdamW for `warmup_steps` steps, then with v as it is: 15 to 25 % of a run in the paper. ValueError
-    for numbers that make no optimizer."""
+    """torch.optim.AdamW for `warmup_steps` steps, then with fixed v. The paper warms up for 15 to 25 % of a run.
+
+    Raises ValueError for invalid hyperparameters.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class OneBitAdam(torch.optim.AdamW):
         warmup_steps: int = 100,
     ) -> None:
         if not 1 <= warmup_steps == int(warmup_steps):
-            raise ValueError(f"warmup_steps is {warmup_steps:g}: v needs a whole number of steps, 1 or more")
+            raise ValueError(f"warmup_steps is {warmup_steps:g}; it must be a whole number, 1 or more")
         super().__init__(params, lr, betas, eps, weight_decay)
         for group in self.param_groups:
             group.setdefault("warmup_steps", warmup_steps)
@@ -55,7 +57,7 @@ class OneBitAdam(torch.optim.AdamW):
         return loss
 
     def _step_frozen(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-        """False: it is not, as its v has not warmed up."""
+        """Step a parameter whose v is fixed. Returns False, without a step, while its v warms up."""
         state, (beta1, beta2), warm = self.state.get(parameter), group["betas"], group["warmup_steps"]
         if parameter.grad is None or not state or float(state["step"]) < warm:
             return False

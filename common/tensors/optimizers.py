@@ -1,7 +1,7 @@
 """Optimizers as data: a torch.optim class by name, its groups and hyperparameters.
 
-The server works on flat runs of many parameters at once, which is right for every optimizer that treats each element
-by itself. Whether one does is tried out, not listed, so a new class in torch is taken or refused by what it does.
+The server steps flat runs of many parameters at once. That is correct for every optimizer that is elementwise. A trial
+checks whether a class is elementwise. There is no list of classes, so new classes of torch work too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .layout import DTYPES
 from .onebit import OneBitAdam
 
 Hyperparameters = dict[str, Any]
-# Of the gradients of a version: the mean weighted by samples, for a loss that is a mean over its batch; or the sum,
-# for a loss that is a sum.
+# How the server combines the gradients of a version: the mean weighted by samples, for a loss that is a mean over its
+# batch, or the sum, for a loss that is a sum.
 Reduction = Literal["mean", "sum"]
 
-# How a step is computed, not what it computes; and the bookkeeping of schedulers.
+# Keys of a group that do not change the result of a step, and keys that belong to schedulers.
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
-# A learning rate beyond this is none; in float32 its products would not stay finite.
+# Limit on every hyperparameter: with larger values, products in float32 would not stay finite.
 MAX_NUMBER = 1e9
 
 
@@ -59,7 +59,7 @@ class TableSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows here, without optimizer state."""
+        """Bytes of the rows of this shard, without optimizer state."""
         return (self.end - self.first) * self.row_bytes
 
     @property
@@ -68,20 +68,23 @@ class TableSpec:
         return self.dim * itemsize
 
     def part(self, shard: int, num_shards: int) -> TableSpec:
-        """The rows that lie on one shard."""
+        """Return the spec with the rows of one shard."""
         first, end = (self.num_rows * number // num_shards for number in (shard, shard + 1))
         return replace(self, first=first, end=end)
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """All but its hyperparameters."""
+        """All fields except the hyperparameters."""
         return {key: value for key, value in vars(self).items() if key != "hyperparameters"}
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """`name` is the class in torch.optim, e.g. AdamW; where groups are of several, that of each, as Adam+SGD. `tables`
-    have optimizers of their own. `reduction` makes one gradient of those of a version."""
+    """An optimizer of the whole model.
+
+    `name` is the class in torch.optim, e.g. AdamW. If groups have several classes, it lists the class of each group, as
+    in Adam+SGD. `tables` have their own optimizers. `reduction` combines the gradients of a version.
+    """
 
     name: str
     groups: tuple[GroupSpec, ...]
@@ -90,12 +93,12 @@ class OptimizerSpec:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Of each group."""
+        """The class of each group."""
         names = self.name.split("+")
         return tuple(names) if len(names) == len(self.groups) else (self.name,) * len(self.groups)
 
     def _structure(self) -> dict[str, Any]:
-        """What no run changes: classes, tensors of each group, tables; under the words that name it."""
+        """Return the properties that a run never changes, by the name that error messages use."""
         sizes = {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
         return {
             "optimizer": self.name,
@@ -107,13 +110,13 @@ class OptimizerSpec:
         }
 
     def _numbers(self) -> dict[tuple[str, str], Any]:
-        """Every hyperparameter by the group or table that it is of, and its name."""
+        """Return every hyperparameter by (name of its group or table, its own name)."""
         groups = [(f"group {index}", group.hyperparameters) for index, group in enumerate(self.groups)]
         groups += [(f"table '{table.name}'", table.hyperparameters) for table in self.tables]
         return {(name, key): value for name, values in groups for key, value in sorted(values.items())}
 
     def differences(self, other: OptimizerSpec) -> list[str]:
-        """Returns how `other` differs, as sentences; empty when both mean the same."""
+        """Return the differences of `other`, as sentences. The list is empty if the optimizers are equal."""
         theirs = other._structure()
         for name, expected in self._structure().items():
             if theirs.get(name) != expected:
@@ -127,9 +130,9 @@ class OptimizerSpec:
         ]
 
     def new_numbers(self, other: OptimizerSpec) -> list[tuple[str, Any, Any]] | None:
-        """Returns (key, value here, value there) of every number that differs, once where several groups agree.
+        """Return (key, own value, value in `other`) of every number that differs, each distinct triple once.
 
-        None when more than numbers differs.
+        Returns None if anything other than a number differs.
         """
         if self._structure() != other._structure():
             return None
@@ -145,11 +148,11 @@ class OptimizerSpec:
 
 
 def without_compiler() -> None:
-    """For programs that compile nothing: optimizers do not import torch.compile.
+    """Prevent optimizers from importing torch's compiler, for programs that compile nothing.
 
-    Torch marks some of their methods as never to be compiled, and the first call of one imports the compiler
-    for it: 1.2 s of CPU in every process. Here the mark is what that import would set (torch/_compile.py);
-    where a version of torch has it otherwise, nothing changes.
+    Torch excludes some methods of optimizers from compilation. The first call of such a method imports the compiler,
+    which takes 1.2 s of CPU in every process. This function sets the mark that the import would set
+    (torch/_compile.py). In a version of torch that works differently, it changes nothing.
     """
     if "torch._dynamo" in sys.modules:
         return
@@ -160,20 +163,22 @@ def without_compiler() -> None:
 
 
 def load_compiler(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Do now what the first `step` of torch's own optimizers does: import the compiler. That is no training."""
+    """Import the compiler now, as the first `step` of torch's own optimizers would, outside of measured training."""
     if any(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers):
         importlib.import_module("torch._dynamo")
 
 
 def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """`step` without the hooks, profiler record and graph breaks that torch wraps around it: half of the time
-    of a small one, and the import of the compiler. For optimizers that nobody else can have hooked."""
+    """Return `step` without the hooks, profiler record and graph breaks that torch wraps around it.
+
+    They take half the time of a small step, and import the compiler. Use this only for optimizers without hooks.
+    """
     step: Callable[..., Any] = torch.no_grad()(inspect.unwrap(cls.step))
     return step
 
 
 def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """Optimizer classes of torch.optim, and ours, by lower-case name."""
+    """Return the optimizer classes of torch.optim and ours, by lower-case name."""
     return {
         name.lower(): cls
         for name, cls in (*vars(torch.optim).items(), *((cls.__name__, cls) for cls in _OURS))
@@ -181,9 +186,9 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     }
 
 
-@cache  # mypy takes no class for hashable
+@cache  # mypy does not accept a class as hashable, hence the type: ignore comments at the calls
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
-    """True when stepping a tensor whole and in two halves gives the same result, twice in a row."""
+    """Whether two steps of a whole tensor and of its two halves give the same result."""
     start, gradient = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(2, -1, 24).view(4, 6)
     whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
     gradients = [gradient[:2].flatten(), gradient[2:].flatten()]
@@ -192,7 +197,7 @@ def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
         for tensors, grads in (([whole], [gradient]), (halves, gradients)):
             optimizer = cls(tensors, lr=0.1)  # type: ignore[call-arg]
             for scale in (1.0, -0.5):
-                # One after another, as the server steps its windows.
+                # The server also steps its windows one after another.
                 for tensor, grad in zip(tensors, grads, strict=True):
                     tensor.grad = grad * scale
                     optimizer.param_groups[0]["params"] = [tensor]
@@ -203,7 +208,10 @@ def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """The elementwise torch.optim class of this name, any case; UsageError with the nearest name otherwise."""
+    """Return the elementwise torch.optim class of this name, in any case.
+
+    Raises UsageError with the nearest name for an unknown class, and a refusal for a class that is not elementwise.
+    """
     known = known_optimizers()
     cls = known.get(name.lower())
     if cls is None:
@@ -213,13 +221,13 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
         raise refusal(
             Reason.OPTIMIZER_UNSUPPORTED,
             f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights",
-            fix=f"use one of {usable}; with --mode localsgd a script of your own may use any",
+            fix=f"use one of {usable}; a script with --mode localsgd may use any optimizer",
         )
     return cls
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
-    """The class, once torch accepts `arguments` for it; UsageError that names the argument otherwise."""
+    """Return the class if torch accepts `arguments` for it. Raises UsageError that names the argument."""
     cls = find_optimizer(name)
     accepted = [p for p in inspect.signature(cls).parameters if p not in ("self", "params", *NOT_HYPERPARAMETERS)]
     for key in arguments:
@@ -233,26 +241,26 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim
 
 
 def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hyperparameters | None = None) -> None:
-    """Whether an elementwise optimizer takes `told`, in place of the same keys of `known`, with which the run began.
+    """Check `hyperparameters`, which replace those of `known`, with which the run began.
 
-    Raises a BAD_REQUEST refusal for what torch's class would not begin with, for numbers nobody means, and for a
-    change of anything but numbers: a switch such as amsgrad decides what state there is.
+    Raises a BAD_REQUEST refusal for values that torch's class does not accept, for numbers above MAX_NUMBER, and for a
+    change of anything other than a number. For example, the switch amsgrad decides which state the optimizer has.
     """
     cls = find_optimizer(name)
     defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
     accepted = {key: value for key, value in defaults.items() if key not in NOT_HYPERPARAMETERS}
     for key, value in hyperparameters.items():
         if key in NOT_HYPERPARAMETERS:
-            raise refusal(Reason.BAD_REQUEST, f"'{key}' is no hyperparameter")
+            raise refusal(Reason.BAD_REQUEST, f"'{key}' is not a hyperparameter")
         expected = (known or {}).get(key, accepted.get(key))
         is_changed = known is not None and not isinstance(value, (float, list)) and value != expected
         if is_changed or (key in accepted and expected is not None and _kind_of(expected) != _kind_of(value)):
             raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {key} is {value!r}, it was {expected!r}")
         items = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(item, (int, float)) and not abs(item) <= MAX_NUMBER for item in items):  # NaN is not
+        if any(isinstance(item, (int, float)) and not abs(item) <= MAX_NUMBER for item in items):  # also refuses NaN
             message = f"optimizer {name}: {key} is {value!r}; at most {MAX_NUMBER:g} is possible"
             raise refusal(Reason.BAD_REQUEST, message)
-    # Groups of AdamW also hold decoupled_weight_decay, which it does not take.
+    # Groups of AdamW also have decoupled_weight_decay, which its constructor does not accept.
     arguments = inspect.signature(cls).parameters
     values = {
         key: value
@@ -266,7 +274,7 @@ def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hy
 
 
 def _kind_of(value: Any) -> Any:
-    """A number, a switch, a text, or a list of so many of these."""
+    """Return a value's type, where all numbers are one type and a list has the types of its items."""
     if isinstance(value, (list, tuple)):
         return [_kind_of(item) for item in value]
     return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
@@ -275,9 +283,9 @@ def _kind_of(value: Any) -> Any:
 def build_optimizer(
     name: str, groups: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
 ) -> torch.optim.Optimizer:
-    """A torch optimizer over `groups` (torch's parameter groups), fused where torch has it and it is right."""
+    """Return a torch optimizer over `groups` (torch's parameter groups), fused if torch's fused step is correct."""
     cls = find_optimizer(name)
-    # Some classes read their arguments, not the groups, while they build their state (Adagrad).
+    # Some classes, such as Adagrad, read their arguments and not the groups while they build their state.
     accepted = inspect.signature(cls).parameters
     common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
     arguments = _as_torch({**common, **(arguments or {})})
@@ -289,19 +297,22 @@ def build_optimizer(
         try:
             return cls(groups, **arguments, fused=True)  # type: ignore[call-arg]
         except (RuntimeError, ValueError):
-            pass  # not for this dtype or device
+            pass  # this dtype or device has no fused step
     return cls(groups, **arguments)
 
 
 def has_fused(name: str) -> bool:
-    """Whether torch has a fused step of this class."""
+    """Whether torch has a fused step for this class."""
     return "fused" in inspect.signature(find_optimizer(name)).parameters
 
 
 @cache
 def _is_fused_right(name: str, dtype: torch.dtype) -> bool:
-    """Whether torch's fused step on CPU is, but for rounding, a plain one in float32. In torch 2.13 the fused SGD is
-    not in floats of 16 bits: after four steps with a rate of 0.01 weights are off by 0.05, with momentum by 0.13."""
+    """Whether torch's fused step on CPU equals a plain step in float32, except for rounding.
+
+    In torch 2.13 the fused SGD with 16-bit floats does not: after four steps with lr 0.01, weights are wrong by 0.05,
+    and with momentum by 0.13.
+    """
     cls = find_optimizer(name)
     if dtype not in (torch.float16, torch.bfloat16) or "momentum" not in inspect.signature(cls).parameters:
         return True
@@ -317,15 +328,14 @@ def _is_fused_right(name: str, dtype: torch.dtype) -> bool:
     try:
         return torch.allclose(stepped(dtype, fused=True), stepped(torch.float32, foreach=False), rtol=0.03, atol=0.03)
     except (RuntimeError, ValueError):
-        return False  # not for this dtype
+        return False  # this dtype has no fused step
 
 
 class JointOptimizer:
-    """Optimizers, of several classes perhaps, as one with the groups of all, in their order; what any of them remembers
-    lies in one `state`."""
+    """Optimizers of one or several classes that act as one, with a common `state` and all groups in their order."""
 
     def __init__(self, classes: Sequence[str], groups: Sequence[dict[str, Any]]) -> None:
-        """`groups` as torch has them, and the class of each."""
+        """Build the optimizers of torch's parameter groups. `classes` has the class of each group."""
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._steps: list[Callable[[], Any]] = []
         found: dict[int, dict[str, Any]] = {}
@@ -333,7 +343,7 @@ class JointOptimizer:
             mine = [index for index, other in enumerate(classes) if other == name]
             item = build_optimizer(name, [groups[index] for index in mine])
             found.update(zip(mine, item.param_groups, strict=True))
-            self.state.update(item.state)  # Adagrad begins with some
+            self.state.update(item.state)  # Adagrad has state before its first step
             item.state = self.state
             self._steps.append(partial(plain_step(type(item)), item))
         self.param_groups = [found[index] for index in range(len(groups))]
@@ -344,9 +354,9 @@ class JointOptimizer:
 
 
 def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> OptimizerSpec:
-    """The spec of torch optimizers as one with the groups of all; `names` maps id(parameter) to its name in the model.
+    """Return one spec with the groups of all these torch optimizers. `names` maps id(parameter) to its name.
 
-    Raises UsageError when they optimize tensors that are not trained parameters of the model, or one that another does.
+    Raises UsageError for tensors that are not trained parameters of the model, or that are in two groups.
     """
     groups: list[GroupSpec] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -361,7 +371,7 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
     twice = [name for name, count in Counter(name for group in groups for name in group.tensors).items() if count > 1]
     if twice:
         raise UsageError(
-            f"parameter '{twice[0]}' is in two parameter groups; its steps and moments would be two",
+            f"parameter '{twice[0]}' is in two parameter groups, so it would be stepped twice",
             fix="give every parameter to one group of one optimizer",
         )
     classes = [type(optimizer).__name__ for optimizer in optimizers for _ in optimizer.param_groups]
@@ -369,12 +379,12 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-    """The same of one."""
+    """Return the spec of one torch optimizer, as `describe_optimizers` does."""
     return describe_optimizers([optimizer], names)
 
 
 def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
-    """The hyperparameters of one torch parameter group as plain numbers, lists, booleans and text."""
+    """Return the hyperparameters of one torch parameter group as plain numbers, lists, booleans and text."""
     return {
         key: _plain(value)
         for key, value in group.items()
@@ -383,7 +393,7 @@ def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 
 
 def apply_hyperparameters(group: dict[str, Any], values: Hyperparameters) -> None:
-    """Set a torch parameter group's hyperparameters; unknown ones are left out."""
+    """Set the hyperparameters of a torch parameter group. Keys that the group does not have are ignored."""
     for key, value in _as_torch(values).items():
         if key in group and key not in NOT_HYPERPARAMETERS:
             group[key] = value
@@ -396,7 +406,7 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if value is None or isinstance(value, (bool, str)):
         return value
-    return float(value)  # protobuf's Struct knows one kind of number
+    return float(value)  # the only number type of protobuf's Struct
 
 
 def _as_torch(values: Mapping[str, Any]) -> dict[str, Any]:

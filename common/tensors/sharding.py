@@ -1,9 +1,9 @@
-"""How a model is divided among the shards of a server: the same on every machine, from the layout alone.
+"""Divides a model among the shards of a server. The division depends only on the layout, so all machines agree.
 
-Of each kind (parameters, buffers, frozen) the tensors in the order of a payload are one sequence of bytes, cut into
-S shares of equal size. Where a share ends inside a tensor, the tensor is cut at the nearest row border (first
-dimension), so a tensor larger than a share is spread over several shards, and shares differ by less than two rows.
-A part of a tensor is a tensor of its own, `NAME[FIRST:END]`, and what a shard holds is a layout like any other.
+The tensors of each kind (parameters, buffers, frozen), in the order of a payload, are one sequence of bytes. It is cut
+into S shares of equal size. If a share ends inside a tensor, the tensor is cut at the nearest row (first dimension). So
+a large tensor is spread over several shards, and shares differ by less than two rows. A part of a tensor is a tensor
+itself, `NAME[FIRST:END]`, and a shard's share has an ordinary layout.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .optimizers import GroupSpec, OptimizerSpec
 
 
 class Part(NamedTuple):
-    """Rows [first, end) of a tensor of the model; a scalar is one row."""
+    """Rows [first, end) of a tensor of the model. A scalar has one row."""
 
-    spec: TensorSpec  # the tensor it is a part of
+    spec: TensorSpec  # of the whole tensor
     first: int
     end: int
 
@@ -39,14 +39,13 @@ class Part(NamedTuple):
         return replace(self.spec, name=self.name, shape=(self.end - self.first, *self.spec.shape[1:]), aliases=())
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of the tensor; shares memory."""
+        """Return this part of `tensor`. It shares memory."""
         return tensor if self.is_whole else tensor[self.first : self.end]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one shard holds: parts, and the layout they make, in whose `specs` they stand in the same order; of tables
-    the rows that `number` of `count` shards has."""
+    """The share of shard `number` of `count`: parts of tensors, in the order of `layout.specs`, and rows of tables."""
 
     parts: tuple[Part, ...]
     layout: Layout
@@ -54,8 +53,8 @@ class Share:
     count: int = 1
 
     def optimizer(self, whole: OptimizerSpec) -> OptimizerSpec:
-        """The model's optimizer over this shard's parts; all groups, also those without a part here."""
-        names = {part.spec.name: part.name for part in self.parts}  # of a tensor there is one part at most
+        """Return the model's optimizer over this shard's parts. Groups without a part here stay, without tensors."""
+        names = {part.spec.name: part.name for part in self.parts}  # a shard has at most one part of a tensor
         groups = []
         for group in whole.groups:
             local_names = tuple(names[tensor] for tensor in group.tensors if tensor in names)
@@ -65,9 +64,9 @@ class Share:
 
 
 def divide(whole: Layout, num_shards: int) -> list[Share]:
-    """The shares of a model, one for each shard.
+    """Return the shares of a model, one for each shard.
 
-    Raises a LIMIT_EXCEEDED refusal when a shard would be left without a trained parameter.
+    Raises a LIMIT_EXCEEDED refusal if a shard would have no trained parameter.
     """
     if num_shards == 1:
         return [Share(tuple(Part(spec, 0, _num_rows(spec)) for spec in whole.specs), whole)]
@@ -107,7 +106,7 @@ def _divide_kind(specs: list[TensorSpec], parts: list[list[Part]]) -> None:
             if first >= rows:
                 break
             shard += 1
-        # A share that is full, or as full as rows let it be, is left to itself.
+        # Continue with the next share once this one is full.
         if shard < num_shards - 1 and at >= total * (shard + 1) // num_shards and total:
             shard += 1
 

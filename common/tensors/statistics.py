@@ -1,8 +1,8 @@
-"""Which buffers of a model are running statistics, of which a run makes a mean over its workers.
+"""Finds the buffers of a model that are running statistics, which a run averages over its workers.
 
-A mean of queues, of pointers into them, of codebooks or of masks is none of these any more. So only the statistics of
-layers that are known to keep such are averaged, and those that a script names; any other buffer is that of the lowest
-live rank, as in DistributedDataParallel, which broadcasts rank 0's.
+The mean of queues, pointers, codebooks or masks has no meaning. So a run averages only the statistics of known layers,
+and buffers that the script names. Other buffers follow the lowest live rank, as in DistributedDataParallel, which
+broadcasts those of rank 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def batch_norms(model: nn.Module, with_synchronized: bool) -> list[str]:
-    """Names of the layers in training mode that normalise with the statistics of a batch; torch.nn.SyncBatchNorm too
-    where it `with_synchronized`."""
+    """Return the names of the layers in training mode that normalise with the statistics of a batch.
+
+    torch.nn.SyncBatchNorm is included only if `with_synchronized`.
+    """
     found = ((name, item) for name, item in model.named_modules() if isinstance(item, _BatchNorm) and item.training)
     return [name for name, item in found if with_synchronized or not isinstance(item, nn.SyncBatchNorm)]
 
@@ -28,8 +30,11 @@ def batch_norms(model: nn.Module, with_synchronized: bool) -> list[str]:
 def statistics_of(
     model: nn.Module, named: Mapping[str, torch.Tensor], averaged_buffers: Collection[str] = ()
 ) -> frozenset[str]:
-    """The names of running statistics among the tensors of a model, `named` as in its state_dict. `averaged_buffers`
-    are the script's own. UsageError for one that is no buffer, or of integers, which have no mean."""
+    """Return the names of the running statistics among `named`, the tensors of a model's state_dict.
+
+    `averaged_buffers` are further names from the script. Raises UsageError for a name that is not a buffer, or for a
+    buffer of integers, which have no mean.
+    """
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     known = {id(norm._buffers.get(key)) for norm in norms for key in _STATISTICS}
     buffers = {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}

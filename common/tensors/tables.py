@@ -1,9 +1,9 @@
-"""Tables of rows that are looked up by number, as an embedding's: a step moves the rows that have a gradient.
+"""Tables of rows that are looked up by number, as in an embedding. A step changes only the rows that have a gradient.
 
-The optimizer is torch's own for sparse gradients (SGD, Adagrad, SparseAdam), or `RowwiseAdagrad`; rows without a
-gradient keep their values and their state ("lazy": SparseAdam's moments of a row stand still meanwhile, its count of
-steps goes on, as in torch). A row begins with values made from a seed, the table's name and its number, the same on
-every machine and however the table is divided.
+The optimizer is one of torch's for sparse gradients (SGD, Adagrad, SparseAdam), or `RowwiseAdagrad`. Rows without a
+gradient keep their values and their state. As in torch, SparseAdam's moments of such a row do not change, but its step
+count grows. The initial values of a row depend only on a seed, the table's name and the row's number. So they are equal
+on every machine, for every division among shards.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ WEIGHT = "weight"  # beside the keys of optimizer state
 _DTYPES = ("float32", "float64")
 _MAX_ROWS = 2**40
 MAX_ROW_BYTES = 1 << 20
-_AT_ONCE = 1 << 16  # numbers made at once: they stay in the cache
+_AT_ONCE = 1 << 16  # numbers made at once, few enough for the cache
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one sum for a row instead of one for a number: of the means of its squared gradients (as in FBGEMM).
-    For sparse gradients alone."""
+    """Adagrad with one sum for each row: the sum of the mean squared gradients of the row (as in FBGEMM).
+
+    It works only with sparse gradients.
+    """
 
     def __init__(self, params: Any, lr: float = 0.01, eps: float = 1e-10) -> None:
         if lr < 0 or eps < 0:
@@ -54,7 +56,10 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 def make_spec(
     name: str, num_rows: int, dim: int, dtype: str, init_std: float, optimizer: str, hyperparameters: Hyperparameters
 ) -> TableSpec:
-    """A whole table's. UsageError for what cannot be: sizes, dtype, an optimizer that moves rows without a gradient."""
+    """Return the spec of a whole table.
+
+    Raises UsageError for impossible sizes or dtypes, and for an optimizer that moves rows without a gradient.
+    """
     if not 1 <= num_rows <= _MAX_ROWS or dim < 1 or dtype not in _DTYPES:
         sizes = f"{num_rows} rows of {dim} numbers of {dtype}"
         raise UsageError(f"table '{name}' of {sizes}: 1 to {_MAX_ROWS} rows of {' or '.join(_DTYPES)} are possible")
@@ -71,7 +76,7 @@ def make_spec(
 
 
 def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
-    """The class of this name, any case, once it has been tried out with these arguments. UsageError with why not."""
+    """Return the class of this name, in any case, after a trial with these arguments. Raises UsageError."""
     known = {**known_optimizers(), "rowwiseadagrad": RowwiseAdagrad}
     cls = known.get(name.lower().replace("_", ""))
     usable = "sgd, adagrad, rowwise_adagrad and sparse_adam"
@@ -82,7 +87,7 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
         if key not in accepted:
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
     if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
-        torch.sparse.check_sparse_tensor_invariants.disable()  # as it is; torch's own steps would warn of it
+        torch.sparse.check_sparse_tensor_invariants.disable()  # already disabled; this only avoids torch's warning
     start = torch.linspace(-1, 1, 12).view(4, 3)
     table, ids = torch.nn.Parameter(start.clone()), torch.tensor([1, 3])
     try:
@@ -111,8 +116,11 @@ def _sparse(ids: torch.Tensor, values: torch.Tensor, num_rows: int) -> torch.Ten
 
 
 def summed(parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(distinct ids, ascending; of each the sum of its values times their factor) of parts, each with distinct
-    ascending ids, int64 [n], values [n, dim] and a factor. Added in the order of the parts; may share memory."""
+    """Return (distinct ascending ids, sum of values times factor for each id) over `parts`.
+
+    Each part has distinct ascending ids, int64 [n], values [n, dim] and a factor. Sums are added in the order of the
+    parts. The result may share memory with a part.
+    """
     parts = [(ids, values if factor == 1.0 else values * factor, factor) for ids, values, factor in parts]
     if len(parts) == 1:
         return parts[0][:2]
@@ -123,9 +131,11 @@ def summed(parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]]) -> tuple[t
 
 
 class Table:
-    """The rows of `spec` that lie here. Memory: dim numbers a row, and as many for each key of optimizer state
-    (Adagrad one, SparseAdam two, SGD none, RowwiseAdagrad one number a row). Without a seed the rows hold anything,
-    until `set_state`."""
+    """This shard's rows of a table, with their optimizer.
+
+    A row takes memory for `dim` numbers, and as many for each key of optimizer state: Adagrad has one, SparseAdam two,
+    SGD none. RowwiseAdagrad has one number a row. Without a seed, the rows are uninitialized until `set_state`.
+    """
 
     def __init__(self, spec: TableSpec, seed: int | None) -> None:
         self.spec = spec
@@ -138,7 +148,7 @@ class Table:
         self._step = plain_step(cls)
 
     def change(self, spec: TableSpec) -> None:
-        """The same table, with other hyperparameters."""
+        """Set the hyperparameters of `spec`, which is otherwise equal to the table's spec."""
         self.spec = spec
         self.torch.param_groups[0].update(as_arguments(spec.hyperparameters))
 
@@ -147,11 +157,11 @@ class Table:
             self.torch.param_groups[0]["lr"] = lr
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """A copy of these rows, [n, dim]."""
+        """Return a copy of these rows, [n, dim]."""
         return self.weight.detach().index_select(0, ids - self.spec.first)
 
     def step(self, ids: torch.Tensor, gradient: torch.Tensor, lr_scale: float = 1.0) -> None:
-        """Move these rows, distinct and ascending, along `gradient` [n, dim]; the learning rate times `lr_scale`."""
+        """Step the rows `ids`, distinct and ascending, along `gradient` [n, dim], with the rate times `lr_scale`."""
         (group,) = self.torch.param_groups
         lr = group["lr"]
         group["lr"] = lr * lr_scale
@@ -164,14 +174,14 @@ class Table:
         return sum(tensor.nbytes for tensor in self.state().values())
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Weight and optimizer state by key; tensors share memory, numbers are 0-dim."""
+        """Return weight and optimizer state by key. Tensors share memory, and numbers are 0-dim tensors."""
         kept = self.torch.state.get(self.weight, {})
         return {WEIGHT: self.weight.detach(), **{key: torch.as_tensor(value) for key, value in kept.items()}}
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a copy of `state`; ValueError for another table's."""
+        """Continue from a copy of `state`. Raises ValueError for the state of another table."""
         if WEIGHT not in state:
-            raise ValueError(f"table '{self.spec.name}' is not there")
+            raise ValueError(f"table '{self.spec.name}' is missing")
         whole = self.weight.shape
         for key, value in state.items():
             is_one = value.shape == whole or (key != WEIGHT and value.shape == whole[:1])
@@ -188,8 +198,11 @@ class Table:
 
 
 def _fill(weight: torch.Tensor, spec: TableSpec, seed: int) -> None:
-    """Nearly normal numbers, mean 0, deviation `init_std`: each the sum of four uniform numbers of 16 bits, of one hash
-    (splitmix64) of table, row and column. Integers to the last step, so equal on every machine."""
+    """Fill `weight` with nearly normal numbers of mean 0 and standard deviation `init_std`.
+
+    Each number is the sum of four uniform 16-bit numbers, from one hash (splitmix64) of table, row and column. All
+    steps except the last use integers, so the numbers are equal on every machine.
+    """
     salt = np.uint64(int.from_bytes(blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest(), "little"))
     scale = spec.init_std / ((65536**2 - 1) / 3) ** 0.5
     flat, low = weight.view(-1).numpy(), np.uint64(0xFFFF)

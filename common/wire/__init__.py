@@ -1,1 +1,1 @@
-"""Messages as bytes, and memory that two processes share."""
+"""Encoding of messages as bytes, and memory that two processes share."""

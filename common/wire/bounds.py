@@ -1,7 +1,7 @@
-"""What a message would unfold to, before protobuf unfolds it.
+"""Limit on the memory that a protobuf message takes, checked before protobuf parses it.
 
-Two bytes on the wire can become an object of a hundred, so 8 MB of them become hundreds of MB before anyone
-can look at them. Large messages are counted first: every field, every empty submessage, every packed number.
+Two bytes on the wire can become an object of a hundred bytes, so a message of 8 MB can take hundreds of MB once it is
+parsed. This module first counts every field, every empty submessage and every packed number of a large message.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-# Counted in about 0.2 s, unfolded into about 20 MB. A model needs about 13 for each of its tensors.
+# Counting so many items takes about 0.2 s, and parsed they take about 20 MB. A model has about 13 items per tensor.
 MAX_ITEMS = 500_000
-# Smaller messages cannot unfold to much.
+# Smaller messages cannot take much memory.
 UNCOUNTED_BYTES = 16 << 10
 _ITEMS_OF_A_MESSAGE = 4
 
@@ -23,8 +23,11 @@ class TooMuchError(Exception):
 
 
 def check_items(raw: bytes | memoryview, descriptor: Any) -> None:
-    """`raw` as a message of `descriptor`. Raises TooMuchError, and ValueError or IndexError for what is no protobuf
-    or uses its old groups."""
+    """Count the items of `raw`, a message of the type `descriptor`.
+
+    Raises TooMuchError above MAX_ITEMS. Raises ValueError or IndexError for bytes that are not valid protobuf, or that
+    use protobuf's obsolete groups.
+    """
     num_left = MAX_ITEMS
     pending = [(0, len(raw), descriptor)]
     while pending:
@@ -62,7 +65,7 @@ _PACKED = "packed"
 
 @functools.cache
 def _fields_of(descriptor: Any) -> dict[int, Any]:
-    """Fields that unfold: descriptors of submessages, or that numbers are packed."""
+    """Return the fields that take more memory than bytes: a descriptor for a submessage, _PACKED for packed numbers."""
     found: dict[int, Any] = {}
     for field in descriptor.fields:
         if field.message_type is not None:
@@ -73,7 +76,10 @@ def _fields_of(descriptor: Any) -> dict[int, Any]:
 
 
 def read_varint(raw: bytes | memoryview, at: int, max_bytes: int = 10) -> tuple[int, int]:
-    """Its value, and where the next byte is. ValueError for one of more bytes, IndexError where `raw` ends in it."""
+    """Return the value of the varint at `at`, and the position behind it.
+
+    Raises ValueError for a varint of more than `max_bytes`, and IndexError if `raw` ends within it.
+    """
     byte = raw[at]
     if byte < 0x80:
         return byte, at + 1

@@ -1,9 +1,13 @@
-"""What a received message may say, field by field: a value outside its range or list is a BAD_REQUEST refusal.
+"""Checks of received messages, field by field. A value outside its range or list is a BAD_REQUEST refusal.
 
-Both sides check the other's messages here, before anything is done with them. Payloads are checked by `frames.py`;
-models, optimizers and hyperparameters where they are read (`protocol.py`); names that stand for code (a codec, an
-optimizer, a task) where they are looked up, in a list of this program's own; sentences for people where they are shown
-(`errors.shown`). An address is HOST:PORT and no other target that gRPC knows, such as a file's.
+Server and worker check each other's messages here before they use them. Other modules check the rest:
+
+- `frames.py` checks payloads.
+- `protocol.py` checks models, optimizers and hyperparameters when it reads them.
+- The registry checks names of code (a codec, an optimizer, a task) against its own list.
+- `errors.shown` cleans text that is shown to people.
+
+An address must be HOST:PORT. Other targets that gRPC accepts, such as a unix socket, are refused.
 """
 
 from __future__ import annotations
@@ -22,16 +26,16 @@ from ..config.addresses import split_address
 from ..errors import Reason, UsageError, refusal, shown
 
 MAX_NAME = 1_000  # characters
-MAX_COUNT = 2**62  # of steps, versions, batches: far beyond any run, and one more is a count as well
+MAX_COUNT = 2**62  # steps, versions, batches: far beyond any run, and MAX_COUNT + 1 still fits 64 bits
 MAX_RANK = 1 << 16
 _MAX_METRICS = 1_000
 _MAX_SECONDS = 1e9
-_MAX_NORM = sys.float_info.max  # what is finite
+_MAX_NORM = sys.float_info.max  # excludes infinity
 _LEASE_S = 0.01, 1e6
 _MAX_SAMPLES = 2**40  # in a contribution
 _MAX_SHARDS = 4096
-_MAX_GROUPS = 100_000  # of an optimizer
-_MAX_STATE_BYTES = 1 << 40  # a server's own limit is limits.state_bytes
+_MAX_GROUPS = 100_000  # parameter groups of an optimizer
+_MAX_STATE_BYTES = 1 << 40  # the setting limits.state_bytes is the server's own, lower limit
 _SECRET_BYTES = 32
 _TICKET_BYTES = 32
 
@@ -39,7 +43,7 @@ _TICKET_BYTES = 32
 
 
 def check_text(label: str, text: str) -> None:
-    """Names are shown to people and written to logs: no control characters, no novels."""
+    """Refuse a name that is too long or has control characters, since names appear in logs and on the dashboard."""
     if len(text) > MAX_NAME or not text.isprintable():
         raise refusal(
             Reason.BAD_REQUEST,
@@ -49,7 +53,7 @@ def check_text(label: str, text: str) -> None:
 
 def _range(least: float, most: float) -> Callable[[str, float], None]:
     def check(label: str, value: float) -> None:
-        if not least <= value <= most:  # NaN is not
+        if not least <= value <= most:  # also refuses NaN
             raise refusal(Reason.BAD_REQUEST, f"{label} is {value}; the range is {least:g} to {most:g}")
 
     return check
@@ -60,7 +64,7 @@ _norm = _range(0, _MAX_NORM)
 
 
 def check_address(label: str, text: str) -> None:
-    """HOST:PORT, of a host that may be anywhere: shards and members of a group are on machines of their own."""
+    """Refuse text that is neither empty nor HOST:PORT. Any host is allowed, as shards and peers run on any machine."""
     try:
         is_reached = not text or (len(text) <= MAX_NAME and text.isprintable() and split_address(text)[1] > 0)
     except UsageError:
@@ -82,7 +86,7 @@ def _check_secret(label: str, value: bytes) -> None:
 
 
 def _rates(label: str, rates: Sequence[float]) -> None:
-    """One for each group of an optimizer."""
+    """Check learning rates, one for each group of an optimizer."""
     if len(rates) > _MAX_GROUPS or not all(map(math.isfinite, rates)):
         message = f"{label} are {len(rates)} learning rates, or one that is not finite"
         raise refusal(Reason.BAD_REQUEST, f"{message}; at most {_MAX_GROUPS} are possible")
@@ -132,7 +136,7 @@ def _check_partial_transfer(message: pb.PartialTransfer) -> None:
 
 
 def _check_reply(reply: pb.Reply) -> None:
-    """A reply without these topics says nothing that can be followed."""
+    """Refuse a reply without a result or next work, since the worker cannot continue without them."""
     for topic in ("result", "next_work"):
         if not reply.HasField(topic):
             raise refusal(Reason.BAD_REQUEST, f"a Reply without {topic}")
@@ -160,7 +164,7 @@ def _check_state(state: pb.State) -> None:
 # ---- all of them ------------------------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
-# Whole numbers of steps, versions, bytes and the like, by message: from 0 to MAX_COUNT.
+# Fields of each message that are whole numbers from 0 to MAX_COUNT, such as steps, versions and bytes.
 COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("seq",),
     pb.Begin: ("continues",),
@@ -185,7 +189,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.StatusReply: ("version", "step"),
     pb.RunSettings: ("steps",),
 }
-# Whatever else is checked by itself.
+# Checks of all other single fields, by message.
 FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.Join: dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
     pb.Model: {
@@ -244,7 +248,7 @@ _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.GroupInfo: _check_group,
     pb.State: _check_state,
 }
-# Messages within a message that are checked with it.
+# Submessages that `check_header` checks together with their message.
 _PARTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("counts", "base", "timing", "payload", "training", "completion", "first", "position"),
     pb.Welcome: ("partial_transfer",),
@@ -254,7 +258,7 @@ _PARTS: dict[type[Message], tuple[str, ...]] = {
     pb.Final: ("weights",),
     pb.HeartbeatRequest: ("metrics",),
 }
-_NEEDED = {"outcome", "lease_s", "batch_size"}  # of which the zero of a field that was not said is out of range
+_NEEDED = {"outcome", "lease_s", "batch_size"}  # required fields: an absent field reads as 0, which is out of range
 _COUNTS = {kind: operator.attrgetter(*names, names[0]) for kind, names in COUNTS.items()}
 _CHECKS = {
     kind: [(name, f"{kind.DESCRIPTOR.name}.{name}", check, name in _NEEDED) for name, check in fields.items()]
@@ -262,8 +266,8 @@ _CHECKS = {
 }
 
 
-# A contribution and a reply are checked at each exchange. This look at all fields at once, which finds nearly all of
-# them sound, takes half the time; whatever it does not pass goes by the table.
+# Every exchange checks a contribution and a reply. Reading all fields at once takes half the time of the tables, and
+# accepts nearly all messages. The tables check the messages that this fast path does not accept.
 _OF_CONTRIBUTION = operator.attrgetter(
     "payload.codec", "timing.compute_s", "timing.transfer_s", "training.clip_norm", "counts.num_samples",
     "seq", "base.version", "counts.num_batches", "completion.generation", "completion.peer_bytes",
@@ -271,7 +275,7 @@ _OF_CONTRIBUTION = operator.attrgetter(
 _OF_RESULT = operator.attrgetter("outcome", "gate_wait_s", "seq", "version")
 _OF_NEXT_WORK = operator.attrgetter("num_workers", "worker_index", "same_batches_as", "training_steps", "run_steps")
 
-_START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # looked up once: it costs as much as all the rest
+_START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # the lookup costs as much as the rest of the check
 
 
 def _is_sound_contribution(contribution: pb.Contribution) -> bool:
@@ -315,7 +319,7 @@ _IS_SOUND: dict[type[Message], Callable[[Any], bool]] = {
 
 
 def check_header(header: Message) -> None:
-    """Raises a BAD_REQUEST refusal for what no program of this version says."""
+    """Check every field of a received message, and of its submessages. Raises a BAD_REQUEST refusal."""
     kind = type(header)
     if (is_sound := _IS_SOUND.get(kind)) is not None and is_sound(header):
         return

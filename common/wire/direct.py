@@ -1,13 +1,13 @@
-"""The direct connection: the messages of a stream over a socket of its own, where gRPC would copy and frame payloads.
+"""Format of the direct connection: the messages of a stream over a separate socket, without gRPC's copies and framing.
 
     worker                                  server
-    HELLO, ticket (32 bytes)            ->           the one that the Welcome has, within TICKET_S
+    HELLO, ticket (32 bytes)            ->           the ticket from Welcome, within TICKET_S
                                         <-  TAKEN
     messages ...                       <->  messages ...
 
-A message is its length, 4 bytes little-endian, and the protobuf bytes that the stream would carry. After one that says
-`out_of_band` its bytes follow as they are, so that they are received where they belong. The stream it belongs to stays
-open: it says why a conversation has ended, and each of the two ends with the other.
+A message is its length (4 bytes, little-endian) and the protobuf bytes that the stream would carry. Payload bytes
+follow a message with `out_of_band`, so the receiver reads them straight into their final memory. The gRPC stream stays
+open: it carries the reason why a conversation ends. When the stream or the connection ends, the other ends too.
 """
 
 from __future__ import annotations
@@ -25,49 +25,54 @@ TAKEN = b"\x06"
 TICKET_S = 10.0
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
-# So much of a payload follows one message: what has come whole is looked through while the rest is on its way.
+# Payload bytes behind one message. The receiver checks complete windows while the rest of the payload arrives.
 OUT_OF_BAND_BYTES = 8 * CHUNK_BYTES
-# A probe after 4 s of silence and then each 2 s, three times; bytes that nobody acknowledges, ms.
-_NOTICED = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
+# Three probes after 4 s of silence, 2 s apart. TCP_USER_TIMEOUT is the limit for unacknowledged bytes, in ms.
+_KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
 class OutOfBand(NamedTuple):
-    """A message that says `out_of_band`, and the bytes that follow it."""
+    """A message with `out_of_band`, and the payload bytes that follow it."""
 
     frame: bytes
     pieces: list[memoryview]
 
 
 def length_of(prefix: bytes | bytearray | memoryview, at: int = 0) -> int:
-    """What the four bytes at `at` say."""
+    """Return the message length that the four bytes at `at` encode."""
     found: int = _LENGTH.unpack_from(prefix, at)[0]
     return found
 
 
 def on_the_wire(message: bytes | OutOfBand) -> list[bytes | memoryview]:
-    """What is written for it, in order."""
+    """Return the buffers to write for `message`, in order."""
     if isinstance(message, OutOfBand):
         return [_LENGTH.pack(len(message.frame)) + message.frame, *message.pieces]
     return [_LENGTH.pack(len(message)), message] if len(message) > 4096 else [_LENGTH.pack(len(message)) + message]
 
 
 def out_of_band_messages(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[OutOfBand]:
-    """The pieces of a payload, in order from `offset`, as messages of at most OUT_OF_BAND_BYTES."""
+    """Yield the pieces of a payload, in order from `offset`, as messages of at most OUT_OF_BAND_BYTES."""
     for at, parts in stretches(pieces, offset, OUT_OF_BAND_BYTES):
         yield OutOfBand(out_of_band_frame(at, sum(map(len, parts))), parts)
 
 
 def shut_down(connection: socket.socket, how: int) -> None:
-    """`shutdown`, after which TLS goes on being TLS: ssl's own forgets it, and whoever reads what has come is given
-    encrypted bytes for a payload."""
+    """Shut down a socket and keep its TLS state.
+
+    `SSLSocket.shutdown` drops the TLS state, so a reader would get encrypted bytes as payload.
+    """
     socket.socket.shutdown(connection, how)
 
 
 def prepare(connection: socket.socket) -> None:
-    """Small messages leave at once. A peer that can no longer be reached this way, while its stream can, is noticed
-    in about ten seconds, also by who only waits for it."""
+    """Set the socket's options: send small messages at once, and probe the other side.
+
+    If the connection fails while the gRPC stream still works, both sides notice within about ten seconds. A side that
+    only waits notices too.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _NOTICED.items():
+    for name, value in _KEEPALIVE.items():
         if (option := getattr(socket, name, None)) is not None:  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

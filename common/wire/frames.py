@@ -1,9 +1,8 @@
-"""Frames: protobuf messages around tensor bytes, written and read without copying them.
+"""Frames: protobuf messages with tensor bytes, written and read without copying the tensors.
 
-A frame is a valid WorkerMessage or ServerMessage: its small fields as protobuf encodes them, then tag and length of
-the last field, `data`, then the bytes themselves, joined once. Reading finds `data` as a view into the received
-message and gives protobuf only what is left. Measured on 100 MB over loopback (2 cores): 2.5 GB/s this way, 2.0
-through protobuf objects, 0.2 in one message.
+A frame is a valid WorkerMessage or ServerMessage. Its small fields come first, then tag and length of the last field,
+`data`, then the tensor bytes. Writing joins these parts once. Reading takes `data` as a view into the received message,
+and lets protobuf parse only the other fields. The alternatives are slower (docs/log.md).
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from ...proto import parameter_server_pb2 as pb
 from ..errors import Reason, refusal
 from .bounds import MAX_ITEMS, UNCOUNTED_BYTES, TooMuchError, check_items, read_varint
 
-# Chosen by measurement, docs/log.md: 512 KiB does as well, 256 KiB and less and 4 MiB are slower.
+# Chosen by measurement (docs/log.md): 512 KiB is as fast; 4 MiB, and 256 KiB or less, are slower.
 CHUNK_BYTES = 1 << 20
 MAX_DATA_BYTES = 4 << 20
-# A payload up to this size travels in the message that announces it: one message each way.
+# A payload up to this size travels in the message that announces it.
 INLINE_BYTES = 64 << 10
-# gRPC refuses larger messages before they are allocated: one chunk, and room for a manifest.
+# gRPC refuses larger messages before it allocates them. The limit is one chunk plus 4 MiB for a manifest.
 MAX_MESSAGE_BYTES = MAX_DATA_BYTES + (4 << 20)
 
 _OUT_OF_BAND_TAG = bytes([pb.WorkerMessage.OUT_OF_BAND_FIELD_NUMBER << 3])
@@ -38,30 +37,30 @@ assert pb.ServerMessage.LEFT_OUT_FIELD_NUMBER == pb.WorkerMessage.LEFT_OUT_FIELD
 Buffer = bytes | memoryview
 Header = TypeVar("Header", bound=Message)
 
-# Pieces come nearly in order, so the ranges that have come are few; a sender of dust is refused.
+# Pieces arrive nearly in order, so few separate ranges are enough. More is a refusal.
 _MAX_RANGES = 4096
-# Nor may a payload come in pieces whose number costs more than their bytes: so many, and one more for each KiB.
+# Limit on the pieces of a payload, plus one for each KiB, since each piece costs time whatever its size.
 _MAX_PIECES = 1 << 15
-# A message of ours has four fields at most. What has many more is read by protobuf, whose loops are not Python's.
+# Our own messages have at most four fields. Protobuf parses messages with more, as a loop in Python is slow.
 _MAX_FIELDS = 64
 _ZEROS = bytes(MAX_DATA_BYTES)
-# Smaller ones protobuf reads faster than Python finds the data in them.
+# Below this size protobuf parses a message faster than Python finds `data` in it.
 _WHOLE_BYTES = UNCOUNTED_BYTES
-_LOOKED_AT_BYTES = CHUNK_BYTES // 4  # whether they are zeros
+_ZERO_CHECK_BYTES = CHUNK_BYTES // 4  # unit in which `without_zeros` looks for zeros
 
 
 class Frame(NamedTuple):
-    """One received message: the kind that is set (None for a bare piece of a payload) and its piece."""
+    """One received message: the kind that is set (None for a piece of a payload without header), and its piece."""
 
     kind: str | None
     header: Message | None  # the submessage `kind`
     offset: int
     data: memoryview
-    out_of_band: int = 0  # bytes from `offset` in the sender's segment, or behind the message
+    out_of_band: int = 0  # bytes from `offset` that are in the sender's segment, or behind the message
     left_out: int = 0  # bytes from `offset` that do not travel
 
     def of(self, message: type[Header]) -> Header:
-        """The header, of a frame whose kind has been looked at."""
+        """Return the header as `message`. The caller has already checked `kind`."""
         assert isinstance(self.header, message)
         return self.header
 
@@ -81,7 +80,7 @@ _LEFT_OUT_TAG = _varint(pb.WorkerMessage.LEFT_OUT_FIELD_NUMBER << 3)
 
 
 def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()) -> bytes:
-    """One message: `header` (a WorkerMessage or ServerMessage), then `pieces` as its `data`."""
+    """Return one message: `header` (a WorkerMessage or ServerMessage), then `pieces` as its `data`."""
     parts: list[Buffer] = [header.SerializeToString()] if header is not None else []
     pieces = list(pieces)
     num_bytes = sum(len(piece) for piece in pieces)
@@ -93,8 +92,10 @@ def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()
 
 
 def stretches(pieces: Iterable[memoryview], offset: int, num_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """The pieces of a payload, in order from `offset`, `num_bytes` at a time: where each stretch begins, and its
-    parts."""
+    """Divide the pieces of a payload, in order from `offset`, into stretches of `num_bytes`.
+
+    Yields the offset of each stretch and its parts.
+    """
     pending: list[memoryview] = []
     pending_bytes = 0
     for piece in pieces:
@@ -111,25 +112,28 @@ def stretches(pieces: Iterable[memoryview], offset: int, num_bytes: int) -> Iter
 
 
 def payload_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The pieces of a payload, in order from `offset`, as messages of `chunk_bytes` that carry nothing else."""
+    """Yield the pieces of a payload, in order from `offset`, as messages of `chunk_bytes` without a header."""
     return (frame(None, at, parts) for at, parts in stretches(pieces, offset, chunk_bytes))
 
 
 def out_of_band_frame(offset: int, num_bytes: int) -> bytes:
-    """A message that says where so many bytes of the payload are to be had: in the segment, or right behind it."""
+    """Return a message for `num_bytes` of the payload that are in the segment or follow this message."""
     return b"".join((_OUT_OF_BAND_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
 
 
 def left_out_frame(offset: int, num_bytes: int) -> bytes:
-    """A message that says that so many bytes of the payload do not travel."""
+    """Return a message for `num_bytes` of the payload that are not sent."""
     return b"".join((_OFFSET_TAG, _varint(offset), _LEFT_OUT_TAG, _varint(num_bytes)))
 
 
 def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tuple[int, list[memoryview], int]]:
-    """The pieces of a payload, in order from `offset`: where a stretch begins, and its parts; or none, and of how many
-    zeros it is. Costs 1 us for each 256 KiB, and their reading where they are zeros."""
-    looked_at = stretches(pieces, offset, _LOOKED_AT_BYTES)
-    for is_zeros, found in groupby(looked_at, key=lambda item: all(map(_ZEROS.startswith, item[1]))):
+    """Divide the pieces of a payload, in order from `offset`, into stretches of data and stretches of zeros.
+
+    Yields (offset, parts, 0) for data, and (offset, [], number of zeros) for zeros. The check takes 1 us for each
+    256 KiB of data. Zeros take longer, because the check reads all of them.
+    """
+    units = stretches(pieces, offset, _ZERO_CHECK_BYTES)
+    for is_zeros, found in groupby(units, key=lambda item: all(map(_ZEROS.startswith, item[1]))):
         stretch = list(found)
         start, end = stretch[0][0], stretch[-1][0] + sum(map(len, stretch[-1][1]))
         if not is_zeros:
@@ -140,7 +144,7 @@ def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tup
 
 
 def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:
-    """`header` and the payload it announces: one message when the payload is small."""
+    """Yield `header` and the payload that it announces. A small payload is in the same message."""
     if sum(len(piece) for piece in pieces) <= INLINE_BYTES:
         yield frame(header, 0, pieces)
     else:
@@ -149,7 +153,7 @@ def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]
 
 
 def _parse_whole(message_class: Callable[[], Any], raw: bytes) -> Frame:
-    """Of one so small that its data may be copied."""
+    """Parse a message that is small enough to copy its data."""
     message = message_class()
     try:
         message.ParseFromString(raw)
@@ -161,10 +165,10 @@ def _parse_whole(message_class: Callable[[], Any], raw: bytes) -> Frame:
 
 
 def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
-    """Read one frame; `data` is a view into `raw`, unless that is small.
+    """Read one frame. `data` is a view into `raw`, except for a small message.
 
-    Accepts everything protobuf accepts (any field order, repeated and unknown fields).
-    Raises a BAD_REQUEST refusal for anything else.
+    Accepts every message that protobuf accepts (any field order, repeated and unknown fields).
+    Raises a BAD_REQUEST refusal for other bytes.
     """
     if len(raw) <= _WHOLE_BYTES:
         return _parse_whole(message_class, raw)
@@ -180,7 +184,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
             tag, at = read_varint(raw, at, 5)
             number, wire_type = tag >> 3, tag & 7
             if wire_type not in (0, 2) or num_fields == _MAX_FIELDS:
-                # Nothing of ours looks like that: leave the judgement to protobuf.
+                # Our own messages do not look like this: let protobuf parse or refuse it.
                 rest, offset, out_of_band, left_out, data = [view], 0, 0, 0, view[:0]
                 break
             num_fields += 1
@@ -215,7 +219,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
         raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes with more than {MAX_ITEMS} fields") from None
     except (ValueError, IndexError, DecodeError):
         raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes is not valid protobuf") from None
-    # A group or fixed field came before them.
+    # Protobuf has read these fields too if the loop stopped early.
     if message.offset or message.data or message.out_of_band or message.left_out:
         offset, data, out_of_band = message.offset, memoryview(message.data), message.out_of_band
         left_out = message.left_out
@@ -224,12 +228,15 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
 
 
 class PayloadReader:
-    """Collects the pieces of one announced payload, in any order, no byte twice.
+    """Collects the pieces of one announced payload, in any order, and each byte once.
 
-    Bytes that came in a message are handed to `write(offset, data)`; those that lie in the sender's
-    segment to `receive_out_of_band(offset, num_bytes)`. Bytes that were left out go to `leave(offset, num_bytes)`;
-    without `leave`, zeros are written. Raises a BAD_REQUEST refusal for a piece that overlaps another, goes past the
-    end, or is out of band in a payload that is not.
+    The reader calls, for each piece:
+    - `write(offset, data)` if the bytes are in the message
+    - `receive_out_of_band(offset, num_bytes)` if the bytes are in the sender's segment or behind the message
+    - `leave(offset, num_bytes)` if the bytes were left out. Without `leave`, it writes zeros.
+
+    Raises a BAD_REQUEST refusal for a piece that overlaps another, goes past the end, or is out of band without
+    `receive_out_of_band`.
     """
 
     def __init__(
@@ -245,7 +252,7 @@ class PayloadReader:
         self._write = write
         self._receive_out_of_band = receive_out_of_band
         self._leave = leave
-        # What has come, as disjoint ranges: their first bytes in order, and the end of each.
+        # Received bytes as disjoint ranges: the sorted starts, and the end of each range.
         self._starts: list[int] = []
         self._ends: list[int] = []
 
@@ -255,19 +262,20 @@ class PayloadReader:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """What has come: [start, end), ascending, apart."""
+        """The received bytes as [start, end), ascending and disjoint."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def has(self, start: int, end: int) -> None:
-        """Bytes [start, end) are here already."""
+        """Count bytes [start, end) as received, because the receiver has them already."""
         self._cover(start, end)
         self.received += end - start
 
     def forget(self) -> None:
-        """No more pieces. Whoever was handed them may own this reader: it lets go, for the memory's sake."""
+        """Accept no more pieces, and drop the callbacks: a cycle between them and this reader would keep memory."""
         self._write, self._receive_out_of_band = _refuse_piece, None
 
     def feed(self, piece: Frame) -> None:
+        """Pass the bytes of one piece to their callback. Raises a BAD_REQUEST refusal."""
         sizes = len(piece.data), piece.out_of_band, piece.left_out
         num_bytes = max(sizes)
         if num_bytes == 0:
@@ -276,9 +284,10 @@ class PayloadReader:
             return
         is_written = not piece.out_of_band and (self._leave is None or not piece.left_out)
         if sum(sizes) > num_bytes or (is_written and num_bytes > MAX_DATA_BYTES):
-            raise refusal(Reason.BAD_REQUEST, f"a piece of {num_bytes} bytes; at most {MAX_DATA_BYTES}, or placed")
+            message = f"a piece of {num_bytes} bytes; at most {MAX_DATA_BYTES} are possible within a message"
+            raise refusal(Reason.BAD_REQUEST, message)
         if piece.out_of_band and self._receive_out_of_band is None:
-            raise refusal(Reason.BAD_REQUEST, "a piece placed in a segment, for a payload that is not in one")
+            raise refusal(Reason.BAD_REQUEST, "an out-of-band piece, for a payload that travels in messages")
         self._pieces_left -= 1
         if self._pieces_left < 0:
             raise refusal(Reason.BAD_REQUEST, f"a payload of {self.num_bytes} bytes in too many pieces")
@@ -292,7 +301,7 @@ class PayloadReader:
             self._leave(piece.offset, piece.left_out)
 
     def _cover(self, start: int, end: int) -> None:
-        """Note that bytes [start, end) have come."""
+        """Add bytes [start, end) to the received ranges."""
         starts, ends = self._starts, self._ends
         at = bisect.bisect_right(starts, start)
         is_free = (at == 0 or ends[at - 1] <= start) and (at == len(starts) or end <= starts[at])
@@ -300,8 +309,7 @@ class PayloadReader:
             raise refusal(
                 Reason.BAD_REQUEST,
                 f"a piece at {start}..{end} of a payload of {self.num_bytes} bytes: it goes past the end, or some of "
-                f"it "
-                "came before",
+                "it came before",
             )
         starts.insert(at, start)
         ends.insert(at, end)

@@ -1,9 +1,8 @@
-"""JSON between processes and in files.
+"""JSON between processes and in files: `read_json` reads it strictly, `to_json` writes JSON that any parser reads.
 
-`read_json` reads what another process wrote: every way in which Python's parser accepts too much, or fails, is one
-ValueError. Python's own parser raises RecursionError for deep nesting, and accepts NaN, 1e999, whole numbers of
-thousands of digits and halves of surrogate pairs. Each of them fails later and elsewhere: in `float()`, in `encode()`,
-in a file of JSON. `to_json` writes what any parser reads.
+Python's own parser raises RecursionError for deep nesting. It accepts NaN, 1e999, whole numbers of thousands of digits
+and single surrogates, which fail later in `float()`, in `encode()` or in a file. `read_json` raises ValueError for all
+of them.
 """
 
 from __future__ import annotations
@@ -12,14 +11,16 @@ import json
 import math
 from typing import Any
 
-MAX_DEPTH = 200  # lists and objects within each other
+MAX_DEPTH = 200  # nested lists and objects
 _LEAST, _MOST = -(2**63), 2**64 - 1
 
 
 def read_json(text: str | bytes | bytearray, *, nan: bool = False, big: bool = False) -> Any:
-    """The value in `text`. ValueError, which says why, for what is no JSON, nests deeper than MAX_DEPTH, or has text
-    that UTF-8 cannot encode; without `nan` also for numbers that are not finite, and without `big` for whole numbers
-    of more than 64 bits."""
+    """Return the value in `text`.
+
+    Raises ValueError with the reason if `text` is not JSON, nests deeper than MAX_DEPTH, or has characters that UTF-8
+    cannot encode. Numbers that are not finite need `nan`, and whole numbers of more than 64 bits need `big`.
+    """
     read = text if isinstance(text, str) else text.decode()
     finite = None if nan else _finite
     try:
@@ -34,8 +35,10 @@ def read_json(text: str | bytes | bytearray, *, nan: bool = False, big: bool = F
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """JSON of a value, by `json.dumps` with these `options`. A number that is not finite is null: JSON has no NaN and
-    no Infinity, and what reads it strictly would refuse all of it."""
+    """Return a value as JSON, by `json.dumps` with these `options`.
+
+    A number that is not finite becomes null. JSON has no NaN and no Infinity, so a strict parser would refuse the text.
+    """
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -43,7 +46,7 @@ def to_json(value: Any, **options: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same value with None for numbers that are not finite."""
+    """Return the value with None in place of numbers that are not finite."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,7 @@
-"""Between the records (`records.py`) and the messages of the same names: for each topic what reads and what writes it.
+"""Conversion between the records of `records.py` and the protobuf messages of the same names.
 
-A field that has the value which an absent one stands for is not target."""
+Each topic has one function that writes it and one that reads it. A field with its default value is not written.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ from .records import (
 
 
 def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
-    """What announces its payload."""
+    """Return the message that announces the contribution's payload."""
     message = pb.WorkerMessage()
-    header = message.contribution  # set field by field, which takes a third of making it from them
+    header = message.contribution  # setting each field takes a third of the time of the constructor
     header.seq = contribution.id.seq
     _write_counts(contribution.counts, header.counts)
     _write_base(contribution.base, header.base)
@@ -57,8 +58,10 @@ def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
 
 
 def read_contribution(header: pb.Contribution, sender: tuple[int, int], kind: ContributionKind) -> Contribution:
-    """The contribution that this rank and incarnation sends. Refuses BAD_REQUEST hyperparameters that no optimizer
-    has."""
+    """Return the contribution that `sender` (rank, incarnation) sent.
+
+    Raises a BAD_REQUEST refusal for hyperparameters that no optimizer has.
+    """
     has = header.HasField
     return Contribution(
         ContributionId(*sender, header.seq),
@@ -207,7 +210,7 @@ _OUTCOMES = {int(outcome): outcome for outcome in Outcome}
 
 
 def reply_message(reply: Reply) -> pb.ServerMessage:
-    """The message that announces the weights, if there are any."""
+    """Return the message of a reply. It also announces the weights, if there are any."""
     message = pb.ServerMessage()
     header = message.reply
     _write_result(reply.result, header.result)

@@ -1,7 +1,7 @@
-"""Between the proto's messages and our own types; the only place that knows both.
+"""Conversion between protobuf messages and our types: models, optimizers and refusals.
 
-Everything that comes from the network is checked here: a value outside its range is a
-BAD_REQUEST refusal that names field, limit and value.
+The functions that read a message check it. A value outside its range is a BAD_REQUEST refusal that names the field, the
+limit and the value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, Redu
 from .checks import check_text
 
 SERVICE = "paramserver.v2.ParameterServer"
-# What a message may hold. Each of these numbers is far beyond real models, and bounds the time one message takes.
+# Limits on one message. They are far beyond real models, and bound the time to read a message.
 _MAX_TENSORS = 100_000
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_NAMES = 200_000  # of tensors and aliases
-_MAX_HYPERPARAMETERS = 200_000  # in all groups, items of lists and groups counted
+_MAX_HYPERPARAMETERS = 200_000  # in all groups; groups and items of lists count too
 _MAX_TABLES = 1_000
 _MAX_TEXT = 2_000  # bytes: gRPC limits all metadata of a call to 8 KiB by default
 
@@ -33,6 +33,7 @@ _MAX_TEXT = 2_000  # bytes: gRPC limits all metadata of a call to 8 KiB by defau
 
 
 def layout_to_proto(layout: Layout) -> list[pb.TensorSpec]:
+    """Return the tensors of a layout as messages."""
     kinds = {kind: pb.TensorSpec.Kind.Name(kind.value) for kind in Kind}
     return [
         pb.TensorSpec(
@@ -48,7 +49,10 @@ def layout_to_proto(layout: Layout) -> list[pb.TensorSpec]:
 
 
 def layout_from_proto(tensors: Any) -> Layout:
-    """Raises a BAD_REQUEST refusal for what Layout refuses, an unknown kind, or too much of anything."""
+    """Return the layout of these TensorSpec messages.
+
+    Raises a BAD_REQUEST refusal for an unknown kind, a count above its limit, or specs that Layout refuses.
+    """
     if not 0 < len(tensors) <= _MAX_TENSORS:
         raise refusal(Reason.BAD_REQUEST, f"a model of {len(tensors)} tensors; 1 to {_MAX_TENSORS} are possible")
     specs, num_names = [], 0
@@ -76,13 +80,14 @@ def layout_from_proto(tensors: Any) -> Layout:
 
 
 def struct(values: dict[str, Any]) -> Struct:
+    """Return a dict as a protobuf Struct."""
     message = Struct()
     message.update(values)
     return message
 
 
 def from_struct(message: Struct) -> dict[str, Any]:
-    """By hand: protobuf's own conversion is to JSON, which knows no infinity."""
+    """Return a Struct as a dict. Protobuf's own conversion goes through JSON, which has no infinity."""
     return {key: _from_value(value) for key, value in message.fields.items()}
 
 
@@ -96,7 +101,7 @@ def _from_value(value: Any) -> Any:
 
 
 def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
-    """Raises a BAD_REQUEST refusal for NaN and Inf, and for more than any optimizer has."""
+    """Return the hyperparameters of each group. Raises a BAD_REQUEST refusal for NaN, Inf, or too many values."""
     if not groups:
         return []
     num_left = _MAX_HYPERPARAMETERS - len(groups)
@@ -116,7 +121,7 @@ def hyperparameters_from_proto(groups: Any) -> list[Hyperparameters]:
 
 
 def _values(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Every value with the key it stands under, also those within lists and groups. Protobuf bounds the depth."""
+    """Yield every value with its key, also values within lists and groups. Protobuf limits the depth."""
     for key, value in pairs:
         yield key, value
         kind = value.WhichOneof("kind")
@@ -127,6 +132,7 @@ def _values(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
+    """Return the message of an optimizer."""
     groups = [
         pb.ParameterGroup(tensors=group.tensors, hyperparameters=struct(group.hyperparameters)) for group in spec.groups
     ]
@@ -141,8 +147,11 @@ def optimizer_to_proto(spec: OptimizerSpec) -> pb.Optimizer:
 
 
 def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) -> OptimizerSpec:
-    """With a layout, also checks that every tensor is a parameter and in one group only, and that there is one at all.
-    Refuses BAD_REQUEST, as `hyperparameters_from_proto` does."""
+    """Return the optimizer of a message. Raises a BAD_REQUEST refusal, as `hyperparameters_from_proto` does.
+
+    With a layout, this also refuses a tensor that is not a parameter or is in two groups, and an optimizer without any
+    parameter.
+    """
     check_text("an optimizer's name", message.name)
     num_groups = len(message.groups)
     if num_groups > _MAX_NAMES or num_groups + sum(len(group.tensors) for group in message.groups) > _MAX_NAMES:
@@ -157,14 +166,14 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
             if name not in trained:
                 raise refusal(
                     Reason.BAD_REQUEST,
-                    f"the optimizer's tensor '{name}' is no parameter of the model, or in two groups",
+                    f"the optimizer's tensor '{name}' is not a parameter of the model, or is in two groups",
                 )
             trained.remove(name)
         if not any(group.tensors for group in groups):
             raise refusal(
                 Reason.BAD_REQUEST,
                 f"there is nothing to train: the optimizer holds none of the model's {len(trained)} parameters",
-                fix="give it at least one parameter that requires a gradient; buffers and frozen tensors are none",
+                fix="give it at least one parameter that requires a gradient, not only buffers and frozen tensors",
             )
     reduction: Reduction = "sum" if message.sums else "mean"
     return OptimizerSpec(message.name, groups, _tables_from_proto(message.tables), reduction)
@@ -192,17 +201,17 @@ def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
 
 
 def refusal_to_status(error: ParamServerError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """(status code, message, trailing metadata) for an error that has a reason."""
+    """Return (status code, message, trailing metadata) of an error that has a reason."""
     reason = error.reason or Reason.BAD_REQUEST
     fix = error.fix.encode("ascii", "replace").decode().replace("\n", " ")
     metadata = (("ps-reason", reason.value), ("ps-fix", fix[:_MAX_TEXT]))
-    # The status message travels percent-encoded: up to three bytes for each of UTF-8.
+    # gRPC percent-encodes the status message: each byte of UTF-8 takes up to three bytes.
     details = error.message.encode()[: _MAX_TEXT if error.message.isascii() else _MAX_TEXT // 2]
     return grpc.StatusCode[reason.status], details.decode(errors="ignore"), metadata
 
 
 def refusal_from_status(error: grpc.RpcError) -> ParamServerError | None:
-    """The refusal a failed call carries; None when the call failed for another cause."""
+    """Return the refusal that a failed call carries, or None if the call failed for another cause."""
     metadata = dict(error.trailing_metadata() or ())
     text = metadata.get("ps-reason")
     if text is None:

@@ -1,8 +1,8 @@
-"""A contribution and a reply, each as one record nested by topic. Its maker builds it once, and it passes unopened to
-whoever reads a topic.
+"""Records of a contribution and of a reply, nested by topic.
 
-The messages of the same names in proto/parameter_server.proto have the same fields. `messages.py` has a reader and a
-writer for each topic. A new fact is a field here and in the proto, a line in both of these, and the code that uses it.
+One function builds a record, and each reader takes only its topic from it. The messages of the same names in
+proto/parameter_server.proto have the same fields, and `messages.py` converts each topic. To add a field, write it here
+and in the proto, and add a line to the topic's reader and writer in `messages.py`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ..kinds import ContributionKind
 
 Record = TypeVar("Record")
-_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # reads all fields of a class of records
+_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # for each record class, a getter of all fields
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as record
 else:
 
     def record(frozen: bool):
-        """A frozen dataclass for the type checker. At run time it is not: making one takes a tenth of the time, and
-        five are made for every contribution."""
+        """Make a dataclass that is frozen for the type checker, but not at run time.
+
+        An instance that is not frozen takes a tenth of the time to make, and every contribution needs five.
+        """
         return dataclass(slots=True, unsafe_hash=frozen)
 
 
 def changed(item: Record, **topics: Any) -> Record:
-    """A copy of a record with other topics. It takes half of the time of `dataclasses.replace`, and a small exchange
-    makes seven."""
+    """Return a copy of a record with some topics replaced.
+
+    It takes half the time of `dataclasses.replace`, and a small exchange makes seven copies.
+    """
     kind = type(item)
     if (fields := _FIELDS.get(kind)) is None:
         fields = _FIELDS[kind] = attrgetter(*kind.__slots__)  # type: ignore[attr-defined]
@@ -42,103 +46,103 @@ def changed(item: Record, **topics: Any) -> Record:
 
 
 class ContributionId(NamedTuple):
-    """Names one contribution of a run: an effect of it happens at most once."""
+    """Identifies one contribution of a run. The server applies it at most once."""
 
     rank: int
     incarnation: int
-    seq: int  # of the rank's contributions, from 1
+    seq: int  # sequence number among the rank's contributions, from 1
 
 
 @record(frozen=True)
 class Counts:
-    """What a contribution counts as. Read by the policy and the counters."""
+    """Samples, training steps and batches of a contribution. The policy and the counters read it."""
 
-    num_samples: int = 1  # its weight in a mean; 0: unknown, and it weighs as 1
-    num_training_steps: int | None = None  # None: as many as the worker was told
-    num_batches: int | None = None  # drawn for it; None: one for each training step
-    part: int = 0  # of a model that is stepped in parts, from 1
+    num_samples: int = 1  # weight in a mean; 0: unknown, which weighs as 1
+    num_training_steps: int | None = None  # None: as many as the server's last reply requested
+    num_batches: int | None = None  # batches that the worker used; None: one for each training step
+    part: int = 0  # number of the optimizer that steps a part of the model, from 1; 0: one optimizer steps all
 
     @property
     def continues_step(self) -> bool:
-        """It belongs to the training step of the rank's contribution before, which was of another part."""
+        """Whether the contribution belongs to the same training step as the rank's previous one, of another part."""
         return self.part > 0 and self.num_training_steps == 0
 
 
 @record(frozen=True)
 class Base:
-    """The weights that a contribution was computed on. Read by the policy and the store."""
+    """The weights that a contribution was computed on. The policy and the store read it."""
 
     version: int = 0
-    has_all: bool = False  # the worker still has all of them
+    has_all: bool = False  # the worker still has all weights of this version
     reference: int = 0  # number of the worker's reference; 0: none
 
 
 @record(frozen=True)
 class Timing:
-    """Read by policies with deadlines, and by metrics."""
+    """Seconds that the worker measured. Policies with deadlines and metrics read it."""
 
     compute_s: float = 0.0  # 0: unknown
-    transfer_s: float = 0.0  # of the exchange before, without what the mode made it wait
+    transfer_s: float = 0.0  # of the previous exchange, without the time in which the mode made the worker wait
 
 
 @record(frozen=True)
 class PayloadInfo:
-    """How the payload travels. Read by the receiver and the store."""
+    """How the payload travels. The receiver and the store read it."""
 
     codec: str = ""  # empty: raw
-    num_bytes: int = 0  # encoded
+    num_bytes: int = 0  # of the encoded payload
     in_shared_memory: bool = False
-    without_gradient: tuple[int, ...] = ()  # positions in the model's specs of parameters that got none
+    without_gradient: tuple[int, ...] = ()  # parameters that got no gradient, as positions in the model's specs
 
 
 @record(frozen=True)
 class TrainingInfo:
-    """How the server steps, what the worker wants with the reply, and its loss."""
+    """Settings of the server's step, requests for the reply, and the worker's loss."""
 
-    hyperparameters: tuple[dict[str, Any], ...] = ()  # of each group; empty: as before
-    clip_norm: float = 0.0  # 2-norm that is stepped along at most; 0: any
+    hyperparameters: tuple[dict[str, Any], ...] = ()  # of each parameter group; empty: unchanged
+    clip_norm: float = 0.0  # the server clips the gradient to this 2-norm; 0: no clipping
     loss: float = math.nan  # mean since the last contribution
-    wants_weights: bool = True
-    evaluates: bool = False  # the weights of the reply
+    wants_weights: bool = True  # the reply must carry weights
+    evaluates: bool = False  # the worker will evaluate the weights of the reply
 
 
 @record(frozen=True)
 class ResidualInfo:
-    """What the worker's codec keeps back, for the summary."""
+    """The residual of the worker's codec, for the summary."""
 
     norm: float = 0.0
-    num_lost: int = 0  # how often such was lost since this process began
-    lost_norm: float = 0.0  # sum of the norms that were lost
+    num_lost: int = 0  # residuals that this process lost
+    lost_norm: float = 0.0  # sum of their norms
 
 
 @record(frozen=True)
 class CompletionInfo:
-    """That a group has averaged a gradient. Read by the policy of all-reduce."""
+    """Result of averaging a gradient among peers. The policy of `allreduce` reads it."""
 
-    generation: int = 0  # of the group; 0: the newest that the worker was told
-    failed: bool = False  # there is no mean
-    peer_bytes: int = 0  # sent to peers since the last completion
+    generation: int = 0  # of the group; 0: the newest that the worker knows
+    failed: bool = False  # the peers have no mean
+    peer_bytes: int = 0  # bytes sent to peers since the last completion
 
 
 @record(frozen=True)
 class FirstInfo:
-    """What a process trains on, with its first contribution. Zeros: unknown."""
+    """Facts about a new process, sent with its first contribution. Zero means unknown."""
 
-    num_samples: int = 0  # of the data set
-    digest: int = 0  # of the first gradients
+    num_samples: int = 0  # size of the data set
+    digest: int = 0  # of the first gradients; equal digests mean equal batches
     run_steps: int = 0  # training steps of the run, as this worker counts them
     rates: tuple[float, ...] = ()  # learning rates at the process's first training step
 
 
 @record(frozen=True)
 class Position:
-    """Where a rank was when a contribution began."""
+    """The position of a rank in its data when a contribution began."""
 
-    step: int = 0  # training steps behind it
-    local_steps: int = 0  # in the contribution
-    batches: int = 0  # of its data that were behind it
-    epoch: int | None = None  # from 0; None where the script has no loop over epochs
-    epoch_batches: int = 0  # of the epoch that were behind it
+    step: int = 0  # training steps done before
+    local_steps: int = 0  # training steps in the contribution
+    batches: int = 0  # batches used before, in all epochs
+    epoch: int | None = None  # from 0; None if the script has no loop over epochs
+    epoch_batches: int = 0  # batches of this epoch used before
 
 
 _COUNTS, _BASE, _TIMING, _PAYLOAD = Counts(), Base(), Timing(), PayloadInfo()
@@ -147,7 +151,7 @@ _TRAINING, NO_RESIDUAL, NO_COMPLETION = TrainingInfo(), ResidualInfo(), Completi
 
 @record(frozen=True)
 class Contribution:
-    """One unit of work, whole. `kind` says what the payload holds."""
+    """One contribution of a worker. `kind` says what the payload holds."""
 
     id: ContributionId = ContributionId(0, 0, 0)
     kind: ContributionKind = ContributionKind.GRADIENT
@@ -159,14 +163,14 @@ class Contribution:
     residual: ResidualInfo = NO_RESIDUAL
     completion: CompletionInfo = NO_COMPLETION
     first: FirstInfo | None = None
-    position: Position | None = None  # of a script that remembers something
+    position: Position | None = None  # only for a script that saves state
 
 
 # ---- replies ------------------------------------------------------------------------------------------
 
 
 class Outcome(IntEnum):
-    """What became of a contribution. The values are those of Reply.Outcome in the proto."""
+    """What the server did with a contribution. The values equal Reply.Outcome in the proto."""
 
     START = 1
     APPLIED = 2
@@ -179,20 +183,20 @@ COUNTED = (Outcome.APPLIED, Outcome.REPEATED)
 
 
 class RateInfo(NamedTuple):
-    """Learning rates of one rank's contributions; one number for each group of its optimizer."""
+    """Learning rates of one rank: one number for each group of its optimizer."""
 
-    first: tuple[float, ...]  # at the first training step of its first process
-    last: tuple[float, ...]  # of its newest contribution that counts
-    num_changes: int  # contributions that count whose rates differ from those of the one before
+    first: tuple[float, ...]  # at the first training step of the rank's first process
+    last: tuple[float, ...]  # of the rank's newest counted contribution
+    num_changes: int  # counted contributions whose rates differ from the previous ones
 
 
 @record(frozen=True)
 class Result:
-    """What became of the rank's newest contribution."""
+    """Result of the rank's newest contribution."""
 
     outcome: Outcome
-    seq: int  # contributions of the rank that count
-    version: int  # of the weights that follow, or of the server
+    seq: int  # sequence number of the rank's newest counted contribution
+    version: int  # of the weights in this reply; without weights, the server's version
     staleness: int = 0
     gate_wait_s: float = 0.0
     reason: str = ""
@@ -200,25 +204,25 @@ class Result:
 
 @record(frozen=True)
 class NextWork:
-    """What the worker does until its next contribution."""
+    """Work of the worker until its next contribution."""
 
-    local_steps: int  # 0: all are done
-    training_steps: int  # of the rank that count
-    num_workers: int = 1  # how the data is divided
-    worker_index: int = 0
-    run_steps: int | None = None  # training steps of the run, where it has a length
-    has_evaluator: bool = False  # a process that does not train evaluates
-    same_batches_as: int | None = None  # a rank whose first gradients are equal to this one's
+    local_steps: int  # training steps to take; 0: the run has all its steps
+    training_steps: int  # counted training steps of this rank
+    num_workers: int = 1  # the data is divided among so many workers
+    worker_index: int = 0  # this worker's share of the data, from 0
+    run_steps: int | None = None  # training steps of the run; None: no limit
+    has_evaluator: bool = False  # another process evaluates, so workers need not
+    same_batches_as: int | None = None  # a rank that sent the same first gradients as this rank
 
 
 @record(frozen=True)
 class ReferenceInfo:
-    """The payload leads to reference `number`; that of number `checked` has this CRC-32."""
+    """The reference that the payload leads to, and a checksum of an earlier reference."""
 
-    number: int
-    checked: int = 0
-    crc: int = 0
-    # Of each difference, tensors of the model that it has nothing of, by position in its specs; none: each is whole.
+    number: int  # of the reference after this payload
+    checked: int = 0  # number of the reference that `crc` belongs to
+    crc: int = 0  # CRC-32
+    # For each difference, the tensors it leaves out, as positions in the model's specs. Empty: all are complete.
     left_out: tuple[tuple[int, ...], ...] = ()
 
 
@@ -226,47 +230,46 @@ class ReferenceInfo:
 class WeightsInfo:
     """How the weights of a reply travel."""
 
-    num_bytes: int  # encoded
+    num_bytes: int  # of the encoded weights
     codec: str = ""  # empty: raw
-    segment: Any = None  # Segment of the proto: the weights lie there
-    reference: ReferenceInfo | None = None  # None: they are the server's own
+    segment: Any = None  # pb.Segment with the weights; None: they follow as bytes
+    reference: ReferenceInfo | None = None  # None: the payload is the weights, not differences to a reference
 
 
 @record(frozen=True)
 class GroupInfo:
-    """The group that a worker averages in from here on."""
+    """The group of peers in which the worker averages from now on."""
 
     generation: int = 0
     members: tuple[int, ...] = ()  # ranks, ascending
     rendezvous: str = ""  # HOST:PORT
     has_weights: bool = True  # the server has the weights of the newest version
-    uploads_weights: bool = False  # with the next completion of this worker
-    uploads_optimizer: bool = False  # with any that uploads weights
-    secret: bytes = b""  # made by the server's wire: the run has none
+    uploads_weights: bool = False  # this worker uploads weights with its next completion
+    uploads_optimizer: bool = False  # an upload of weights also has the optimizer's state
+    secret: bytes = b""  # the server's wire adds it; the run does not know it
 
 
 @record(frozen=True)
 class StartInfo:
-    """Where a process begins."""
+    """The position where a new process begins."""
 
-    num_batches: int | None = None  # of the rank's data that are behind it; None: as many as training steps
-    in_step: int = 0  # contributions that count of the training step it begins with
+    num_batches: int | None = None  # batches that the rank used before; None: as many as training steps
+    in_step: int = 0  # counted contributions of the training step that the process continues
     rates: RateInfo | None = None
-    position: Position | None = None  # of a script that remembers something
+    position: Position | None = None  # only for a script that saves state
 
 
 @record(frozen=True)
 class Reply:
-    """Lets one worker go on."""
+    """The server's reply, which lets one worker continue."""
 
     result: Result
     next_work: NextWork
-    weights: WeightsInfo | None = None  # None: none follow, or the wire has not chosen how yet
+    weights: WeightsInfo | None = None  # None: no weights follow, or the wire has not chosen the encoding yet
     group: GroupInfo | None = None
     start: StartInfo | None = None
 
     @property
     def has_new_weights(self) -> bool:
-        """The worker computes on `result.version` from here on: its peers' weights, new ones, or those it has as its
-        reference."""
+        """Whether the worker now computes on `result.version`, with weights of this reply or of its peers."""
         return self.weights is not None or self.group is not None

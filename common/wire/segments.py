@@ -1,11 +1,10 @@
-"""Memory that two processes of one host share: how same-host workers and servers exchange tensors.
+"""Segments: memory that a server and a worker on one host share to exchange tensors.
 
-A segment is a Linux memfd. It has no name in any file system, so nothing is left behind however
-its processes end: the kernel frees it with its last mapping. Whoever made it says where it is (host,
-process, descriptor, and a random label); the other opens it through /proc, which the kernel allows
-to processes of the same user only. A size that cannot change (seals) means that no process can
-make another one fault. Where any of this is missing, or the other process is on another host or in
-another container, `open_segment` raises SegmentError and tensors go over the connection instead.
+A segment is a Linux memfd. It has no name in a file system, and the kernel frees it with its last mapping, so it never
+outlives its processes. The maker sends its address: host, process, descriptor and a random label. The other process
+opens it through /proc, which the kernel allows only to processes of the same user. Seals fix the size, so that neither
+process can make the other one fault. `open_segment` raises SegmentError if the system lacks any of this, or if the
+other process is on another host or in another container. The tensors then travel over the connection.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _LABEL = re.compile(r"[0-9a-f]{32}")
 
 
 class SegmentError(Exception):
-    """A segment cannot be made or opened; the text says why."""
+    """A segment cannot be made or opened. The text is the reason."""
 
 
 class Segment:
-    """Shared memory as a payload, uint8 [num_bytes]. `address` says where; None in memory nobody else can open."""
+    """Shared memory as a payload, uint8 [num_bytes]. `address` is None if no other process can open it."""
 
     def __init__(self, payload: torch.Tensor, address: pb.Segment | None, descriptor: int | None = None) -> None:
         self.payload = payload
@@ -41,7 +40,7 @@ class Segment:
         self._descriptor = descriptor
 
     def close(self) -> None:
-        """Nobody can open it any more; memory goes with its last tensor."""
+        """Close the descriptor, so that no process can open the segment. The last tensor frees the memory."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -52,7 +51,7 @@ class Segment:
 
 
 def new_segment(num_bytes: int) -> Segment:
-    """Zeroed memory that other processes of this user on this host can open. Raises SegmentError."""
+    """Return zeroed memory that other processes of this user on this host can open. Raises SegmentError."""
     label = secrets.token_hex(16)
     try:
         import fcntl
@@ -72,19 +71,19 @@ def new_segment(num_bytes: int) -> Segment:
 
 
 def private_segment(num_bytes: int) -> Segment:
-    """The same for this process alone: where there is no shared memory, or no need of it."""
+    """Return a segment in ordinary memory, which only this process can use."""
     return Segment(new_payload(num_bytes), None)
 
 
 def open_segment(address: pb.Segment) -> Segment:
-    """Map a segment that another process made. Raises SegmentError for anything that is not exactly it."""
+    """Map a segment that another process made. Raises SegmentError unless the descriptor is exactly this segment."""
     if address.host != this_host():
         raise SegmentError("the other process runs on another host")
     if not _LABEL.fullmatch(address.label) or address.num_bytes < 1:
         raise SegmentError("not an address of a segment")
     path, expected = f"/proc/{address.pid}/fd/{address.descriptor}", f"/memfd:{_PREFIX}{address.label} (deleted)"
     try:
-        # Looked at before it is opened: opening some other file could block, or do worse.
+        # Check the link before opening it: opening another kind of file could block or have side effects.
         if os.readlink(path) != expected:
             raise SegmentError("the descriptor is not the segment's")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -126,7 +125,7 @@ def _map(descriptor: int, num_bytes: int) -> torch.Tensor:
 
 @functools.cache
 def this_host() -> str:
-    """The kernel's id of this boot; empty where there is none, which equals no other host's."""
+    """Return the kernel's id of this boot, or a random id where the kernel has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

@@ -1,8 +1,9 @@
-"""OpenTelemetry traces (the extra `otel`): what the server's and the workers' spans of an exchange have in common.
+"""OpenTelemetry traces (the extra `otel`), shared by the spans of server and workers.
 
-One exchange is one trace. A stream lasts as long as its worker, so no call's metadata could carry a context for each
-contribution; instead both sides make the same ids of what names it, (run, rank, incarnation, number). So the server's
-spans hang under the worker's without a byte on the wire, and a sampler by trace id chooses the same on both sides.
+One exchange is one trace. A stream lasts as long as its worker, so the metadata of a call cannot carry a context for
+each contribution. Instead both sides compute the same ids from (run, rank, incarnation, sequence number). The server's
+spans are children of the worker's span without any bytes on the wire. A sampler by trace id chooses the same traces on
+both sides.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ except ModuleNotFoundError as error:
 
 log = get_logger()
 
-_TIMEOUT_S = 2.0  # of one request; at the end of a process as long for what is left
+_TIMEOUT_S = 2.0  # of one export request, and of the last export when the process ends
 
 
 class Ids(RandomIdGenerator):
-    """Random ones, but for the span of an exchange, whose ids are given."""
+    """Makes random ids, except while `fixed` holds the ids for the span of an exchange."""
 
     def __init__(self) -> None:
         self.fixed: tuple[int, int] | None = None
@@ -45,18 +46,18 @@ class Ids(RandomIdGenerator):
 
 
 class _Exporter(SpanExporter):
-    """Says once that nobody takes them."""
+    """Exports spans, and warns once if the collector does not accept them."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._is_said = url, False
+        self._url, self._has_warned = url, False
         self._inner = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # tracebacks, of what is said below
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # no tracebacks beside the warning below
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._inner.export(spans)
-        if result is not SpanExportResult.SUCCESS and not self._is_said:
-            self._is_said = True
-            log.warning("traces_lost", to=self._url, meaning="nobody takes them there; the run goes on without")
+        if result is not SpanExportResult.SUCCESS and not self._has_warned:
+            self._has_warned = True
+            log.warning("traces_lost", to=self._url, meaning="no collector accepts traces there; the run continues")
         return result
 
     def shutdown(self) -> None:
@@ -64,7 +65,7 @@ class _Exporter(SpanExporter):
 
 
 class Traces:
-    """The spans of one process. Times are Unix nanoseconds. UsageError without the extra."""
+    """Makes the spans of one process. Times are Unix nanoseconds. Raises UsageError without the extra."""
 
     def __init__(self, url: str, service: str, **about: Any) -> None:
         self._ids, self._is_closed = Ids(), False
@@ -76,7 +77,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("paramserver")
 
     def exchange(self, ids: tuple[int, int], begun: int, ended: int, attributes: dict[str, Any]) -> Context:
-        """The span of a whole exchange; what it consists of goes below."""
+        """Record the span of a whole exchange, and return the context for its child spans."""
         self._ids.fixed = ids
         try:
             span = self._tracer.start_span(
@@ -88,7 +89,7 @@ class Traces:
         return trace.set_span_in_context(span, Context())
 
     def of_others(self, ids: tuple[int, int]) -> Context:
-        """The exchange of a worker, whose span is another process's."""
+        """Return the context of an exchange whose span another process records."""
         is_sampled = self._provider.sampler.should_sample(None, ids[0], "exchange").decision.is_sampled()
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if is_sampled else trace.TraceFlags.DEFAULT)
         remote = trace.SpanContext(*ids, is_remote=True, trace_flags=flags)
@@ -104,14 +105,14 @@ class Traces:
         *,
         serves: bool = False,
     ) -> Context:
-        """A span below another one."""
+        """Record a child span of the context `above`, and return the context for its own children."""
         kind = trace.SpanKind.SERVER if serves else trace.SpanKind.INTERNAL
         span = self._tracer.start_span(name, above, kind, attributes=attributes, start_time=begun)
         span.end(max(begun, ended))
         return trace.set_span_in_context(span, above)
 
     def close(self) -> None:
-        """What is left goes out, within a few seconds. Once."""
+        """Export the remaining spans, which takes at most a few seconds. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -120,6 +121,6 @@ class Traces:
 
 
 def ids_of(run: str, rank: int, incarnation: int, number: int) -> tuple[int, int]:
-    """Trace and span of the exchange of a contribution; never 0, which means none."""
+    """Return the trace id and span id of a contribution's exchange. They are never 0, which means no id."""
     digest = blake2b(f"{run}/{rank}/{incarnation}/{number}".encode(), digest_size=24).digest()
     return int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1

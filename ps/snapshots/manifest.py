@@ -227,7 +227,7 @@ def _try_out(
     """Take one step from the snapshot with one number in each group, in the way a store would."""
     for group, now in zip(optimizer.groups, hyperparameters, strict=True):
         for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
-            raise CheckpointError(f"'{key}' is no hyperparameter")
+            raise CheckpointError(f"'{key}' is not a hyperparameter")
     numbers, keys = [torch.nn.Parameter(torch.zeros(1)) for _ in groups], keys_by_name(state)
     of_groups = zip(numbers, optimizer.groups, strict=True)
     try:

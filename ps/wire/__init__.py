@@ -1,1 +1,1 @@
-"""Streams of workers: messages to events, effects to messages. Decides nothing."""
+"""Streams of workers. This package turns messages into events, and effects into messages. It makes no decisions."""

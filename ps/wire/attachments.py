@@ -1,4 +1,4 @@
-"""Assemblers of a contribution's parts that come ahead of it: states in pieces, and rows."""
+"""Collects the parts of a contribution that arrive before it: states in pieces, and gradients of rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MAX_KEYS, _MORE_BYTES = 8, 1 << 20
 
 
 class StateAssembler:
-    """Bytes that come in consecutive State messages."""
+    """Joins the bytes of consecutive State messages."""
 
     def __init__(self) -> None:
         self._num_bytes, self._data = 0, bytearray()
 
     def add(self, message: pb.State) -> None:
-        """Refuses BAD_REQUEST a piece that does not follow the ones before."""
+        """Append a piece. Raises a BAD_REQUEST refusal if it does not follow the previous pieces."""
         if not message.offset:
             self._num_bytes, self._data = message.num_bytes, bytearray()
         if message.num_bytes != self._num_bytes or message.offset != len(self._data):
@@ -33,13 +33,13 @@ class StateAssembler:
         self._data += message.piece
 
     def check_complete(self) -> None:
-        """Refuses BAD_REQUEST where pieces are missing."""
+        """Raise a BAD_REQUEST refusal if pieces are missing."""
         if len(self._data) < self._num_bytes:
             problem = f"a Contribution after {len(self._data)} of {self._num_bytes} bytes of a State"
             raise refusal(Reason.BAD_REQUEST, problem)
 
     def take(self) -> bytes | None:
-        """The whole state; None where it has not come, or not all of it."""
+        """Return the whole state and start over, or None if the state has not arrived completely."""
         if not self._data or len(self._data) < self._num_bytes:
             return None
         data, self._data, self._num_bytes = bytes(self._data), bytearray(), 0
@@ -47,7 +47,7 @@ class StateAssembler:
 
 
 class Attachments:
-    """The optimizer's state after the step that leads to the next contribution's weights, and gradients of rows."""
+    """Parts that belong to the next contribution: gradients of rows, and the optimizer's state after its step."""
 
     def __init__(self, rank: int, model: Model, tensors: TensorThread) -> None:
         self._rank, self._model, self._tensors = rank, model, tensors
@@ -56,7 +56,7 @@ class Attachments:
         self._rows: list[Rows] = []
 
     def check(self, received: Frame) -> None:
-        """Refuses BAD_REQUEST rows of a run without tables, and a state larger than any of this model's optimizer."""
+        """Raise a BAD_REQUEST refusal for rows in a run without tables, or a state too large for this model."""
         model, header = self._model, received.header
         if isinstance(header, pb.Rows) and not (model.has_weights and model.store.tables):
             raise refusal(Reason.BAD_REQUEST, "rows of a run that has no tables yet, or none at all")
@@ -69,7 +69,7 @@ class Attachments:
             raise refusal(Reason.BAD_REQUEST, problem)
 
     async def add(self, received: Frame) -> None:
-        """Store a message that was checked. Refuses BAD_REQUEST rows and a state that this model cannot have."""
+        """Store a checked message. Raises a BAD_REQUEST refusal for rows or a state that do not fit this model."""
         header = received.header
         if isinstance(header, pb.Rows) and self._model.store.tables is not None:
             read = self._model.store.tables.read
@@ -84,7 +84,7 @@ class Attachments:
                     raise refusal(Reason.BAD_REQUEST, problem) from None
 
     def take(self) -> tuple[list[Rows], OptimizerState | None]:
-        """The rows and the optimizer's state; none are left."""
+        """Return the rows and the optimizer's state, and clear both."""
         found = self._rows, self._optimizer
         self._rows, self._optimizer = [], None
         return found

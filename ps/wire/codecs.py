@@ -1,4 +1,4 @@
-"""Codecs by name, and whether a worker's contributions may come in one of them."""
+"""Finds codecs by name, and checks whether a worker may use one for its contributions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..engine.peers import Peer
 
 @functools.cache
 def codec_named(name: str) -> Codec:
-    """One of this program's codecs; an empty name is raw. Refuses BAD_REQUEST an unknown name."""
+    """Return the codec of this name, where "" is raw. Raises a BAD_REQUEST refusal for an unknown name."""
     try:
         codec: Codec = CODECS.load(name or "raw")()
         return codec
@@ -22,7 +22,7 @@ def codec_named(name: str) -> Codec:
 
 
 def unusable(run: Run, peer: Peer, codec: Codec) -> UsageError | None:
-    """Why contributions of this worker cannot come in a codec; None where its mode and optimizer allow it."""
+    """Return the error if the mode or the optimizer excludes a codec for this worker's contributions, else None."""
     assert peer.offer is not None
     policy, optimizer = run.policy, peer.offer[1]
     groups = zip(optimizer.classes, (group.hyperparameters for group in optimizer.groups), strict=True)

@@ -1,8 +1,8 @@
-"""One direct connection of a worker: see `common/wire/direct.py`, and `port.py` for where connections are accepted.
+"""One direct connection of a worker. `common/wire/direct.py` has the format, and `port.py` accepts connections.
 
-Sockets are read and written on the event loop, without a task or a copy of their own, and a payload is received in the
-memory that it belongs to. Threads receive and send large payloads, so that those of several workers pass side by side.
-A thread waits for at most a moment, so a few threads do for any number of workers.
+The event loop reads and writes the sockets itself, without further tasks or copies. A payload is received straight into
+its final memory. Threads receive and send large payloads, so that several workers transfer at the same time. A thread
+waits for at most _MOMENT_MS, so a few threads are enough for any number of workers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Pieces = list[bytes | memoryview]
 
 _BUFFER_BYTES = 64 << 10
 _NUM_THREADS = 4
-_LEAST_HANDED_OVER = 256 << 10  # less is sent and received on the loop: a hop costs as much
+_LEAST_HANDED_OVER = 256 << 10  # the loop transfers less itself, as the change to a thread would cost as much
 _MOMENT_MS = 1
-# A thread is woken for so many bytes of a payload: each wake-up costs the sender as much as copying 64 KiB.
+# A thread wakes up once so many bytes have arrived. Each wake-up costs the sender as much as copying 64 KiB.
 _WAKE_BYTES = 512 << 10
-_RECORDS_BYTES = 32 << 10  # that TLS may have taken already, in a record that is not whole
+_RECORDS_BYTES = 32 << 10  # bytes that TLS may have read already, as part of an incomplete record
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="direct")
@@ -41,25 +41,25 @@ _handshakes = ThreadPoolExecutor(1, thread_name_prefix="handshake")
 
 
 class Connection:
-    """One socket, used by the task of its stream. Everything raises OSError when the peer is gone."""
+    """One socket, used by the task of its stream. All methods raise OSError once the peer is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._descriptor = connection.fileno()
         self._loop = asyncio.get_running_loop()
         self._view = memoryview(bytearray(_BUFFER_BYTES))
-        self._start = self._end = 0  # the bytes of the buffer that have come and were not taken
+        self._start = self._end = 0  # range of received bytes in the buffer that are not used yet
         self._waiting: set[asyncio.Future[None]] = set()
-        self.is_closed = False  # by this process, or because the call is over
+        self.is_closed = False  # by this process, also at the end of the call
         self._num_running = 0  # calls on threads
-        self._low_water = 1  # bytes that a poll is woken for
-        is_tls = isinstance(connection, ssl.SSLSocket)  # whose state is for one thread at a time
+        self._low_water = 1  # bytes after which a poll returns (SO_RCVLOWAT)
+        is_tls = isinstance(connection, ssl.SSLSocket)  # its state allows only one thread at a time
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock() if is_tls else contextlib.nullcontext()
 
     # ---- in ---------------------------------------------------------------------------------
 
     async def read(self) -> bytes | None:
-        """The next message; None at the end."""
+        """Return the next message, or None at the end of the connection."""
         while (message := self._take_message()) is None:
             if (num_bytes := self._next_bytes()) > _BUFFER_BYTES - LENGTH_BYTES:
                 if num_bytes > MAX_MESSAGE_BYTES:
@@ -74,8 +74,10 @@ class Connection:
         return message
 
     def read_now(self) -> bytes | None:
-        """The next message if it is here, None while it is not whole. EOFError for a large message, the end and an
-        error, which `read` then reports."""
+        """Return the next message, or None if it has not arrived completely.
+
+        Raises EOFError for a large message, at the end and on an error. `read` then handles these cases.
+        """
         try:
             while (message := self._take_message()) is None:
                 if self._next_bytes() > _BUFFER_BYTES - LENGTH_BYTES or not self._fill():
@@ -87,11 +89,11 @@ class Connection:
         return message
 
     def _next_bytes(self) -> int:
-        """Size of the next message; 0 while it is not known."""
+        """Return the size of the next message, or 0 if it is not known yet."""
         return length_of(self._view, self._start) if self._end - self._start >= LENGTH_BYTES else 0
 
     def _take_message(self) -> bytes | None:
-        """The next message if all of it is in the buffer."""
+        """Return the next message if all of it is in the buffer, else None."""
         start = self._start + LENGTH_BYTES
         if start > self._end or (end := start + self._next_bytes()) > self._end:
             return None
@@ -99,29 +101,30 @@ class Connection:
         return bytes(self._view[start:end])
 
     def unread(self, message: bytes) -> None:
-        """Return the message that was read last to the buffer."""
+        """Put the last message back into the buffer."""
         self._start -= LENGTH_BYTES + len(message)
 
     @property
     def has_more(self) -> bool:
-        """Bytes have come that the kernel does not report any more."""
+        """Whether received bytes are in the buffer or in TLS, for which the kernel reports nothing."""
         if self._end > self._start or not isinstance(self._socket, ssl.SSLSocket):
             return self._end > self._start
         with self._lock:
             return self._socket.pending() > 0
 
     def watch(self, readable: Callable[[], object]) -> None:
-        """Call this whenever bytes have come."""
+        """Call `readable` whenever bytes arrive."""
         if not self.is_closed:
-            self._wake_at(1)  # a large message may have come before
+            self._wake_at(1)  # a large message before this may have set another mark
             self._loop.add_reader(self._descriptor, readable)
 
     def unwatch(self) -> None:
+        """Stop calling the function of `watch`."""
         if not self.is_closed:
             self._loop.remove_reader(self._descriptor)
 
     async def receive_into(self, target: memoryview) -> bool:
-        """Fill `target` with the bytes that follow a message; False when they end before."""
+        """Fill `target` with the bytes that follow a message. Returns False if the connection ends before."""
         done = self._take_buffered(target)
         while done < len(target):
             self._wake_at(1)
@@ -132,8 +135,10 @@ class Connection:
         return True
 
     async def receive_some(self, target: memoryview) -> int:
-        """Receive some of the bytes that follow a message; 0 at the end. Also when it is cancelled, it returns only
-        when nothing more is written to `target`."""
+        """Receive some of the bytes that follow a message, and return their number, or 0 at the end.
+
+        A cancelled call also returns only once no thread writes to `target`.
+        """
         if num_bytes := self._take_buffered(target):
             return num_bytes
         if len(target) < _LEAST_HANDED_OVER:
@@ -152,7 +157,7 @@ class Connection:
         return num_bytes
 
     def _fill(self) -> bool:
-        """Receive into the buffer; False at the end."""
+        """Receive into the buffer. Returns False at the end."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start and self._end == _BUFFER_BYTES:
@@ -168,8 +173,10 @@ class Connection:
             return self._socket.recv_into(target)
 
     def _receive_for_a_moment(self, target: memoryview) -> int:
-        """On a thread: receive what is here, and what comes within a moment. Raises as recv_into where that is
-        nothing."""
+        """On a thread: receive the available bytes, and those that arrive within _MOMENT_MS of each other.
+
+        Raises the exception of recv_into if there are none.
+        """
         done = 0
         while done < len(target):
             missing = len(target) - done
@@ -188,20 +195,20 @@ class Connection:
         return done
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Wake a poll once so many bytes have come, or at the end.
+        """Let a poll return once `num_bytes` have arrived, or at the end.
 
-        No thread may sleep in `recv` on this socket: with a part taken the kernel wakes it for so many new bytes, which
-        may be more than are left.
+        No thread may block in `recv` on this socket. After a partial read the kernel would wait for `num_bytes` more,
+        and fewer may be left.
         """
         if num_bytes != self._low_water:
             self._low_water = num_bytes
-            with contextlib.suppress(OSError):  # a system that has no such option
+            with contextlib.suppress(OSError):  # some systems lack this option
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     # ---- out --------------------------------------------------------------------------------
 
     def send_now(self, pieces: Pieces) -> Pieces:
-        """Send what the system takes at once; returns the rest."""
+        """Send as much as the system accepts at once, and return the rest."""
         while pieces:
             try:
                 if isinstance(self._socket, ssl.SSLSocket):
@@ -215,7 +222,7 @@ class Connection:
         return pieces
 
     async def send(self, pieces: Pieces) -> None:
-        """Returns when the system has all of it. Also when it is cancelled, nothing more is read from `pieces` then."""
+        """Send all pieces. Once this returns or is cancelled, no thread reads from `pieces`."""
         while pieces:
             if is_large(pieces):
                 pieces = await self._on_a_thread(_threads, partial(self._send_for_a_moment, pieces))
@@ -225,7 +232,7 @@ class Connection:
                 await self._wait(self._loop.add_writer, self._loop.remove_writer)
 
     def _send_for_a_moment(self, pieces: Pieces) -> Pieces:
-        """On a thread: send as long as the system takes more within a moment; returns the rest."""
+        """On a thread: send as long as the system accepts more within _MOMENT_MS, and return the rest."""
         while (pieces := self.send_now(pieces)) and self._may_soon(select.POLLOUT):
             pass
         return pieces
@@ -233,7 +240,7 @@ class Connection:
     # ---- waiting ----------------------------------------------------------------------------
 
     async def _retry(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, tried again whenever the socket may go on."""
+        """Return the result of `work`, and call it again whenever the socket is ready."""
         while True:
             try:
                 return work()
@@ -241,7 +248,7 @@ class Connection:
                 await self._until_it_may(error)
 
     async def _on_a_thread(self, threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which is over when this returns, also when this is cancelled."""
+        """Return the result of `work`. A cancelled call also waits for the end of `work`."""
         running = self._loop.run_in_executor(threads, work)
         self._num_running += 1
         try:
@@ -250,7 +257,7 @@ class Connection:
             while not running.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait({running})
-            running.exception()  # or asyncio warns that it was never retrieved
+            running.exception()  # otherwise asyncio warns that the exception was never retrieved
             raise
         finally:
             self._num_running -= 1
@@ -262,7 +269,7 @@ class Connection:
         return bool(ready.poll(_MOMENT_MS))
 
     async def _until_it_may(self, error: Exception) -> None:
-        """Wait until the work that raised this can go on."""
+        """Wait until the socket is ready for the work that raised `error`."""
         if isinstance(error, ssl.SSLWantWriteError):
             await self._wait(self._loop.add_writer, self._loop.remove_writer)
         else:
@@ -278,11 +285,11 @@ class Connection:
             await ready
         finally:
             self._waiting.discard(ready)
-            if not self.is_closed:  # the descriptor may be another connection's by now
+            if not self.is_closed:  # after a close, the descriptor may belong to another connection
                 remove(self._descriptor)
 
     def close(self) -> None:
-        """Close at once: the peer reads what was sent, and the end. A call that waits raises ConnectionError."""
+        """Close at once. The peer reads the bytes that were sent, then the end. Waiting calls raise ConnectionError."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -296,12 +303,12 @@ class Connection:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Close the socket unless a thread still uses its descriptor, which would be another socket's then."""
+        """Close the socket unless a thread still uses its descriptor. A new socket could get the same descriptor."""
         if self.is_closed and not self._num_running:
             self._socket.close()
 
     async def handshake(self) -> None:
-        """Speak TLS where the socket does. Raises ssl.SSLError, OSError."""
+        """Do the TLS handshake, if the socket uses TLS. Raises ssl.SSLError and OSError."""
         secure = self._socket
         while isinstance(secure, ssl.SSLSocket):
             try:
@@ -311,7 +318,7 @@ class Connection:
                 await self._until_it_may(error)
 
     def certificate_name(self) -> str | None:
-        """The common name of the peer's certificate, after the handshake; None where none was requested."""
+        """Return the common name of the peer's certificate after the handshake, or None without a certificate."""
         certificate = self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
         if not certificate:
             return None
@@ -320,7 +327,7 @@ class Connection:
 
 
 def is_large(pieces: Pieces) -> bool:
-    """Whether a thread sends them."""
+    """Whether a thread must send these pieces."""
     return sum(map(len, pieces)) >= _LEAST_HANDED_OVER
 
 
@@ -330,7 +337,7 @@ def _resolve(ready: asyncio.Future[None]) -> None:
 
 
 def _after(pieces: Pieces, num_bytes: int) -> Pieces:
-    """Without the first `num_bytes`."""
+    """Return the pieces without their first `num_bytes`."""
     for index, piece in enumerate(pieces):
         if num_bytes < len(piece):
             return [memoryview(piece)[num_bytes:], *pieces[index + 1 :]]

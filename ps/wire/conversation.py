@@ -1,5 +1,7 @@
-"""One worker's conversation with the run, from its first message to its goodbye: one coroutine, which reads and writes
-its stream in turn. The worker leaves when it ends, for whatever reason."""
+"""One worker's conversation with the run, from its first message to its last.
+
+It is one coroutine, which reads and writes the stream in turn. When it ends, for any reason, the worker leaves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from .transports import Transport
 
 
 class Conversation:
-    """A worker's conversation on one stream. `run` carries it out; call `close` after it."""
+    """A worker's conversation on one stream. Await `run`, then call `close`."""
 
     def __init__(self, engine: Engine, config: Config, stream: Stream, partials: PartialTransfers) -> None:
         self._engine, self._model = engine, engine.model
@@ -36,6 +38,7 @@ class Conversation:
         self._transport: Transport | None = None
 
     async def run(self, joining: Joining, context: grpc.aio.ServicerContext) -> None:
+        """Let the worker join, exchange with it, and handle its goodbye."""
         peer = self._peer = await joining.seat(self._stream, context)
         if peer is None:
             return
@@ -46,7 +49,7 @@ class Conversation:
         if transport is None:
             return
         self._transport = delivery.transport = transport
-        if not peer.is_resumed and not await self._hear_out(peer, delivery):
+        if not peer.is_resumed and not await self._send_items(peer, delivery):
             return
         destination = Destination(
             engine.run, model, tensors, folding, states, self._config.limits.state_bytes, engine.offer, engine.now
@@ -64,7 +67,7 @@ class Conversation:
         self._engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
 
     def close(self, refused: str) -> None:
-        """The stream has ended: detach the worker. `refused` is the message of a refusal, or empty."""
+        """Detach the worker after its stream has ended. `refused` is the message of a refusal, or empty."""
         peer = self._peer
         if peer is None:
             return
@@ -75,19 +78,19 @@ class Conversation:
             self._engine.offer(events.Left(*peer.seat, "closed", refused))
         else:
             self._engine.offer(events.Disconnected(*peer.seat))
-        # The call's traceback and these refer to each other: free the large ones at once.
+        # The call's traceback refers to these objects, and they to it. Break the cycle to free large memory at once.
         self._peer = self._transport = peer.weights = None
         peer.hang_up = lambda error: None
 
     async def _exchange(self, peer: Peer, delivery: Delivery, receiver: Receiver) -> Frame | None:
-        """Contributions and replies until the worker goes; its goodbye, or None when its stream ended instead."""
+        """Receive contributions and send replies. Returns the worker's goodbye, or None if the stream ended."""
         model, connection = self._model, self._stream.direct
         small: SmallExchanges | None = None
         if connection is not None and model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES:
             small = SmallExchanges(connection, self._stream, peer, receiver, delivery.whole)
         while True:
             if small is not None and await small.until_other():
-                if not await self._hear_out(peer, delivery):
+                if not await self._send_items(peer, delivery):
                     return None
                 continue
             received = await receiver.next()
@@ -98,16 +101,16 @@ class Conversation:
                 facts = received.of(pb.Finish)
                 residual = read_residual(facts.residual)
                 self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, residual))
-                if not await self._hear_out(peer, delivery):
+                if not await self._send_items(peer, delivery):
                     return None
                 while (goodbye := await self._stream.read("leave", "taken")) is not None and goodbye.kind == "taken":
                     delivery.transport.taken()
                 return goodbye
-            if not await self._hear_out(peer, delivery):
+            if not await self._send_items(peer, delivery):
                 return None
 
-    async def _hear_out(self, peer: Peer, delivery: Delivery) -> bool:
-        """Send the items of the run until the worker may go on; False when its stream ended instead."""
+    async def _send_items(self, peer: Peer, delivery: Delivery) -> bool:
+        """Send the items of the worker's outbox until the worker may continue. Returns False if the stream ended."""
         while True:
             match await peer.outbox.get():
                 case str(reason):
@@ -133,16 +136,16 @@ class Conversation:
         num_bytes = first.of(pb.InitialWeights).payload_bytes
         if num_bytes != layout.total_bytes:
             raise refusal(
-                Reason.BAD_REQUEST, f"initial weights of {num_bytes} bytes; this model's have {layout.total_bytes}"
+                Reason.BAD_REQUEST, f"initial weights of {num_bytes} bytes; this model has {layout.total_bytes}"
             )
         try:
             weights = model.new_memory()
             await asyncio.to_thread(model.prepare_tables, self._config.run.seed)
-        except (MemoryError, RuntimeError):  # numpy's and torch's
+        except (MemoryError, RuntimeError):  # of numpy and of torch
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
                 f"no memory for a model of {layout.total_bytes:,} bytes and its tables of rows",
-                fix="give the server more memory; limits.model_bytes is what it promises to take",
+                fix="give the server more memory, or lower limits.model_bytes to the size that it can store",
             ) from None
         if not await self._stream.read_payload(first, weights.bytes):
             return False

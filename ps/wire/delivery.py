@@ -1,4 +1,4 @@
-"""Sends one worker its replies, and the weights that come with them, over any transport."""
+"""Sends one worker its replies, with their weights, over any transport."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ..tensors.thread import TensorThread
 from .stream import Stream
 from .transports import Header, Transport
 
-_KEY = secrets.token_bytes(32)  # of this process; never sent
+_KEY = secrets.token_bytes(32)  # secret of this process, never sent
 
 
 @lru_cache(maxsize=16)
 def _secret_of(*group: object) -> bytes:
-    """The secret of a group's members. The run does not know it, so history and snapshots do not have it."""
+    """Return the secret of a group's members. The run does not know it, so history and snapshots never contain it."""
     return hmac.digest(_KEY, repr(group).encode(), "sha256")
 
 
 class Delivery:
-    """Sends to one worker. A START goes over the stream, whatever the `transport`: it also has the frozen tensors."""
+    """Sends replies to one worker. A START also has the frozen tensors, and always uses the stream's messages."""
 
     def __init__(
         self, stream: Stream, peer: Peer, model: Model, tensors: TensorThread, folding: Folding, states: States
@@ -44,7 +44,7 @@ class Delivery:
         self.transport = self._frames
 
     def whole(self, item: Item) -> bytes | None:
-        """The message of an item that is sent as one message; None for all others."""
+        """Return the message of an item that needs only one message, or None."""
         if isinstance(item, str):
             return pb.ServerMessage(waiting=pb.Waiting(reason=item)).SerializeToString()
         if not isinstance(item, Go):
@@ -65,6 +65,7 @@ class Delivery:
         return message
 
     async def reply(self, go: Go) -> None:
+        """Send the reply of an item, with its weights."""
         effect = go.effect
         version = effect.reply.result.version
         script = self._states.at(self._peer.rank, effect.reply.result.seq) if effect.is_start else None
@@ -91,6 +92,8 @@ class Delivery:
         self._peer.traffic.num_received += self._stream.take_sent()
 
     async def final(self, done: Done) -> None:
+        """Send the run's final weights."""
+
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
             weights = pb.WeightsInfo(num_bytes=num_bytes, segment=segment)
             return pb.ServerMessage(final=pb.Final(version=version, evaluate=done.evaluate, weights=weights))
@@ -116,7 +119,7 @@ class Delivery:
     async def _send(
         self, transport: Transport, header: Header, version: int, go: Go | None = None, more_bytes: int = 0
     ) -> None:
-        """Send the weights of `version`, or newer weights; `more_bytes` of the payload follow."""
+        """Send the weights of `version`, or newer weights. `more_bytes` of the same payload follow later."""
         model, base = self._model, self._peer.base
         num_bytes = model.store.layout.exchange_bytes
         if num_bytes <= INLINE_BYTES:
@@ -129,19 +132,19 @@ class Delivery:
         await transport.send(header, publication, num_bytes + more_bytes)
 
     async def _publication(self, as_frames: bool, version: int, go: Go | None) -> Publication:
-        """The version to send, which the caller gives back to the publisher."""
+        """Return the publication to send. The caller releases it."""
         retained = go.publication if go is not None else None
         return retained or await self._model.publisher.acquire(version, as_frames)
 
     async def _write(self, header: pb.ServerMessage, pieces: Sequence[memoryview]) -> None:
-        """Send a payload of this worker alone; copies each frame."""
+        """Send a payload that only this worker gets. Each frame is a copy."""
         for raw in message_frames(header, list(pieces)):
             await self._stream.write(raw)
 
     # ---- encoded --------------------------------------------------------------------------------
 
     async def _send_update(self, header: Header, update: ReferenceUpdate, rest: Sequence[memoryview] = ()) -> None:
-        """Send the differences that lead to a reference, or the whole reference, and `more` of the payload."""
+        """Send the differences that lead to a reference, or the whole reference, then `rest` of the payload."""
         pieces = [*update.pieces, *rest]
         num_bytes = sum(map(len, pieces))
         message = header(update.version, num_bytes, None)
@@ -152,7 +155,7 @@ class Delivery:
         await self._write(message, pieces)
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
-        """Send the weights in this worker's codec, whose memory has what the worker has: no frames are shared."""
+        """Send the weights in the worker's codec. Its memory depends on the worker, so workers share no frames."""
         model, tensors = self._model, self._tensors
         memory, version = self._codec_memories.of(self._peer.rank), go.effect.reply.result.version
         encode = partial(memory.encode, codec)

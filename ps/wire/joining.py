@@ -1,4 +1,4 @@
-"""A worker joins: its turn, its rank, what it trains, the transport and codecs of its payloads."""
+"""Lets a worker join: it waits for its turn, gets a rank, describes its model, and agrees on transport and codecs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .transports import DirectTransport, Probe, Transport
 
 log = get_logger()
 
-# A larger description of a model is read beside the event loop: about 10 us for each of its tensors.
+# A thread reads larger descriptions of a model, as they take about 10 us for each tensor.
 _LARGE_MODEL_BYTES = 64 << 10
 _MAX_REASON = 300  # characters
 _MAX_CODECS = 32
 
 
 class Joining:
-    """Takes workers into one run."""
+    """Lets workers join one run."""
 
     def __init__(self, engine: Engine, config: Config, port: Port | None) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
@@ -52,7 +52,7 @@ class Joining:
         self._has_warned = False
 
     async def seat(self, stream: Stream, context: grpc.aio.ServicerContext) -> Peer | None:
-        """Give the process a rank, or find the rank that the coordinator has given it; None when it has gone."""
+        """Give the process a rank, or find the rank that the coordinator gave it. Returns None if the process left."""
         engine = self._engine
         first = await stream.read_within(self._config.server.join_timeout_s, "join")
         if first is None:
@@ -61,7 +61,7 @@ class Joining:
         rank = check_rank(context, join.rank if join.rank >= 0 else None)
         if wait_s := self._joins.turn():
             await stream.wait(asyncio.sleep(wait_s), lambda: "many workers join at once (limits.joins_per_s)")
-        while engine.why_not_ready():  # nobody joins before all shards are there
+        while engine.why_not_ready():  # workers join only once all shards are present
             await stream.wait(engine.until(lambda: not engine.why_not_ready()), engine.why_not_ready)
         peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
         stream.rank, peer.hang_up = peer.rank, stream.end
@@ -78,13 +78,13 @@ class Joining:
             pid=join.pid, device=join.device,
         )  # fmt: skip
         version = join.program_version
-        if version not in ("", PROGRAM_VERSION):  # empty: a program of somebody else's
-            meaning = "each ignores what only the other knows: install the same version"
+        if version not in ("", PROGRAM_VERSION):  # empty: another client of the protocol
+            meaning = "worker and server ignore fields that the other version added: install the same version"
             log.warning("another_version", rank=peer.rank, worker=version, server=PROGRAM_VERSION, meaning=meaning)
         return peer
 
     async def _find(self, join: pb.Join, rank: int | None) -> Peer:
-        """The peer on a shard other than the coordinator, which announces it here before it tells the worker."""
+        """Return a worker's peer on another shard than the coordinator, which announces each worker to all shards."""
         server, run = self._config.server, self._run
         shard, lease_s = f"shard {server.shard}", run.options.lease_s
         if not join.seated or rank is None:
@@ -95,18 +95,21 @@ class Joining:
             fix = "every shard needs the coordinator of its own run (--coordinator)"
             raise refusal(Reason.RUN_MISMATCH, problem, fix=fix)
         if join.server_incarnation != run.incarnation or run.is_closed:
-            raise refusal(Reason.NOT_READY, f"{shard} has not gone back yet, or is stopping")
-        try:  # within a lease the coordinator is heard again, or lost
+            raise refusal(Reason.NOT_READY, f"{shard} has not gone back to the snapshot yet, or is stopping")
+        try:  # within a lease the coordinator sends a message again, or counts as lost
             return await self._engine.seated(rank, join.incarnation, min(lease_s, server.join_timeout_s))
         except TimeoutError:
-            problem = f"the coordinator has not told {shard} of rank {rank}, incarnation {join.incarnation}"
+            problem = f"the coordinator has not announced rank {rank}, incarnation {join.incarnation}, to {shard}"
             raise refusal(Reason.NOT_READY, f"{problem}, within a lease ({lease_s:g} s)") from None
 
     async def meet(
         self, stream: Stream, peer: Peer, transport: Transport, context: grpc.aio.ServicerContext
     ) -> Transport | None:
-        """Welcome the worker, and receive what it trains. Returns the transport of its payloads, which is `transport`
-        unless it has offered a better one; None when it has gone instead."""
+        """Send Welcome, and receive the worker's model.
+
+        Returns the transport of the worker's payloads: `transport`, or a better one that the worker offered. Returns
+        None if the worker left.
+        """
         engine, run = self._engine, self._run
         ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
         welcome = pb.Welcome(
@@ -155,21 +158,21 @@ class Joining:
         mode, kind, problem = self._config.run.mode, _kind_of(self._run.policy), ""
         if kind in _OF_DELTAS and kind != offered.contribution:
             name = pb.RunSettings.ContributionKind.Name(kind)
-            problem = f"workers of mode {mode} send deltas (RunSettings.{name}), and this worker does not say so"
+            problem = f"workers of mode {mode} send deltas (RunSettings.{name}), and this worker does not support them"
         elif self._run.policy.kind.has_peers and not offered.rendezvous:
             problem = f"mode {mode} averages among workers, and this worker sent no Model.rendezvous"
         if problem:
             raise refusal(Reason.BAD_REQUEST, problem, fix="install the same version of paramserver on both")
 
     def _agree_on_codecs(self, peer: Peer, offered: pb.Model) -> None:
-        """Set the codecs of the worker's contributions and replies; refuses codecs that the run cannot have."""
+        """Set the codecs of the worker's contributions and replies. Raises a refusal for codecs the run cannot use."""
         run, reply_codec = self._run, codec_named(offered.reply_codec)
         peer.reply_codec = None if reply_codec.is_identity else reply_codec
         if peer.reply_codec is not None and run.policy.compensation is not None:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"worker.reply_codec is {reply_codec.name}, and policy.late_compensation needs weights as workers "
-                "have them",
+                f"worker.reply_codec is {reply_codec.name}, and policy.late_compensation needs workers with exact "
+                "weights",
                 fix="--set worker.reply_codec=raw, or --set policy.late_compensation=none",
             )
         if len(offered.codecs) > _MAX_CODECS:
@@ -182,15 +185,15 @@ class Joining:
             self._warn_of_momentum(codec)
 
     def _warn_of_momentum(self, codec: Codec) -> None:
-        """Warn once of outer momentum that suits this codec badly."""
+        """Warn once if the outer momentum does not suit this codec."""
         outer = self._run.policy.outer
         if outer is None or codec.suits_outer_momentum or not outer.arguments.get("momentum") or self._has_warned:
             return
         self._has_warned = True
         meaning = (
-            f"{codec.name} sends few values of a difference, and the others long after, which outer momentum adds up: "
-            f"--set policy.outer_momentum=0, or --set worker.codec={codec.name} for ps-server too, whose default is 0 "
-            "then"
+            f"{codec.name} sends few values of a difference at once, and outer momentum amplifies the late ones: "
+            f"--set policy.outer_momentum=0, or --set worker.codec={codec.name} for ps-server too, which makes 0 the "
+            "default"
         )
         log.warning("outer_momentum", codec=codec.name, momentum=outer.arguments["momentum"], meaning=meaning)
 
@@ -208,7 +211,7 @@ def _kind_of(policy: Policy) -> pb.RunSettings.ContributionKind:
 
 
 def settings_of(config: Config, run: Run) -> pb.RunSettings:
-    """The run's settings for every worker."""
+    """Return the settings of the run for its workers."""
     policy, settings, task = run.policy, config.run, config.task
     optimizer = pb.Optimizer(name=config.optimizer.name)
     optimizer.groups.add(hyperparameters=struct(config.optimizer.arguments()))
@@ -226,7 +229,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
 
 
 async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
-    """What a worker trains. A large description is read beside the event loop."""
+    """Return the layout and optimizer of a Model message. A thread reads a large description."""
 
     def read() -> tuple[Layout, OptimizerSpec]:
         layout = layout_from_proto(message.tensors)

@@ -1,7 +1,6 @@
-"""Limits on what one peer costs the server: joins, bytes of uploads, and the time that others wait for it.
+"""Limits on the cost of one peer for the server: joins, bytes of uploads, and the time that others wait for it.
 
-Messages pass without a timer: a stream notes since when it has been waiting, and `Watch` looks at all streams five
-times a second.
+Messages need no timers. A stream records since when it waits, and `Watch` checks all streams five times a second.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LOG_INTERVAL_S = 1.0
 
 
 class Pace:
-    """A token bucket: `per_s` units in a second, the units of `burst_s` at once."""
+    """A token-bucket rate limit: `per_s` units per second, with bursts of the units of `burst_s` seconds."""
 
     def __init__(self, per_s: float, now: Callable[[], float] = time.monotonic, burst_s: float = 1.0) -> None:
         self.unit_s = 1 / per_s
@@ -30,22 +29,23 @@ class Pace:
         self._free_at = float("-inf")
 
     def take(self, count: int) -> None:
+        """Use `count` units, without waiting."""
         self._free_at = max(self._free_at, self._now() - self._burst_s) + count * self.unit_s
 
     def wait_s(self) -> float:
-        """Seconds until more may be taken."""
+        """Return the seconds until the caller may use more units."""
         return max(0.0, self._free_at - self._now())
 
 
 class Seldom:
-    """One line of the log in a second: a peer that calls again and again must not fill the disk."""
+    """Limits log lines to one per second, so that a peer that calls repeatedly cannot fill the disk."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._next_s, self._num_left_out = float("-inf"), 0
 
     def left_out(self) -> int | None:
-        """The lines left out since the last one; None where this line is left out too."""
+        """Return the number of lines suppressed since the last one, or None if this line is suppressed too."""
         if (now := self._now()) < self._next_s:
             self._num_left_out += 1
             return None
@@ -54,9 +54,9 @@ class Seldom:
 
 
 class Joins:
-    """`per_s` joins in a second, that many at once. More wait their turn, at most `limit` of them.
+    """Admits `per_s` joins per second, and as many at once. At most `limit` further joins wait in a queue.
 
-    A worker that gives up while it waits has used its turn.
+    A worker that leaves the queue still uses its turn.
     """
 
     def __init__(self, per_s: float, limit: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +64,7 @@ class Joins:
         self._limit = limit
 
     def turn(self) -> float:
-        """Join the queue; returns the seconds until the turn. Raises a NOT_READY refusal when the queue is full."""
+        """Enter the queue, and return the seconds until the turn. Raises a NOT_READY refusal if the queue is full."""
         wait_s, unit_s = self._pace.wait_s(), self._pace.unit_s
         if wait_s / unit_s > self._limit + 1e-3:
             problem = f"{self._limit} workers wait to join, at {1 / unit_s:g} joins in a second (limits.joins_per_s)"
@@ -74,11 +74,11 @@ class Joins:
 
 
 class Allowance:
-    """How long a sender may keep the server waiting: at most `limit_s`.
+    """The time for which a sender may keep the server waiting, at most `limit_s` seconds.
 
-    Waiting uses the allowance up, and bytes give it back, `bytes_per_limit` of them all of it. So a pause may last
-    `limit_s`, and a sender that is slower than `bytes_per_limit / limit_s` on average is ended, however small its
-    pieces.
+    Waiting reduces the allowance, and received bytes restore it: `bytes_per_limit` bytes restore all of it. So one
+    pause may last `limit_s`. A sender whose average is below `bytes_per_limit / limit_s` uses the allowance up, even if
+    it sends small pieces often.
     """
 
     def __init__(self, limit_s: float, bytes_per_limit: int) -> None:
@@ -86,23 +86,28 @@ class Allowance:
         self._s_per_byte = limit_s / bytes_per_limit
 
     def came(self, num_bytes: int, waited_s: float) -> None:
+        """Count `num_bytes` that arrived after `waited_s` seconds."""
         self.left_s = min(self.limit_s, self.left_s - waited_s + num_bytes * self._s_per_byte)
 
     def renew(self) -> None:
+        """Restore the whole allowance."""
         self.left_s = self.limit_s
 
 
 class FirstMessages:
-    """The first messages of calls, which name the caller: each within `limit_s`, and of at most `limit` calls at once.
-    Beyond that the oldest silent call ends, since an honest caller sends its first message at once."""
+    """Waits for the first message of each call, which names the caller.
+
+    A call must send it within `limit_s`. At most `limit` calls may be silent at once. Beyond that, the oldest silent
+    call ends, since a correct caller sends its first message at once.
+    """
 
     def __init__(self, name: str, limit_s: float, limit: int) -> None:
         self._name = name
         self._limit_s, self._limit = limit_s, limit
-        self._deadlines: list[asyncio.Timeout] = []  # of silent calls, the oldest first
+        self._deadlines: list[asyncio.Timeout] = []  # of silent calls, oldest first
 
     async def of(self, messages: AsyncIterator[Message]) -> Message | None:
-        """The first message; None when the call ended without one. Refuses BAD_REQUEST a silent call."""
+        """Return the first message, or None if the call ended. Raises a BAD_REQUEST refusal if it is late."""
         deadline = asyncio.timeout(self._limit_s)
         try:
             async with deadline:
@@ -130,11 +135,11 @@ class Watched(Protocol):
         """End the stream if its peer has kept the server waiting for too long."""
 
     def stood_still(self, seconds: float) -> None:
-        """These seconds do not count as waiting."""
+        """Do not count these seconds as waiting."""
 
 
 class Watch:
-    """Looks at all open streams every LOOK_S while there are any."""
+    """Calls `look` of all open streams every LOOK_S seconds."""
 
     def __init__(self) -> None:
         self._streams: set[Watched] = set()
@@ -142,6 +147,7 @@ class Watch:
         self._standstill = Standstill(LOOK_S)
 
     def add(self, stream: Watched) -> None:
+        """Watch a stream until `remove`."""
         self._streams.add(stream)
         if self._timer is None:
             self._standstill.look(asyncio.get_running_loop().time())

@@ -24,10 +24,11 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    # What a worker may send before it is read: gRPC's own estimate lets it grow to a large model's size.
+    # Limits the bytes that gRPC buffers before they are read. Its own estimate could grow to the size of a large model.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # Without the first a silent TLS connection was open for 40 s. Without the second one connection ran 300 handlers.
+    # Without the first option, a silent TLS connection stayed open for 40 s. Without the second, one connection ran
+    # 300 handlers.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_concurrent_streams", 128),
     ("grpc.max_metadata_size", 8192),
@@ -38,18 +39,18 @@ _OPTIONS = (
 )
 
 
-# Each is one lease. The lease notices a peer that is frozen or cut off; only then may pings close what is left of its
-# connections, because a closed connection means that the worker has ended. The second is also the kernel's limit for
-# unacknowledged bytes. A ping waits behind the weights that were sent before it (8 MB at 10 Mbit/s are 6.7 s), so its
-# reply has a longer limit.
+# Both options are set to one lease. The lease releases a frozen or unreachable worker. Pings must not close its
+# connections earlier, because a closed connection means that the worker has ended. The second option also sets the
+# kernel's limit for unacknowledged bytes. A ping waits behind the weights that were sent before it (8 MB at 10 Mbit/s
+# take 6.7 s), so `ping_timeout_ms` is longer.
 _PINGS_MS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms")
 _LEAST_PING_S = 60.0
 _END_S = 1.0
-_RPC_TASK = "rpc_task"  # as grpc.aio names them
+_RPC_TASK = "rpc_task"  # grpc.aio's name of its tasks
 
 
 class Listening:
-    """The server of one process: `bind`, then `serve`, in the end `stop`."""
+    """The gRPC server of one process. Call `bind`, then `serve`, and finally `stop`."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -62,7 +63,7 @@ class Listening:
         self.direct = Port(config)
 
     def bind(self) -> None:
-        """Take the address; BindError when it cannot be had."""
+        """Bind the address. Raises BindError."""
         host, _ = split_address(self._config.server.listen)
         bound = bind(self._grpc, self._config)
         if bound == 0:
@@ -74,7 +75,7 @@ class Listening:
         self.direct.bind()
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:
-        """Serve calls from now on, and report healthy."""
+        """Start to serve calls, and report healthy."""
         self._grpc.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
@@ -85,14 +86,16 @@ class Listening:
             log.warning("insecure", address=self.address, meaning=meaning)
 
     async def say_healthy(self, is_healthy: bool) -> None:
+        """Set the status that gRPC's health service reports."""
         status = health_pb2.HealthCheckResponse
         for name in ("", SERVICE):
             await self._health.set(name, status.SERVING if is_healthy else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
+        """Stop serving. Open calls have `grace_s` seconds to end."""
         await self._grpc.stop(grace_s)
         await self.direct.close()
-        # Cancelled handlers, and gRPC's own tasks behind them, have still to end: cut off they would leave a traceback.
+        # Wait for cancelled handlers and gRPC's own tasks. If the loop ended before them, they would log a traceback.
         ending = [task for task in asyncio.all_tasks() if task.cancelling() or task.get_name() == _RPC_TASK]
         if ending:
             await asyncio.wait(ending, timeout=_END_S)

@@ -1,4 +1,4 @@
-"""Uploads whose streams broke off in their middle: a worker that is back sends only the bytes that are missing.
+"""Keeps uploads whose stream was lost. When the worker is back, it sends only the missing bytes.
 
 The worker's side is `worker/transports/partial_transfer.py`.
 """
@@ -16,13 +16,15 @@ from .stream import StreamLost
 
 log = get_logger()
 
-_LEAST_BYTES = 16 << 20  # a smaller payload is sent again whole
-_ENDED_S = 1.0  # within which the old stream of a process that is back is over
+_LEAST_BYTES = 16 << 20  # a worker sends a smaller payload again completely
+_ENDED_S = 1.0  # time for the old stream of a returning process to end
 
 
 class PartialTransfers:
-    """At most one upload of each rank, until its process ends. They lie in memory of the staging pool, and go as soon
-    as anybody waits for that."""
+    """Keeps at most one upload for each rank, until its process ends.
+
+    The uploads use memory of the staging pool. They are dropped as soon as another upload waits for memory.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._model, self._tensors = engine, engine.model, engine.tensors
@@ -30,7 +32,7 @@ class PartialTransfers:
         engine.folding.on_drop.append(self.drop)
 
     def keep(self, peer: Peer, seq: int, upload: Upload) -> bool:
-        """Keep the upload of a lost stream; False: it stays the caller's."""
+        """Keep the upload of a lost stream. Returns False if the caller must close it."""
         staging = self._model.staging
         is_worth_it = upload.num_bytes > _LEAST_BYTES and upload.ranges and not upload.is_complete
         if not is_worth_it or not staging.is_own(upload.payload) or staging.num_waiting:
@@ -42,7 +44,7 @@ class PartialTransfers:
         return True
 
     async def offer(self, peer: Peer) -> pb.PartialTransfer | None:
-        """The bytes that are here of the next contribution of a process that is back."""
+        """Return the received ranges of a returning process's next contribution, or None."""
         engine, seq = self._engine, peer.number + 1
         if not peer.is_resumed:
             return None
@@ -61,10 +63,14 @@ class PartialTransfers:
         )
 
     def take(self, rank: int, seq: int) -> Upload:
-        """The upload, which is the caller's from here on. StreamLost where its memory was needed: the worker joins
-        again, and a refusal would end its membership."""
+        """Return the kept upload, which the caller then owns.
+
+        Raises StreamLost if the upload was dropped for its memory. The worker then joins again. A refusal instead would
+        end its membership.
+        """
         if (upload := self._upload_of(rank, seq)) is None:
-            log.info("not_continued", rank=rank, seq=seq, meaning="the memory is used: the worker joins again")
+            meaning = "another upload needed the memory; the worker joins again"
+            log.info("not_continued", rank=rank, seq=seq, meaning=meaning)
             raise StreamLost
         del self._uploads[rank]
         return upload
@@ -74,12 +80,15 @@ class PartialTransfers:
         return upload if kept_seq == seq else None
 
     def has(self, rank: int) -> bool:
+        """Whether an upload of this rank is kept."""
         return rank in self._uploads
 
     def drop(self, rank: int) -> None:
+        """Drop the upload of this rank, if there is one."""
         if (kept := self._uploads.pop(rank, None)) is not None:
             kept[1].close()
 
     def drop_all(self) -> None:
+        """Drop the uploads of all ranks."""
         for rank in list(self._uploads):
             self.drop(rank)

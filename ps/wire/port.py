@@ -1,7 +1,7 @@
-"""The port for direct connections of workers that show a ticket: see `common/wire/direct.py`.
+"""The port for direct connections, which workers open with a ticket from Welcome. Format: `common/wire/direct.py`.
 
-A connection without a ticket is a stranger's. The port holds as many of them as there are unused tickets, and some
-more. Beyond that a new stranger replaces the oldest.
+A connection that has not shown a ticket yet is a stranger. The port keeps at most as many strangers as there are unused
+tickets, plus _MORE_STRANGERS. Beyond that, a new stranger replaces the oldest.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from .security import Contexts
 log = get_logger()
 
 _HELLO_S = 10.0
-_MORE_STRANGERS = 64  # than there are tickets
+_MORE_STRANGERS = 64  # allowed beyond the number of tickets
 _ACCEPT_AGAIN_S = 0.1
 
 
 class Ticket:
-    """Good for one connection, of a peer whose certificate has this `name` where certificates are required. `arrived`
-    is that connection, once it has shown the ticket in time."""
+    """A permission for one connection, within TICKET_S.
+
+    If certificates are required, the peer's certificate must have the common name `name`. `arrived` becomes the
+    connection once it has shown the ticket.
+    """
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -36,27 +39,27 @@ class Ticket:
         self.arrived: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
 
     def drop(self) -> None:
-        """Close the connection that has arrived, or arrives later."""
+        """Close the connection of this ticket, also if it arrives later."""
         if self.arrived.done() and not self.arrived.cancelled():
             self.arrived.result().close()
         self.arrived.cancel()
 
 
 class Port:
-    """Accepts direct connections; does nothing unless `server.direct`."""
+    """Accepts direct connections. Without `server.direct` it does nothing."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._socket: socket.socket | None = None
         self._tickets: dict[bytes, Ticket] = {}
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
         self._contexts = Contexts(config.security) if config.security.cert is not None else None
         self._seldom_refused, self._seldom_accepted = Seldom(), Seldom()
         self._accepting: asyncio.Task[None] | None = None
         self.number = 0
 
     def bind(self) -> None:
-        """Take the port; BindError when `server.direct_port` cannot be had."""
+        """Bind the port. Raises BindError if `server.direct_port` is set and not available."""
         server = self._config.server
         if not server.direct:
             return
@@ -72,7 +75,7 @@ class Port:
                 raise BindError(
                     f"cannot listen on port {server.direct_port} for direct connections (server.direct_port): "
                     f"{error.strerror}",
-                    fix="stop the other process, or take another port (0: a free one), or --set server.direct=false",
+                    fix="stop the other process, or choose another port (0: any free), or --set server.direct=false",
                 ) from None
             log.warning("no_direct_port", reason=str(error), meaning="workers exchange over gRPC")
             return
@@ -80,11 +83,12 @@ class Port:
         self.number = self._socket.getsockname()[1]
 
     def open(self) -> None:
+        """Start to accept connections."""
         if self._socket is not None:
             self._accepting = asyncio.create_task(self._accept(self._socket))
 
     def offer(self, name: str | None) -> Ticket | None:
-        """A new ticket for the peer whose certificate has this common name; None where there is no port."""
+        """Return a new ticket for the peer whose certificate has this common name, or None if there is no port."""
         if self._accepting is None:
             return None
         ticket = Ticket(name)
@@ -97,7 +101,7 @@ class Port:
         while True:
             try:
                 stranger, _ = await loop.sock_accept(listening)
-            except OSError as error:  # no descriptors left, as a rule
+            except OSError as error:  # usually because no descriptors are left
                 if (left_out := self._seldom_accepted.left_out()) is not None:
                     log.warning("direct_not_accepted", reason=error.strerror or str(error), left_out=left_out)
                 self._drop_oldest()
@@ -116,7 +120,7 @@ class Port:
             return
 
     async def _meet(self, stranger: socket.socket) -> None:
-        """Receive a ticket, or close. A stranger gets no reply."""
+        """Receive a ticket and accept the connection, or close it without a reply."""
         connection: Connection | None = None
         try:
             async with asyncio.timeout(_HELLO_S):
@@ -144,12 +148,12 @@ class Port:
                 raise
 
     def _ticket_of(self, hello: bytes, connection: Connection) -> Ticket | None:
-        """The ticket that a stranger shows: one of this port, unused, and shown by the peer that it was made for."""
+        """Return the ticket that a stranger shows if it is known, unused, and made for this peer. Otherwise None."""
         secret, name = hello[len(HELLO) :], connection.certificate_name()
         ticket = self._tickets.get(secret) if hello.startswith(HELLO) else None
-        why = "no ticket of ours, or one that was used or is too old"
+        why = "the ticket is unknown, used or expired"
         if ticket is not None and ticket.name != name:
-            why = f"another's ticket, shown by {(name or '')[:100]!a}"
+            why = f"the ticket belongs to another peer than {(name or '')[:100]!a}"
         elif ticket is not None and not ticket.arrived.done():
             return self._tickets.pop(secret)
         if (left_out := self._seldom_refused.left_out()) is not None:
@@ -157,6 +161,7 @@ class Port:
         return None
 
     async def close(self) -> None:
+        """Close the port and all strangers."""
         tasks = [*self._strangers, *([self._accepting] if self._accepting else [])]
         for task in tasks:
             task.cancel()

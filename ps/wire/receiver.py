@@ -1,7 +1,7 @@
-"""Receives one worker's contributions: from messages of its stream to events of the run.
+"""Receives one worker's contributions, and turns the messages of its stream into events of the run.
 
-A small contribution comes whole in the message that announces it. A large payload comes in pieces, which may begin to
-come before the contribution that they belong to (`upload.py`).
+A small contribution is complete in the message that announces it. A large payload arrives in pieces. The first pieces
+may arrive before the contribution that they belong to (`upload.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .transports import Transport
 
 _MAX_NAME, _MAX_FAILURE = 100, 500  # characters
 _MAX_METRICS = 64  # of an evaluation
-# Messages before a contribution, and between it and the end of its payload. "" is a bare piece.
+# Messages that may precede a contribution, replace it, or carry its payload. "" is a piece without a header.
 _BEFORE = ("begin", "rows", "optimizer", "state", "metrics", "stop", "taken", "")
 _INSTEAD = ("ask_again", "finish", "leave")
 _PIECE = ("taken", "")
@@ -45,48 +45,49 @@ _PIECE = ("taken", "")
 
 @dataclass(frozen=True)
 class Destination:
-    """Where contributions go: the run, which counts them, and what keeps their tensors."""
+    """The objects that receive contributions: the run, which counts them, and the owners of their tensors."""
 
     run: Run
-    model: Model  # has the store, and the staging pool of uploads
+    model: Model  # has the store, and the staging pool for uploads
     tensors: TensorThread
     folding: Folding
     states: States
-    max_state_bytes: int  # of a script's state
+    max_state_bytes: int  # limit for a script's state
     offer: Callable[[events.Event], None]
     now: Callable[[], float]
 
 
 class UploadMemory:
-    """Memory of the staging pool for the uploads of one worker, at most one at a time.
+    """Borrows memory of the staging pool for the uploads of one worker, one at a time.
 
-    The worker's attachments reserve it before its payload is announced, so that all that is staged for a contribution
-    counts as one upload of `server.max_staged`.
+    Attachments reserve the memory before the payload is announced. So a contribution with its attachments counts as one
+    upload of `server.max_staged`.
     """
 
     def __init__(
         self, model: Model, stream: Stream, partials: PartialTransfers, rank: int, position: Callable[[], int]
     ) -> None:
         self._model, self._stream, self._partials, self._rank = model, stream, partials, rank
-        self._position = position  # contributions that are folded before this one
+        self._position = position  # number of contributions that will be folded before this one
         self._reserved: Payload | None = None
 
     async def reserve(self) -> None:
-        """Have memory before any attachment is stored. A partial transfer of the rank has its memory already."""
+        """Borrow memory before an attachment is stored, unless a partial transfer of this rank already has memory."""
         if self._reserved is None and not self._partials.has(self._rank):
             self._reserved = await self.borrow()
 
     def take_reserved(self) -> Payload | None:
+        """Return the reserved memory, which the caller then owns, or None."""
         payload, self._reserved = self._reserved, None
         return payload
 
     def try_borrow(self) -> Payload | None:
-        """Memory that can be had at once."""
+        """Return memory that is available at once, or None."""
         reserved = self.take_reserved()
         return self._model.staging.try_borrow(self._position) if reserved is None else reserved
 
     async def borrow(self) -> Payload:
-        """Memory; while there is none the upload waits at the sender, which is told why."""
+        """Return memory. Until some is free, the sender waits, and the server sends it the reason."""
         staging = self._model.staging
         self._partials.drop(self._rank)
         if (payload := self.try_borrow()) is not None:
@@ -102,12 +103,13 @@ class UploadMemory:
             raise
 
     def close(self) -> None:
+        """Give reserved memory back."""
         if (payload := self.take_reserved()) is not None:
             self._model.staging.give_back(payload)
 
 
 class Receiver:
-    """Takes one worker's contributions into the run, one after another."""
+    """Receives one worker's contributions, one after another, and offers them to the run."""
 
     def __init__(
         self, destination: Destination, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
@@ -121,14 +123,17 @@ class Receiver:
         self._memory = UploadMemory(self._model, stream, partials, peer.rank, position)
         self._script_state = StateAssembler()
         self._attachments = Attachments(peer.rank, self._model, self._tensors)
-        self._contribution: Contribution | None = None  # that has been announced, while its payload comes
+        self._contribution: Contribution | None = None  # announced, and its payload is arriving
         self._upload: Upload | None = None
-        self._without: frozenset[str] = frozenset()  # parameters without a gradient in it
-        self._rejected = ""  # why a contribution may not come in its codec
+        self._without: frozenset[str] = frozenset()  # parameters without a gradient in this contribution
+        self._rejected = ""  # the reason why this contribution may not use its codec
 
     async def next(self) -> Frame | None:
-        """Receive until a contribution is whole, and hand it to the run. Returns its last message, or the AskAgain,
-        Finish or Leave that came instead; None when the stream ended before."""
+        """Receive one complete contribution, and offer it to the run.
+
+        Returns the contribution's last message, or an AskAgain, Finish or Leave that arrived instead. Returns None if
+        the stream ended.
+        """
         self._contribution = self._upload = None
         is_lost = True
         try:
@@ -153,8 +158,10 @@ class Receiver:
             self._memory.close()
 
     def take_now(self, received: Frame) -> bool:
-        """Take a contribution at once that came whole in one message, between two calls of `next`. False for all else,
-        and where it has to wait."""
+        """Receive a contribution that is complete in one message, between two calls of `next`.
+
+        Returns False for other messages, and for a contribution that has to wait for memory.
+        """
         if not isinstance(received.header, pb.Contribution):
             return False
         return self._take_whole(self._announced(received.header), received)
@@ -162,7 +169,7 @@ class Receiver:
     # ---- messages ---------------------------------------------------------------------------------
 
     async def _take(self, received: Frame) -> bool:
-        """Take one message; True where a contribution is whole, or something came instead of it."""
+        """Handle one message. Returns True if a contribution is complete, or if a message arrived instead of it."""
         peer = self._peer
         match received.header:
             case None:
@@ -197,7 +204,10 @@ class Receiver:
         return await self._take_piece(received)
 
     def _take_whole(self, contribution: Contribution, received: Frame) -> bool:
-        """Take one that is raw and came whole, or has no payload; False where it is not, or has to wait for memory."""
+        """Handle a contribution without payload, or with a complete raw payload. Otherwise return False.
+
+        Also returns False if there is no free memory.
+        """
         if not contribution.kind.has_payload:
             self._hand_over(contribution, None, SOUND)
             return True
@@ -244,18 +254,18 @@ class Receiver:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
                 f"the script of rank {self._peer.rank} has a state (session.state) of {state.num_bytes:,} bytes; "
-                f"this server takes {limit:,} (limits.state_bytes)",
-                fix="give session.state() less, or start ps-server with --set limits.state_bytes=...",
+                f"this server accepts {limit:,} (limits.state_bytes)",
+                fix="pass less to session.state(), or start ps-server with --set limits.state_bytes=...",
             )
         self._script_state.add(state)
 
     # ---- a contribution ---------------------------------------------------------------------------
 
     def _announced(self, header: pb.Contribution) -> Contribution:
-        """The contribution that this message announces; refuses one that cannot be."""
+        """Return the contribution that this message announces. Raises a refusal if its fields are impossible."""
         model, policy, rank = self._model, self._run.policy, self._peer.rank
         if self._transport.reading is not None:
-            raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken: the last reply's segment is still lent")
+            raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken, which frees the last reply's shared memory")
         if not model.has_weights:
             raise refusal(Reason.NOT_JOINED, f"rank {rank} has no weights to compute on yet")
         kind = policy.kind
@@ -272,7 +282,7 @@ class Receiver:
         return contribution
 
     async def _expected(self, header: pb.Begin | PayloadInfo) -> Upload:
-        """The upload that a Begin or a Contribution announces, or that a Contribution belongs to."""
+        """Return the upload that a Begin or Contribution announces, or the current one if Begin preceded it."""
         store, codec = self._check(header)
         if (upload := self._upload) is not None:
             if (upload.codec, upload.in_segment) != (codec, header.in_shared_memory):
@@ -285,7 +295,7 @@ class Receiver:
         return Upload(store, self._tensors, codec, payload, give_back, codec_memory, header.in_shared_memory)
 
     def _continue(self, begin: pb.Begin) -> None:
-        """Take up the upload of a lost stream; the rest of it comes on this one."""
+        """Continue the upload of a lost stream. Its missing bytes arrive on this stream."""
         _, codec = self._check(begin)
         if self._upload is not None:
             raise refusal(Reason.BAD_REQUEST, "a Begin that continues another stream's upload, after a Begin")
@@ -297,7 +307,7 @@ class Receiver:
         self._stream.owe(upload.num_missing)
 
     def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
-        """The store and the codec of a payload that is announced; refuses one that cannot be."""
+        """Return the store and codec of an announced payload. Raises a refusal for a wrong size or transport."""
         if not self._model.has_weights:
             raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
         store, codec, peer = self._model.store, codec_named(header.codec), self._peer
@@ -311,7 +321,7 @@ class Receiver:
         if header.num_bytes != num_bytes:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"a contribution of {header.num_bytes} bytes; with codec '{codec.name}' this model's have {num_bytes}",
+                f"a contribution of {header.num_bytes} bytes; with codec '{codec.name}' this model needs {num_bytes}",
             )
         if header.in_shared_memory and not self._transport.carries(codec):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
@@ -321,7 +331,7 @@ class Receiver:
     def _hand_over(
         self, contribution: Contribution, payload: Payload | None, judgement: Judgement, looked_s: float = 0.0
     ) -> None:
-        """A whole contribution: let the run have it."""
+        """Stage a complete contribution, and offer it to the run."""
         peer, stream, traffic = self._peer, self._stream, self._peer.traffic
         traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
         traffic.num_peers += contribution.completion.peer_bytes
@@ -336,18 +346,18 @@ class Receiver:
             self._states.stage(contribution.id, fields, self._script_state.take())
         base = contribution.base
         if payload is not None:
-            # Memory is still reserved where the payload lies in the worker's own.
+            # The reserved memory is still unused if the payload is in the worker's shared memory.
             slot = self._memory.take_reserved()
             staged = Staged(payload, self._without, rows, base.version, optimizer, slot)
             self._folding.stage(contribution.id, staged)
         peer.base, peer.reference = base.version if base.has_all else None, base.reference
-        peer.state = "waiting"  # before the run has it: it may reply at once
+        peer.state = "waiting"  # before the offer, because the run may reply at once
         bytes_so_far = traffic.num_sent, traffic.num_received
         self._offer(events.Contributed(contribution, judgement, looked_s, bytes_so_far))
 
 
 def evaluation_event(rank: int | None, message: pb.EvaluationMetrics) -> events.MetricsReceived:
-    """The event of an evaluation's metrics; `rank` None: of an evaluator."""
+    """Return the event of an evaluation's metrics. `rank` is None for an evaluator."""
     finite = sorted((name[:_MAX_NAME], value) for name, value in message.metrics.items() if math.isfinite(value))
     exit_code = min(max(1, message.exit_code), 255)
     return events.MetricsReceived(

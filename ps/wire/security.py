@@ -1,7 +1,7 @@
-"""The server's side of secure connections: TLS with certificates that may be renewed, token, identity.
+"""The server's side of secure connections: TLS with renewable certificates, the token, and the caller's identity.
 
-An interceptor checks the token of every call but gRPC's health checks, before any message of the call is read. The
-identity is checked with the first message, which says which rank or shard the caller wants to be.
+An interceptor checks the token of every call before it reads any message. Only gRPC's health checks need no token. The
+identity is checked with the first message, which names the caller's rank or shard.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _GIVE_TOKEN = "give the worker the server's token: --token-file FILE, or PS_TOKE
 
 
 def check_security(config: Config) -> None:
-    """AuthError for files that cannot be used, settings that protect nothing, and an open address in the clear."""
+    """Raise AuthError for unusable files, settings without effect, and an unprotected address that others can reach."""
     security = config.security
     pem = read_pem(security)
     warn_of_readable_secrets(security)
     if security.cert is None and (security.ca is not None or security.mutual):
         setting = "security.mutual" if security.mutual else "security.ca"
         raise AuthError(
-            f"{setting} is set, but the server has no certificate of its own and would not speak TLS",
+            f"{setting} is set, but the server has no certificate of its own and would not use TLS",
             fix="add --cert and --key (ps-certs init makes them), or leave the others out",
         )
     if config.server.shards > 1 and security.cert is not None and security.ca is None:
         raise AuthError(
-            "a server of several shards speaks TLS and has no security.ca: its shards would not trust each other",
+            "a server of several shards uses TLS and has no security.ca: its shards would not trust each other",
             fix="add --ca: ca.crt of ps-certs init",
         )
     if config.server.shards > 1 and security.mutual and pem.cert is not None:
@@ -64,24 +64,27 @@ def check_security(config: Config) -> None:
     if (lacks := _missing(config)) is not None and not config.server.insecure:
         raise AuthError(
             f"{config.server.listen} can be reached by other machines, and {lacks}",
-            fix="ps-certs init makes certificates and a token and says how to use them; on a network you trust "
-            "add --insecure; on one machine listen on 127.0.0.1",
+            fix="run ps-certs init, which makes certificates and a token and prints how to use them; on a network that "
+            "you trust, add --insecure; for one machine, listen on 127.0.0.1",
         )
 
 
 def _check_own_name(config: Config, name: str) -> None:
-    """AuthError for another certificate than this shard's, which the other shards would refuse after the start."""
+    """Raise AuthError if the certificate is not this shard's, because the other shards would refuse it later."""
     expected = f"{SHARD_PREFIX}{config.server.shard}"
     if name != expected:
         raise AuthError(
             f"{config.security.cert} is the certificate of '{name}', and this is shard {config.server.shard}: with "
-            "security.mutual shards show each other who they are",
+            "security.mutual, shards check each other's names",
             fix=f"use {expected}.crt and .key: ps-certs init DIR --renew --shards {config.server.shards} makes them",
         )
 
 
 def _missing(config: Config) -> str | None:
-    """What the address lacks although others can reach it, as a phrase. AuthError for an unusable token."""
+    """Return the missing protection of an address that others can reach, as a phrase, or None.
+
+    Raises AuthError for an unusable token.
+    """
     security, token = config.security, read_token(config.security)
     if is_loopback(split_address(config.server.listen)[0]):
         return None
@@ -95,13 +98,13 @@ def _missing(config: Config) -> str | None:
 
 
 def insecurity(config: Config) -> str | None:
-    """The warning at start for an insecure address that others can reach; None when there is nothing to warn of."""
+    """Return the warning at the start for an unprotected address that others can reach, or None."""
     lacks = _missing(config)
     return f"{lacks}; anyone who reaches this port can read and train" if lacks is not None else None
 
 
 def security_text(config: Config) -> str:
-    """How connections are protected, for the log: `mutual TLS, token`."""
+    """Return the protection of connections for the log, such as `mutual TLS, token`."""
     kinds = []
     if config.security.cert is not None:
         kinds.append("mutual TLS" if config.security.mutual else "TLS")
@@ -114,7 +117,7 @@ def security_text(config: Config) -> str:
 
 
 def bind(server: grpc.aio.Server, config: Config) -> int:
-    """Listen on `server.listen`, with TLS where there is a certificate. The port, 0 when it cannot be had."""
+    """Listen on `server.listen`, with TLS if there is a certificate. Returns the port, or 0 if it is not available."""
     try:
         if config.security.cert is None:
             return int(server.add_insecure_port(config.server.listen))
@@ -126,10 +129,10 @@ def bind(server: grpc.aio.Server, config: Config) -> int:
 
 
 class _Rotation:
-    """Renews certificates: gRPC calls it at every new connection, on a thread of its own.
+    """Renews certificates. gRPC calls it at every new connection, on a separate thread.
 
-    Open connections keep their certificates. Files that do not fit together (only one of the two has been replaced so
-    far) or are out of date change nothing.
+    Open connections keep their certificates. It ignores expired files, and files that do not match, for example while
+    only one of two is replaced.
     """
 
     def __init__(self, security: SecurityConfig) -> None:
@@ -137,7 +140,7 @@ class _Rotation:
         self._seen = self._stamps()
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """The certificate as the files have it now. Raises AuthError."""
+        """Return the certificate that the files have now. Raises AuthError."""
         pem = read_pem(self._security)
         facts = facts_of(pem.cert or b"")
         log.info("certificate", names=list(facts.names), valid_until=utc_text(facts.not_after))
@@ -158,7 +161,7 @@ class _Rotation:
             return None
 
     def _stamps(self) -> list[tuple[int, int, int]] | None:
-        """Time, size and inode of each file; None while one is missing."""
+        """Return time, size and inode of each file, or None while a file is missing."""
         paths = (self._security.ca, self._security.cert, self._security.key)
         try:
             found = [os.stat(path) for path in paths if path is not None]
@@ -168,7 +171,7 @@ class _Rotation:
 
 
 class Contexts:
-    """TLS contexts with renewed certificates, for connections without gRPC."""
+    """Makes TLS contexts with renewed certificates, for connections without gRPC."""
 
     def __init__(self, security: SecurityConfig) -> None:
         self._security = security
@@ -176,7 +179,7 @@ class Contexts:
         self._context: ssl.SSLContext | None = None
 
     def current(self) -> ssl.SSLContext:
-        """Raises OSError where there has been none yet, and the files do not fit together."""
+        """Return the newest context. Raises OSError if there is none yet and the files are not usable."""
         if self._context is None or self._rotation.has_changed():
             try:
                 read_pem(self._security)
@@ -200,13 +203,13 @@ class Contexts:
 
 
 def interceptors(config: Config) -> list[grpc.aio.ServerInterceptor]:
-    """For `grpc.aio.server`: the check of the token, when there is one."""
+    """Return the interceptors for `grpc.aio.server`: the check of the token, if there is a token."""
     token = read_token(config.security)
     return [TokenCheck(token)] if token is not None else []
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
-    """Ends every call without the token with UNAUTHENTICATED, before any of its messages is read."""
+    """Ends every call without the token with UNAUTHENTICATED, before it reads any message."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -227,7 +230,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def _refusing(self, message: str) -> grpc.RpcMethodHandler:
-        """A handler that reads nothing. It is for streams, whatever the call is: gRPC reads a single message first."""
+        """Return a stream handler that refuses without reading. A unary handler would read the request first."""
         status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=_GIVE_TOKEN))
 
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
@@ -245,7 +248,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
 
 def certificate_name(context: grpc.aio.ServicerContext) -> str | None:
-    """The common name of the caller's certificate; None where certificates are not required."""
+    """Return the common name of the caller's certificate, or None if certificates are not required."""
     facts = context.auth_context()
     if "x509_pem_cert" not in facts:
         return None
@@ -253,9 +256,9 @@ def certificate_name(context: grpc.aio.ServicerContext) -> str | None:
 
 
 def check_rank(context: grpc.aio.ServicerContext, requested: int | None) -> int | None:
-    """The rank to join as: that of the certificate where no rank is requested.
+    """Return the rank to join as: the requested rank, or the rank of the certificate.
 
-    PERMISSION_DENIED for another rank's certificate, and for a name that is neither `rank-N` nor `worker`.
+    Raises a PERMISSION_DENIED refusal for another rank's certificate, and for a name other than `rank-N` and `worker`.
     """
     name = certificate_name(context)
     if name is None or name == ANY_RANK:
@@ -278,10 +281,10 @@ def check_rank(context: grpc.aio.ServicerContext, requested: int | None) -> int 
 
 
 def check_shard(context: grpc.aio.ServicerContext, shard: int) -> None:
-    """PERMISSION_DENIED unless the certificate, where one is required, is `shard-N` of this shard.
+    """Raise a PERMISSION_DENIED refusal if certificates are required and the caller's is not `shard-N` of this shard.
 
-    The coordinator checks it before its first order, which has the run's configuration; and workers send their
-    gradients to a registered shard.
+    The coordinator checks this before its first order, which contains the run's configuration. Workers later send their
+    gradients to this shard.
     """
     name, expected = certificate_name(context), f"{SHARD_PREFIX}{shard}"
     if name is not None and name != expected:

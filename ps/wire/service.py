@@ -1,4 +1,4 @@
-"""The gRPC service on one run: a worker's exchange, and the calls beside it."""
+"""The gRPC service of one run: the exchange with a worker, heartbeats, pulls and status."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ log = get_logger()
 
 _MAX_LOGGED = 2_000
 _MAX_SHOWN = 200
-_NUM_EVALUATORS = 16  # whose heartbeats are taken
-_KEPT_S = 5.0  # within which a version is here that the coordinator has
-# Serves another shard's call.
+_NUM_EVALUATORS = 16  # evaluators that may send heartbeats
+_KEPT_S = 5.0  # time until this shard has a copy that the coordinator already has
+# Serves the call of another shard.
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
 
 
 class ParameterServerService:
-    """Implements the service of the proto. `attend` serves other shards, on the coordinator of several."""
+    """Implements the service of the proto. `attend` serves other shards; only a coordinator has it."""
 
     def __init__(
         self, engine: Engine, config: Config, attend: Attend | None = None, direct: Port | None = None
@@ -55,13 +55,13 @@ class ParameterServerService:
         self._attend = attend or self._not_the_coordinator
         self._watch = Watch()
         self._joining = Joining(engine, config, direct)
-        # Every worker may have two, while its process is started again.
+        # A worker may have two calls while its process restarts.
         num_heartbeats = 2 * (config.run.workers or config.limits.workers) + _NUM_EVALUATORS
         self._first_heartbeats = FirstMessages("HeartbeatRequest", config.server.join_timeout_s, num_heartbeats)
         self._pulls = asyncio.Semaphore(config.server.max_replies)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Exchange takes and sends bytes, and Pull sends bytes, as `common/wire/frames.py` frames them."""
+        """Return the gRPC handler. Exchange and Pull use raw bytes, which `common/wire/frames.py` encodes."""
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
         rows = [
             ("Exchange", stream, self.exchange, None, None),
@@ -84,7 +84,7 @@ class ParameterServerService:
         )
 
     async def exchange(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """A worker's whole life in the run."""
+        """Serve one worker from its join to its end."""
         stream = self._stream(context)
         conversation = Conversation(self._engine, self._config, stream, self._joining.partials)
         try:
@@ -95,7 +95,7 @@ class ParameterServerService:
     async def heartbeat(
         self, heartbeats: AsyncIterator[pb.HeartbeatRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.HeartbeatReply]:
-        """A process is alive as long as it keeps this call open and sends heartbeats."""
+        """Receive the heartbeats of one process. It counts as alive while this call is open and heartbeats arrive."""
         process, engine, run = "", self._engine, self._run
         try:
             heartbeat = await self._first_heartbeats.of(heartbeats)
@@ -108,7 +108,7 @@ class ParameterServerService:
                     if process in run.roster.evaluators:
                         engine.offer(evaluation_event(None, heartbeat.metrics))
                     else:
-                        reason = "its first heartbeat did not say that it evaluates"
+                        reason = "its first heartbeat had no `evaluates`"
                         log.warning("metrics_ignored", process=process, reason=reason)
                 is_member = heartbeat.run == run.name and run.roster.is_member(heartbeat.rank, heartbeat.process)
                 if is_member:
@@ -128,8 +128,10 @@ class ParameterServerService:
                 engine.offer(events.HeartbeatStopped(process))
 
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:
-        """Send the weights of one version, their Polyak average, or the optimizer's state, whole. Each is a copy, so
-        only a few calls are served at once."""
+        """Send the weights of one version, their Polyak average, or the optimizer's state.
+
+        Each call copies the tensors, so only a few calls run at once.
+        """
         stream = self._stream(context)
         await self._carry(stream, self._send_snapshot(stream, request))
 
@@ -161,7 +163,7 @@ class ParameterServerService:
             raise refusal(Reason.NOT_READY, "there are no weights yet", fix="try again once training has started")
 
     async def _kept(self, request: pb.PullRequest) -> tuple[int, torch.Tensor]:
-        """A version of which all shards keep a copy, and the copy here."""
+        """Return a version that all shards keep a copy of, and this shard's copy."""
         engine, version = self._engine, request.version
         if request.keep:
             engine.offer(events.CopyAsked())
@@ -169,14 +171,14 @@ class ParameterServerService:
         with contextlib.suppress(TimeoutError):
             await engine.until(lambda: self._best.get(version) is not None, _KEPT_S)
         if (found := self._best.get(version)) is None:
-            raise refusal(Reason.NOT_READY, f"version {version} is not kept", fix="ask for another")
+            raise refusal(Reason.NOT_READY, f"version {version} is not kept", fix="request another version")
         return version, found
 
     async def pull_rows(self, request: pb.RowsRequest, context: grpc.aio.ServicerContext) -> pb.RowsReply:
-        """Rows of a table, after all that was decided before."""
+        """Return rows of a table, after all earlier decisions have been carried out."""
         engine = self._engine
         try:
-            if why := engine.why_not_ready():  # a new coordinator learns from its shards which run it is
+            if why := engine.why_not_ready():  # a new coordinator learns the run's name from its shards
                 raise refusal(Reason.NOT_READY, f"{why}: there are no rows yet", fix="ask again in a moment")
             if request.run != self._run.name:  # another shard may not know the run's name yet
                 reason = Reason.NOT_READY if self._config.server.shard else Reason.RUN_MISMATCH
@@ -195,7 +197,7 @@ class ParameterServerService:
         return pb.RowsReply(rows=rows)
 
     async def _carry(self, stream: Stream, work: Awaitable[None]) -> None:
-        """Carry out one call, and end it. `stream.refused` is then the refusal that it ended with."""
+        """Serve one call, and end it. `stream.refused` is the refusal, if the call ended with one."""
         try:
             await work
             await stream.flush()
@@ -206,7 +208,7 @@ class ParameterServerService:
             traceback.clear_frames(error.__traceback__)
             await refuse(stream, error, rank=stream.rank)
         except asyncio.CancelledError as cancelled:
-            # The call's task keeps the frames, and these an upload: memory that a worker shares would stay mapped.
+            # The call's task keeps the frames, and the frames an upload, so a worker's shared memory would stay mapped.
             traceback.clear_frames(cancelled.__traceback__)
             if stream.refused is None:  # the connection is gone
                 raise
@@ -230,7 +232,7 @@ class ParameterServerService:
         await refuse(context, refusal(Reason.SHARD_MISMATCH, f"this server is {role}", fix=fix))
 
     async def status(self, _: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusReply:
-        """Where the run stands."""
+        """Return the run's status."""
         status, run = reports.status(self._engine), self._run
         return pb.StatusReply(
             run=run.name, settings=settings_of(self._config, run), version=status.version, step=status.step,
@@ -238,18 +240,18 @@ class ParameterServerService:
         )  # fmt: skip
 
 
-# ---- how a call ends: well, with a refusal that its caller can act on, or with a bug -------------------------------
+# ---- the end of a call ------------------------------------------------------------------------------
 
 
 async def refuse(call: Stream | grpc.aio.ServicerContext, error: ParamServerError, **whom: int | None) -> None:
-    """End a call with a refusal: raises what gRPC does."""
+    """End a call with a refusal. It raises gRPC's exception."""
     reason = (error.reason or Reason.BAD_REQUEST).value
     log.warning("refused", **whom, reason=reason, message=_loggable(error.message))
     await call.abort(*refusal_to_status(error))
 
 
 async def _fail(stream: Stream, error: Exception) -> None:
-    """End one call, never the run, after an exception that nobody foresaw; log it in one line."""
+    """Log an unexpected exception in one line, and end this call. The run continues."""
     frames = traceback.extract_tb(error.__traceback__)
     traceback.clear_frames(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -260,6 +262,6 @@ async def _fail(stream: Stream, error: Exception) -> None:
 
 
 def _loggable(text: str) -> str:
-    """Text from an untrusted sender, cut and escaped for a line of the log."""
+    """Return text from an untrusted sender, shortened and escaped for a log line."""
     text = text[:_MAX_LOGGED]
     return text if text.isprintable() else ascii(text)[1:-1]

@@ -1,7 +1,7 @@
-"""Small contributions on a direct connection: each is received, and its reply sent, in the event loop's own callback.
+"""Small contributions on a direct connection: the event loop's callback receives each one and sends its reply.
 
-To wake a task for a message, and to resolve a future for a reply, cost more than a small exchange itself. All other
-messages are left to the worker's conversation, as if they had just come.
+Waking a task for a message and resolving a future for a reply would cost more than a small exchange itself. All other
+messages are left for the worker's conversation, which reads them from the connection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .stream import Stream, StreamLost
 
 
 class SmallExchanges:
-    """The small exchanges of one worker. `message` makes the message of an item, or None when it needs several."""
+    """The small exchanges of one worker. `message` returns the message of an item, or None if it needs several."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class SmallExchanges:
         self._peer = peer
         self._receiver = receiver
         self._message = message
-        self._is_due = False  # a reply is
-        self._is_paused = False  # bytes have come before the reply
+        self._is_due = False  # the worker waits for a reply
+        self._is_paused = False  # bytes arrived before the reply was sent
 
     async def until_other(self) -> bool:
-        """Returns when the conversation has another item to send, which is in the outbox, or (False) to read."""
+        """Exchange until the conversation must take over. Returns True if it must send, and False if it must read."""
         loop = asyncio.get_running_loop()
         self._other: asyncio.Future[bool] = loop.create_future()
         self._is_due = self._is_paused = False
@@ -50,7 +50,7 @@ class SmallExchanges:
             self._connection.unwatch()
 
     def _readable(self) -> None:
-        """Take at most one contribution, then let other workers have their turn."""
+        """Receive at most one contribution, so that other workers get their turn."""
         if self._other.done():
             return
         if self._is_due:
@@ -73,7 +73,7 @@ class SmallExchanges:
             self._fail(error)
 
     def _say(self, item: Item) -> bool:
-        """Send an item of the run at once if that can be; False leaves it to the conversation."""
+        """Send an item of the run at once. Returns False if the conversation must send it."""
         if self._other.done():
             return False
         raw, is_reply = self._message(item), isinstance(item, Go)

@@ -1,8 +1,8 @@
-"""One worker's stream on the server: whole frames in and out, bytes counted, and a limit on every wait for the peer.
+"""One worker's stream on the server: it reads and writes frames, counts bytes, and limits every wait for the peer.
 
-A peer owes the bytes that it announced, room for the bytes that are sent to it, and a Taken for a reply in shared
-memory. For each of them it has `limits.progress_s` without progress. The limit does not run while the server waits for
-memory, for a round or for the next contribution: the peer owes nothing then.
+The peer must send the bytes that it announced, receive the bytes that are sent to it, and send Taken for a reply in
+shared memory. Each may pause for at most `limits.progress_s`. The limit does not apply while the server waits for
+memory, for a round or for the next contribution.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from .limits import Allowance, Pace, Watch
 
 Result = TypeVar("Result")
 
-# A worker begins again when it finds that the bytes it has sent were not its gradient yet.
+# A worker begins an upload again if a gradient changed after it was sent.
 _MAX_BEGINS = 8
-# A peer that does not even take a refusal is dropped.
+# Time for a peer to receive earlier messages and a refusal before the call ends anyway.
 _SETTLE_S = 0.5
 _REFUSING_S = 2.0
 _SAY_WAITING_S = 1.0
 
 
 class StreamLost(Exception):
-    """The worker's end of the stream is gone."""
+    """The stream ended because the worker's side is gone."""
 
 
 class StreamBroken(Exception):
-    """Reading or writing failed, and the connection did not: a bug, which another connection would meet too."""
+    """Reading or writing failed although the connection works. That is a bug, which a new connection would repeat."""
 
 
-# What gRPC and sockets raise when the peer is gone.
+# Exceptions of gRPC and sockets if the peer is gone.
 _GONE = (OSError, grpc.RpcError, grpc.aio.BaseError)
 
 
 class Stream:
     """One worker's stream, used by one task, which `end` cancels.
 
-    `refused` is the refusal that the call ends with; `is_memory_wanted` says whether others wait for the memory of an
-    upload.
+    `refused` is the refusal with which the call ends. `is_memory_wanted` returns whether other workers wait for the
+    memory of an upload.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class Stream:
         is_memory_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context = context
-        self._direct: Connection | None = None  # that messages go over
+        self._direct: Connection | None = None  # if set, messages use it instead of gRPC
         self._writing: asyncio.Future[None] | None = None
-        self.rank: int | None = None  # once it has one
-        self.num_received = self.num_sent = 0  # bytes, without Waiting messages, since they were taken
+        self.rank: int | None = None  # None until the worker has a rank
+        self.num_received = self.num_sent = 0  # bytes since the last reading, without Waiting messages
         self.refused: ParamServerError | None = None
         self._time = asyncio.get_running_loop().time
         self._task = asyncio.current_task()
         self._is_memory_wanted = is_memory_wanted
         self._pace = None if limits.upload_bytes_per_s is None else Pace(limits.upload_bytes_per_s)
         self._allowance = Allowance(limits.progress_s, CHUNK_BYTES)
-        self._owed = 0  # bytes that were announced and have not come
-        self._num_begins = 0  # since the last contribution's facts
-        self._reading_since: float | None = None  # while bytes are owed
+        self._owed = 0  # announced bytes that have not arrived
+        self._num_begins = 0  # Begin messages since the last Contribution
+        self._reading_since: float | None = None  # None: no announced bytes are missing
         self._writing_since = 0.0
         self._lent_since: float | None = None
         self._too_slow_at: float | None = None
@@ -84,7 +84,10 @@ class Stream:
     # ---- in -------------------------------------------------------------------------------
 
     async def read(self, *kinds: str) -> Frame | None:
-        """The next frame, which must be one of `kinds` ("" is a bare piece of a payload); None at the end."""
+        """Return the next frame, or None at the end. Raises a BAD_REQUEST refusal if its kind is not in `kinds`.
+
+        The kind "" is a piece of a payload without a header.
+        """
         if self._pace is not None and (wait_s := self._pace.wait_s()):
             await asyncio.sleep(wait_s)
         if self._owed:
@@ -113,7 +116,7 @@ class Stream:
         return received
 
     def take_now(self, raw: bytes, take: Callable[[Frame], bool]) -> bool:
-        """Give a message that was read elsewhere to `take`; False, and it counts as not received, if that says no."""
+        """Pass a message from the direct connection to `take`. If that returns False, its bytes are not counted."""
         received = parse(pb.WorkerMessage, raw)
         if received.header is not None:
             check_header(received.header)
@@ -124,16 +127,15 @@ class Stream:
 
     @property
     def direct(self) -> Connection | None:
-        """The direct connection, where its messages may be read and written outside of this stream's task: no limit on
-        the pace of uploads."""
+        """The direct connection, if code outside of this stream's task may use it: not with a limit on uploads."""
         return self._direct if self._pace is None else None
 
     def go_direct(self, connection: Connection) -> None:
-        """All further messages go over this connection."""
+        """Use this connection for all further messages."""
         self._direct = connection
 
     async def receive_into(self, target: memoryview) -> None:
-        """Bytes that follow a message on a direct connection."""
+        """Fill `target` with the bytes that follow a message on a direct connection."""
         assert self._direct is not None
         done = 0
         while done < len(target):
@@ -154,12 +156,12 @@ class Stream:
             done += num_bytes
 
     def _lost(self, error: Exception) -> StreamLost | StreamBroken:
-        """The meaning of an exception of reading or writing."""
+        """Return the exception that stands for a failure of reading or writing."""
         is_gone = isinstance(error, _GONE) or (self._direct is not None and self._direct.is_closed)
         return StreamLost() if is_gone else StreamBroken()
 
     async def read_within(self, timeout_s: float, *kinds: str) -> Frame | None:
-        """The next message of a worker that has not been let in yet, or that others wait for."""
+        """Return the next frame, as `read` does. Raises a BAD_REQUEST refusal after `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.read(*kinds)
@@ -169,7 +171,7 @@ class Stream:
             raise refusal(Reason.BAD_REQUEST, message) from None
 
     def _take_header(self, header: Message) -> None:
-        """Check it, and note what it announces."""
+        """Check a header, and count the bytes that it announces."""
         check_header(header)
         match header:
             case pb.Begin():
@@ -185,11 +187,11 @@ class Stream:
                 self.owe(header.payload_bytes)
             case pb.Taken():
                 self._lent_since = None
-            case pb.Finish() | pb.Leave():  # what was begun is not completed any more
+            case pb.Finish() | pb.Leave():  # the worker will not complete an upload that it began
                 self._owed = self._num_begins = 0
 
     def owe(self, num_bytes: int) -> None:
-        """So many bytes are to come."""
+        """Expect `num_bytes` from the peer."""
         self._owed = num_bytes
         self._allowance.renew()
 
@@ -201,12 +203,15 @@ class Stream:
             self._allowance.came(num_bytes, waited_s)
 
     def _is_pressing(self) -> bool:
-        """Before its facts a payload comes at the pace of a computation, which may be slow while it is in nobody's
-        way."""
+        """Whether the time limit applies to the upload.
+
+        Before its Contribution message, a payload arrives as fast as the worker computes. That may be slow, unless
+        other workers wait for the memory.
+        """
         return not self._num_begins or self._is_memory_wanted()
 
     async def read_payload(self, first: Frame, target: memoryview) -> bool:
-        """The payload announced by `first`, into `target`; False when the stream ended before it was whole."""
+        """Read the payload announced by `first` into `target`. Returns False if the stream ended before."""
 
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
@@ -223,8 +228,11 @@ class Stream:
     # ---- out ------------------------------------------------------------------------------
 
     async def write(self, message: bytes | OutOfBand) -> None:
-        """Send a message, on a direct connection perhaps with bytes that follow it. Returns when the connection has
-        taken the message before, so that the caller goes on while this one leaves."""
+        """Send a message. On a direct connection, payload bytes may follow it.
+
+        This returns once the connection has accepted the previous message, so that the caller continues while this one
+        is sent.
+        """
         self.num_sent += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
         await self._write(message)
 
@@ -247,7 +255,7 @@ class Stream:
             self._writing = asyncio.ensure_future(connection.send(unsent))
 
     def write_now(self, raw: bytes, is_counted: bool = True) -> bool:
-        """Send a message over the direct connection at once; False where the message before has not been taken yet."""
+        """Send a message over the direct connection at once. Returns False while the previous one is being sent."""
         assert self._direct is not None
         if self._writing is not None:
             return False
@@ -260,21 +268,21 @@ class Stream:
         await self.write(message.SerializeToString())
 
     async def say_waiting(self, reason: str) -> None:
-        """Tell the worker why it waits. These bytes are not counted: their number depends on the clock."""
+        """Send the worker the reason for its wait. The bytes are not counted, as their number depends on time."""
         await self._write(pb.ServerMessage(waiting=pb.Waiting(reason=reason)).SerializeToString())
 
     def take_sent(self) -> int:
-        """The bytes sent since the last call."""
+        """Return the bytes sent since the last call."""
         num_sent, self.num_sent = self.num_sent, 0
         return num_sent
 
     async def write_out_of_band(self, start: int, end: int) -> None:
-        """Say that these bytes of a payload lie in shared memory; they count as sent."""
+        """Announce bytes of a payload that are in shared memory. They count as sent."""
         self.num_sent += end - start
         await self.write(out_of_band_frame(start, end - start))
 
     async def wait(self, result: Awaitable[Result], why: Callable[[], str]) -> Result:
-        """The result; until it is there the worker is told every second why it waits."""
+        """Await `result`, and send the worker the reason for its wait every second."""
         waiting = asyncio.ensure_future(result)
         try:
             while not (await asyncio.wait({waiting}, timeout=_SAY_WAITING_S))[0]:
@@ -284,11 +292,11 @@ class Stream:
             waiting.cancel()
 
     def lend(self) -> None:
-        """All of a reply lies in shared memory: the worker owes a Taken."""
+        """Expect a Taken, because a whole reply is in shared memory."""
         self._lent_since = self._time()
 
     async def flush(self) -> None:
-        """Wait until everything written has been taken by the connection."""
+        """Wait until the connection has accepted all messages."""
         if self._writing is not None:
             try:
                 await self._writing
@@ -299,24 +307,27 @@ class Stream:
     # ---- the end --------------------------------------------------------------------------
 
     def end(self, error: ParamServerError | None = None) -> None:
-        """End the call, whatever it is waiting for; with a refusal if there is an error."""
+        """End the call, also while it waits. With `error`, it ends with this refusal."""
         self.refused = self.refused or error
         if self._task is not None:
             self._task.cancel()
 
     async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> None:
-        """End the call with a status; raises what gRPC does. Messages that were written before go first, if the peer
-        takes them: gRPC loses a status that overtakes the first message."""
+        """End the call with a status. It raises gRPC's exception.
+
+        Earlier messages are sent first, if the peer receives them, because gRPC loses a status that overtakes the first
+        message.
+        """
         if self._writing is not None and not self._writing.done():
-            # A cancellation wants the call to end, which it does already.
+            # The call ends in any case, so a cancellation needs no further handling.
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({self._writing}, timeout=_SETTLE_S)
-        if self._direct is not None:  # the worker looks there first, and then for the status
+        if self._direct is not None:  # the worker reads it until its end, and then the status
             self._direct.close()
         await self._context.abort(code, details, metadata)
 
     def close(self) -> None:
-        """The call is over: the last message is not waited for."""
+        """Release the stream at the end of its call, without waiting for the last message."""
         self._watch.remove(self)
         if self._direct is not None:
             self._direct.close()
@@ -326,7 +337,7 @@ class Stream:
                 self._writing.cancel()
 
     def look(self, now: float) -> None:
-        """End the call of a peer that keeps the server waiting, as `limits.Watch` asks."""
+        """End the call if the peer keeps the server waiting for too long. `limits.Watch` calls this."""
         if self._too_slow_at is not None:
             if now - self._too_slow_at > _REFUSING_S:
                 self._too_slow_at = now
@@ -343,7 +354,7 @@ class Stream:
             )
 
     def _overdue(self, now: float) -> str | None:
-        """What the peer has not done in time, as a phrase."""
+        """Return the peer's missing action as a phrase, or None if the peer is in time."""
         limit_s = self._allowance.limit_s
         if self._reading_since is not None:
             waited_s = now - self._reading_since
@@ -351,13 +362,13 @@ class Stream:
                 return f"{self._owed} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing and now - self._writing_since > limit_s:
-            return "a reply was sent, and nothing of it was read"
+            return "the worker read nothing of a reply"
         if self._lent_since is not None and now - self._lent_since > limit_s:
-            return "a reply was placed in shared memory, and no Taken came"
+            return "the worker sent no Taken for a reply in shared memory"
         return None
 
     def stood_still(self, seconds: float) -> None:
-        """This process was frozen for a while, which does not count."""
+        """Do not count `seconds` in which this process itself did not run."""
         if self._reading_since is not None:
             self._reading_since += seconds
         if self._lent_since is not None:

@@ -1,8 +1,7 @@
-"""The ways of payloads to and from one worker while its stream lasts: in the stream's messages, behind the messages of
-a direct connection, or in memory that both processes map.
+"""Transports of payloads from and to one worker, for the time of one stream.
 
-A contribution that comes otherwise than in messages is announced with `in_segment`, and each piece of it is a message
-that says `out_of_band`.
+Payloads travel in the stream's messages, behind the messages of a direct connection, or in memory that both processes
+map. A contribution outside of messages has `in_shared_memory`, and each of its pieces is a message with `out_of_band`.
 """
 
 from __future__ import annotations
@@ -29,36 +28,36 @@ _PROBE_BYTES = 4096
 
 
 class Header(Protocol):
-    """Makes the message that announces a payload: its version, its size, and where it lies."""
+    """Returns the message that announces a payload: its version, its size, and its segment, if it has one."""
 
     def __call__(self, version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage: ...
 
 
 class Transport:
-    """Payloads travel in the stream's messages. The frames of a version are shared by all workers."""
+    """Sends payloads in the stream's messages. All workers share the frames of a version."""
 
-    name: ClassVar[str] = "grpc"  # for people
-    as_frames: ClassVar[bool] = True  # False: the weights' memory is read, not the shared frames
+    name: ClassVar[str] = "grpc"  # as logs and the summary show it
+    as_frames: ClassVar[bool] = True  # False: reads the weights' memory instead of shared frames
 
     def __init__(self, model: Model, stream: Stream) -> None:
         self.model = model
         self.stream = stream
-        self.reading: Publication | None = None  # that the worker has not said to have taken
-        self.left_out: Sequence[Range] = ()  # bytes of the next weights that the worker has already
+        self.reading: Publication | None = None  # in shared memory, until the worker sends Taken
+        self.left_out: Sequence[Range] = ()  # bytes of the next weights that the worker already has
 
     def carries(self, codec: Codec) -> bool:
-        """Whether a contribution with this codec may come otherwise than in messages."""
+        """Whether a contribution with this codec may travel outside of messages."""
         return False
 
     def memory(self, num_bytes: int) -> Payload | None:
-        """Where a contribution of `num_bytes` lies once its worker has sent it; None: in the server's memory."""
+        """Return the shared memory of a contribution of `num_bytes`, or None to use the server's memory."""
         return None
 
     async def fetch(self, target: memoryview) -> None:
-        """Receive a piece that was placed; returns when it lies in `target`."""
+        """Receive an out-of-band piece into `target`."""
 
     async def send(self, header: Header, publication: Publication, num_bytes: int) -> None:
-        """Send the weights of one version, which is given back once they have left."""
+        """Send the weights of one publication, and release it."""
         try:
             await self.stream.write(frame(header(publication.version, num_bytes, None)))
             async for message in self._messages(publication):
@@ -68,7 +67,7 @@ class Transport:
             self._release(publication)
 
     async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
-        """The messages of a payload, as the weights are made."""
+        """Yield the messages of a payload as soon as its weights are finished."""
         async for raw in publication.frames(self.left_out):
             yield raw
 
@@ -76,14 +75,14 @@ class Transport:
         self.model.publisher.release(publication, as_frames=self.as_frames)
 
     def taken(self) -> None:
-        """The worker has read the weights in shared memory, or is gone."""
+        """Release the weights in shared memory, because the worker has read them or is gone."""
         publication, self.reading = self.reading, None
         if publication is not None:
             self._release(publication)
 
 
 class DirectTransport(Transport):
-    """Payloads follow the messages that place them, raw, on a connection that carries the stream's messages too."""
+    """Sends raw payloads behind their messages, on the direct connection that carries all messages."""
 
     name = "direct"
     as_frames = False
@@ -105,7 +104,7 @@ class DirectTransport(Transport):
 
 
 class SharedTransport(Transport):
-    """A contribution lies in the worker's `segment`. The weights' own memory is the payload of a reply."""
+    """Uses shared memory: the worker's `segment` for contributions, and the weights' own memory for replies."""
 
     name = "shared memory"
     as_frames = False
@@ -121,7 +120,7 @@ class SharedTransport(Transport):
         return self.segment.payload[:num_bytes]
 
     async def send(self, header: Header, publication: Publication, num_bytes: int) -> None:
-        """Tell the worker which bytes of the weights are made; it says Taken when it has read them."""
+        """Announce the bytes of the weights as they are finished. The worker sends Taken once it has read them."""
         self.reading = publication
         stream, address = self.stream, publication.segment.address
         await stream.write(frame(header(publication.version, num_bytes, address)))
@@ -131,17 +130,20 @@ class SharedTransport(Transport):
                     await stream.write(left_out_frame(start, end - start))
                 elif address is not None:
                     await stream.write_out_of_band(start, end)
-                else:  # no more shared memory could be had
+                else:  # there was no shared memory for this version
                     for raw in payload_frames([publication.segment.bytes[start:end]], offset=start):
                         await stream.write(raw)
         if address is None:
-            self.taken()  # the worker knows of no segment, and says nothing
+            self.taken()  # without a segment, the worker sends no Taken
         else:
             stream.lend()
 
 
 class Probe:
-    """A small segment by which a worker finds out whether it is on this host; none unless `is_wanted`."""
+    """A small segment that a worker tries to open, to find out whether it is on this host.
+
+    Without `is_wanted` there is no segment.
+    """
 
     def __init__(self, is_wanted: bool) -> None:
         self._segment: Segment | None = None
@@ -154,13 +156,17 @@ class Probe:
         return self._segment.address if self._segment is not None else None
 
     async def open(self, known: Transport, layout: Layout, offered: pb.Segment) -> tuple[Transport, str]:
-        """The transport of a worker that offers a segment, or `known` and the reason. The worker is told."""
+        """Open the segment that a worker offers, and send it the result.
+
+        Returns the shared transport and "", or `known` and the reason against shared memory.
+        """
         transport, reason = known, ""
         try:
             if self._segment is None:
                 raise SegmentError("the server shares no memory (server.shared_memory)")
             if offered.num_bytes < layout.exchange_bytes:
-                raise SegmentError(f"{offered.num_bytes} bytes, a contribution has {layout.exchange_bytes}")
+                needed = layout.exchange_bytes
+                raise SegmentError(f"the segment has {offered.num_bytes} bytes, and a contribution needs {needed}")
             transport = SharedTransport(known.model, known.stream, open_segment(offered))
         except SegmentError as error:
             reason = str(error)

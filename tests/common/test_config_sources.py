@@ -205,7 +205,7 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("optimizer:\n  lr: fast\n", 2, "optimizer.lr: input should be a valid number", ""),
         ("optimizer:\n  lr: 0\n", 2, "optimizer.lr: input should be greater than 0, got 0", ""),
         ("worker:\n  device: gpu\n", 2, "worker.device: string should match pattern", ""),
-        ("output:\n  save: w.pt\n", 2, "let the name end in .safetensors", ""),
+        ("output:\n  save: w.pt\n", 2, "the name must end in .safetensors", ""),
         ("run:\n  steps: 3\n bad: indent\n", 3, "not valid YAML", YAML),
         ("run:\n\tsteps: 3\n", 2, "not valid YAML", YAML),
         ("run: {steps: 3\n", 2, "not valid YAML", YAML),
@@ -483,7 +483,7 @@ def test_a_flag_of_another_mode_is_refused_and_a_file_may_hold_the_options_of_se
     load(path, {"run.mode": "async"}).check_options(["async"])
     resolved = load(path, {"run.mode": "async", "policy.straggler_timeout_s": 2.0})
     error = mistake(lambda: resolved.check_options(["async"]))
-    assert error.message == "flag --straggler-timeout-s: mode async has no such option, it would change nothing"
+    assert error.message == "flag --straggler-timeout-s: mode async has no such option, so it would have no effect"
     assert error.fix == "leave it out, or take a mode that has it: diloco, localsgd, sync"
     resolved.check_options(["async", "sync"])
 
@@ -494,7 +494,7 @@ def test_what_no_mode_of_the_run_reads_is_refused_with_set_and_told_of_a_file(wr
     load(path).check_options(["allreduce"], also="--set ")
     resolved = load(path, sets=["policy.local_steps=4"])
     error = mistake(lambda: resolved.check_options(["allreduce"], also="--set "))
-    assert error.message == "--set policy.local_steps: mode allreduce has no such option, it would change nothing"
+    assert error.message == "--set policy.local_steps: mode allreduce has no such option, so it would have no effect"
     resolved.check_options(["allreduce", "localsgd"], also="--set ")
     assert load(path).unread(["localsgd"]) == ["policy.staleness"]
     assert load(path).unread(["async"]) == ["policy.local_steps"]  # ssp, which has `staleness`, may take over

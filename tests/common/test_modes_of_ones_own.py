@@ -129,7 +129,7 @@ def test_what_is_wrong_with_it_is_said(name: str, content: str | None, says: str
 
 
 def test_another_process_cannot_name_a_file(mine: str, tmp_path: Path) -> None:
-    """The coordinator's word for what a shard runs: the same mode as on its own command line, wherever it lies."""
+    """The coordinator's mode replaces the one on a shard's command line, in whichever folder the file is."""
     config = load(run__mode=mine).config
     settings = {"mode": "/elsewhere/my_mode.py:Mine", "other_modes": [], "steps": 7}
     assert own_modes(config.run.modes, settings) == {

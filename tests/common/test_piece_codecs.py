@@ -171,7 +171,7 @@ def test_places_that_are_none_are_refused(name: str) -> None:
         spoiled[1][first + 3 * 37 + 1 :][:2] = 255  # of the last two in the shorter chunk
         spoiled[2][first : first + 3] = 255
     for entry in spoiled:
-        with pytest.raises(ValueError, match="places that do not ascend"):
+        with pytest.raises(ValueError, match="positions that do not ascend"):
             codec.decode_piece(entry, torch.zeros(n))
 
 

@@ -34,7 +34,7 @@ def hosts_of(tmp_path: Path, text: str) -> tuple[Host, ...]:
         ("hots:\n  - a\n", ["hosts.yaml:1: unknown key 'hots'", "did you mean 'hosts'"]),
         ("defaults:\n  usr: me\nhosts: [a]\n", ["hosts.yaml:2: unknown key 'usr'", "did you mean 'user'"]),
         ("hosts:\n  - host: a\n    slots: many\n", ["hosts.yaml:3: slots:", "'many'"]),
-        ("hosts:\n  - host: a\n    slots: yes\n", ["hosts.yaml:3: slots: is no switch"]),
+        ("hosts:\n  - host: a\n    slots: yes\n", ["hosts.yaml:3: slots: is not a switch"]),
         ("hosts:\n  - host: a\n    port: 70000\n", ["hosts.yaml:3: port:", "70000"]),
         ("hosts:\n  - host: a\n    env: [X]\n", ["hosts.yaml:3: env:"]),
         ("hosts:\n  - slots: 2\n", ["hosts.yaml:2: host: field required"]),

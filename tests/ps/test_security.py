@@ -54,7 +54,7 @@ def test_open_address_needs_tls_and_token(
 @pytest.mark.parametrize("security", [{"ca": "ca.crt"}, {"ca": "ca.crt", "mutual": True}])
 def test_server_without_a_certificate_does_not_pretend(folder: Path, security: dict[str, Any]) -> None:
     security = security | {"ca": f"{folder}/ca.crt"}
-    with pytest.raises(AuthError, match="would not speak TLS"):
+    with pytest.raises(AuthError, match="would not use TLS"):
         check_security(config_of(security=security))
 
 

@@ -206,7 +206,7 @@ def test_one_worker_clips_as_plain_torch_does_in_every_mode(run: Scripts, flags:
 @pytest.mark.parametrize(
     ("clip", "words"),
     [
-        pytest.param("-1", "clip_grad_norm(-1.0): a norm is larger than 0", id="negative"),
+        pytest.param("-1", "clip_grad_norm(-1.0): the norm must be above 0", id="negative"),
         pytest.param("early", "optimizer.clip_grad_norm() before the first backward()", id="early"),
     ],
 )

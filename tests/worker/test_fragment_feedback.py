@@ -193,7 +193,9 @@ def test_differences_that_cannot_be_are_refused(left_out: tuple[Any, ...], sizes
         taking(left_out, sizes, 3)
 
 
-@pytest.mark.parametrize(("up", "down", "message"), [("raw", "bf16", "reply_codec is bf16, which has replies whole")])
+@pytest.mark.parametrize(
+    ("up", "down", "message"), [("raw", "bf16", "reply_codec is bf16, which encodes only whole replies")]
+)
 def test_what_cannot_travel_by_itself_is_refused(up: str, down: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_codecs("diloco", ContributionKind.DELTA, CODECS.load(up)(), CODECS.load(down)(), fragments=3)

@@ -74,8 +74,8 @@ def test_how_they_are_said() -> None:
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        ("shared,direct", "grpc must be among them"),
-        ("direct,direct,grpc", "each once, got direct, direct, grpc"),
+        ("shared,direct", "grpc must be included"),
+        ("direct,direct,grpc", "each transport at most once, got direct, direct, grpc"),
         ("tcp", "'shared', 'direct' or 'grpc'"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What several codecs share."""
+"""Code that several codecs share."""

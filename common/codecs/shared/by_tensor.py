@@ -1,9 +1,9 @@
-"""What codecs share that encode each tensor for itself: which tensors they encode, and where each lies.
+"""Base of the codecs that encode each tensor separately: which tensors they encode, and the offset of each.
 
-A tensor of one dimension (a bias, a norm's scale), or a small one, is hardly any of the bytes and much of the result:
-it travels as bf16. Any other is cut into pieces of `piece` elements, in C order, the last one shorter; each piece is
-encoded by itself, from float32. Tensors are in the order of the payload, each from a multiple of 8 bytes on. Pieces fit
-into a core's cache, so that all that is done with one costs one pass over the memory.
+A tensor of one dimension (a bias, the scale of a norm) or a small tensor is few of the bytes and matters for the
+result, so it is sent as bf16. Every other tensor is cut into pieces of `piece` elements, in C order, the last one
+shorter. Each piece is encoded separately, from float32. Tensors are in the order of the payload, each at a multiple of
+8 bytes. A piece fits into a core's cache, so all work on it costs one pass over main memory.
 """
 
 from __future__ import annotations
@@ -23,54 +23,53 @@ from ...tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from ...tensors.optimizers import Hyperparameters
 from ..base import Codec, SelfContained
 
-_ALIGNMENT_BYTES = 8  # an element of any dtype may be viewed in place
+_ALIGNMENT_BYTES = 8  # allows views of any dtype
 _HALF_BYTES = 2
-_MAX_VIEWS = 256  # of kept memory: making one takes as long as work on 10 KiB
+_MAX_VIEWS = 256  # cached views: making a view takes as long as work on 10 KiB
 
 
 class Piece(NamedTuple):
-    """Elements of `dtype` that are encoded together: bytes [offset, offset_end) of a payload, bytes [start, end) of
-    what is sent."""
+    """Elements of `dtype` that are encoded together: bytes [offset, offset_end) of a payload, [start, end) encoded."""
 
     dtype: torch.dtype
     offset: int
     offset_end: int
     start: int
     end: int
-    is_encoded: bool  # else it is bf16, or as it is where that is no longer
-    rows: int  # of the whole tensor
+    is_encoded: bool  # False: sent as bf16, or unchanged if its dtype has at most 2 bytes
+    rows: int  # rows of the whole tensor
 
     def of_payload(self, payload: torch.Tensor) -> torch.Tensor:
-        """[n] of `dtype` of uint8 [>= offset_end]; shares memory."""
+        """Return the piece of `payload`, uint8 [>= offset_end], as [n] of `dtype`. It shares memory."""
         return payload[self.offset : self.offset_end].view(self.dtype)
 
 
 class ByTensor(SelfContained):
-    """A codec of pieces. Subclasses say how one is encoded."""
+    """A codec that works on pieces. Subclasses define the encoding of a piece."""
 
     goes_in_parts = has_feedback = True
     takes_weights = False
     largest = torch.finfo(torch.float32).max
-    fallback_dtype = torch.bfloat16  # of what is not encoded
-    aligns = True  # every tensor; else only the first one of a dtype
-    least: ClassVar[float] = 1024  # elements of a tensor that is encoded
+    fallback_dtype = torch.bfloat16  # for tensors that are not encoded
+    aligns = True  # aligns every tensor; False: only the first tensor of a dtype
+    least: ClassVar[float] = 1024  # elements: smaller tensors are not encoded
     piece: ClassVar[int] = 1 << 17  # elements; 512 KiB of float32
-    without: frozenset[str] = frozenset()  # tensors that are not in what is sent (`only_rest`); decoded they are zeros
+    without: frozenset[str] = frozenset()  # tensors that are not sent (`only_rest`) and are decoded as zeros
 
     def size(self, num_elements: int) -> int:
-        """Bytes of an encoded piece."""
+        """Return the bytes of an encoded piece."""
         raise NotImplementedError
 
     def size_of(self, num_elements: int, rows: int) -> int:
-        """The same, of a piece of a tensor with so many rows."""
+        """Return the bytes of an encoded piece of a tensor with `rows` rows."""
         return self.size(num_elements)
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """float32 [n] to uint8 [size(n)], all of it. Where a value is NaN or Inf, what is decoded has one as well."""
+        """Encode float32 [n] into uint8 [size(n)]. A piece with NaN or Inf must decode to values with NaN or Inf."""
         raise NotImplementedError
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """Back, to float32 [n]. May raise anything for bytes that `encode_piece` does not make."""
+        """Decode uint8 [size(n)] into float32 [n]. It may raise any exception for bytes that no encoder makes."""
         raise NotImplementedError
 
     def encodes(self, spec: TensorSpec) -> bool:
@@ -81,11 +80,11 @@ class ByTensor(SelfContained):
         return PieceEncoder(self, layout)
 
     def preparation(self, layout: Layout) -> Preparation | None:
-        """A new one, for a worker's gradients before they are encoded; None: they are encoded as they are."""
+        """Return new preprocessing for a worker's gradients, or None if the codec has none."""
         return None
 
     def short(self, dtype: torch.dtype) -> torch.dtype:
-        """What it travels in where it is not encoded."""
+        """Return the dtype in which a tensor that is not encoded is sent."""
         return self.fallback_dtype if dtype.itemsize > _HALF_BYTES else dtype
 
     def encoded_bytes(self, layout: Layout) -> int:
@@ -105,7 +104,7 @@ class ByTensor(SelfContained):
                 payload[offset:end].zero_()
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
-        """`values` [n] of the piece's dtype, to its place in `out`, uint8 [encoded_bytes]."""
+        """Encode `values`, [n] of the piece's dtype, into the piece's bytes of `out`, uint8 [encoded_bytes]."""
         target = out[piece.start : piece.end]
         if piece.is_encoded:
             self.encode_piece(values.float(), target)
@@ -113,7 +112,7 @@ class ByTensor(SelfContained):
             target.view(self.short(piece.dtype)).copy_(values)
 
     def read(self, piece: Piece, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """Back."""
+        """Decode the piece's bytes of `encoded`, uint8 [encoded_bytes], into `values`, [n] of the piece's dtype."""
         source = encoded[piece.start : piece.end]
         if not piece.is_encoded:
             values.copy_(source.view(self.short(piece.dtype)))
@@ -126,35 +125,35 @@ class ByTensor(SelfContained):
 
 
 class Preparation(ABC):
-    """What one worker does with its gradients before they are encoded, with a memory of its own."""
+    """Preprocessing of one worker's gradients before they are encoded, with its own memory."""
 
     @abstractmethod
     def begin(self, groups: Sequence[Hyperparameters]) -> None:
-        """The server's optimizer began with these hyperparameters."""
+        """Store the hyperparameters with which the server's optimizer began."""
 
     @abstractmethod
     def codec(self, version: int) -> Codec:
-        """The codec of the next contribution, which is computed on the weights of `version`."""
+        """Return the codec of the next contribution, which is computed on the weights of `version`."""
 
     @abstractmethod
     def apply(self, piece: Piece, values: torch.Tensor) -> None:
-        """Change the gradient of a piece, [n] of its dtype, to what is sent."""
+        """Replace the gradient of a piece, [n] of its dtype, by the values to send."""
 
     @abstractmethod
     def commit(self) -> None:
-        """The newest contribution counts."""
+        """Keep the new memory, because the newest contribution counts."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything: the server has."""
+        """Clear the memory, because the server has cleared its own."""
 
     @abstractmethod
     def hyperparameters(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
-        """The hyperparameters to send with the newest contribution."""
+        """Return the hyperparameters to send with the newest contribution."""
 
 
 class PieceEncoder:
-    """A `Coder` that also encodes pieces as they come. What remembers is a subclass, with all four."""
+    """A `Coder` without memory that can also encode single pieces. A subclass with memory overrides all methods."""
 
     def __init__(self, codec: ByTensor, layout: Layout) -> None:
         self._codec, self._layout = codec, layout
@@ -166,15 +165,15 @@ class PieceEncoder:
         self._codec.write(piece, values, out)
 
     def commit(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing, as there is no memory."""
 
     def rollback(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing, as there is no memory."""
 
 
 @lru_cache(256)
 def only_rest(codec: ByTensor, without: frozenset[str]) -> ByTensor:
-    """The codec for payloads that have nothing of these tensors, such as other fragments'; the same one each time."""
+    """Return the codec for payloads without these tensors, such as those of other fragments. The result is cached."""
     if without == codec.without:
         return codec
     rest = copy.copy(codec)
@@ -182,9 +181,9 @@ def only_rest(codec: ByTensor, without: frozenset[str]) -> ByTensor:
     return rest
 
 
-@lru_cache(256)  # asked for with every contribution
+@lru_cache(256)  # called for every contribution
 def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
-    """Of every parameter, in the order of a payload; none of those that are not sent."""
+    """Return the pieces of every parameter, in the order of a payload. A parameter that is not sent has no pieces."""
     found: list[list[Piece]] = []
     at, last = 0, ""
     for spec, offset, end in layout.entries:
@@ -199,7 +198,7 @@ def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
 
 
 def aligned(at: int) -> int:
-    """The next place where a tensor may begin."""
+    """Return the next offset at which a tensor may begin."""
     return -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -215,15 +214,14 @@ def _cut(codec: ByTensor, spec: TensorSpec, offset: int, offset_end: int, at: in
 
 
 class Room(threading.local):
-    """Memory for work on one piece after another, each thread's its own: what is new costs more to touch than to
-    fill."""
+    """Scratch memory of each thread, reused for every piece, because the first touch of new memory is slow."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
         self._views: dict[tuple[str, Sequence[int], torch.dtype], torch.Tensor] = {}
 
     def of(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """`shape` of `dtype`, with old contents; the same memory each time that `name` is asked for."""
+        """Return a tensor with old contents. Calls with the same `name` return the same memory."""
         found = self._views.get((name, shape, dtype))
         return found if found is not None else self._make(name, shape, dtype)
 
@@ -231,7 +229,7 @@ class Room(threading.local):
         num_bytes = math.prod(shape) * dtype.itemsize
         if name not in self._kept or len(self._kept[name]) < num_bytes:
             self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8)
-            self._views.clear()  # of what is smaller
+            self._views.clear()  # they keep the smaller memory
         elif len(self._views) >= _MAX_VIEWS:
             self._views.clear()
         view = self._views[name, shape, dtype] = self._kept[name][:num_bytes].view(dtype).view(shape)
@@ -242,7 +240,7 @@ ROOM = Room()
 
 
 def blocks_of(values: torch.Tensor, size: int) -> list[tuple[int, torch.Tensor]]:
-    """[n] as blocks: the number of the first one, and [blocks, size]; what is left over is a shorter one."""
+    """Return [n] as whole blocks and a shorter last block: (index of the first block, [blocks, size]) of each."""
     full, rest = divmod(len(values), size)
     if not rest:
         return [(0, values.view(full, size))] if full else []
@@ -251,22 +249,27 @@ def blocks_of(values: torch.Tensor, size: int) -> list[tuple[int, torch.Tensor]]
 
 
 def sizes_of(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The largest size in each of `blocks`, float32 [blocks, n], to `out`, float32 [blocks]; NaN where there is one."""
+    """Write the largest absolute value of each of `blocks`, float32 [blocks, n], to `out`, float32 [blocks].
+
+    A block with NaN gets NaN. Returns `out`.
+    """
     torch.abs(blocks, out=ROOM.of("work", blocks.shape))
-    # Their bits as whole numbers are in the same order, NaN last, and need no look for it.
+    # The bits of positive floats, read as integers, have the same order, and NaN is the largest.
     torch.amax(ROOM.of("work", blocks.shape, torch.int32), 1, out=out.view(torch.int32))
     return out
 
 
 def largest(chunks: torch.Tensor, num_kept: int) -> torch.Tensor:
-    """Of each chunk, float32 [chunks, n], the places of so many values that are largest in size, ascending, int64. NaN
-    is larger than all."""
+    """Return the positions of the `num_kept` largest absolute values in each chunk, int64 [chunks, num_kept].
+
+    `chunks` is float32 [chunks, n]. The positions ascend, and NaN counts as the largest value.
+    """
     sizes = chunks.abs()
-    bits = sizes.numpy().view(np.int32)  # in the order of the sizes; ten times faster than torch.topk
+    bits = sizes.numpy().view(np.int32)  # the same order as the sizes; ten times faster than torch.topk
     least = np.partition(bits, -num_kept, axis=1)[:, -num_kept, None]
     is_kept = bits >= least
     ties = np.flatnonzero(is_kept.sum(1) > num_kept)
-    if len(ties):  # of values that are the same not all
+    if len(ties):  # equal values at the limit: keep only as many as needed
         is_kept[ties] = False
         first = sizes[ties].topk(num_kept).indices.numpy()
         is_kept[ties[:, None], first] = True
@@ -275,9 +278,11 @@ def largest(chunks: torch.Tensor, num_kept: int) -> torch.Tensor:
 
 
 def scatter(chunks: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
-    """`values`, [chunks, k], to their places in zeros, [chunks, n]. ValueError for one that is no place, or is there
-    twice."""
+    """Write `values`, [chunks, k], to their positions in `chunks`, zeros [chunks, n].
+
+    Raises ValueError for positions that are out of range or do not ascend.
+    """
     first, last = int(places[:, 0].min()), int(places[:, -1].max())
     if first < 0 or last >= chunks.shape[1] or not bool((places[:, 1:] > places[:, :-1]).all()):
-        raise ValueError(f"places that do not ascend from 0 to {chunks.shape[1] - 1} at most")
+        raise ValueError(f"positions that do not ascend within 0 to {chunks.shape[1] - 1}")
     chunks.scatter_(1, places, values)

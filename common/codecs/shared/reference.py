@@ -1,8 +1,8 @@
-"""One payload that a server and its workers move by the same encoded differences, so that all have the same bits.
+"""The reference: a copy of the weights that server and workers update by the same encoded differences, bit for bit.
 
-The server moves it towards its weights, w: d = C(w - r) is what it sends, and r <- r + D(d). A worker does the second
-half with the bytes it gets. What a d leaves out is in the next w - r: nothing is kept for it (a preserved central
-model, as in MCM; Philippenko and Dieuleveut 2021).
+The server moves the reference r towards its weights w. It sends d = C(w - r) and sets r <- r + D(d), where C encodes
+and D decodes. A worker does the second step with the same bytes. Values that d leaves out are part of the next w - r,
+so there is no residual. (Preserved central model, as in MCM: Philippenko and Dieuleveut 2021.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
 
 
 def moves_reference(codec: Codec | None) -> bool:
-    """Replies in it are differences of a reference, and not weights."""
+    """Whether replies in this codec are differences to a reference, and not weights."""
     return isinstance(codec, ByTensor) and not codec.takes_weights
 
 
@@ -32,9 +32,11 @@ def approach(
     payload: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The difference of `weights`, uint8 [>= exchange_bytes], to `payload`, uint8 [exchange_bytes], into `out`, uint8
-    [payload_bytes]; `payload` is moved by what it decodes to, and takes the buffers. `encoder` is the codec's, the same
-    each time: what it remembers of earlier ones need not be known to decode."""
+    """Encode the difference of `weights` to the reference `payload` into `out`, and update the reference by it.
+
+    `weights` is uint8 [>= exchange_bytes], `payload` uint8 [exchange_bytes], `out` uint8 [payload_bytes]. The reference
+    also takes the buffers. `encoder` must be the same object at each call. Decoding does not need its memory.
+    """
     for piece in _pieces(codec, layout):
         known = piece.of_payload(payload)
         difference = torch.sub(piece.of_payload(weights), known, out=ROOM.of("difference", known.shape, known.dtype))
@@ -47,7 +49,10 @@ def approach(
 
 
 def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
-    """As `approach`, with what it made. Refuses BAD_REQUEST what cannot be decoded; `payload` is torn then."""
+    """Update the reference `payload` by the bytes that `approach` made.
+
+    Raises a BAD_REQUEST refusal for bytes that cannot be decoded. `payload` is then partly updated.
+    """
     try:
         for piece in _pieces(codec, layout):
             _move(codec, piece, encoded, piece.of_payload(payload))
@@ -58,12 +63,12 @@ def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, payload: torc
 
 
 def check_sum(layout: Layout, payload: torch.Tensor) -> int:
-    """CRC-32 of the parameters."""
+    """Return the CRC-32 of the parameters."""
     return zlib.crc32(as_bytes(payload)[: layout.parameter_bytes])
 
 
 def distance(layout: Layout, weights: torch.Tensor, payload: torch.Tensor) -> float:
-    """norm(weights - reference) / norm(weights), of the parameters; 0 where all weights are 0."""
+    """Return norm(weights - reference) / norm(weights) of the parameters, or 0 if all weights are 0."""
     squared = total = 0.0
     for run in layout.runs_of(Kind.PARAMETER):
         values = run.view(weights)

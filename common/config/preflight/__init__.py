@@ -1,5 +1,5 @@
-"""What would fail a run seconds later, found before torch is loaded and before any process starts.
+"""Checks before torch is loaded and before any process starts, for mistakes that would fail a run seconds later.
 
-Nothing here imports torch or runs code of the user's. Where a check cannot know it stays silent: the program that
-needs the file, the device or the address still checks it itself.
+These checks do not import torch and do not run the user's code. A check that cannot decide reports nothing: the program
+that needs the file, the device or the address checks it again.
 """

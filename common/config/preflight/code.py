@@ -1,6 +1,6 @@
-"""Reads the user's code without running it: whether a task file has the named class, with its four methods.
+"""Checks a task file without running it: whether it has the named class, with its four methods.
 
-Where reading cannot know (a decorator, a base class from elsewhere, a name that is bound twice), nothing is refused.
+The check accepts code that it cannot decide: a decorator, a base class from another file, a name that is bound twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...registry import TASKS
 from ...user_code import is_in_file, split_name
 
 METHODS = ("model", "train_data", "loss", "evaluate")
-# A file that uses one of these may define names that reading does not find.
+# A file that uses one of these may define names that do not appear in its source.
 _DYNAMIC = {"globals", "locals", "vars", "exec", "setattr"}
 _ANY_NAME = {"*", "__getattr__", "__getattribute__"}
 
@@ -61,7 +61,7 @@ def _parsed(path: Path, label: str) -> ast.Module:
 
 
 class _Source:
-    """A module: how often each name is bound in it, and its classes and functions by name."""
+    """A parsed module: how often each name is bound, and its classes and functions by name."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.bound = _bound_in(tree)
@@ -77,11 +77,11 @@ class _Source:
                     self._defined[name] = self.definition(value)
 
     def definition(self, name: str) -> ast.AST | None:
-        """The class or function of that name; None where the name may mean something else."""
+        """Return the class or function of that name, or None if the name may mean something else."""
         return self._defined.get(name) if self.bound[name] == 1 else None
 
     def members(self, node: ast.ClassDef, seen: frozenset[str] = frozenset()) -> set[str] | None:
-        """Names of the attributes that objects of the class have; None where reading cannot tell."""
+        """Return the attribute names of the class's objects, or None if the source does not show them."""
         if node.keywords or node.decorator_list or node.name in seen:
             return None
         found = set(_bound_in(node))
@@ -102,7 +102,7 @@ def _outside_classes(tree: ast.Module) -> list[ast.AST]:
 
 
 def _bound_in(*nodes: ast.AST) -> Counter[str]:
-    """How often each name is bound anywhere in the nodes, as a name or as an attribute."""
+    """Count how often each name is bound anywhere in the nodes, as a name or as an attribute."""
     found: Counter[str] = Counter()
     for node in (inner for outer in nodes for inner in ast.walk(outer)):
         match node:
@@ -118,7 +118,7 @@ def _bound_in(*nodes: ast.AST) -> Counter[str]:
 
 
 def _parameters(node: ast.AST | None) -> list[str] | None:
-    """The parameters of the call that makes the task; None where it may take any."""
+    """Return the parameters of the call that makes the task, or None if it may accept any."""
     make, is_class = node, isinstance(node, ast.ClassDef)
     if isinstance(node, ast.ClassDef):
         bound = _bound_in(*node.body)

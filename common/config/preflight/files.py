@@ -1,4 +1,4 @@
-"""Files that a run reads: initial weights, and torch's list of optimizers."""
+"""Checks of files that a run reads: initial weights, and torch's list of optimizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...wire.json_text import read_json
 from .machine import torch_folder
 
 OUR_OPTIMIZERS = ("delayednesterov", "onebitadam")
-_MOST_HEADER_BYTES = 100_000_000  # as safetensors has it
+_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 
 def check_weights(path: str) -> None:
-    """Raise UsageError for a file of --init that is not there, or is no safetensors file by its header."""
+    """Raise UsageError for an --init file that is missing, or whose header is not a safetensors header."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -24,14 +24,14 @@ def check_weights(path: str) -> None:
     except OSError as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UsageError(
-            f"--init {path}: cannot be read: {why}", fix="every worker reads it: put it where each finds it"
+            f"--init {path}: cannot be read: {why}", fix="copy the file to this path on every worker's machine"
         ) from None
     if why := _wrong_in(header, size - 8 - length):
-        raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="give a file that --save has written")
+        raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="name a file that --save has written")
 
 
 def _wrong_in(header: bytes, num_bytes: int) -> str:
-    """What is wrong with a header that `num_bytes` of tensors follow; empty: nothing that is seen here."""
+    """Return the mistake in a header that `num_bytes` of tensors follow, or "" if this check finds none."""
     try:
         tensors = read_json(header)
         ends = [int(tensor["data_offsets"][1]) for name, tensor in tensors.items() if name != "__metadata__"]
@@ -50,7 +50,7 @@ def check_optimizer(name: str) -> None:
 
 
 def optimizer_names() -> list[str]:
-    """The optimizers that torch.optim's own file names, and ours, in lower case; empty where it cannot be read."""
+    """Return the optimizers of torch.optim and ours in lower case. The list is empty if torch's file is unreadable."""
     folder = torch_folder()
     try:
         tree = ast.parse((folder / "optim" / "__init__.py").read_bytes()) if folder is not None else ast.Module([], [])

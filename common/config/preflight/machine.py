@@ -1,4 +1,4 @@
-"""This machine: whether it has the device, and whether servers can listen where they are to."""
+"""Checks of this machine: whether it has the device, and whether servers can listen at their addresses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from ...errors import BindError, UsageError
 from ..addresses import split_address
 
-# The drivers of NVIDIA (also on Jetson), that of AMD, and that of WSL 2.
+# Files of the drivers of NVIDIA (also on Jetson), AMD and WSL 2.
 _DRIVERS = ("/dev/nvidia*", "/proc/driver/nvidia/gpus/*", "/dev/nvhost*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
-# A process that was killed a moment ago may still have the port: its kernel takes a while to end it.
+# A process that was just killed may still have the port, until the kernel has ended it.
 _WAIT_S, _AGAIN_S = 1.0, 0.05
 
 
 def check_device(name: str) -> None:
-    """Raise UsageError for a CUDA device that cannot be here. torch.cuda decides later, when it is loaded."""
+    """Raise UsageError if this machine cannot have the CUDA device. torch.cuda checks again once torch is loaded."""
     if not name.startswith("cuda"):
         return
     why = ""
@@ -36,13 +36,13 @@ def check_device(name: str) -> None:
 
 
 def torch_folder() -> Path | None:
-    """Where torch is installed, without importing it; None where it is not."""
+    """Return the folder in which torch is installed, without importing it. None if torch is not installed."""
     spec = find_spec("torch")
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 def _built_without_cuda() -> bool:
-    """As torch/version.py says; False where it says nothing."""
+    """Whether torch/version.py says that torch has no CUDA; False if the file does not say it."""
     try:
         text = ((torch_folder() or Path()) / "version.py").read_text()
     except OSError:
@@ -52,7 +52,7 @@ def _built_without_cuda() -> bool:
 
 
 def check_listening(address: str, key: str) -> None:
-    """Raise BindError where nobody can listen at HOST:PORT, which the setting `key` says."""
+    """Raise BindError if no process can listen at HOST:PORT, the value of the setting `key`."""
     host, port = split_address(address)
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

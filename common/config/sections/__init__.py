@@ -1,5 +1,5 @@
-"""The sections of the configuration, each a class whose fields say their unit and what setting them wrong does.
+"""The sections of the configuration. Each is a class, whose fields have types, limits and help texts.
 
-No `from __future__ import annotations` in these files: pydantic would compile each field's annotation again, 20 ms of
-every start.
+These files have no `from __future__ import annotations`: pydantic would compile each field's annotation again, which
+takes 20 ms of every start.
 """

@@ -1,4 +1,4 @@
-"""The section `policy`: what holds for every mode, and the options that the modes declare."""
+"""The section `policy`: settings of every mode, and the options that single modes declare."""
 
 # No `from __future__ import annotations`: see __init__.py.
 from collections.abc import Iterable, Mapping
@@ -13,8 +13,10 @@ from ..option import Flag, Section
 
 
 class PolicyConfig(Section):
-    """How contributions are synchronised: what holds for every mode, and beside it whatever options the modes
-    declare. A mode reads those it knows and ignores the others, so that several are compared with one file."""
+    """Settings of synchronisation: fields for every mode, and the options that single modes declare.
+
+    A mode reads its own options and ignores those of other modes, so that one file can serve a comparison of modes.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -22,26 +24,29 @@ class PolicyConfig(Section):
         False,
         description="async, ssp, localsgd, diloco, async_diloco: workers compute the next step during the exchange",
     )
-    min_workers: int = Field(1, ge=1, description="training holds until this many workers are live")
+    min_workers: int = Field(1, ge=1, description="training waits until this many workers are live")
     weighting: Literal["samples", "equal"] = Field("samples", description="weight of a worker in a mean")
     aggregation: Annotated[str, AfterValidator(AGGREGATIONS.check)] = Field(
-        "mean", description="sync, diloco: how contributions of a round become one: mean, median or trimmed_mean"
+        "mean", description="sync, diloco: aggregation of a round's contributions: mean, median or trimmed_mean"
     )
-    trim: int = Field(1, ge=1, description="trimmed_mean: values left out at each end, of every element")
+    trim: int = Field(1, ge=1, description="trimmed_mean: values to leave out at each end, for every element")
 
     def options(self, mode: str) -> Any:
-        """The options of a mode, an instance of its policy's `Options`: as set, or their defaults."""
+        """Return the options of a mode, an instance of its policy's `Options`, with defaults for those not set."""
         kind = MODES.load(mode).Options
         extra = self.model_extra or {}
         return kind(**{name: extra[name] for name in kind.model_fields if name in extra})
 
     def option(self, name: str, default: Any = None) -> Any:
-        """The value that an option of any mode was set to; `default` where it was not."""
+        """Return the value that was set for an option of any mode, or `default`."""
         return (self.model_extra or {}).get(name, default)
 
 
 def mode_options(modes: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
-    """What each mode declares, `modes` first: the class of its options. UsageError for one that does not go."""
+    """Return the class of options of each mode, with `modes` first.
+
+    Raises UsageError for an option without a default, or with the name of a setting of every mode.
+    """
     found = {mode: MODES.load(mode).Options for mode in dict.fromkeys([*modes, *MODES.names()])}
     for mode, options in found.items():
         for name, info in options.model_fields.items():
@@ -53,10 +58,10 @@ def mode_options(modes: Iterable[str] = ()) -> dict[str, type[BaseModel]]:
 
 
 def own_modes(modes: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Another process's section `run`, with the path on this machine of each mode that is in a file.
+    """Return another process's section `run`, with this machine's path for each mode in a file.
 
-    `modes`: the modes that this process was given. Raises UsageError for a mode in a file that is not among them:
-    no other process says which code this one runs.
+    `modes` are the modes from this process's own settings. Raises UsageError for a mode in a file that is not among
+    them, because another process must not choose which code this process runs.
     """
     mine = {mode_anywhere(mode): mode for mode in modes if is_in_file(mode)}
 
@@ -64,8 +69,8 @@ def own_modes(modes: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
         name = mode_anywhere(mode)
         if is_in_file(mode) and name not in mine:
             raise UsageError(
-                f"the run's mode is {mode}, which this process was not given: a file is never taken from another",
-                fix=f"--mode {name} on its own command line",
+                f"the run's mode is {mode}, a file that this process's own settings do not name",
+                fix=f"add --mode {name} to its command line: a server never chooses a file for other processes",
             )
         return mine[name] if is_in_file(mode) else mode
 
@@ -74,8 +79,11 @@ def own_modes(modes: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_options(values: Mapping[str, Any], modes: Iterable[str]) -> dict[str, Any]:
-    """The options as the modes' classes take them: each as the first of `modes` that declares it says, else as any
-    other that does. Raises ValidationError, and ValueError for one that no mode has."""
+    """Return the options as validated by the modes' classes.
+
+    If several modes declare an option, the first in `modes` validates it. Raises ValidationError, and ValueError for an
+    option that no mode has.
+    """
     checked: dict[str, Any] = {}
     for kind in mode_options(modes).values():
         chosen = {name: values[name] for name in kind.model_fields if name in values and name not in checked}

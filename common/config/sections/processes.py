@@ -1,4 +1,4 @@
-"""A server and a worker: where they are, what they exchange, keep and put up with."""
+"""Sections of the server and the worker: addresses, exchange, snapshots, security and limits."""
 
 # No `from __future__ import annotations`: see __init__.py.
 from typing import Annotated, Any, Literal, Self
@@ -23,40 +23,42 @@ PemFile = Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")]
 
 
 class ServerConfig(Section):
+    """Addresses, shards, memory and time limits of a server."""
+
     listen: Annotated[Listening, Flag(Panel.RUN, (SERVER,), metavar="HOST:PORT")] = Field(
-        DEFAULT_ADDRESS, description="HOST:PORT; port 0 takes a free one"
+        DEFAULT_ADDRESS, description="HOST:PORT at which the server listens; port 0 takes a free port"
     )
     insecure: Annotated[bool, Flag(Panel.SECURITY, EVERY)] = Field(
         False, description="serve other machines without TLS"
     )
     shards: Annotated[int, Flag(Panel.HOSTS, metavar="S")] = Field(
-        1, ge=1, le=256, description="server processes the model is divided among, by bytes"
+        1, ge=1, le=256, description="server processes among which the model is divided, by bytes"
     )
     shard: Annotated[int, Flag(Panel.HOSTS, (SERVER,), metavar="I")] = Field(
-        0, ge=0, description="which of them this one is; 0 coordinates, and is what workers are told"
+        0, ge=0, description="number of this shard; shard 0 coordinates, and workers connect to it first"
     )
     coordinator: Annotated[Reached, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT of shard 0, for the other shards"
     )
     advertise: Annotated[Reached | None, Flag(Panel.HOSTS, (SERVER,), metavar="HOST:PORT")] = Field(
-        None, description="HOST:PORT at which workers reach this shard; none: where the coordinator sees it"
+        None, description="HOST:PORT at which workers reach this shard; none: the address that the coordinator sees"
     )
     metrics: Annotated[Listening | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
-        None, description="HOST:PORT at which Prometheus reads metrics; none: nowhere"
+        None, description="HOST:PORT at which Prometheus reads metrics; none: no metrics port"
     )
     web: Annotated[Listening | None, Flag(Panel.OUTPUT, (SERVER,), metavar="HOST:PORT")] = Field(
-        None, description="HOST:PORT of the live dashboard of the run; none: nowhere"
+        None, description="HOST:PORT of the live dashboard of the run; none: no dashboard"
     )
-    max_staged: int = Field(4, ge=1, description="uploads held in memory at once; more wait in flow control")
-    max_replies: int = Field(4, ge=1, description="versions of the weights on their way to workers at once")
+    max_staged: int = Field(4, ge=1, description="uploads in memory at once; more wait in flow control")
+    max_replies: int = Field(4, ge=1, description="versions of the weights that are being sent at once")
     shared_memory: bool = Field(True, description="exchange tensors with workers on this host through shared memory")
-    direct: bool = Field(True, description="a second port, where workers exchange without gRPC between")
-    direct_port: int = Field(0, ge=0, le=65535, description="its number; 0: any, as of shards that ps-launch starts")
+    direct: bool = Field(True, description="open a second port for direct connections, which bypass gRPC")
+    direct_port: int = Field(0, ge=0, le=65535, description="port for direct connections; 0: any free port")
     status_interval_s: float = Field(1.0, gt=0, description="seconds between status events")
-    absent_s: float = Field(15.0, ge=0, description="seconds a run's end waits for a worker lost before its last step")
-    join_timeout_s: float = Field(30.0, gt=0, description="a connection that does not join by then is closed")
-    lease_s: float = Field(5.0, ge=0.5, description="a worker that is not heard of for so long is let go")
-    drain_s: float = Field(5.0, gt=0, description="seconds a stopping server lets its workers leave")
+    absent_s: float = Field(15.0, ge=0, description="seconds that a run's end waits for a lost worker's last steps")
+    join_timeout_s: float = Field(30.0, gt=0, description="seconds until a connection that does not join is closed")
+    lease_s: float = Field(5.0, ge=0.5, description="seconds without a heartbeat after which a worker is released")
+    drain_s: float = Field(5.0, gt=0, description="seconds that a stopping server waits for its workers to leave")
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
@@ -66,42 +68,44 @@ class ServerConfig(Section):
 
 
 class WorkerConfig(Section):
+    """Server address, device, codecs and transports of a worker."""
+
     server: Annotated[ReachedOrNone, Flag(Panel.RUN, (WORKER,), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone"
     )
     rank: Annotated[int | None, Flag(Panel.RUN, (WORKER,))] = Field(
-        None, ge=0, description="0..N-1; none: the server gives a free one"
+        None, ge=0, description="rank of this worker, 0..N-1; none: the server gives a free rank"
     )
-    local_rank: int | None = Field(None, ge=0, description="rank among this host's workers: the cuda device of `auto`")
+    local_rank: int | None = Field(None, ge=0, description="rank among this host's workers; device auto is that GPU")
     group: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
-        False, description="this process is one of several that are one worker, as torchrun says (RANK, WORLD_SIZE)"
+        False, description="join a replica group: torchrun's processes (RANK, WORLD_SIZE) are one worker"
     )
     device: Annotated[str, Flag(Panel.RUN, (WORKER, LAUNCHER), metavar="auto|cpu|cuda[:I]")] = Field(
-        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:I"
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="device for training: auto, cpu, cuda or cuda:I"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: CodecOrAuto = Field(
         "raw", description="codec of contributions: bf16 and fp16 halve them, int8 is 1/3.9, q4 1/7.8; auto measures"
     )
     reply_codec: Codec = Field(
-        "raw", description="codec of the server's weights; workers compute on rounded weights, the server on exact ones"
+        "raw", description="codec of weights from the server; workers compute on rounded weights, the server on exact"
     )
     transports: tuple[Transport, ...] = Field(
-        ("shared", "direct", "grpc"), description="how tensors travel: the first that is possible; grpc must be named"
+        ("shared", "direct", "grpc"), description="transports to try, in this order; grpc must be one of them"
     )
-    max_mbit: float | None = Field(None, ge=1, description="most Mbit/s of tensors each way over the network")
+    max_mbit: float | None = Field(None, ge=1, description="limit on tensors over the network, Mbit/s each way")
     overlap: bool | None = Field(
-        None, description="gradients leave while backward runs; none: in ps-worker yes, in scripts of your own no"
+        None, description="send gradients while backward runs; none: yes in ps-worker, no in scripts"
     )
     zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
         0, ge=0, le=3, description="ZeRO stage: 1 shards optimizer state (allreduce), 3 the model too (--group)"
     )
-    zero_copies: int = Field(2, ge=1, le=2, description="workers that hold each part of it: with 2, any one may die")
+    zero_copies: int = Field(2, ge=1, le=2, description="workers that keep each ZeRO part; with 2, one may crash")
     evaluate: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
-        False, description="train nothing: evaluate the run's weights while the workers of the run train"
+        False, description="evaluate the run's weights while its workers train, without training here"
     )
     accept_restarted_schedule: bool = Field(
-        False, description="a script that takes a rank may restart its learning-rate schedule; false: it stops"
+        False, description="let a replaced script restart its learning-rate schedule; false: stop it with an error"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
@@ -110,65 +114,67 @@ class WorkerConfig(Section):
     def _is_a_stage(cls, zero: int) -> int:
         if zero == 2:
             raise ValueError(
-                "2 is not there: 1 divides what the optimizer remembers, and 3 gradients and parameters too; "
-                "--shards S --colocate divides all but the model"
+                "2 is not available: 1 shards optimizer state, and 3 also gradients and parameters; "
+                "--shards S --colocate shards everything except the model"
             )
         return zero
 
     @field_validator("transports", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        """`direct,grpc` is a list as well."""
+        """Accept `direct,grpc` as a list."""
         return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
     @field_validator("transports")
     @classmethod
     def _are_possible(cls, transports: tuple[Transport, ...]) -> tuple[Transport, ...]:
         if "grpc" not in transports:
-            raise ValueError("grpc must be among them: a worker that can have none of the others goes over it")
+            raise ValueError("grpc must be included: a worker uses it if no other transport is possible")
         if len(set(transports)) < len(transports):
-            raise ValueError(f"each once, got {', '.join(transports)}")
+            raise ValueError(f"each transport at most once, got {', '.join(transports)}")
         return transports
 
     @property
     def wanted_transports(self) -> tuple[Transport, ...]:
-        """Down to the one that is always there."""
+        """The transports up to grpc, which is always possible."""
         return self.transports[: self.transports.index("grpc") + 1]
 
 
 class CheckpointConfig(Section):
-    """Snapshots of the whole run, from which a server that was killed goes on."""
+    """Snapshots of the whole run, from which a restarted server continues."""
 
     dir: Annotated[str | None, Flag(Panel.SNAPSHOTS, name="checkpoint-dir", metavar="DIR")] = Field(
-        None, description="keep snapshots there, and go on from the newest; of several modes in DIR-MODE each"
+        None, description="folder for snapshots; a run continues from the newest; with several modes, DIR-MODE for each"
     )
     every_steps: Annotated[int | None, Flag(Panel.SNAPSHOTS, name="checkpoint-every", metavar="STEPS")] = Field(
-        None, ge=1, description="training steps between two snapshots"
+        None, ge=1, description="training steps between snapshots"
     )
-    every_s: float | None = Field(None, gt=0, description="seconds between two; 30 when neither is given")
-    keep: int = Field(3, ge=1, description="how many are kept; older ones are removed")
+    every_s: float | None = Field(
+        None, gt=0, description="seconds between snapshots; none: 30, or no limit with checkpoint.every_steps"
+    )
+    keep: int = Field(3, ge=1, description="number of snapshots to keep; older snapshots are removed")
     resume: Annotated[str | None, Flag(Panel.SNAPSHOTS, metavar="latest|never|PATH")] = Field(
-        None, description="a snapshot, a directory of them, latest or never; none: the newest in checkpoint.dir"
+        None, description="snapshot or folder of snapshots, latest or never; none: the newest in checkpoint.dir"
     )
 
     @model_validator(mode="after")
     def _has_directory(self) -> Self:
         if self.dir is None and (self.every_steps is not None or self.every_s is not None):
-            raise ValueError("every_steps and every_s need checkpoint.dir: where snapshots are kept")
+            raise ValueError("every_steps and every_s need checkpoint.dir, the folder of snapshots")
         if self.dir is None and self.resume == "latest":
-            raise ValueError("resume: latest needs checkpoint.dir: where snapshots are kept")
+            raise ValueError("resume: latest needs checkpoint.dir, the folder of snapshots")
         return self
 
 
 class SecurityConfig(Section):
-    """Encryption and identity; `ps-certs init` makes the files. The token itself is never a setting."""
+    """TLS files and the token. `ps-certs init` makes the files. The token itself is never a setting."""
 
-    ca: PemFile = Field(None, description="PEM: certificates the other side's must be signed by")
-    cert: PemFile = Field(None, description="PEM: this program's own certificate; a server with one speaks TLS")
-    key: PemFile = Field(None, description="PEM: the key of security.cert")
+    ca: PemFile = Field(None, description="certificates (PEM) that must have signed the other side's certificate")
+    cert: PemFile = Field(None, description="this program's certificate (PEM); with it, a server uses TLS")
+    key: PemFile = Field(None, description="private key (PEM) of security.cert")
     mutual: bool = Field(False, description="server: workers and other shards need a certificate signed by security.ca")
     token_file: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE")] = Field(
-        None, description="file with the token all share; or PS_TOKEN in the environment"
+        None, description="file with the token that all processes share; PS_TOKEN in the environment is the other way"
     )
 
     @model_validator(mode="after")
@@ -176,16 +182,16 @@ class SecurityConfig(Section):
         if (self.cert is None) != (self.key is None):
             raise ValueError("security.cert and security.key go together")
         if self.mutual and self.ca is None:
-            raise ValueError("security.mutual needs security.ca: whose certificates are trusted")
+            raise ValueError("security.mutual needs security.ca, the certificates to trust")
         return self
 
 
 class LimitsConfig(Section):
-    """What a server puts up with from whoever can reach it."""
+    """Limits that protect a server from faulty or malicious clients."""
 
-    workers: int = Field(1024, ge=1, description="live workers, where run.workers sets no number")
-    model_bytes: int = Field(1 << 36, ge=1, description="size of a model that a worker may bring")
-    state_bytes: int = Field(1 << 30, ge=1, description="size of what one worker's script remembers (session.state)")
-    joins_per_s: float = Field(500.0, gt=0, description="joins taken in a second; more wait")
-    upload_bytes_per_s: float | None = Field(None, gt=0, description="of one worker; none: any")
-    progress_s: float = Field(30.0, gt=0, description="an upload or a reply that does not move for so long is ended")
+    workers: int = Field(1024, ge=1, description="live workers, if run.workers is not set")
+    model_bytes: int = Field(1 << 36, ge=1, description="bytes of the model that the first worker uploads")
+    state_bytes: int = Field(1 << 30, ge=1, description="bytes that one worker's script saves (session.state)")
+    joins_per_s: float = Field(500.0, gt=0, description="joins per second; more wait")
+    upload_bytes_per_s: float | None = Field(None, gt=0, description="bytes per second from one worker; none: no limit")
+    progress_s: float = Field(30.0, gt=0, description="seconds without progress until an upload or reply is ended")

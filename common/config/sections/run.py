@@ -1,4 +1,4 @@
-"""What is trained, how long and by how many."""
+"""Sections of the task and the run: length, workers, seeds and evaluations."""
 
 # No `from __future__ import annotations`: see __init__.py.
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..option import EVERY, LAUNCHER, WORKER, Flag, Panel, Section
 
 
 def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
-    """Text that `read` understands."""
+    """Return a validator for text that `read` can parse."""
 
     def check(text: str) -> str:
         read(text)
@@ -22,7 +22,7 @@ def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
     return check
 
 
-TASK_STEPS = 500  # of a task, where nobody has said how long it is to be trained
+TASK_STEPS = 500  # default number of training steps of a task
 
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
@@ -31,57 +31,62 @@ Until = Annotated[str, AfterValidator(_readable(condition))]
 
 
 class TaskConfig(Section):
+    """The model, data and loss that ps-worker trains."""
+
     name: Annotated[str, Flag(Panel.RUN, EVERY, metavar="NAME|FILE.py:NAME")] = Field(
         "digits", description="a built-in task, or FILE.py:NAME (never taken from the server)"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")
     init: Annotated[str | None, Flag(Panel.RUN, (WORKER, LAUNCHER), metavar="FILE.safetensors")] = Field(
-        None, description="initial weights, where a run begins: a file that every worker has"
+        None, description="file of initial weights for a new run; every worker needs the file"
     )
 
     @field_validator("name")
     @classmethod
     def _known_task(cls, value: str) -> str:
         if value.endswith(".py"):
-            raise ValueError(f"'{value}' names a file: say which task in it, {value}:NAME")
+            raise ValueError(f"'{value}' is a file: add the name of its task, {value}:NAME")
         return value if is_in_file(value) else TASKS.check(value)
 
 
 class RunConfig(Section):
+    """Mode, length and workers of a run."""
+
     mode: Annotated[Mode, Flag(metavar="MODE")] = Field(
         "sync",
-        description="sync, async, ssp, localsgd, diloco or an alias, or FILE.py:NAME (never from another process); "
-        "ps-launch runs several, MODE,MODE, one after another and compares them, among them single: one worker alone "
-        "on the union batch",
+        description="sync, async, ssp, localsgd, diloco, ..., an alias, or FILE.py:NAME (never from another process); "
+        "ps-launch compares several (MODE,MODE), and also has single: one process without a server, on the union batch",
     )
     steps: Annotated[int | None, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
-        None, ge=1, description="training steps (batches) per worker; none: 500 of a task, as many as a script takes"
+        None, ge=1, description="training steps (batches) per worker; none: 500 for a task, no limit for a script"
     )
     epochs: Annotated[int | None, Flag(Panel.RUN, EVERY, is_for_alone=True)] = Field(
-        None, ge=1, description="instead of steps: how often all workers together go through the data set"
+        None, ge=1, description="passes of all workers together through the data set, instead of run.steps"
     )
     eval_every: Annotated[Interval | None, Flag(Panel.RUN, EVERY, "", "", "N|30s|1epoch", is_for_alone=True)] = Field(
-        None, description="evaluate during the run: every so many training steps, seconds or epochs"
+        None, description="interval between evaluations, in training steps, seconds or epochs; none: only at the end"
     )
     best: Annotated[str | None, Flag(Panel.RUN, EVERY, metavar="METRIC", is_for_alone=True)] = Field(
-        None, description="the metric that decides what is best; none: accuracy where there is one, else loss"
+        None, description="metric that chooses the best evaluation; none: accuracy if the task has it, else loss"
     )
     stop_when: Annotated[Until | None, Flag(Panel.RUN, EVERY, "", "", "'loss < 0.1'", is_for_alone=True)] = Field(
-        None, description="end the run for all when an evaluation says so, e.g. 'accuracy >= 0.98'"
+        None, description="end the run when an evaluation meets this condition, e.g. 'accuracy >= 0.98'"
     )
     patience: Annotated[int | None, Flag(Panel.RUN, EVERY, metavar="N", is_for_alone=True)] = Field(
-        None, ge=1, description="end it after so many evaluations in a row without a better one"
+        None, ge=1, description="end the run after N evaluations in a row without improvement"
     )
     workers: Annotated[int | None, Flag(Panel.RUN, short="n")] = Field(
-        None, ge=1, le=4096, description="workers of the run; none: any number, or 2 of ps-launch"
+        None, ge=1, le=4096, description="workers of the run; none: any number (ps-server), 2 (ps-launch)"
     )
     batch_size: Annotated[int, Flag(Panel.RUN, EVERY)] = Field(
-        32, ge=1, description="samples per worker and step; a worker takes the server's unless told"
+        32, ge=1, description="samples per worker and step; a worker uses the server's value unless it has its own"
     )
     other_modes: Annotated[tuple[Mode, ...], Flag(name="mode", programs=())] = Field(
-        (), description="modes in files whose options the section policy may hold as well; ps-launch says so"
+        (), description="other modes in files, whose options the section policy accepts; ps-launch sets it"
     )
-    seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="initial weights and data order")
+    seed: Annotated[int, Flag(Panel.RUN)] = Field(
+        0, ge=0, lt=2**31, description="seed of initial weights and data order"
+    )
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
@@ -91,15 +96,15 @@ class RunConfig(Section):
 
     @property
     def ends_by_metrics(self) -> bool:
-        """Its end may hang on evaluations."""
+        """Whether an evaluation may end the run."""
         return self.stop_when is not None or self.patience is not None
 
     @property
     def task_steps(self) -> int | None:
-        """Training steps of a run whose workers train a task; None where `epochs` says it."""
+        """Training steps of a run whose workers train a task; None if `epochs` gives the length."""
         return self.steps if self.steps is not None or self.epochs is not None else TASK_STEPS
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Those whose options the section policy may hold beside the built-in ones'; first the run's."""
+        """The run's mode and the other modes whose options the section policy accepts, besides the built-in modes."""
         return (self.mode, *self.other_modes)

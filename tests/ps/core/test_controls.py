@@ -207,7 +207,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
         ("ssp", ("resume", 1), "worker 1 is not paused; paused: none"),
         ("ssp", ("snapshot",), "this server keeps no snapshots; start it with --checkpoint-dir DIR"),
         ("ssp", ("set", None, "staleness", -1), "staleness cannot be -1: it should be greater than or equal to 0"),
-        ("ssp", ("set", None, "staleness", True), "staleness cannot be True: it is no switch, got True"),
+        ("ssp", ("set", None, "staleness", True), "staleness cannot be True: it is not a switch, got True"),
         ("ssp", ("set", None, "lr_scale", float("nan")), "lr_scale must be a number from 0 to 1,000,000, got nan"),
         ("ssp", ("set", None, "lr_scale", "1"), "lr_scale must be a number from 0 to 1,000,000, got '1'"),
         ("localsgd", ("set", None, "lr_scale", 1),

@@ -27,7 +27,7 @@ async def refused(worker: Worker) -> tuple[str, ...]:
         ("sync", "Adam", ["q2"], "rank 0: worker.codec is q2: Adam divides", "--mode diloco"),
         ("sync", "Adam", ["int8", "topk"], "rank 0: worker.codec is topk", "--mode diloco"),
         ("async", "SGD", ["onebit_adam"], "rank 0: worker.codec is onebit_adam, which is for --mode sync", "sync"),
-        ("localsgd", "SGD", ["q4"], "send weights, of which it leaves out too much", "worker.codec=q4 for ps-server"),
+        ("localsgd", "SGD", ["q4"], "the codec leaves out too much", "worker.codec=q4 for ps-server"),
         ("sync", "SGD", ["zip"], "unknown codec 'zip'", ""),
         ("sync", "SGD", ["raw"] * 33, "Model.codecs has 33 names; at most 32", ""),
     ],
