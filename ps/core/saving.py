@@ -61,7 +61,7 @@ class Saving(RunState):
             raise CheckpointError(
                 f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
                 f"raised {type(error).__name__}: {error}",
-                fix="correct the mode's restore, or begin anew with --resume never",
+                fix="correct the mode's restore, or start a new run with --resume never",
             ) from error
         self.length.restore(saved["training"])
         self.contributions.restore(saved["training"])

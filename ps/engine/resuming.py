@@ -31,7 +31,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
         if has_changed and "steps_done" not in saved["training"]:
             raise CheckpointError(
                 f"{model.source} does not say how many training steps each rank has done in mode {saved['mode']}",
-                fix="resume in that mode, or begin anew with --resume never",
+                fix="resume in that mode, or start a new run with --resume never",
             )
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
         states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])

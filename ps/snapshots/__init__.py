@@ -1,1 +1,1 @@
-"""What survives the death of every process."""
+"""Snapshots: files from which a run continues after all its processes have ended."""

@@ -1,12 +1,12 @@
-"""The snapshots that a shard can begin with: where they lie, which of them are whole, and loading one.
+"""Finds the snapshots that a shard can resume from, checks which of them are complete, and loads one.
 
-    DIR/snapshot-...                 of a server that is one process
-    DIR/shard-0-of-2/snapshot-...    of two
+    DIR/snapshot-...                 of a server with one process
+    DIR/shard-0-of-2/snapshot-...    of a server with two shards
     DIR/shard-1-of-2/snapshot-...
 
-A run can go on from a moment (run, server incarnation, version) when the snapshots of all its shards are whole. With
-the same number of shards, each needs only its own. With another number every shard puts its share together from all
-of them, so it must be able to read them all.
+A run can resume from a moment (run, server incarnation, version) if the snapshots of all its shards are complete. With
+the same number of shards, each shard reads only its own snapshot. With another number, every shard builds its share
+from all of them, so it must be able to read all of them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _NAME = re.compile(r"shard-([0-9]{1,4})-of-([0-9]{1,4})")
 
 
 def snapshot_dir(config: Config) -> Path:
-    """Where this shard's snapshots are written: checkpoint.dir, or a folder of its own in it."""
+    """Return the folder for this shard's snapshots: checkpoint.dir, or with several shards a folder in it."""
     return _shard_dir(Path(config.checkpoint.dir or ""), config.server.shard, config.server.shards)
 
 
 def locked_dir(config: Config) -> Path | None:
-    """The directory that no other server may use. That of the coordinator, which chooses the snapshot of a run, is the
-    directory of all shards, for any number of them. None where no snapshots are kept."""
+    """Return the directory that this server locks against other servers, or None without snapshots.
+
+    The coordinator chooses the snapshot of a run, so it locks checkpoint.dir itself, for any number of shards.
+    """
     if config.checkpoint.dir is None:
         return None
     return snapshot_dir(config) if config.server.shard else Path(config.checkpoint.dir)
@@ -49,13 +51,13 @@ def _shard_dir(directory: Path, shard: int, num_shards: int) -> Path:
 
 @dataclass
 class _Moment:
-    """The snapshots in `place` of one moment of a run with `num_shards` shards."""
+    """The snapshots in `directory` of one moment of a run with `num_shards` shards."""
 
     directory: Path
     num_shards: int
     age: tuple[int, int]  # server incarnation, version
-    paths: dict[int, Path]  # the snapshots to read, by shard; of a run divided as this one, its own alone
-    missing: tuple[int, ...] = ()  # shards whose snapshot is needed and not here
+    paths: dict[int, Path]  # the snapshots to read, by shard; with the same number of shards, only this shard's
+    missing: tuple[int, ...] = ()  # shards whose snapshot is needed and missing
 
     @property
     def path(self) -> Path:
@@ -63,7 +65,7 @@ class _Moment:
 
     @cached_property
     def entry(self) -> Entry:
-        """Read all of it, once: is it whole?"""
+        """The entry of this moment. The first access reads and verifies all its files."""
         name, problem = SnapshotName(*self.age, ""), ""
         try:
             manifests = [load(path).manifest for path in self.paths.values()]
@@ -87,8 +89,8 @@ class _Moment:
 class Available:
     """The snapshots that checkpoint.resume names, newest first.
 
-    No file stays open or mapped: snapshots are verified by reading them, and only the loaded one is in memory. Raises
-    CheckpointError where `checkpoint.resume` names a snapshot and there is none at all.
+    Verification reads the files and keeps none of them open or mapped. Only the loaded snapshot is in memory. Raises
+    CheckpointError if `checkpoint.resume` names a place without snapshots.
     """
 
     def __init__(self, config: Config) -> None:
@@ -97,11 +99,11 @@ class Available:
         directory = options.dir if options.resume in (None, "latest") else options.resume
         self._directory = Path(directory) if options.resume != "never" and directory is not None else None
         self._moments = self._look(self._directory) if self._directory is not None else []
-        self.skipped: list[Path] = []  # newer than the one loaded, and of no use
+        self.skipped: list[Path] = []  # unusable snapshots that are newer than the loaded one
         if options.resume not in (None, "never") and not self._moments:
             raise CheckpointError(
-                f"there is no snapshot in {directory} to go on from (checkpoint.resume is {options.resume})",
-                fix="name a directory that ps-server --checkpoint-dir wrote to, or begin anew without --resume",
+                f"there is no snapshot in {directory} to resume from (checkpoint.resume is {options.resume})",
+                fix="name a directory that ps-server --checkpoint-dir wrote to, or start a new run without --resume",
             )
 
     def _look(self, directory: Path) -> list[_Moment]:
@@ -114,21 +116,23 @@ class Available:
                 paths = {shard: by_age[age] for shard, by_age in enumerate(parts) if age in by_age}
                 missing = tuple(shard for shard in range(num_shards) if shard not in paths)
                 found.append(_Moment(directory, num_shards, age, paths, missing))
-        return sorted(found, key=lambda moment: moment.age, reverse=True)  # of two of one age, this division's first
+        return sorted(found, key=lambda moment: moment.age, reverse=True)  # stable: this number of shards comes first
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All that is here, whole or not, newest first."""
+        """The entries of all snapshots, also unusable ones, newest first."""
         return tuple(moment.entry for moment in self._moments)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The versions of all snapshots here, whole or not, newest first; of many the newest."""
+        """The versions of the newest snapshots, also unusable ones, newest first."""
         return tuple(sorted({moment.age[1] for moment in self._moments}, reverse=True)[:_MOST_VERSIONS])
 
     def newest(self) -> SnapshotName | None:
-        """The newest whole one, for a server of one process; None where there is none at all. Raises CheckpointError
-        where there are some and none is whole. Older ones are not read."""
+        """Return the newest complete snapshot, for a server of one process, or None if there are no snapshots.
+
+        Raises CheckpointError if there are snapshots and none is complete. It does not read older ones.
+        """
         for moment in self._moments:
             if moment.entry.is_whole:
                 return moment.entry.name
@@ -136,12 +140,14 @@ class Available:
             return None
         raise CheckpointError(
             f"no snapshot in {self._directory} can be used: " + "; ".join(entry.problem for entry in self.entries),
-            fix="put back a copy of one, or begin anew with checkpoint.resume=never",
+            fix="restore a copy of one, or start a new run with checkpoint.resume=never",
         )
 
     def load(self, name: SnapshotName) -> Loaded:
-        """This shard's share of a moment that is whole here. Tensors share memory with the files: drop the snapshot
-        once the store has been restored."""
+        """Return this shard's share of a complete snapshot.
+
+        The tensors share memory with the files, so drop the snapshot once the store is restored.
+        """
         moment = next((moment for moment in self._moments if moment.entry.is_whole and moment.entry.name == name), None)
         if moment is None:
             raise CheckpointError(f"there is no whole snapshot of version {name.version} in {self._directory}")
@@ -155,10 +161,10 @@ class Available:
 
 
 def _by_age(directory: Path) -> dict[tuple[int, int], Path]:
-    return {age_of(path): path for path in reversed(candidates(directory))}  # of one and its .old, the new one
+    return {age_of(path): path for path in reversed(candidates(directory))}  # a new snapshot replaces its .old
 
 
 def _other_numbers(directory: Path, num_shards: int) -> list[int]:
-    """Numbers of shards, other than this one, of which there are snapshots of at least one shard."""
+    """Return the other numbers of shards for which at least one shard has snapshots."""
     names = [_NAME.fullmatch(path.name) for path in directory.iterdir()] if directory.is_dir() else []
     return sorted(({int(name[2]) for name in names if name is not None} | {1}) - {num_shards})

@@ -1,4 +1,4 @@
-"""Durable snapshots of a run: written whole, and verified before they are used.
+"""Writes a snapshot completely or not at all, and verifies it when it is loaded.
 
     snapshot-000000001200-3/
         weights.safetensors     by name, as `model.load_state_dict(load_file(path))` takes them
@@ -9,8 +9,8 @@
         manifest.json           everything else, with size and SHA-256 of each file above
         manifest.json.sha256    as `sha256sum -c` takes it
 
-This module knows neither the store nor the event loop: `store_state.py` gives and takes the tensors. `write` belongs on
-a background thread: it waits for the disk, and computes hashes with the GIL free.
+This module does not know the store: `store_state.py` provides and restores the tensors. Call `write` on a background
+thread, because it waits for the disk. It computes hashes without the GIL.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Written(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A verified snapshot: of the part of the model that lies here, and of the run's whole model.
+    """A verified snapshot of this shard's part of the model, with the layout of the whole model.
 
-    Tensors share memory with its files, whose space on the disk is free again when the last tensor is gone. So copy
-    them, never write to them, and drop them.
+    The tensors share memory with the files, and the files' disk space is freed only with the last tensor. So copy the
+    tensors, drop them, and never write to them.
     """
 
     path: Path
@@ -70,16 +70,16 @@ class Loaded(NamedTuple):
 
     @property
     def state(self) -> Tensors:
-        """The optimizer's state, as `<key>/<parameter>`; empty where there is none."""
+        """The optimizer's state by `<key>/<parameter>`, which may be empty."""
         return self.files.get(OPTIMIZER, {})
 
 
 def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int, bytes] | None = None) -> Written:
-    """Write one snapshot, with the states of ranks' scripts. When this returns it is on the disk; a crash at any moment
-    before leaves none.
+    """Write one snapshot, with the states of scripts by rank.
 
-    Raises CheckpointError when there is no space, no permission, or another process writes there, and for numbers that
-    are not finite. Older snapshots stay as they were.
+    When this returns, the snapshot is on the disk. A crash before leaves no snapshot. Raises CheckpointError if there
+    is no space or no permission, if another process writes there, and for numbers that are not finite. Older snapshots
+    stay unchanged.
     """
     try:
         check_finite(layout_of(manifest.tensors, None), files)
@@ -97,7 +97,7 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
                 content = text.model_dump_json(indent=1).encode()
                 _write(folder / MANIFEST, content)
                 _write(folder / _MANIFEST_HASH, _hash_line(content))
-        except (OSError, SafetensorError) as error:  # the library says only in words that the disk is full
+        except (OSError, SafetensorError) as error:  # for a full disk, safetensors has only a text and no errno
             num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise cannot_write(directory, f"{why}, for {num_bytes / 1e6:.1f} MB") from None
@@ -105,8 +105,8 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
 
 
 def _write_tensors(path: Path, tensors: Tensors) -> FileEntry:
-    # The library writes from the tensors' own memory, with the GIL free. It makes files that only the owner may
-    # read; whoever may read the directory may read the weights.
+    # safetensors writes from the tensors' own memory, without the GIL. It makes files that only the owner may read. The
+    # files get the directory's permissions instead.
     save_file(dict(tensors), path)
     path.chmod(path.parent.stat().st_mode & 0o666)
     return _synced(path)
@@ -127,8 +127,7 @@ def _hash_line(manifest: bytes) -> bytes:
 
 
 def load(path: Path, is_verified: bool = False) -> Loaded:
-    """Load one snapshot, and verify every byte of it unless that was done a moment ago. CheckpointError says what is
-    wrong with it."""
+    """Load one snapshot, and verify every byte unless `is_verified`. Raises CheckpointError with the fault."""
     try:
         manifest = _load_manifest(path)
         for name, entry in manifest.files.items():
@@ -156,7 +155,7 @@ def _load_manifest(path: Path) -> Manifest:
             raise CheckpointError(f"it has no {name}")
     text = (path / MANIFEST).read_bytes()
     if (path / _MANIFEST_HASH).read_bytes() != _hash_line(text):
-        raise CheckpointError(f"{MANIFEST} is not what was written: its SHA-256 differs from {_MANIFEST_HASH}")
+        raise CheckpointError(f"{MANIFEST} has changed since it was written: its SHA-256 differs from {_MANIFEST_HASH}")
     return read_manifest(text)
 
 
@@ -167,4 +166,4 @@ def _check_file(path: Path, entry: FileEntry, is_verified: bool) -> None:
     if num_bytes != entry.num_bytes:
         raise CheckpointError(f"{path.name} has {num_bytes} bytes, {entry.num_bytes} were written")
     if not is_verified and sha256_of(path) != entry.sha256:
-        raise CheckpointError(f"{path.name} is not what was written: its SHA-256 differs from the manifest's")
+        raise CheckpointError(f"{path.name} has changed since it was written: its SHA-256 differs from the manifest's")

@@ -1,7 +1,7 @@
-"""The choice of the snapshot that all shards can go on from. Pure: the coordinator decides from every shard's entries.
+"""Chooses the snapshot from which all shards resume. Pure: the coordinator decides from every shard's entries.
 
-A run that has a snapshot anywhere never begins anew by itself: its workers would upload weights that are trained
-already, and every sample in them would count twice.
+A run that has a snapshot on any shard never starts over by itself. Otherwise its workers would upload trained weights
+as initial weights, and the samples in them would count twice.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from typing import NamedTuple
 
 from ...common.errors import CheckpointError, UsageError
 
-# A run's name, which trackers make the name of a folder of.
+# Pattern of a run's name. Trackers use the name for a folder.
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"
 _MOST_NAMED = 5
 
 
 class SnapshotName(NamedTuple):
-    """A moment of a run. The greater of two was made later: a server that went on from version 900 because 1000 was
-    damaged writes 950 later than the other 1000, and with a higher incarnation."""
+    """A moment of a run. The order of names is the order in which snapshots were made.
+
+    The server incarnation comes first. For example, a server that resumes from version 900, because 1000 is damaged,
+    writes 950 later than 1000.
+    """
 
     server_incarnation: int
     version: int
-    run: str  # empty where a damaged snapshot does not tell
+    run: str  # empty if a damaged snapshot does not contain it
 
 
 class Entry(NamedTuple):
-    """A snapshot as a shard finds it. `problem` is the reason that it cannot be used; empty: it is whole."""
+    """A snapshot that a shard found. `problem` is the reason why it is unusable, or "" if it is complete."""
 
     name: SnapshotName
     problem: str = ""
-    has_begun: bool = True  # workers may have trained; before all shards have had a first snapshot none is let in
+    has_begun: bool = True  # workers may have trained; they join only once all shards have a first snapshot
 
     @property
     def is_whole(self) -> bool:
@@ -38,11 +41,11 @@ class Entry(NamedTuple):
 
 
 def choose_common(by_shard: Mapping[int, Sequence[Entry]]) -> SnapshotName | None:
-    """The newest moment that every shard has whole; `by_shard` has the entries of each shard.
+    """Return the newest moment that is complete on every shard. `by_shard` has the entries of each shard.
 
-    None only where no shard has any snapshot, whole or damaged, or none but the first of a run that has let nobody in:
-    then the run begins. Raises CheckpointError that says what each shard has when there are some and none is common,
-    UsageError when they are of different runs.
+    Returns None for a new run: no shard has a snapshot, not even a damaged one, or no worker has joined since the first
+    snapshot. Raises CheckpointError, which lists the snapshots of each shard, if there are snapshots and no common one.
+    Raises UsageError if the snapshots are of different runs.
     """
     common = set.intersection(*({entry.name for entry in entries if entry.is_whole} for entries in by_shard.values()))
     if common:
@@ -55,17 +58,17 @@ def choose_common(by_shard: Mapping[int, Sequence[Entry]]) -> SnapshotName | Non
         kinds = "; ".join(f"shard {shard} of run {', '.join(sorted(of))}" for shard, of in runs.items())
         raise UsageError(
             f"the shards have snapshots of different runs: {kinds}",
-            fix="give each shard its own --checkpoint-dir of one run, or begin anew with --resume never",
+            fix="give each shard its own --checkpoint-dir of one run, or start a new run with --resume never",
         )
     raise CheckpointError(
-        "no snapshot is whole on all shards: "
+        "no snapshot is complete on all shards: "
         + "; ".join(f"shard {shard} has {_listed(entries)}" for shard, entries in shards),
-        fix="put back a copy of what is missing, or begin anew with --resume never",
+        fix="restore copies of the missing snapshots, or start a new run with --resume never",
     )
 
 
 def _listed(entries: Sequence[Entry]) -> str:
-    """The newest snapshots of one shard as a phrase."""
+    """Return the newest snapshots of one shard as a phrase."""
     newest = sorted(entries, key=lambda entry: entry.name, reverse=True)
     named = [
         f"version {entry.name.version} of server incarnation {entry.name.server_incarnation}"

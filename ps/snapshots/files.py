@@ -1,14 +1,14 @@
-"""Snapshots as directories: their names and order, written whole or not at all, the oldest removed.
+"""Snapshots as directories: their names and order, atomic writing, and removal of the oldest.
 
     DIR/snapshot-000000001200-3/      version 1200, written by the third server process of the run
-    DIR/.writing-snapshot-.../        not whole yet; DIR/.removing-... no longer
-    DIR/.lock                         held while one process writes or removes there
-    DIR/.server                       held as long as a server lives, and says which
-    DIR/begun                         all shards have had a snapshot: before that no worker is let in
+    DIR/.writing-snapshot-.../        being written; DIR/.removing-... is being removed
+    DIR/.lock                         locked while a process writes or removes snapshots
+    DIR/.server                       locked as long as a server lives, and names this server
+    DIR/begun                         all shards have had a snapshot, so workers may have joined
 
-A snapshot comes into being by one rename, after everything in it is on the disk. A writer that is killed leaves a
-`.writing-` directory. The kernel frees a lock with its process, so whoever holds the lock knows that such leftovers
-are nobody's, and removes them.
+A rename creates a snapshot, after all its files are on the disk. A killed writer leaves a `.writing-` directory. The
+kernel releases a lock with its process. So the process that has the lock knows that no other process uses such
+leftovers, and removes them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _BEGUN, _SERVER = "begun", ".server"
 
 
 def candidates(location: Path) -> list[Path]:
-    """The snapshots at `place`, one of them or a directory of them, newest first; none where there is nothing.
+    """Return the snapshots at `location`, a snapshot or a directory of snapshots, newest first.
 
-    Newest is the highest server incarnation, then the highest version (`SnapshotName`); clocks play no part. Raises
-    CheckpointError where it may not look.
+    The newest has the highest server incarnation, then the highest version (`SnapshotName`). Clocks do not matter.
+    Raises CheckpointError if the directory is not readable.
     """
     try:
         if _NAME.fullmatch(location.name) or (location / MANIFEST).exists():
@@ -51,18 +51,18 @@ def candidates(location: Path) -> list[Path]:
 
 
 def next_incarnation(directory: Path) -> int:
-    """One more than of any snapshot in `directory`, damaged ones included."""
+    """Return a server incarnation that is higher than that of any snapshot in `directory`, also of damaged ones."""
     return 1 + max((age_of(path)[0] for path in candidates(directory)), default=0)
 
 
 def age_of(path: Path) -> tuple[int, int]:
-    """(server incarnation, version) as the name of a snapshot says, which sorts by age; zeros for another name."""
+    """Return (server incarnation, version) from the name of a snapshot, which sorts by age. (0, 0) for other names."""
     name = _NAME.fullmatch(path.name)
     return (int(name[2]), int(name[1])) if name else (0, 0)
 
 
 def prepare(directory: Path) -> None:
-    """Make `directory` where it is missing, and see now that snapshots can be written there. CheckpointError."""
+    """Make `directory` if it is missing, and check that it is writable. Raises CheckpointError."""
     with writing_to(directory):
         probe = directory / f"{_WRITING}probe"
         probe.mkdir()
@@ -70,7 +70,7 @@ def prepare(directory: Path) -> None:
 
 
 def mark_begun(directory: Path) -> None:
-    """Remember that all shards have had a snapshot, so that workers were let in. CheckpointError when that fails."""
+    """Record that all shards have had a snapshot, so that workers may join. Raises CheckpointError."""
     with writing_to(directory):
         if not has_begun(directory):
             (directory / _BEGUN).touch()
@@ -78,16 +78,16 @@ def mark_begun(directory: Path) -> None:
 
 
 def has_begun(directory: Path) -> bool:
-    """Whether workers may have trained on what lies in `directory`."""
+    """Whether workers may have trained since the first snapshot in `directory`."""
     return (directory / _BEGUN).exists()
 
 
 def prune(directory: Path, keep: int, least_common: int | None = None) -> list[Path]:
-    """Remove all but the newest `keep` snapshots and those of version `least_common`, the newest on all shards of the
-    run (None: there are no others); returns those removed. CheckpointError when that fails.
+    """Remove old snapshots, and return their paths. Raises CheckpointError.
 
-    An attempt at a snapshot begins when that of all shards before it has ended. So of what is newer than the newest
-    common one, only the newest can still become common, and the others are of no use to anybody.
+    The newest `keep` snapshots stay, and those of version `least_common`, the newest that all shards have (None: there
+    is only one shard). A new snapshot begins only after the previous one has ended on all shards. So among snapshots
+    that are newer than the common one, only the newest can still become common.
     """
     with writing_to(directory):
         old = [path for path in candidates(directory)[keep:] if age_of(path)[1] != least_common]
@@ -97,14 +97,14 @@ def prune(directory: Path, keep: int, least_common: int | None = None) -> list[P
 
 
 def drop(path: Path) -> None:
-    """Remove one snapshot. CheckpointError when that fails."""
+    """Remove one snapshot. Raises CheckpointError."""
     with writing_to(path.parent):
         _remove(path)
 
 
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory`, and remove leftovers. An OSError inside becomes a CheckpointError."""
+    """Return a context that locks `directory` and removes leftovers. An OSError inside becomes a CheckpointError."""
     try:
         with _locked(directory / ".lock"):
             _remove_leftovers(directory)
@@ -112,7 +112,7 @@ def writing_to(directory: Path) -> Iterator[None]:
     except BlockingIOError:
         raise CheckpointError(
             f"another process is writing snapshots to {directory}",
-            fix="stop it, or give every run a checkpoint.dir of its own",
+            fix="stop it, or give every run its own checkpoint.dir",
         ) from None
     except OSError as error:
         raise cannot_write(directory, error.strerror or str(error)) from None
@@ -120,8 +120,10 @@ def writing_to(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sole_server(directory: Path | None) -> Iterator[None]:
-    """Be the only server of `directory` (None: no snapshots) until the end of this process. CheckpointError names
-    another server that is there."""
+    """Return a context in which this is the only server of `directory` (None: no snapshots).
+
+    Raises CheckpointError, which names the other server, if `directory` is already in use.
+    """
     with contextlib.ExitStack() as stack:
         if directory is not None:
             try:
@@ -135,7 +137,7 @@ def sole_server(directory: Path | None) -> Iterator[None]:
                     who = (directory / _SERVER).read_text(errors="replace").strip()
                 raise CheckpointError(
                     f"another server keeps its snapshots in {directory}: {who or 'it has just started'}",
-                    fix="wait for its end or stop it, or give this job a --checkpoint-dir of its own",
+                    fix="wait for its end or stop it, or give this job its own --checkpoint-dir",
                 ) from None
             except OSError as error:
                 raise cannot_write(directory, error.strerror or str(error)) from None
@@ -144,7 +146,7 @@ def sole_server(directory: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Hold the lock on `path`, made where it is missing. BlockingIOError when another process does."""
+    """Return a context that locks the file `path`. Raises BlockingIOError if another process has the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -155,27 +157,27 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def cannot_write(directory: Path, why: str) -> CheckpointError:
-    """The error for a snapshot that was not written, with the free space there."""
+    """Return the error for a snapshot that was not written, with the free space in `directory`."""
     with contextlib.suppress(OSError):
         why += f" ({shutil.disk_usage(directory).free / 1e6:.1f} MB are free there)"
     return CheckpointError(
         f"cannot write snapshots to {directory}: {why}",
-        fix="make room or allow writing there, or choose another checkpoint.dir; older snapshots are as they were",
+        fix="free space or allow writing there, or choose another checkpoint.dir; older snapshots are unchanged",
     )
 
 
 @contextlib.contextmanager
 def new_snapshot(final: Path) -> Iterator[Path]:
-    """An empty directory that becomes `final` when all has gone well inside, and is removed otherwise.
+    """Return a context with an empty directory, which becomes `final` at the end, or is removed after an exception.
 
-    Call with the lock held. A snapshot of that name that is there already is replaced.
+    Call this with the lock. It replaces an existing snapshot of that name.
     """
     folder = final.with_name(_WRITING + final.name)
     folder.mkdir()
     try:
         yield folder
         sync(folder)
-        # No directory can be renamed over another one. Until the new one is there the old one can be found as .old.
+        # A directory cannot be renamed over another. Until the new one is in place, readers find the old one as .old.
         old = final.with_name(final.name + ".old")
         if final.exists():
             final.rename(old)
@@ -189,7 +191,7 @@ def new_snapshot(final: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a snapshot: first its name, so that nobody finds a part of it, then its files."""
+    """Remove a snapshot. The rename comes first, so that no reader finds an incomplete one."""
     shutil.rmtree(path.rename(path.with_name(_REMOVING + path.name)))
 
 
@@ -211,6 +213,6 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file; the GIL is free meanwhile."""
+    """Return the hexadecimal SHA-256 of a file, computed without the GIL."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

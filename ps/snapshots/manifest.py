@@ -1,7 +1,7 @@
-"""A snapshot's manifest.json, and whether the tensors beside it are those that it promises.
+"""A snapshot's manifest.json, and the check that its tensors match it.
 
-The manifest alone tells a server the model, the optimizer and the position of every rank. Everything is read strictly:
-a snapshot may come from anywhere, and every error in it is one sentence, never a traceback.
+The manifest contains the model, the optimizer and the position of every rank. It is read strictly, because a snapshot
+may come from anywhere. Every error in it is one sentence, never a traceback.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ AVERAGED: Final = "averaged.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 TABLES: Final = "tables.safetensors"
 FileName = Literal["weights.safetensors", "averaged.safetensors", "optimizer.safetensors", "tables.safetensors"]
-_FIX = "go on from an older snapshot (--resume PATH), or begin anew with --resume never"
+_FIX = "resume from an older snapshot (--resume PATH), or start a new run with --resume never"
 Tensors = Mapping[str, torch.Tensor]  # by name
 Files = Mapping[FileName, Tensors]
 
 
 def state_file(rank: int) -> str:
-    """The file of the state of a rank's script."""
+    """Return the name of the file with the state of a rank's script."""
     return f"state-{rank}.safetensors"
 
 
@@ -53,7 +53,7 @@ class FileEntry(_Strict):
 
 
 class ShareEntry(_Strict):
-    """In a snapshot of one of several shards: which shard this is, and the whole model."""
+    """The number of the shard and the whole model, in a snapshot of one of several shards."""
 
     shard: int = Field(ge=0)
     shards: int = Field(ge=2)
@@ -62,26 +62,26 @@ class ShareEntry(_Strict):
 
 
 class Manifest(_Strict):
-    """One moment of a run. `write` fills in `files`; the rest is its caller's, see `manifest_of`."""
+    """One moment of a run. `write` sets `files` and `states`, and `manifest_of` the other fields."""
 
     format: Literal[2] = 2
-    run: str = Field(pattern=RUN_NAME, description="its name")
+    run: str = Field(pattern=RUN_NAME, description="name of the run")
     server_incarnation: int = Field(ge=0, lt=2**63)
     version: int = Field(ge=0, lt=2**63)
     mode: str
-    policy: dict[str, JsonValue] = Field(default_factory=dict, description="the policy's own state; as it begins: none")
-    contributions: dict[int, int] = Field(description="of each rank, how many are in the weights")
+    policy: dict[str, JsonValue] = Field(default_factory=dict, description="state of the policy; {}: its initial state")
+    contributions: dict[int, int] = Field(description="number of contributions of each rank in the weights")
     num_joins: dict[int, int] = Field(description="newest incarnation of each rank")
-    training: dict[str, JsonValue] = Field(description="whatever else the server wants to know again")
-    tensors: tuple[TensorSpec, ...] = Field(description="in the model's order")
-    optimizer: OptimizerSpec | None = Field(description="the server's, or what its workers run")
+    training: dict[str, JsonValue] = Field(description="other state of the server")
+    tensors: tuple[TensorSpec, ...] = Field(description="tensors in the model's order")
+    optimizer: OptimizerSpec | None = Field(description="the workers' optimizer, whether it runs here or in workers")
     outer: OptimizerSpec | None = Field(
-        None, description="the server's own, where its workers run theirs; what follows is of it then"
+        None, description="the server's outer optimizer; hyperparameters and scalars then belong to it"
     )
     hyperparameters: tuple[dict[str, JsonValue], ...] | None = Field(
-        description="of each group now, schedules change them; none where workers run the optimizer"
+        description="present values of each group, which schedules may change; none if workers run the optimizer"
     )
-    scalars: tuple[str, ...] = Field((), description="optimizer state with one value per parameter, as step")
+    scalars: tuple[str, ...] = Field((), description="keys of optimizer state with one value per parameter, as step")
     seed: int
     share: ShareEntry | None = Field(None, description="none: the tensors are the whole model")
     paramserver_version: str
@@ -91,7 +91,7 @@ class Manifest(_Strict):
 
 
 def read_manifest(text: bytes) -> Manifest:
-    """Raises CheckpointError that names the first thing wrong."""
+    """Return the manifest in `text`. Raises CheckpointError, which names the first mistake."""
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
@@ -106,7 +106,7 @@ def read_manifest(text: bytes) -> Manifest:
 
 
 def layout_of(tensors: tuple[TensorSpec, ...], optimizer: OptimizerSpec | None) -> Layout:
-    """Raises CheckpointError for a model that cannot be, or the optimizer of another one."""
+    """Return the layout of these tensors. Raises CheckpointError for an impossible model, or another's optimizer."""
     try:
         layout = Layout(tensors)
     except ParamServerError as error:
@@ -114,13 +114,13 @@ def layout_of(tensors: tuple[TensorSpec, ...], optimizer: OptimizerSpec | None) 
     trained = {tensor.name for tensor in tensors if tensor.kind is Kind.PARAMETER}
     for name in (name for group in (optimizer.groups if optimizer else ()) for name in group.tensors):
         if name not in trained:
-            raise CheckpointError(f"the optimizer's tensor '{name}' is no parameter of the model, or named twice")
+            raise CheckpointError(f"the optimizer's tensor '{name}' is not a parameter of the model, or is named twice")
         trained.remove(name)
     return layout
 
 
 def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
-    """Raises CheckpointError unless `files` hold exactly the tensors that the manifest promises."""
+    """Raise CheckpointError unless `files` have exactly the tensors that the manifest describes."""
     if WEIGHTS not in files:
         raise CheckpointError(f"it has no {WEIGHTS}")
     expected = {name: (DTYPES[spec.dtype], spec.shape) for spec in layout.specs for name in (spec.name, *spec.aliases)}
@@ -143,13 +143,15 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
 
 
 def check_finite(layout: Layout, files: Files) -> None:
-    """Raises CheckpointError that names the first tensor with NaN or infinity: no run can go on from it. Frozen tensors
-    may have them: nothing changes those, and a mask has -inf."""
+    """Raise CheckpointError, which names the first tensor with NaN or infinity, since no run can resume from it.
+
+    Frozen tensors may have them, because nothing changes these tensors, and a mask may contain -inf.
+    """
     trained = {name for spec in layout.specs if spec.kind is not Kind.FROZEN for name in (spec.name, *spec.aliases)}
     for file, tensors in files.items():
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and tensor.numel() and (name in trained or file not in (WEIGHTS, AVERAGED)):
-                least, most = tensor.aminmax()  # of a tensor with NaN both are: one pass, and no memory
+                least, most = tensor.aminmax()  # one pass without further memory; both are NaN if any value is
                 if not (math.isfinite(least) and math.isfinite(most)):
                     wrong = tensor[~torch.isfinite(tensor)]
                     problem = f"{wrong.numel()} of {tensor.numel()} numbers, the first is {wrong[0].item()}"
@@ -157,7 +159,7 @@ def check_finite(layout: Layout, files: Files) -> None:
 
 
 def _check_numbers(optimizer: OptimizerSpec, hyperparameters: tuple[Hyperparameters, ...]) -> None:
-    """Raises CheckpointError for numbers that torch's class would not begin with, or that are out of any range."""
+    """Raise CheckpointError for hyperparameters that torch's class does not accept."""
     try:
         for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
             check_hyperparameters(name, group.hyperparameters)
@@ -175,8 +177,11 @@ def check_state(
     scalars: tuple[str, ...],
     state: Tensors,
 ) -> None:
-    """Raises CheckpointError unless the optimizer can go on from `state`: every parameter of a group that has been
-    stepped has the same keys, each of the parameter's shape or, in `scalars`, of one value."""
+    """Raise CheckpointError unless the optimizer can continue from `state`.
+
+    All parameters of a group that were stepped must have the same keys. The state of a key has the parameter's shape,
+    or one value for keys in `scalars`.
+    """
     groups, keys = members_of(layout, optimizer), keys_by_name(state)
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for members in groups:
@@ -191,13 +196,13 @@ def check_state(
 
 
 def members_of(layout: Layout, optimizer: OptimizerSpec) -> list[list[Entry]]:
-    """The tensors of each group that have elements, and so state."""
+    """Return the tensors of each group, without empty tensors, which have no state."""
     entries = {entry.spec.name: entry for entry in layout.entries if entry.spec.num_elements}
     return [[entries[name] for name in group.tensors if name in entries] for group in optimizer.groups]
 
 
 def keys_by_name(state: Tensors) -> dict[str, frozenset[str]]:
-    """The keys of each tensor's optimizer state, such as exp_avg, exp_avg_sq, step; `state` has `<key>/<parameter>`."""
+    """Return the keys of each tensor's optimizer state, such as exp_avg. `state` is by `<key>/<parameter>`."""
     found: dict[str, set[str]] = {}
     for full in state:
         key, _, name = full.partition("/")
@@ -206,7 +211,7 @@ def keys_by_name(state: Tensors) -> dict[str, frozenset[str]]:
 
 
 def _check_shapes(file: str, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], got: Tensors) -> None:
-    """Raises CheckpointError unless these are exactly the tensors of a file, with their dtypes and shapes."""
+    """Raise CheckpointError unless the tensors of a file have exactly these names, dtypes and shapes."""
     for name in sorted(expected.keys() - got.keys()):
         raise CheckpointError(f"{file} has no tensor '{name}'")
     for name in sorted(got.keys() - expected.keys()):
@@ -224,7 +229,7 @@ def _try_out(
     scalars: tuple[str, ...],
     state: Tensors,
 ) -> None:
-    """Take one step from the snapshot with one number in each group, in the way a store would."""
+    """Try one step from the snapshot's state, with a parameter of one element in each group."""
     for group, now in zip(optimizer.groups, hyperparameters, strict=True):
         for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
             raise CheckpointError(f"'{key}' is not a hyperparameter")
@@ -244,4 +249,4 @@ def _try_out(
                 }
         trial.step()
     except Exception as error:  # torch's classes fail in their own ways on an unexpected state
-        raise CheckpointError(f"optimizer {optimizer.name} cannot go on from it: {error!r}") from None
+        raise CheckpointError(f"optimizer {optimizer.name} cannot continue from it: {error!r}") from None

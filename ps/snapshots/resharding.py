@@ -1,4 +1,4 @@
-"""Snapshots of a run for another number of shards: each share is put together from all the old ones."""
+"""Builds a shard's share from the snapshots of a run with another number of shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .manifest import AVERAGED, OPTIMIZER, TABLES, WEIGHTS, FileName, Tensors
 
 
 def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
-    """The share of one of `num_shards` shards, from the snapshots of all shards there were."""
+    """Return the share of one of `num_shards` shards, from the snapshots of all old shards."""
     _, manifest, _, whole, optimizer, _, states = parts[0]
     before = divide(whole, len(parts))
     share = divide(whole, num_shards)[shard]
@@ -36,9 +36,9 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
 
 
 def put_together(files: Sequence[Tensors], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
-    """The tensors of `share`, cut and joined from the `files` of the shards in `before`; missing ones are left out."""
+    """Return the tensors of `share`, joined from the `files` of the shards `before`. Missing tensors are left out."""
     by_name = {name: tensor for file in files for name, tensor in file.items()}
-    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}  # of each tensor: first row, and rows
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}  # for each tensor: first row, and rows
     for part in (part for share in before for part in share.parts):
         if part.name in by_name:
             pieces.setdefault(part.spec.name, []).append((part.first, by_name[part.name]))
@@ -53,7 +53,7 @@ def put_together(files: Sequence[Tensors], before: list[Share], share: Share) ->
 
 
 def _tables_together(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> dict[str, torch.Tensor]:
-    """The rows of `tables`, and their state, from the files of the old shards."""
+    """Return the rows of `tables` with their state, from the files of the old shards."""
     found: dict[str, torch.Tensor] = {}
     for table in tables:
         before = [table.part(number, len(files)) for number in range(len(files))]
@@ -69,7 +69,7 @@ def _tables_together(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> d
 
 
 def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
-    """Optimizer state, key by key: elementwise as the weights are, or one value for all parts of a parameter."""
+    """Return the optimizer state. Elementwise keys are joined as weights are; scalars are copied to each part."""
     by_key: dict[str, dict[str, torch.Tensor]] = {}
     for full, tensor in (item for part in parts for item in part.state.items()):
         key, _, name = full.partition("/")

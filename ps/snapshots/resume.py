@@ -1,4 +1,4 @@
-"""A run resumes from a snapshot: the model as it was, and a server incarnation that no other start has had."""
+"""Resumes a run from a snapshot: restores the model, and chooses a server incarnation that no other start had."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .store_state import restore
 log = get_logger()
 
 _INCARNATION = "incarnation"
-# What `Snapshots.take` was given, the mode and the version.
+# Fields of the manifest that `Snapshots.take` got, and the mode and the version.
 _SAVED = {"mode", "run", "server_incarnation", "version", "policy", "contributions", "num_joins", "training"}
 
 
 def resume_model(config: Config, available: Available, name: SnapshotName, model: Model) -> dict[str, Any]:
-    """Give a model that has not begun the weights and the optimizer state of a snapshot.
+    """Set the weights and the optimizer state of a new model from a snapshot.
 
-    Returns the fields that were saved beside the tensors, `_SAVED` and `states`. No file stays mapped. Raises
-    CheckpointError for a snapshot that this run cannot go on from.
+    Returns the fields of `_SAVED`, and `states`. No file stays mapped. Raises CheckpointError for a snapshot from which
+    this run cannot resume.
     """
     loaded = available.load(name)
     manifest = loaded.manifest
@@ -42,7 +42,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
         raise CheckpointError(
             f"snapshot {loaded.path} was made in mode {manifest.mode} with {optimizer.name}, which this run's server "
             f"cannot run: {error.message}",
-            fix="go on in the mode it was made in, or begin anew with --resume never",
+            fix="resume in the snapshot's mode, or start a new run with --resume never",
         ) from None
     model.source = str(loaded.path)
     model.adopt(loaded.whole, optimizer)
@@ -56,8 +56,11 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
 
 
 def new_incarnation(config: Config, least: int) -> int:
-    """The server incarnation of this start, `least` or more, for a run that keeps snapshots. Written down before it
-    is used: a server that dies before its first snapshot had one too. CheckpointError where that cannot be done."""
+    """Return the server incarnation of this start, at least `least`, for a run with snapshots.
+
+    It is written to the disk first, so that it is also new after a server that crashed before its first snapshot.
+    Raises CheckpointError if the file cannot be written.
+    """
     directory = snapshot_dir(config)
     prepare(directory)
     path, new = directory / _INCARNATION, directory / f"{_INCARNATION}.new"
@@ -76,7 +79,9 @@ def new_incarnation(config: Config, least: int) -> int:
 
 
 def after_going_back(config: Config, has_written: bool) -> Config:
-    """The configuration of a server that goes back in its process: what it wrote itself is what it goes on from,
-    also where it was told to begin anew or to go on from elsewhere."""
+    """Return the configuration of a server that goes back to a snapshot without a new process.
+
+    If it has written snapshots itself, it resumes from them, and `checkpoint.resume` no longer applies.
+    """
     checkpoint = config.checkpoint.model_copy(update={"resume": None})
     return config.model_copy(update={"checkpoint": checkpoint}) if has_written else config

@@ -1,11 +1,11 @@
-"""Snapshots of a run while it trains: a snapshot's way to the disk.
+"""Takes snapshots while a run trains.
 
-    take(saved) ──> the store is copied, after all tensor work before, on the tensor thread
-                    files are written, hashed and synced on a thread of low priority
+    take(saved) ──> the tensor thread copies the store, after all earlier tensor work
+                    a thread of low priority writes, hashes and syncs the files
 
-The caller copies all else (`saved`) at the same point between two commits, so the table of contributions says exactly
-what the weights hold. Training waits only for the copy of the store. A failure raises an alarm and ends nothing. The
-run decides when a snapshot is taken, and which one is on all shards.
+The caller copies all other state (`saved`) at the same point between two commits, so the contribution counts match the
+weights exactly. Training waits only for the copy of the store. A failure is logged as an error, and the run continues.
+The run decides when to take a snapshot, and which snapshot is on all shards.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _LOW_PRIORITY = 10  # nice
 
 
 class Snapshots:
-    """Writes this shard's snapshots to checkpoint.dir, one at a time. Used on the event loop.
+    """Writes this shard's snapshots to checkpoint.dir, one at a time. It is used on the event loop.
 
-    `least_common` is the version of the newest snapshot on all shards, 0 before the first; `tell` is told of each
-    that is on the disks of all. `num_written` counts those of this process.
+    `least_common` is the version of the newest snapshot on all shards, or 0 before the first. `tell` is called with
+    each snapshot that is on the disks of all shards. `num_written` counts the snapshots of this process.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class Snapshots:
         self._tell = tell
         self.least_common = model.store.version if model.has_weights else 0
         self.num_written = 0
-        self._captured: Captured | None = None  # memory of the last one, for the next
-        self._taken: SnapshotTaken | None = None  # here, perhaps not yet on all shards
-        self._not_common: Path | None = None  # the newest here, while it is not on all shards; the thread's
+        self._captured: Captured | None = None  # memory of the last copy, reused by the next
+        self._taken: SnapshotTaken | None = None  # on this shard's disk, perhaps not on all shards yet
+        self._not_common: Path | None = None  # the newest snapshot if it is not on all shards; used on the thread
         self._is_dropped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots", initializer=_lower_priority)
 
     def take(
         self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes] | None = None
     ) -> None:
-        """Begin one. `done` is called when it is on the disk, with its version, or when it has failed, with
-        `least_common`. The least version that the shards report is the newest that all of them have.
+        """Start a snapshot. `done` gets its version once it is on the disk, or `least_common` after a failure.
 
-        `saved` are fields of the manifest: run, server_incarnation, policy, contributions, num_joins,
-        training. `states` are those of scripts, by rank.
+        The lowest version that the shards report is the newest that all of them have. `saved` are fields of the
+        manifest: run, server_incarnation, policy, contributions, num_joins, training. `states` are states of scripts by
+        rank.
         """
         into, self._captured = self._captured, None
         copied = self._tensors.run(partial(capture, self._model.store, into))
@@ -82,7 +82,7 @@ class Snapshots:
         copied: asyncio.Future[Captured],
         done: Callable[[int], object],
     ) -> None:
-        """Write the copy of the store once it is made, which keeps nobody waiting."""
+        """Write the copy of the store once it is made. Training does not wait for this."""
         try:
             captured = await copied
             began = time.monotonic()
@@ -91,7 +91,7 @@ class Snapshots:
                 written = await asyncio.get_running_loop().run_in_executor(self._thread, write_it)
             finally:
                 self._captured = captured
-        except Exception as error:  # older snapshots stay; the run goes on without this one
+        except Exception as error:  # older snapshots stay, and the run continues without this one
             why = error if isinstance(error, ParamServerError) else CheckpointError(f"{type(error).__name__}: {error}")
             log.error("snapshot_failed", reason=why.message, fix=why.fix, durable=self.least_common)
             done(self.least_common)
@@ -122,7 +122,7 @@ class Snapshots:
         return written
 
     def prune(self, least_common: int) -> None:
-        """This version is on all shards now: older ones may go, and workers may begin."""
+        """Remove older snapshots, because version `least_common` is now on all shards. Workers may begin."""
         self.least_common = least_common
         if self._taken is not None and self._taken.version == least_common:
             self._tell(self._taken)
@@ -136,8 +136,10 @@ class Snapshots:
         prune(self._directory, self._config.checkpoint.keep, least_common)
 
     def drop(self) -> None:
-        """The shards differ, nobody knows since when: drop the snapshot that is not on all of them, and any that is
-        being written."""
+        """Drop the newest snapshot unless it is on all shards, and any that is being written.
+
+        The shards' states differ, and it is unknown since when.
+        """
         self._is_dropped = True
         self._thread.submit(self._remove, "drop_failed", self._drop)
 
@@ -152,11 +154,11 @@ class Snapshots:
             log.error(failed, reason=error.message, fix=error.fix)
 
     def close(self) -> None:
-        """Returns when everything that was begun is on the disk."""
+        """Wait until all started snapshots are on the disk."""
         self._thread.shutdown(wait=True)
 
 
 def _lower_priority() -> None:
-    """Of this thread alone (Linux): training comes first."""
+    """Lower the priority of this thread only (Linux), since training comes first."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)

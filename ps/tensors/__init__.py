@@ -1,1 +1,1 @@
-"""Weights, optimizer, aggregation, staging, publication: torch, no network."""
+"""Tensor work of the server: weights, optimizer, aggregation, staging, publication. This package uses no network."""

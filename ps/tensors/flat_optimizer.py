@@ -1,15 +1,14 @@
 """Torch optimizers over flat weights, stepped window by window.
 
-Consecutive tensors of one parameter group and dtype are one flat parameter, cut at the borders of windows. This is
-right for optimizers that treat every element by itself, which `common/tensors/optimizers.py` tests for each class. A
-window's gradient, weights and state pass through the cache once, and it can be read while the next one is stepped.
-Tensors that torch would skip, because they have no gradient, become flat parameters of their own when that first
-happens.
+Consecutive tensors of one parameter group and dtype form one flat parameter, cut at the borders of windows. This is
+correct for elementwise optimizers, which `common/tensors/optimizers.py` checks for each class. A window's gradient,
+weights and state pass through the cache once, and readers can read a window while the next one is stepped. When tensors
+have no gradient for the first time, they become separate flat parameters, as torch would skip them.
 
-Torch's fused kernels step up to 64 bytes at a time, and use scalar code for the elements that are left over. The two
-round differently in SGD with momentum and in Adam, so bits would depend on where a flat parameter ends: on the number
-of shards. So the elements of a window's runs beyond whole lines of 64 bytes are copied into one parameter, which is
-filled up with zeros to whole lines.
+Torch's fused kernels step 64 bytes at a time, and use scalar code for the remaining elements. In SGD with momentum and
+in Adam the two round differently. The bits would then depend on where a flat parameter ends, and so on the number of
+shards. Therefore the elements beyond whole lines of 64 bytes are copied into one parameter for each window, which is
+padded with zeros to whole lines.
 """
 
 from __future__ import annotations
@@ -40,15 +39,17 @@ from .windows import Window
 
 
 class TensorState(NamedTuple):
-    """The state of one tensor: `keys` name the state with a value for each element (exp_avg), `scalars` have the rest
-    (step), 0-dim. Both are empty before its first step."""
+    """The state of one tensor. Both fields are empty before its first step.
+
+    `keys` are the names of elementwise state (exp_avg). `scalars` has the other state (step), as 0-dim tensors.
+    """
 
     keys: frozenset[str] = frozenset()
     scalars: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class GroupState(NamedTuple):
-    """The state of one parameter group; `tensors` by name."""
+    """The state of one parameter group, with its tensors by name."""
 
     hyperparameters: Hyperparameters
     tensors: dict[str, TensorState]
@@ -56,22 +57,27 @@ class GroupState(NamedTuple):
 
 @dataclass
 class OptimizerState:
-    """An optimizer's state, independent of windows. Elementwise state lies in `payloads` by key, uint8
-    [layout.parameter_bytes], at the offset of its weight."""
+    """An optimizer's state, independent of windows.
+
+    `payloads` has elementwise state by key, uint8 [layout.parameter_bytes], each element at the offset of its weight.
+    """
 
     groups: list[GroupState] = field(default_factory=list)
     payloads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def payload(self, key: str, layout: Layout) -> torch.Tensor:
-        """The payload of `key`; a new one is uninitialized."""
+        """Return the payload of `key`. A new payload is uninitialized."""
         if key not in self.payloads:
             self.payloads[key] = torch.empty(layout.parameter_bytes, dtype=torch.uint8)
         return self.payloads[key]
 
 
 class _Flat:
-    """A parameter of the optimizer: a run of weights. Its tensors have always been stepped together. So have those of
-    all flats of a window and group with the same `history`."""
+    """One flat parameter of the optimizer, a run of weights.
+
+    Its tensors have always been stepped together. The same holds for all flats of a window and group with the same
+    `history`.
+    """
 
     def __init__(self, run: FlatRun, weights: torch.Tensor, tensors: list[Entry], history: int) -> None:
         self.tensors, self.history = tensors, history
@@ -79,27 +85,27 @@ class _Flat:
         self.parameter = torch.nn.Parameter(run.view(weights), requires_grad=False)  # autograd is not used
 
     def move(self, weights: torch.Tensor) -> None:
-        """The weights lie in this payload from now on."""
+        """Use the weights in this payload from now on."""
         self.parameter.data = self._run.view(weights)
 
     def prepare(self, gradient: torch.Tensor, view: View) -> torch.Tensor:
-        """Load the weights into the parameter; returns its part of the payload `gradient`, [n]."""
+        """Load the weights into the parameter, and return its part of the payload `gradient`, [n]."""
         return view(self._run, gradient)
 
     def finish(self) -> None:
-        """The parameter was stepped: store the weights."""
+        """Store the weights after a step of the parameter."""
 
     def read(self, payload: torch.Tensor) -> torch.Tensor:
-        """The values in a payload for each element of the parameter; shares memory where it can."""
+        """Return a payload's values for the elements of the parameter. The result may share memory."""
         return self._run.view(payload)
 
     def write(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Store such values in a payload."""
+        """Write values of the parameter's elements to a payload."""
         self._run.view(payload).copy_(values)
 
 
 class _Lines(_Flat):
-    """The ends of runs, fewer than 64 bytes each, as one parameter with memory of its own."""
+    """The ends of runs, less than 64 bytes each, as one parameter with its own memory."""
 
     def __init__(self, runs: list[FlatRun], weights: torch.Tensor, tensors: list[Entry], history: int) -> None:
         self.tensors, self.history = tensors, history
@@ -137,7 +143,7 @@ class _Lines(_Flat):
         return torch.zeros(self._num_elements, dtype=self._dtype)
 
 
-_LINE_BYTES = 64  # of the widest vectors
+_LINE_BYTES = 64  # size of the widest SIMD vectors
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -147,7 +153,7 @@ class FlatOptimizer:
     def __init__(self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[Window]) -> None:
         self._layout = layout
         self._ranges = [(window.start, window.end) for window in windows]
-        self._weights = [weights] * len(windows)  # the payload in which each window is stepped
+        self._weights = [weights] * len(windows)  # for each window, the payload with its weights
         self._has_lines = [
             _has_lines(cls, group.hyperparameters) for cls, group in zip(spec.classes, spec.groups, strict=True)
         ]
@@ -156,7 +162,7 @@ class FlatOptimizer:
             sorted((entries[name] for name in group.tensors if entries[name].num_bytes), key=_offset)
             for group in spec.groups
         ]
-        # Of each window, the flats of each group.
+        # The flats by window, then by group.
         self._windows = [
             [list(self._build(index, group, hyperparameters[group])) for group in range(len(hyperparameters))]
             for index in range(len(windows))
@@ -170,10 +176,10 @@ class FlatOptimizer:
             kernel_of(cls) if group.get("fused") and len({param.dtype for param in group["params"]}) == 1 else None
             for cls, group in zip(spec.classes, self.torch.param_groups, strict=True)
         ]
-        self._is_parted = False  # some flats have missed steps that others took
+        self._is_parted = False  # whether some flats have skipped steps that others took
 
     def _build(self, index: int, group: int, entries: list[Entry], history: int = 0) -> Iterator[_Flat]:
-        """The flats of the part of these tensors of a group that lies in a window, in the order of a payload."""
+        """Yield the flats for the parts of these tensors that are in window `index`, in the order of a payload."""
         start, end = self._ranges[index]
         weights = self._weights[index]
         ends: defaultdict[torch.dtype, list[FlatRun]] = defaultdict(list)
@@ -193,12 +199,16 @@ class FlatOptimizer:
             yield _Lines(runs, weights, tensors, history)
 
     def set_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
+        """Set the hyperparameters of each group."""
         for group, values in zip(self.torch.param_groups, groups, strict=False):
             apply_hyperparameters(group, values)
 
     def late(self, lr_scale: float, momentum_among: int) -> AbstractContextManager[None]:
-        """Step inside with every group's learning rate times `lr_scale`, 0 or more, and with the part of its momentum
-        that is left where so many workers step one by one."""
+        """Return a context in which steps use every group's learning rate times `lr_scale`, and reduced momentum.
+
+        `lr_scale` is 0 or more. `momentum_among` is the number of workers whose gradients step one by one. Their delay
+        already acts as momentum, so `momentum_left` reduces the group's momentum.
+        """
         groups = self.torch.param_groups
         if lr_scale == 1.0 and (momentum_among == 1 or not any(group.get("momentum") for group in groups)):
             return nullcontext()
@@ -214,11 +224,11 @@ class FlatOptimizer:
             if momentum_among != 1 and "momentum" in values:
                 group["momentum"] = momentum_left(values["momentum"], momentum_among)
         yield
-        for group, values in zip(groups, before, strict=True):  # a failed step leaves no state to go on with
+        for group, values in zip(groups, before, strict=True):  # not after a failed step, which ends the run
             group.update(values)
 
     def move(self, index: int, weights: torch.Tensor) -> None:
-        """Step window `index` in other memory from now on, which must hold the same weights."""
+        """Step window `index` in this payload from now on. It must have the same weights."""
         self._weights[index] = weights
         for flats in self._windows[index]:
             for flat in flats:
@@ -227,8 +237,10 @@ class FlatOptimizer:
     def step(
         self, index: int, gradient: torch.Tensor, view: View, without: frozenset[str] | set[str] = frozenset()
     ) -> None:
-        """One step of window `index` along `gradient`, uint8 [exchange_bytes]. Tensors `without` a gradient are left as
-        they are, as torch leaves them: no decay, no momentum, and their next step is one step later."""
+        """Step window `index` along `gradient`, uint8 [exchange_bytes].
+
+        Tensors `without` a gradient stay unchanged, as in torch: no decay, no momentum, and no step is counted.
+        """
         window = self._windows[index]
         if without:
             for group in range(len(window)):
@@ -238,16 +250,16 @@ class FlatOptimizer:
         stepped = [flat for flats in window for flat in flats if not (without and flat.tensors[0].spec.name in without)]
         for flat in stepped:
             flat.parameter.grad = flat.prepare(gradient, view)
-        # Torch's fused steps take no parameters that were stepped before together with others.
+        # A fused step of torch cannot mix parameters with state and parameters without.
         for has_state in (True, False) if self._is_parted else (None,):
             self._step_those(window, has_state)
         for flat in stepped:
             flat.finish()
-            flat.parameter.grad = None  # its memory is used again
+            flat.parameter.grad = None  # the gradient's memory is reused
 
     def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor, view: View) -> bool:
-        """Step by the groups' kernels, if all have one and the state that it needs; False, and nothing is done."""
-        if gradient.numel() < self._layout.exchange_bytes:  # a kernel would read beyond; torch says what is wrong
+        """Step with the groups' kernels, and return True. If a kernel or its state is missing, only return False."""
+        if gradient.numel() < self._layout.exchange_bytes:  # a kernel would read beyond the end; torch raises an error
             return False
         steps = []
         for kernel, group, flats in zip(self._kernels, self.torch.param_groups, window, strict=True):
@@ -265,7 +277,7 @@ class FlatOptimizer:
         return True
 
     def _step_those(self, window: list[list[_Flat]], has_state: bool | None) -> None:
-        """Step the flats of a window that have a state, or those that have none; None: all."""
+        """Step the flats of a window with state (True), without state (False), or all (None)."""
         if len(self._windows) > 1 or has_state is not None:
             state = self.torch.state
             for group, flats in zip(self.torch.param_groups, window, strict=True):
@@ -275,8 +287,7 @@ class FlatOptimizer:
         self.torch.step()
 
     def _part(self, index: int, group: int, kind: Callable[[str], Hashable]) -> None:
-        """Make the flats of a window's group anew, with their state, so that tensors of different `kind` are in
-        different flats."""
+        """Divide the flats of a window's group, so that tensors of different `kind` are in different flats."""
         flats = self._windows[index][group]
         members: dict[tuple[int, Hashable], dict[str, Entry]] = {}
         for flat in flats:
@@ -298,7 +309,7 @@ class FlatOptimizer:
         self._is_parted = True
 
     def state(self, into: OptimizerState | None = None) -> OptimizerState:
-        """A copy of the state, in the memory of an earlier copy when one is given."""
+        """Return a copy of the state, in the memory of the earlier copy `into`, if given."""
         state = OptimizerState(payloads=into.payloads if into is not None else {})
         for index, torch_group in enumerate(self.torch.param_groups):
             group = GroupState(current_hyperparameters(torch_group), {})
@@ -308,7 +319,7 @@ class FlatOptimizer:
         return state
 
     def _copy(self, flat: _Flat, state: OptimizerState) -> None:
-        """Copy the state of a flat to the last group of `state`, its elementwise part to the payloads."""
+        """Copy the state of a flat to the last group of `state`, and its elementwise part to the payloads."""
         keys, scalars = [], {}
         for key, value in self.torch.state.get(flat.parameter, {}).items():
             if value is None:
@@ -324,7 +335,7 @@ class FlatOptimizer:
         state.groups[-1].tensors.update((entry.spec.name, of_all) for entry in flat.tensors)
 
     def set_state(self, state: OptimizerState) -> None:
-        """Go on from `state`, of an optimizer of the same groups; its memory is this optimizer's from now on."""
+        """Continue from `state`, of an optimizer with the same groups. This optimizer then owns the state's memory."""
         self.set_hyperparameters([group.hyperparameters for group in state.groups])
         for number, group in enumerate(state.groups):
 
@@ -338,9 +349,9 @@ class FlatOptimizer:
                 self._restore(flat, state, group)
 
     def _restore(self, flat: _Flat, state: OptimizerState, group: GroupState, is_copied: bool = False) -> None:
-        """Go on with the state of a flat, in the memory of `state` unless it `is_copied`."""
+        """Set the state of a flat, in the memory of `state`, or with `is_copied` in new memory."""
         keys, scalars = group.tensors.get(flat.tensors[0].spec.name, TensorState())
-        if not keys and not scalars:  # before the first step what the constructor made is right
+        if not keys and not scalars:  # not stepped yet: the state that the constructor made is right
             return
         elementwise = {key: flat.read(state.payloads[key]) for key in keys}
         if is_copied:
@@ -358,8 +369,11 @@ class FlatOptimizer:
 
 
 def _has_lines(cls: str, hyperparameters: Hyperparameters) -> bool:
-    """Whether the fused kernel and the scalar code of a class round differently. In SGD without momentum they do not,
-    which saves two copies a step. A momentum that is set later is ignored here."""
+    """Whether the fused kernel and the scalar code of a class round differently.
+
+    In SGD without momentum they do not, which saves two copies for each step. This ignores a momentum that is set
+    later.
+    """
     return has_fused(cls) and (cls.lower() != "sgd" or bool(hyperparameters.get("momentum")))
 
 
@@ -368,6 +382,6 @@ def _offset(entry: Entry) -> int:
 
 
 def _lying_in(start: int, end: int, entries: list[Entry]) -> list[Entry]:
-    """The tensors with elements in bytes [start, end), of tensors in the order of a payload."""
+    """Return the entries with bytes in [start, end). `entries` are in the order of a payload."""
     first = bisect_right(entries, start, key=lambda entry: entry.end)
     return entries[first : bisect_left(entries, end, key=_offset)]

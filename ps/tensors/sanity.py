@@ -1,8 +1,8 @@
-"""Payloads measured as they arrive, window by window, and mended where the settings say so.
+"""Checks payloads for NaN, Inf and large norms as they arrive, window by window, and repairs them if settings say so.
 
-One pass over a payload gives `Findings`: NaN, Inf and the norm. `ps/core/judgement.py` decides what follows from them.
-Norms are of parameters alone, because buffers are no gradient. The weights that a step leaves are examined as well:
-finite gradients overflow weights (3e38 at a rate of 1,000), and an optimizer may divide by zero (Adam with eps 0).
+One pass over a payload gives `Findings`, from which `ps/core/judgement.py` decides. Norms cover only parameters,
+because buffers are not gradients. The weights after a step are checked as well: a finite gradient can make weights
+overflow (3e38 at a rate of 1,000), and an optimizer may divide by zero (Adam with eps 0).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ...common.tensors.layout import FlatRun, Kind, View
 from ..core.judgement import SOUND, Judgement, Limits, decide
 from .windows import Window
 
-# Below it a factor is no normal float32 any more; its root is.
+# A smaller factor would be a subnormal float32, so its square root is applied twice.
 _LEAST_FACTOR = 1e-30
 
 
 @dataclass
 class Findings:
-    """What one attempt at a payload holds. `norms` are by window, so that the order of arrival changes no bit."""
+    """Findings in a payload. `norms` are by window, so that the order of arrival does not change the result."""
 
     is_finite: bool = True
     norms: dict[int, float] = field(default_factory=dict)
@@ -34,14 +34,14 @@ class Findings:
 
 
 class Unsound(Exception):
-    """A step along finite values has left NaN or Inf in the weights; the message says where, as a phrase."""
+    """A step along finite values left NaN or Inf in the weights. The message is a phrase that names the position."""
 
 
 class Sanity:
-    """Measures and mends payloads, uint8 [exchange_bytes].
+    """Measures and repairs payloads, uint8 [exchange_bytes].
 
-    `is_gradient`: their parameters are gradients, not weights. `is_part`: no shard sees the norm of the whole gradient,
-    and `judge_whole` decides about it. `name_of` names the tensor of an element for people.
+    `is_gradient`: the parameters of a payload are gradients, not weights. `is_part`: this shard has only a part of the
+    gradient, so its norm is judged later, over all shards. `name_of` returns the name of an element's tensor.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Sanity:
         self._floats = [piece for window in windows for piece in window.pieces if piece.is_float]
 
     def look(self, payload: torch.Tensor, windows: slice, findings: Findings) -> None:
-        """Add the findings in some windows of a payload. Nothing is examined after the first NaN or Inf."""
+        """Add the findings in some windows of a payload. After the first NaN or Inf, no window is examined."""
         is_measured = self.limits.max_norm is not None
         for index in range(*windows.indices(len(self._windows))):
             norm = self.norm(payload, self._windows[index], is_measured) if findings.is_finite else None
@@ -64,10 +64,10 @@ class Sanity:
             findings.norms[index] = norm
 
     def norm(self, payload: torch.Tensor, window: Window, is_measured: bool = True) -> float | None:
-        """The norm of the window's parameters, 0 unless it `is_measured`; None when a float in it is NaN or Inf.
+        """Return the norm of the window's parameters, or None if the window has NaN or Inf. Without `is_measured`, 0.
 
-        One pass. A sum is several times faster than isfinite and sees every NaN and Inf; only a sum that overflows
-        needs the slow look.
+        A sum is several times faster than isfinite, and every NaN or Inf makes it not finite. Only if the sum is not
+        finite does the slow check decide whether a value is, or whether the sum overflowed.
         """
         norms = []
         for piece in window.pieces:
@@ -85,8 +85,10 @@ class Sanity:
         return math.hypot(*norms)
 
     def first_unsound(self, payload: torch.Tensor, window: Window) -> FlatRun | None:
-        """The first element of a window in `payload` that is NaN or Inf. One pass of sums, as in `norm`, over a window
-        that was just written and is in the cache."""
+        """Return the first element of a window in `payload` that is NaN or Inf, or None.
+
+        It computes sums, as `norm` does, while the window is still in the cache.
+        """
         for piece in window.pieces:
             if not piece.is_float or math.isfinite(_sum(self._view(piece, payload))):
                 continue
@@ -96,7 +98,7 @@ class Sanity:
         return None
 
     def examine(self, payload: torch.Tensor, weights: torch.Tensor) -> Judgement:
-        """`look` at the whole of a payload, and `judge` it."""
+        """Examine and judge a whole payload."""
         if self.limits.max_norm is None and all(
             math.isfinite(self._view(piece, payload).sum().item()) for piece in self._floats
         ):
@@ -109,8 +111,9 @@ class Sanity:
         return findings
 
     def judge(self, payload: torch.Tensor, findings: Findings, weights: torch.Tensor) -> Judgement:
-        """Decide what becomes of a payload that was examined whole; one that is clipped is changed here. `weights`,
-        uint8 [>= exchange_bytes], are the server's: they replace statistics and weights that are not finite.
+        """Return the judgement of a payload that was examined completely. Clipping changes the payload.
+
+        `weights`, uint8 [>= exchange_bytes], are the server's. They replace statistics and weights that are not finite.
         """
         if findings.is_finite and self.limits.max_norm is None:
             return SOUND
@@ -140,7 +143,7 @@ class Sanity:
         return f" in '{name}'" if name else ""
 
     def with_rows(self, judgement: Judgement, rows: Sequence[torch.Tensor]) -> Judgement:
-        """Decide what becomes of a contribution with these gradients of rows; where it is clipped they are changed."""
+        """Return the judgement of a contribution with these gradients of rows. Clipping changes the rows."""
         if not judgement.is_taken or all(bool(torch.isfinite(row).all()) for row in rows):
             return judgement
         action, problem, limit = decide(self.limits, False, 0.0)
@@ -152,8 +155,7 @@ class Sanity:
         return Judgement(action, problem, limit)
 
     def _mend(self, payload: torch.Tensor, weights: torch.Tensor) -> None:
-        """Replace every NaN and Inf: in a gradient by 0, in statistics and weights, where 0 is a value like any other,
-        by the server's value."""
+        """Replace every NaN and Inf: by 0 in a gradient, and by the server's value in statistics and weights."""
         for piece in self._floats:
             values = self._view(piece, payload)
             if piece.kind is Kind.PARAMETER and self._is_gradient:
@@ -167,7 +169,7 @@ class Sanity:
             self.scale_window(payload, window, factor)
 
     def scale_window(self, payload: torch.Tensor, window: Window, factor: float) -> None:
-        """Multiply the parameters of one window."""
+        """Multiply the parameters of one window by `factor`, 0 to 1."""
         factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
         for piece in window.pieces:
             if piece.kind is Kind.PARAMETER:
@@ -180,17 +182,17 @@ def _zero_unsound(values: torch.Tensor) -> None:
 
 
 def _sum(values: torch.Tensor) -> float:
-    """The sum; one in float16 would overflow beyond 65,504."""
+    """Return the sum. It is in float32 for float16, which overflows above 65,504."""
     return values.sum(dtype=torch.float32 if values.dtype is torch.float16 else None).item()
 
 
 def _norm(values: torch.Tensor) -> float:
-    """2-norm of [n]; not finite when a value is not, or when a square is too large for float32."""
+    """Return the 2-norm of [n]. It is not finite if a value is not, or if a square is too large for float32."""
     is_short = values.dtype in (torch.float16, torch.bfloat16)
     return torch.linalg.vector_norm(values, dtype=torch.float32 if is_short else None).item()
 
 
 def _large_norm(values: torch.Tensor) -> float:
-    """2-norm of finite [n] whose squares overflow; Inf where even the norm does."""
+    """Return the 2-norm of finite [n] whose squares overflow. It is Inf if even the norm overflows."""
     largest = values.abs().max().double().item()
     return largest * torch.linalg.vector_norm(values.double() / largest).item()

@@ -1,7 +1,7 @@
-"""Memory for uploads: a bounded number of payloads, lent in the order in which they are folded.
+"""The staging pool: memory for a bounded number of uploads, lent in the order in which they will be folded.
 
-The pool keeps payloads and lends them again: touching 100 MB of new memory costs more than filling it. An upload that
-finds none free waits, and its bytes wait in HTTP/2 flow control, on the sender's side.
+The pool reuses payloads, because the first touch of 100 MB of new memory costs more than writing it. If no payload is
+free, an upload waits, and HTTP/2 flow control holds its bytes on the sender's side.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Payload = torch.Tensor  # uint8 [num_bytes]
 class StagingPool:
     """Lends up to `limit` payloads of `num_bytes`, to the waiter with the lowest position first.
 
-    A position is how many contributions are folded before the waiter's. Only positions below `limit` are served: then
-    the contribution that is folded next always finds a payload.
+    A position is the number of contributions that are folded before the waiter's. The pool serves only positions below
+    `limit`, so the contribution that is folded next always gets a payload.
     """
 
     def __init__(self, limit: int, num_bytes: int) -> None:
@@ -28,22 +28,24 @@ class StagingPool:
         self.num_bytes = num_bytes
         self.num_lent = 0
         self._free: list[Payload] = []
-        self._bytes: dict[int, memoryview] = {}  # by id, of the payloads of this pool, which it never frees
+        self._bytes: dict[int, memoryview] = {}  # by id of each payload of this pool, which it never frees
         self._waiters: list[tuple[Callable[[], int], asyncio.Future[Payload]]] = []
 
     @property
     def num_waiting(self) -> int:
-        """Uploads that wait for a payload."""
+        """The number of uploads that wait for a payload."""
         return len(self._waiters)
 
     def make_room(self, num_uploads: int) -> None:
-        """Lend at least this many payloads, as several shards need it. Two shards that each hold some workers' uploads,
-        and wait for those that the other one holds, would wait for ever."""
+        """Raise the limit to `num_uploads`, for several shards.
+
+        Otherwise two shards could each have uploads of different workers, and wait for the other's forever.
+        """
         self.limit = max(self.limit, num_uploads)
         self.look_again()
 
     def try_borrow(self, position: Callable[[], int]) -> Payload | None:
-        """A payload, uint8 [num_bytes] with old contents, if one can be had at once."""
+        """Return a free payload, uint8 [num_bytes] with old contents, or None."""
         if self.num_lent >= self.limit or position() >= self.limit:
             return None
         self.num_lent += 1
@@ -54,14 +56,14 @@ class StagingPool:
         return payload
 
     def request(self, position: Callable[[], int]) -> asyncio.Future[Payload]:
-        """A payload as soon as `position()` is served. A caller that stops waiting calls `withdraw`."""
+        """Return a future payload, served in the order of `position()`. To stop waiting, call `withdraw`."""
         request: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
         self._waiters.append((position, request))
         self.look_again()
         return request
 
     def withdraw(self, request: asyncio.Future[Payload]) -> None:
-        """Give up a request, also one that was served a moment ago."""
+        """Cancel a request. If it was already served, its payload returns to the pool."""
         self._waiters = [waiter for waiter in self._waiters if waiter[1] is not request]
         if not request.cancel() and not request.cancelled():
             self.give_back(request.result())
@@ -76,10 +78,11 @@ class StagingPool:
             request.set_result(payload)
 
     def bytes_of(self, payload: Payload) -> memoryview:
-        """The memory of a lent payload."""
+        """Return the bytes of a lent payload. They share memory."""
         return self._bytes[id(payload)]
 
     def is_own(self, payload: Payload) -> bool:
+        """Whether the payload belongs to this pool."""
         return id(payload) in self._bytes
 
     def give_back(self, payload: Payload) -> None:
@@ -88,11 +91,11 @@ class StagingPool:
         self.donate(payload)
 
     def donate(self, payload: Payload) -> None:
-        """A lent payload leaves the pool for a while: it has become the mean of a round."""
+        """Stop counting a payload as lent, because it has become the mean of a round. `reclaim` brings it back."""
         if self.is_own(payload):
             self.num_lent -= 1
             self.look_again()
 
     def reclaim(self, payloads: list[Payload]) -> None:
-        """Donated payloads return."""
+        """Return donated payloads to the pool."""
         self._free += filter(self.is_own, payloads)

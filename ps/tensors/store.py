@@ -1,13 +1,14 @@
-"""The store computes: weights, the mean of a round, the optimizer, the Polyak average.
+"""The store: weights, the mean of a round, the optimizer, and the Polyak average.
 
-Everything works on flat runs (`common/tensors/layout.py`), cut into windows of 4 MiB that stay in the cache: a commit
-folds what is left to fold, steps the optimizer and moves on, window by window. The store knows neither modes nor
-workers' names; it is called from one thread, in order:
+It works on flat runs (`common/tensors/layout.py`), cut into windows of 4 MiB that stay in the cache. For each window, a
+commit folds the remaining payloads and steps the optimizer. The store knows neither modes nor workers' names. One
+thread calls it, in this order:
 
     fold(payload, weight) ... fold(payload, weight); commit()
 
-Payloads are uint8 tensors of `layout.exchange_bytes`; how those of a round become one is said in `aggregation/`. Memory
-is: weights, optimizer state, one mean (or, where all are kept, every payload of the round), one Polyak average.
+Payloads are uint8 tensors of `layout.exchange_bytes`. `aggregation/` combines those of a round. The store needs memory
+for the weights, the optimizer state, one Polyak average and one mean. Some aggregations keep every payload of the
+round.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ from .windows import windows_of
 
 @dataclass(frozen=True)
 class Step:
-    """How a commit steps.
+    """Settings of one commit.
 
-    `hyperparameters`, one per group and table, are those that the contribution was computed under. Statistics move by
-    the share of the `num_live` workers that was folded. Other buffers are those of a contribution of the `lowest_live`
-    rank, or of a lower one that has left since, and stay where there is none. `lr_scale` multiplies the learning rate
-    of this step. `momentum_among` workers step one by one, and share the momentum (`momentum_left`). `clip_norm` bounds
-    this step as the store's own bound does; 0: no bound.
+    - `num_live`: live workers. Running statistics move by the folded share of these workers.
+    - `lowest_live`: the lowest live rank. Buffers that are not averaged are copied from its contribution, or from one
+    of
+      a lower rank that has left since. Without such a contribution they stay unchanged.
+    - `hyperparameters`: for each group and table, the values under which the contribution was computed.
+    - `lr_scale`: multiplies the learning rate of this step.
+    - `momentum_among`: the number of workers whose gradients step one by one (`momentum_left`).
+    - `clip_norm`: limit on the norm of this step, besides the store's own limit. 0: no limit.
     """
 
     num_live: int
@@ -53,13 +57,15 @@ class Step:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How a store makes versions.
+    """Settings of a store.
 
-    `polyak` is the decay of a Polyak average, if one is kept. `trim` belongs to some aggregations. `clip_norm` bounds
-    the mean gradient that the optimizer steps along (2-norm of all parameters and rows). `limits` say what becomes of
-    contributions before they are folded. `is_part`: other shards hold the rest of the model. `measures_direction`: the
-    store compares each round's mean with the one before. Without `steps` the optimizer only holds the state of the
-    workers' optimizer, which they send (`Store.bring`).
+    - `polyak`: decay of the Polyak average. None: no average.
+    - `trim`: policy.trim, for the aggregations that read it.
+    - `clip_norm`: limit on the 2-norm of the mean gradient, over all parameters and rows.
+    - `limits`: rules for contributions with NaN, Inf or a large norm.
+    - `is_part`: other shards have the rest of the model.
+    - `measures_direction`: compare each round's mean with the previous one.
+    - `steps`: False if the optimizer only keeps the state that the workers send (`Store.bring`).
     """
 
     buffers: Buffers = "average"
@@ -74,10 +80,10 @@ class StoreOptions:
 
 
 class Store:
-    """Versioned weights, uint8 [layout.total_bytes], and what moves them.
+    """Versioned weights, uint8 [layout.total_bytes], with the aggregation and optimizer that change them.
 
-    `optimizer` is None when workers contribute weights: a commit then takes the mean as the new weights. `version`
-    counts commits. `sanity` judges contributions before they are folded.
+    `optimizer` is None if workers contribute weights. The mean then becomes the new weights. `version` counts commits.
+    `sanity` judges contributions before they are folded.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class Store:
         self.sanity = Sanity(options.limits, self.windows, self._view, self._steps, options.is_part, self._name_of)
         self.tables = tables
         self.direction = Direction(self.windows, self._view) if options.measures_direction else None
-        self._without: frozenset[str] = frozenset()  # a gradient, of all that was folded since the last commit
+        self._without: frozenset[str] = frozenset()  # parameters without a gradient in all folds since the last commit
         self.averaged = weights.clone() if options.polyak is not None else None
         self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows) if optimizer is not None else None
 
@@ -115,11 +121,11 @@ class Store:
         without: frozenset[str] = frozenset(),
         rows: Sequence[Rows] = (),
     ) -> list[torch.Tensor]:
-        """Add a contribution to the round's; returns payloads that may be reused at once.
+        """Add a contribution to the round, and return the payloads that may be reused at once.
 
-        A payload that may be kept may be read as late as at the commit. Parameters `without` a gradient are zeros in
-        it; the optimizer leaves those alone that no contribution of the round has one of. `rows` are gradients for the
-        tables.
+        With `may_keep`, the store may read the payload until the commit. Parameters `without` a gradient are zeros in
+        it. The optimizer skips a parameter if no contribution of the round has its gradient. `rows` are gradients for
+        the tables.
         """
         if self.tables is not None:
             self.tables.fold(rows, weight)
@@ -127,7 +133,7 @@ class Store:
         return self.aggregator.fold(payload, weight, rank, may_keep)
 
     def bring(self, state: OptimizerState | None) -> None:
-        """What the workers' optimizer remembers with the weights that are folded next; None: nobody says it."""
+        """Set the state of the workers' optimizer that belongs to the weights folded next. None: it is unknown."""
         if state is None:
             self.optimizer = None
         elif self.optimizer is not None:
@@ -140,14 +146,15 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         norm: float | None = None,
     ) -> list[torch.Tensor]:
-        """Make what was folded the next version; returns payloads that may be reused, the result's first.
+        """Make the next version of the folded payloads, and return the payloads that may be reused, the result's first.
 
-        The new version is made in `target`, uint8 [total_bytes], when somebody still reads the old one. `progress(n)`
-        is called when the first n bytes are done. `norm` is the measured norm of the whole mean where this store holds
-        a part of the model. Raises Unsound when the step leaves NaN or Inf in the weights: they are of no version.
+        - `target`: memory for the new version, uint8 [total_bytes], if the old version is still being read.
+        - `progress(n)` is called once the first n bytes are done.
+        - `norm`: norm of the mean over all shards, if this store has a part of the model.
 
-        Where nothing was folded, the weights stay, and the optimizer takes no step:
-        a step along zeros would still follow its momentum and decay the weights.
+        If nothing was folded, the weights stay unchanged and the optimizer does not step. A step along zeros would
+        still apply momentum and weight decay. Raises Unsound if the step leaves NaN or Inf in the weights, which then
+        are not a valid version.
         """
         round_, optimizer = self.aggregator, self.optimizer
         factor = self._clip_factor(norm, step.clip_norm)
@@ -160,7 +167,7 @@ class Store:
         if optimizer is not None and step.hyperparameters:
             optimizer.set_hyperparameters(step.hyperparameters)
         share = min(1.0, round_.num_folded / max(1, step.num_live))
-        is_of_lowest = round_.lowest_rank <= step.lowest_live  # a buffer without a mean is this rank's
+        is_of_lowest = round_.lowest_rank <= step.lowest_live  # buffers that are not averaged come from this rank
         with nullcontext() if optimizer is None else optimizer.late(step.lr_scale, step.momentum_among):
             for index, window in enumerate(self.windows):
                 if new is not old:
@@ -183,7 +190,7 @@ class Store:
         return round_.close() if round_.result is not None else []
 
     def measure(self) -> float:
-        """2-norm of the mean's parameters and rows here; the mean is complete then."""
+        """Complete the mean of the round, and return the 2-norm of its parameters and rows on this shard."""
         mean = self.aggregator.result
         if mean is None:
             return 0.0
@@ -194,8 +201,11 @@ class Store:
         return math.hypot(*norms)
 
     def _clip_factor(self, norm: float | None, clip_norm: float) -> float | None:
-        """What the mean of the round is multiplied with to be no longer than its bounds; the mean is complete then.
-        None where nothing is clipped: each window is completed when it is stepped, while it is in the cache."""
+        """Return the factor that clips the mean of the round to its limits, or None without limits.
+
+        With limits this completes the mean. Without, each window is completed when it is stepped, while it is in the
+        cache.
+        """
         bounds = [bound for bound in (self._options.clip_norm, clip_norm) if bound]
         if not bounds or self.aggregator.result is None:
             return None
@@ -204,7 +214,7 @@ class Store:
     def _move_window(
         self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, is_of_lowest: bool
     ) -> None:
-        """Weights and Polyak average of one window, from its old weights and the mean."""
+        """Compute the weights and the Polyak average of one window from its old weights and the mean."""
         if self.direction is not None:
             self.direction.see(index, mean, self._without)
         if self.optimizer is not None and self._steps:
@@ -228,21 +238,21 @@ class Store:
                     average.lerp_(view(piece, weights), 1 - polyak)
 
     def _name_of(self, element: FlatRun) -> str:
-        """Of the tensor that the first element of a run is in."""
+        """Return the name of the tensor that has the first element of a run."""
         return next(entry.spec.name for entry in self.layout.entries if entry.offset <= element.offset < entry.end)
 
     def payload(self, averaged: bool = False) -> torch.Tensor:
-        """The weights, or their Polyak average if one is kept; uint8 [layout.total_bytes]."""
+        """Return the weights, or the Polyak average if there is one, uint8 [layout.total_bytes]."""
         return self.averaged if averaged and self.averaged is not None else self.weights
 
     def tensors(self, averaged: bool = False) -> dict[str, torch.Tensor]:
-        """The same by name, aliases included, as `model.load_state_dict` takes them; copies."""
+        """Return copies of the tensors by name, with aliases, as `model.load_state_dict` expects them."""
         views = self.layout.views(self.payload(averaged))
         return {name: tensor.clone() for spec, tensor in views for name in (spec.name, *spec.aliases)}
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Bytes held: weights, mean, optimizer state, Polyak average, tables of rows with their optimizer state."""
+        """Bytes by use: weights, mean, optimizer state, Polyak average, and tables of rows with their state."""
         return {
             "weights": self.weights.numel(),
             "mean": sum(payload.numel() for payload in self.aggregator.payloads),

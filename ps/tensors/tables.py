@@ -1,7 +1,7 @@
-"""The tables of rows that lie here: gradients of rows come in with contributions, and a commit steps the tables.
+"""This shard's tables of rows. Gradients of rows come with contributions, and a commit steps the tables.
 
-A contribution without a gradient for a row counts as one of zeros, as in a mean over the union batch. The rows of a
-round's contributions are kept until its commit.
+A contribution without a gradient for a row counts as a zero gradient, as in a mean over the union batch. The gradients
+of a round are kept until its commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ID_BYTES = 8
 
 
 class Rows(NamedTuple):
-    """Gradients of rows of one table: ids int64 [n], distinct and ascending, and values [n, dim]."""
+    """Gradients for rows of one table: ids int64 [n], distinct and ascending, and values [n, dim]."""
 
     table: int
     ids: torch.Tensor
@@ -29,21 +29,24 @@ class Rows(NamedTuple):
 
 
 class Tables:
-    """The tables of a run, in the order of `specs`. Without a seed their values are undefined until `set_state`."""
+    """The tables of a run, in the order of `specs`. Without a seed they are uninitialized until `set_state`."""
 
-    sums = False  # gradients of a round are added up, not averaged
+    sums = False  # True: gradients of a round are summed, not averaged
 
     def __init__(self, specs: Sequence[TableSpec], seed: int | None) -> None:
         self.specs = tuple(specs)
         self._tables = [Table(spec, seed) for spec in specs]
         self._round: list[tuple[Sequence[Rows], float]] = []  # contributions with their weights
-        self._mean: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None  # of the round, once it is measured
+        self._mean: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None  # the round's mean, set by `measure`
 
     # ---- messages of workers -------------------------------------------------------------------------
 
     def read(self, table: int, count: int, data: memoryview, before: Sequence[Rows]) -> Rows:
-        """Read a message of gradients that follows those `before` it in one contribution. Refuses BAD_REQUEST rows
-        that no contribution can have; NaN and Inf are judged with the whole contribution."""
+        """Read a message of gradients. `before` are the contribution's earlier messages.
+
+        Raises a BAD_REQUEST refusal for rows in a wrong order, range or size. NaN and Inf are judged later, with the
+        whole contribution.
+        """
         spec = self._spec(table)
         dtype = DTYPES[spec.dtype]
         if not count or len(data) != count * (_ID_BYTES + spec.dim * dtype.itemsize):
@@ -58,11 +61,13 @@ class Tables:
         return Rows(table, ids, values)
 
     def pull(self, table: int, data: bytes, max_bytes: int) -> bytes:
-        """The present values of the rows whose ids are in `data`. Refuses BAD_REQUEST unknown rows, and more than
-        `max_bytes`."""
+        """Return the values of the rows whose ids are in `data`.
+
+        Raises a BAD_REQUEST refusal for unknown rows, and for more than `max_bytes`.
+        """
         spec = self._spec(table)
         if not data or len(data) % _ID_BYTES:
-            raise refusal(Reason.BAD_REQUEST, f"{len(data)} bytes are no list of ids")
+            raise refusal(Reason.BAD_REQUEST, f"{len(data)} bytes are not a list of ids")
         ids = torch.frombuffer(bytearray(data), dtype=torch.int64)
         if len(ids) * spec.row_bytes > max_bytes:
             problem = f"{len(ids)} rows of table '{spec.name}' have more than {max_bytes} bytes"
@@ -72,7 +77,7 @@ class Tables:
 
     def _spec(self, table: int) -> TableSpec:
         if table >= len(self.specs):
-            raise refusal(Reason.BAD_REQUEST, f"table {table} is asked for; this run has {len(self.specs)}")
+            raise refusal(Reason.BAD_REQUEST, f"there is no table {table}: this run has {len(self.specs)}")
         return self.specs[table]
 
     # ---- rounds ----------------------------------------------------------------------------------
@@ -82,15 +87,17 @@ class Tables:
         self._round.append((rows, weight))
 
     def measure(self) -> float:
-        """The 2-norm of the mean gradient of the round, which the next commit steps along."""
+        """Return the 2-norm of the round's mean gradient."""
         if self._mean is None:
             self._mean = self._mean_of_round()
         norms = (torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in self._mean.values())
         return math.hypot(*(norm.item() for norm in norms))
 
     def commit(self, lr_scale: float = 1.0, factor: float = 1.0) -> str:
-        """Step each table that has a gradient along the round's mean times `factor`. Returns where that has left NaN
-        or Inf, as a phrase, or an empty text."""
+        """Step each table that has a gradient along the round's mean times `factor`.
+
+        Returns "", or a phrase that names the first row with NaN or Inf.
+        """
         mean = self._mean if self._mean is not None else self._mean_of_round()
         self._round, self._mean = [], None
         for index, (ids, values) in mean.items():
@@ -103,7 +110,7 @@ class Tables:
         return ""
 
     def _mean_of_round(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Ids and values by table, of the tables that have a gradient."""
+        """Return (ids, mean gradient) of each table that has a gradient, by the table's number."""
         total = sum(weight for _, weight in self._round)
         parts: dict[int, list[tuple[torch.Tensor, torch.Tensor, float]]] = {}
         for rows, weight in self._round:
@@ -112,12 +119,12 @@ class Tables:
         return {table: summed(parts[table]) for table in sorted(parts)}
 
     def set_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
-        """Set the learning rate of each table that has one here."""
+        """Set the learning rates of the tables. A group without `lr` changes nothing."""
         for table, values in zip(self._tables, groups, strict=False):
             table.set_lr(values.get("lr"))
 
     def change(self, specs: Sequence[TableSpec]) -> None:
-        """Give the same tables other hyperparameters."""
+        """Set the hyperparameters of the tables. `specs` are otherwise equal to the present ones."""
         self.specs = tuple(specs)
         for table, spec in zip(self._tables, specs, strict=True):
             table.change(spec)
@@ -129,7 +136,7 @@ class Tables:
         return sum(table.num_bytes for table in self._tables)
 
     def state(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """A copy of all tables by `<key>/<table>`, in the memory of an earlier copy where one is given."""
+        """Return a copy of all tables by `<key>/<table>`, in the memory of the earlier copy `into`, if given."""
         copies = {}
         for name, value in self._items():
             old = (into or {}).get(name)
@@ -142,7 +149,7 @@ class Tables:
                 yield f"{key}/{table.spec.name}", value
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a copy of the state. ValueError for the state of other tables."""
+        """Continue from a copy of the state. Raises ValueError for the state of other tables."""
         split = [(full.partition("/"), value) for full, value in state.items()]
         for table in self._tables:
             table.set_state({key: value for (key, _, name), value in split if name == table.spec.name})

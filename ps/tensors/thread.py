@@ -1,7 +1,7 @@
-"""Tensor work in order on one thread, beside an event loop that decides.
+"""Runs tensor work in order on one thread, beside the event loop.
 
-torch releases the GIL in its kernels, so the loop goes on serving while a commit runs. For small models a hop to
-another thread costs more than the work: there everything runs at once, inline.
+torch releases the GIL in its kernels, so the loop continues to serve while a commit runs. For a small model, the change
+to another thread costs more than the work, so all work runs inline.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from ...common.errors import ParamServerError
 
 Result = TypeVar("Result")
 
-# Below this size of a contribution the work takes less time than the hop (about 60 us there and back).
+# Below this size of a contribution, the work is faster than the change of threads (about 60 us both ways).
 INLINE_BYTES = 256 << 10
 
 
 class TensorsBroken(ParamServerError):
-    """Earlier tensor work failed half way: the tensors hold no version, and no further work is done on them."""
+    """Earlier tensor work failed, so the tensors are not a valid version, and no further work runs."""
 
 
 class _Work(NamedTuple):
     run: Callable[[], Any]
     done: Callable[[Any], Any] | None
     failed: Callable[[Exception], Any] | None
-    pauses: bool = False  # later work waits for `go_on`
+    pauses: bool = False  # True: later work waits for `go_on`
 
 
 class TensorThread:
-    """`submit` work and `then` callbacks run in the order they were given.
+    """Runs the work of `submit` and the callbacks of `then` in the order of the calls.
 
-    Work without `failed` changes the weights. When it fails, `is_broken` is set, no other work runs any more, and
-    `on_error` is called on the loop, once, with the exception: a bug, since all contributions were checked before, or
-    DivergedError, where weights are no longer finite. Work with `failed` only reads, or changes a payload that is not
-    taken yet: when it fails its caller learns it, and all other work goes on.
+    Work without `failed` changes the weights. If it fails, `is_broken` is set, no other work runs, and the loop calls
+    `on_error` once with the exception. That is a DivergedError if weights are no longer finite. Every other exception
+    is a bug, since contributions were checked before. Work with `failed` only reads, or changes a payload that is not
+    folded yet. If it fails, the loop calls `failed`, and other work continues.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
         self._executor: ThreadPoolExecutor | None = None
         self._num_pending = 0
-        self._queue: deque[_Work] = deque()  # not begun
+        self._queue: deque[_Work] = deque()  # work that has not begun
         self.is_paused = False
         self.is_broken = False
-        self.busy_s = 0.0  # that work has taken
+        self.busy_s = 0.0  # total time of all work
 
     def size_for(self, num_bytes: int) -> None:
-        """Choose by the size of a contribution whether work runs inline; call before any work."""
+        """Decide by the size of a contribution whether work runs inline. Call this before any work."""
         if num_bytes > INLINE_BYTES:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
-            # Half of the cores: the others receive and send. Few threads also suit windows of 4 MiB.
+            # Use half of the cores, since the others receive and send. Windows of 4 MiB do not need more threads.
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             self._loop = asyncio.get_running_loop()
         else:
@@ -72,15 +72,15 @@ class TensorThread:
     ) -> None:
         """Run `work` after all earlier work, then `done(result)` on the loop.
 
-        With `failed` an error goes there and ends nothing: TensorsBroken when the work was not run at all. With
-        `pauses` later work waits for `go_on`.
+        If `work` raises, the loop calls `failed(error)`, if given. The error is TensorsBroken if the work did not run.
+        With `pauses`, later work waits for `go_on`.
         """
         self._num_pending += 1
         self._queue.append(_Work(work, done, failed, pauses))
         self._begin_queued()
 
     def go_on(self, work: Callable[[], Result], done: Callable[[Result], Any]) -> None:
-        """Run `work` next, and then the work that has waited."""
+        """Run `work` next, then the work that waited."""
         self._num_pending += 1
         self.is_paused = False
         self._begin(_Work(work, done, None))
@@ -100,9 +100,9 @@ class TensorThread:
         future.add_done_callback(lambda f: self._loop.call_soon_threadsafe(self._finish, work, f.result()))
 
     def _execute(self, work: _Work) -> tuple[Any, Exception | None]:
-        """Runs on the thread: no later work may run after a failure."""
+        """On the thread: run `work` unless earlier work failed. Returns (result, error)."""
         if self.is_broken:
-            return None, TensorsBroken("earlier work on the weights failed half way: they are in no known state")
+            return None, TensorsBroken("earlier work on the weights failed, so their state is unknown")
         began = time.perf_counter()
         try:
             return work.run(), None
@@ -127,7 +127,7 @@ class TensorThread:
             self._begin_queued()
 
     def then(self, callback: Callable[[], Any]) -> None:
-        """Call `callback` on the loop after all earlier work, whether that failed or not."""
+        """Call `callback` on the loop after all earlier work, even if it failed."""
         if self._num_pending == 0 and not self.is_paused:
             callback()
         else:
@@ -141,7 +141,7 @@ class TensorThread:
             self._loop.call_soon_threadsafe(callback)
 
     def run(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """The result of `work`, run after all earlier work; an exception is the awaiter's, and ends nothing."""
+        """Run `work` after all earlier work, and return its future result. An exception goes only to the awaiter."""
         outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self.submit(
             work,
@@ -151,5 +151,6 @@ class TensorThread:
         return outcome
 
     def close(self) -> None:
+        """Wait for all work, and end the thread."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)

@@ -1,7 +1,7 @@
-"""A contribution on its way: the memory it comes into, the bytes that have come, and whether they are sound so far.
+"""An upload: the memory that a contribution arrives in, the received bytes, and the findings so far.
 
-Pieces may come in any order, and before the contribution they belong to. A part that is whole is examined and measured
-at once (`sanity.py`), while it is in the cache and the rest is still arriving.
+Pieces may arrive in any order, and before the contribution that they belong to. Each complete part is examined at once
+(`sanity.py`), while it is in the cache and other parts are still arriving.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .store import Store
 from .thread import TensorThread
 from .windows import WINDOW_BYTES
 
-# The windows that are examined at once. With fewer, a hop to the tensor thread costs more than the work.
+# Windows that are examined together. With fewer, the change to the tensor thread would cost more than the work.
 _WINDOWS_AT_ONCE = 2
 _PART_BYTES = _WINDOWS_AT_ONCE * WINDOW_BYTES
 
 
 class Upload:
-    """One payload of a contribution, encoded with `codec`, into `payload`, uint8 [layout.exchange_bytes].
+    """Receives one payload, encoded with `codec`, into `payload`, uint8 [layout.exchange_bytes].
 
-    With `in_segment` the payload is memory shared with the worker, which writes there itself. `memory` is the memory
-    of the worker's codec.
+    With `in_segment`, the bytes arrive outside of messages: in memory that the worker shares, or on a direct
+    connection. `memory` is the server's memory of the worker's codec.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class Upload:
         self._store, self._tensors, self._memory = store, tensors, memory
         self._give_back = give_back
         self._is_open = True
-        self.num_bytes = payload_bytes(codec, store.layout)  # of the payload as it travels
+        self.num_bytes = payload_bytes(codec, store.layout)  # of the encoded payload
         self._encoded = None if codec.is_identity else memory.free_buffers.lend(self.num_bytes)
         self.target = as_bytes(payload if self._encoded is None else self._encoded)
         self.restart()
 
     def restart(self, ranges: list[tuple[int, int]] | None = None) -> None:
-        """Forget all that has come but these ranges, which are examined again."""
-        self._findings = Findings()  # work that is still running adds to the old ones
-        self._errors: list[Exception] = []  # of examining parts
+        """Start over, but keep the bytes in `ranges`, which are examined again."""
+        self._findings = Findings()  # work that still runs adds to the old object
+        self._errors: list[Exception] = []  # errors while examining parts
         self._reader = PayloadReader(self.num_bytes, self._write, self._arrived if self.in_segment else None)
         num_bytes = self._store.layout.exchange_bytes
-        # The bytes that are missing of each part.
+        # The number of missing bytes of each part.
         self._missing = [min(_PART_BYTES, num_bytes - start) for start in range(0, num_bytes, _PART_BYTES)]
         for start, end in ranges or ():
             self._reader.has(start, end)
@@ -69,26 +69,28 @@ class Upload:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Bytes [start, end) of the payload as it travels that have come."""
+        """The received bytes [start, end) of the encoded payload."""
         return self._reader.ranges
 
     @property
     def num_missing(self) -> int:
+        """The number of bytes that have not arrived."""
         return self.num_bytes - self._reader.received
 
     @property
     def is_complete(self) -> bool:
+        """Whether all bytes have arrived."""
         return self._reader.is_complete
 
     def check_sum(self) -> int:
-        """CRC-32 of the bytes that have come. Runs on the tensor thread."""
+        """Return the CRC-32 of the received bytes. It runs on the tensor thread."""
         crc = 0
         for start, end in self.ranges:
             crc = zlib.crc32(self.target[start:end], crc)
         return crc
 
     def feed(self, piece: Frame) -> None:
-        """Take the piece in a message. Raises a BAD_REQUEST refusal for a piece that cannot be."""
+        """Receive the piece in a message. Raises a BAD_REQUEST refusal for an impossible piece."""
         self._reader.feed(piece)
 
     def _write(self, offset: int, data: memoryview) -> None:
@@ -97,7 +99,7 @@ class Upload:
             self._arrived(offset, len(data))
 
     def _arrived(self, offset: int, num_bytes: int) -> None:
-        """These bytes of the payload have come: examine the parts that are whole now."""
+        """Count received bytes of the payload, and examine the parts that are now complete."""
         end = offset + num_bytes
         whole: list[int] = []
         for part in range(offset // _PART_BYTES, -(-end // _PART_BYTES)):
@@ -105,13 +107,13 @@ class Upload:
             self._missing[part] -= min(end, start + _PART_BYTES) - max(offset, start)
             if self._missing[part] == 0:
                 whole.append(part)
-        if whole:  # one piece completed all parts between the first and the last
+        if whole:  # one piece may complete several consecutive parts
             windows = slice(whole[0] * _WINDOWS_AT_ONCE, (whole[-1] + 1) * _WINDOWS_AT_ONCE)
             look = partial(self._store.sanity.look, self.payload, windows, self._findings)
             self._tensors.submit(look, failed=self._errors.append)
 
     async def judge(self) -> Judgement:
-        """Decode the whole payload and decide what becomes of it. A payload that is clipped is changed."""
+        """Decode the complete payload, and return its judgement. Clipping changes the payload."""
         judgement = await self._tensors.run(self._judge)
         if self._errors:
             raise self._errors[0]
@@ -124,7 +126,7 @@ class Upload:
         try:
             self._memory.take(self.codec, self._encoded, self.payload)
         except ParamServerError as error:
-            if not isinstance(self.codec, SelfContained):  # the memories of both sides may differ from here on
+            if not isinstance(self.codec, SelfContained):  # the two sides' memories may now differ
                 raise
             return Judgement("reject", f"bytes that {error.message}", "in every mode")
         finally:
@@ -132,13 +134,13 @@ class Upload:
         return store.sanity.examine(self.payload, store.weights)
 
     def take(self) -> torch.Tensor:
-        """The payload, which the caller gives back."""
+        """Return the payload, which the caller must give back."""
         self._is_open = False
         self._reader.forget()
         return self.payload
 
     def close(self) -> None:
-        """Give the payload back unless it was taken, after the work that still reads it."""
+        """Give the payload back unless `take` returned it. This happens after the work that still reads it."""
         if self._is_open:
             self._tensors.then(partial(self._give_back, self.take()))
             self._tensors.then(self._give_back_encoded)

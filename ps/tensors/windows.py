@@ -1,4 +1,4 @@
-"""Payloads cut into windows that stay in the cache: every pass over a model goes window by window."""
+"""Windows: the parts of a payload that are processed at once, small enough for the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WINDOW_BYTES = 4 << 20
 
 
 class Window(NamedTuple):
-    """Bytes [start, end) of every payload, and the flat pieces in them, those of parameters first."""
+    """Bytes [start, end) of every payload, and the flat runs in them, parameters first."""
 
     start: int
     end: int
@@ -19,7 +19,7 @@ class Window(NamedTuple):
 
 
 def windows_of(layout: Layout) -> list[Window]:
-    """All windows of a layout's contributions. Small models have one."""
+    """Return all windows of a layout's contributions. A small model has one window."""
     runs, num_bytes = layout.runs_of(Kind.PARAMETER) + layout.runs_of(Kind.BUFFER), layout.exchange_bytes
     windows = []
     for start in range(0, max(1, num_bytes), WINDOW_BYTES):

@@ -123,7 +123,7 @@ def test_a_run_whose_one_shard_has_lost_its_snapshots_does_not_begin_anew(job, h
     server = job.serve("sync", 1, 400, *flags, "--listen", job.address)
     shard = job.shard(1, 2, *LEASE, *SNAPSHOTS)
     assert (server.wait(), shard.wait()) == (14, 14), server.output + shard.output
-    assert "no snapshot is whole on all shards: shard 0 has version " in server.output
+    assert "no snapshot is complete on all shards: shard 0 has version " in server.output
     assert "shard 1 has " + ("none" if how == "removed" else "version ") in server.output
     assert "Traceback" not in server.output + shard.output
     assert all(line["version"] == 0 or line["source"] for line in job.history.lines("start"))

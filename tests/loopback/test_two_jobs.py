@@ -8,7 +8,7 @@ import pytest
 def assert_refused(process, holder, folder: str) -> None:
     assert process.wait() == 14, process.output
     assert f"another server keeps its snapshots in {folder}: process {holder.popen.pid} on " in process.output
-    assert "since " in process.output and "--checkpoint-dir of its own" in process.output
+    assert "since " in process.output and "its own --checkpoint-dir" in process.output
     assert "Traceback" not in process.output
 
 

@@ -1,1 +1,1 @@
-"""How the contributions of a round become one payload: each file is one aggregation."""
+"""Aggregations, which combine the contributions of a round into one payload. Each file is an aggregation."""

@@ -1,11 +1,11 @@
-"""The base of all aggregations: the payloads of the open round, and how buffers are averaged.
+"""The base class of all aggregations. It keeps the payloads of the open round, and averages buffers.
 
-    fold(payload, weight, rank) ... fold(payload, weight, rank)       as contributions come
-    complete(window), for every window; close()                 at the commit
+    fold(payload, weight, rank) ... fold(payload, weight, rank)       as contributions arrive
+    complete(window), for every window; close()                       at the commit
 
-The first payload of a round becomes the result, without a copy. A file in this folder is an aggregation, found by its
-`ENTRY`. It decides what happens to a payload after the first (`_add`; here: it is kept until the commit), and how a
-window of the result is made (`complete`; here: as a weighted mean). All of it runs on the tensor thread.
+The first payload of a round becomes the result, without a copy. Each file in this folder is an aggregation, found by
+its `ENTRY`. A subclass may override `_add`, which handles a later payload (here it is kept until the commit), and
+`complete`, which makes a window of the result (here a weighted mean). All methods run on the tensor thread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ Buffers = Literal["average", "lowest_rank", "keep"]
 
 
 class Kept(NamedTuple):
-    """A payload that is not in the result yet. `share` is its share of the mean of those up to it. `is_lowest`: no
-    payload so far is of a lower rank, so buffers that are not averaged are taken from it."""
+    """A payload that is not in the result yet.
+
+    `share` is its weight divided by the sum of weights up to it. `is_lowest`: no earlier payload is from a lower rank,
+    so buffers that are not averaged are copied from this one.
+    """
 
     payload: torch.Tensor
     share: float
@@ -31,13 +34,13 @@ class Kept(NamedTuple):
 
 
 class Aggregator:
-    """Makes one payload, uint8 [exchange_bytes], of those folded in a round.
+    """Combines the payloads of a round into one, uint8 [exchange_bytes].
 
-    `trim` is policy.trim, for aggregations that read it. `result` is None while nothing is folded; its bytes in a
-    window are right once the window is complete. `lowest_rank` is the lowest that was folded.
+    `trim` is policy.trim, for aggregations that read it. `result` is None until a payload is folded. A window of it is
+    valid once `complete` was called for the window. `lowest_rank` is the lowest folded rank.
     """
 
-    sums = False  # gradients are added up, buffers are not
+    sums = False  # True: gradients are summed; buffers are still averaged
 
     def __init__(self, windows: list[Window], view: View, buffers: Buffers, trim: int) -> None:
         self.trim = trim
@@ -53,17 +56,17 @@ class Aggregator:
 
     @property
     def fewest(self) -> int:
-        """The contributions that a round needs for the promised robustness."""
+        """The fewest contributions of a round with which the aggregation is robust."""
         return 1
 
     def fold(self, payload: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
-        """Take a contribution; returns payloads that may be reused at once.
+        """Add a contribution, and return the payloads that may be reused at once.
 
-        A payload that may be kept is read again at the commit, when its windows pass through the cache anyway.
+        With `may_keep`, the payload may be read again at the commit, when its windows pass through the cache anyway.
         """
         self.num_folded += 1
         self._weight += weight
-        # Of a rank that contributed twice the newer one counts.
+        # If a rank contributed twice, its newer contribution counts.
         is_lowest, self.lowest_rank = rank <= self.lowest_rank, min(rank, self.lowest_rank)
         if self.result is None:
             self.result = payload
@@ -71,12 +74,12 @@ class Aggregator:
         return self._add(Kept(payload, weight / self._weight, is_lowest), may_keep)
 
     def _add(self, kept: Kept, may_keep: bool) -> list[torch.Tensor]:
-        """Take one more payload after the first; returns payloads that may be reused at once."""
+        """Add a payload after the first, and return the payloads that may be reused at once."""
         self._kept.append(kept)
         return []
 
     def complete(self, window: Window) -> None:
-        """Make the window's bytes of `result` the result of the round."""
+        """Compute the result of the round in the window's bytes of `result`."""
         for kept in self._kept:
             for piece in window.pieces:
                 self._blend(piece, kept)
@@ -87,15 +90,16 @@ class Aggregator:
         return [] if self.result is None else [self.result, *(kept.payload for kept in self._kept)]
 
     def close(self) -> list[torch.Tensor]:
-        """End the round; returns payloads that may be reused, the result's first."""
+        """End the round, and return the payloads that may be reused, the result's first."""
         payloads = self.payloads
         self._reset()
         return payloads
 
     def _blend(self, piece: FlatRun, kept: Kept) -> None:
-        """Add one value to a weighted mean: mean += (x - mean) w / (sum of weights so far).
+        """Add a payload's values to the weighted mean: mean += (x - mean) w / (sum of weights so far).
 
-        One pass, and equal values give exactly themselves. Where no mean is made, the value is of the lowest rank.
+        This takes one pass, and the mean of equal values is exactly their value. Values that are not averaged come from
+        the lowest rank.
         """
         assert self.result is not None
         result, value = self._view(piece, self.result), self._view(piece, kept.payload)

@@ -1,4 +1,4 @@
-"""The weighted mean: the exact gradient of all samples. One worker that lies moves it without limit.
+"""The weighted mean, which is the exact gradient of all samples. One malicious worker can move it without limit.
 
 At most one payload waits to be added, so memory does not grow with the number of workers.
 """

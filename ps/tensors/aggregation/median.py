@@ -1,7 +1,7 @@
-"""The median of every element (Yin et al. 2018, arXiv:1803.01498): right while less than half of the workers lie.
+"""The median of every element (Yin et al. 2018, arXiv:1803.01498). It is robust to less than half of malicious workers.
 
-Of an even number of values it is the mean of the two in the middle. Where the workers' gradients differ much by chance,
-it learns more slowly than the mean, because most values are ignored.
+For an even number of values it is the mean of the two middle values. With noisy gradients it learns more slowly than
+the mean, because it ignores most values.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The base of median and trimmed mean: every element's values in order, without the outermost.
+"""The base class of median and trimmed mean, which sort the values of every element and leave out the outermost.
 
-The workers' numbers of samples do not weight parameters: a worker that lies would lie about them next. Buffers are
-averaged as in the mean. All payloads of a round are kept until the commit, so memory is one payload a worker.
+Parameters are not weighted by the workers' numbers of samples, because a malicious worker could send a false number.
+Buffers are averaged as in the mean. All payloads of a round are kept until the commit, one for each worker.
 
-A round with too few contributions leaves out so many that one or two remain, which is the median: no aggregation of so
-few withstands more.
+If a round has too few contributions, only one or two values remain for each element, which is the median.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from ....common.tensors.layout import FlatRun, Kind
 from ..windows import Window
 from .base import Aggregator
 
-# Of each payload at a time, so that those of 16 workers stay in the cache. Measured on 4 MiB windows, 5 workers, one
-# thread: 16 KiB 10.0 ms, 64 KiB 3.9, 128 KiB 3.2, 256 KiB 3.0; 16 workers: 51, 23, 17.8, 19.3. torch.sort: 59, 408.
+# Bytes of each payload that are sorted at once, so that the chunks of 16 workers stay in the cache. Measured on windows
+# of 4 MiB, one thread, for chunks of 16, 64, 128, 256 KiB and for torch.sort: 5 workers 10.0, 3.9, 3.2, 3.0, 59 ms;
+# 16 workers 51, 23, 17.8, 19.3, 408 ms.
 _CHUNK_BYTES = 128 << 10
 
 
@@ -28,7 +28,7 @@ class OrderAggregator(Aggregator):
 
     @abstractmethod
     def _num_left_out(self, count: int) -> int:
-        """How many of `count` contributions to leave out at each end; less than half of them."""
+        """Return how many of `count` contributions to leave out at each end, less than half of them."""
 
     def complete(self, window: Window) -> None:
         for piece in window.pieces:
@@ -53,7 +53,7 @@ class OrderAggregator(Aggregator):
 
 
 def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:
-    """The values of each column of n `rows`, [m] each, in order; rows of `scratch`, [n + 1, m]."""
+    """Sort the values of each column of n `rows`, [m] each. Returns n rows of `scratch`, [n + 1, m]."""
     *ordered, free = scratch.unbind()
     for copy, row in zip(ordered, rows, strict=True):
         copy.copy_(row)
@@ -65,7 +65,7 @@ def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Ten
 
 
 def mean_of_rows(rows: list[torch.Tensor], out: torch.Tensor) -> None:
-    """The unweighted mean of rows [m], the first of which is overwritten. Sums of large values do not overflow."""
+    """Write the unweighted mean of `rows`, [m] each, to `out`. It overwrites the first row. Sums cannot overflow."""
     mean = rows[0]
     for count, row in enumerate(rows[1:], start=2):
         mean.lerp_(row, 1 / count)
@@ -74,10 +74,10 @@ def mean_of_rows(rows: list[torch.Tensor], out: torch.Tensor) -> None:
 
 @cache
 def exchanges(count: int) -> tuple[tuple[int, int], ...]:
-    """Which of `count` values to compare, and exchange where the first is larger, to have them in order.
+    """Return the pairs (low, high) of a sorting network: the larger of the two values moves to `high`.
 
-    Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2 M): the same comparisons
-    whatever the values, so each is one pass over all columns.
+    This is Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2 M). The pairs do not depend on the
+    values, so each comparison is one pass over all columns.
     """
     found = []
     top = 1 << max(0, (count - 1).bit_length() - 1)

@@ -1,6 +1,6 @@
 """The mean without the `trim` largest and smallest values of every element (Yin et al. 2018, arXiv:1803.01498).
 
-Right while at most `trim` workers lie; closer to the mean's precision than the median is.
+It is robust to at most `trim` malicious workers, and closer to the mean's precision than the median.
 """
 
 from __future__ import annotations

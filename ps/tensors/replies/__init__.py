@@ -1,1 +1,1 @@
-"""Weights on their way to workers: whole versions, and differences that move a reference."""
+"""Weights for replies: publications of whole versions, and references that are updated by differences."""

@@ -1,13 +1,13 @@
-"""The weights that each worker was given, kept so that its late gradient can be moved to the weights of now.
+"""Delay compensation: keeps the weights that each worker received, to correct its late gradients.
 
-DC-ASGD (Zheng et al., ICML 2017): a gradient changes with the weights by the Hessian, for which the diagonal of g g^T
-may stand. So a gradient g of the weights `then` becomes, where the weights are `now`,
+DC-ASGD (Zheng et al., ICML 2017). The Hessian describes how a gradient changes with the weights, and the diagonal of
+g g^T approximates it. So a gradient g, computed on the weights `then`, is corrected for the present weights `now`:
 
     constant    g + lambda g g (now - then)
     adaptive    the same with lambda / sqrt(ms + 1e-7) for lambda, ms <- 0.95 ms + 0.05 g g, of all workers' gradients
 
-all element by element, so that shards need nothing from one another. It runs on the tensor thread, in the order of the
-decisions: a copy made when a reply is decided is of just the version of that reply.
+All operations are elementwise, so shards need nothing from each other. They run on the tensor thread, in the order of
+the decisions. So a copy that is made when a reply is decided has exactly the version of that reply.
 """
 
 from __future__ import annotations
@@ -24,26 +24,30 @@ _DECAY, _EPSILON = 0.95, 1e-7
 
 
 class Delivered:
-    """The newest `num_kept` versions that each rank was given: two where it computes during an exchange, whose reply
-    it has not used yet."""
+    """Keeps the newest `num_kept` versions that each rank received.
+
+    With delayed updates it keeps two, because a worker computes while the newest reply is on its way.
+    """
 
     def __init__(self, rule: Compensation, windows: list[Window], view: View, num_kept: int) -> None:
         self._rule, self._view, self._num_kept = rule, view, num_kept
         self._pieces = [piece for window in windows for piece in window.pieces if piece.kind is Kind.PARAMETER]
         self._num_bytes = windows[-1].end
         self._of_rank: dict[int, deque[tuple[int, torch.Tensor]]] = {}
-        self._squares: torch.Tensor | None = None  # ms, as a payload
+        self._squares: torch.Tensor | None = None  # ms, in the layout of a payload
 
     def note(self, rank: int, version: int, weights: torch.Tensor) -> None:
-        """The rank is given these weights, uint8 [total_bytes]."""
+        """Keep a copy of the weights that the rank receives, uint8 [total_bytes]."""
         versions = self._of_rank.setdefault(rank, deque())
         is_full = len(versions) == self._num_kept
         memory = versions.popleft()[1] if is_full else torch.empty(self._num_bytes, dtype=torch.uint8)
         versions.append((version, memory.copy_(weights[: self._num_bytes])))
 
     def compensate(self, rank: int, version: int, payload: torch.Tensor, weights: torch.Tensor) -> bool:
-        """Move the gradient in `payload`, uint8 [exchange_bytes], from the rank's weights of this version to `weights`.
-        False when that version is not here: the gradient is as it came."""
+        """Correct the gradient in `payload`, uint8 [exchange_bytes], from the rank's weights of `version` to `weights`.
+
+        Returns False, and leaves the gradient unchanged, if there is no copy of that version.
+        """
         then = next((copy for known, copy in self._of_rank.get(rank, ()) if known == version), None)
         if then is None:
             return False
@@ -63,10 +67,11 @@ class Delivered:
         return True
 
     def drop(self, rank: int) -> None:
+        """Drop the copies of a rank."""
         self._of_rank.pop(rank, None)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies; read on another thread than the one that adds to them."""
+        """Bytes of all copies. Another thread may read this while copies are added."""
         copies = [copy for versions in list(self._of_rank.values()) for _, copy in list(versions)]
         return sum(copy.numel() for copy in (*copies, *([self._squares] if self._squares is not None else [])))

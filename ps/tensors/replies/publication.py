@@ -1,11 +1,11 @@
-"""The weights of a version, on their way to workers while they are still being made.
+"""Publications: versions of the weights that are sent to workers while the commit still computes them.
 
-A commit is decided on the event loop and carried out window by window on the tensor thread. The publication of its
-version exists from the decision on; its readers follow `ready`. Workers on this host read the weights' own memory.
-For the others frames are encoded once and shared.
+The event loop decides a commit, and the tensor thread computes it window by window. The publication of the version
+exists from the decision on, and its readers follow `ready`. Workers on this host read the weights' own memory. For
+other workers, frames are encoded once and shared.
 
-No reader ever sees two versions: while one version is read, the next commit writes elsewhere, into the memory of an old
-version. At most `limit` versions are on their way at once; another reader waits.
+A reader never sees two versions. While a version is being read, the next commit writes into the memory of an old
+version. At most `limit` versions are being sent at once. A reader of a further version waits.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from ....common.tensors.layout import Kind, Layout
 from ....common.wire.frames import CHUNK_BYTES, left_out_frame, payload_frames
 from ....common.wire.segments import Segment
 
-# Bytes between two wake-ups of the readers: a wake-up costs as much as copying 1 MiB.
+# Bytes between two wake-ups of the readers. A wake-up costs as much as copying 1 MiB.
 _STRIDE_BYTES = 8 << 20
-_LEAST_LEFT_OUT = 64 << 10  # a shorter stretch is sent
+_LEAST_LEFT_OUT = 64 << 10  # a shorter range is sent although the worker has it
 
 Range = tuple[int, int]  # bytes [start, end) of a payload
 
 
 class Changes:
-    """Which trained tensors have changed since a version: a worker that has the version does not need the others. Used
-    on the event loop, when versions are decided."""
+    """Records in which version each trained tensor changed last, so that a worker gets only changed tensors.
+
+    It is used on the event loop, when versions are decided.
+    """
 
     def __init__(self, layout: Layout, version: int) -> None:
         self._entries = [entry for entry in layout.entries if entry.spec.kind is Kind.PARAMETER]
         self._changed_in = [version] * len(self._entries)
-        self._all_in = version  # the last version in which all have changed
+        self._all_in = version  # the last version in which all tensors changed
 
     def made(self, version: int, without: Collection[str]) -> None:
-        """A version is decided in which all tensors have changed but these."""
+        """Record a version in which all tensors changed except those in `without`."""
         if not without:
             self._all_in = version
             return
@@ -43,7 +45,7 @@ class Changes:
                 self._changed_in[index] = version
 
     def kept(self, base: int) -> list[Range]:
-        """The ranges of a payload of the newest weights that have not changed since version `base`, in order."""
+        """Return the ranges of the newest weights that have not changed since version `base`, in order."""
         found: list[Range] = []
         if self._all_in > base:
             return found
@@ -56,7 +58,7 @@ class Changes:
 
 
 def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, int, bool]]:
-    """Divide bytes [start, end) of a payload into stretches, in order, each with whether it is left out."""
+    """Divide bytes [start, end) of a payload at the ranges in `left_out`. Yields (start, end, is_left_out)."""
     for first, last in left_out:
         first, last = max(first, start), min(last, end)
         if first < last:
@@ -69,7 +71,7 @@ def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, 
 
 
 class Publication:
-    """One version in `segment`, of which the first `ready` of `num_bytes` bytes are made."""
+    """One version of the weights in `segment`. The first `ready` of its `num_bytes` bytes are finished."""
 
     def __init__(
         self, version: int, segment: Segment, num_bytes: int, notify: Callable[[Callable[[], None]], None]
@@ -80,21 +82,21 @@ class Publication:
         self.ready = 0
         self._notify = notify
         self.owns_segment = True
-        self.num_users = 0  # workers it is on its way to
-        self.num_readers = 0  # of the segment: workers of this host, and the encoder
-        self._frames: list[tuple[bytes, int, int]] = []  # with the range of the payload in each
+        self.num_users = 0  # workers that receive it
+        self.num_readers = 0  # readers of the segment: workers without frames, and the encoder
+        self._frames: list[tuple[bytes, int, int]] = []  # frame, and its range [start, end) of the payload
         self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     def made(self, num_bytes: int) -> None:
-        """The first `num_bytes` are made. Called on the tensor thread."""
+        """Report that the first `num_bytes` are finished. Called on the tensor thread."""
         if num_bytes - self.ready >= _STRIDE_BYTES or num_bytes == self.num_bytes:
             self.ready = num_bytes
             self._notify(self._wake)
 
     async def progress(self) -> AsyncIterator[tuple[int, int]]:
-        """The ranges (start, end) of the payload, as they are made."""
+        """Yield the ranges (start, end) of the payload as they are finished."""
         done = 0
         while done < self.num_bytes:
             while self.ready <= done:
@@ -103,8 +105,7 @@ class Publication:
             yield start, done
 
     async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
-        """The encoded payload, shared by all readers. A short message stands for a frame that is left out as a
-        whole."""
+        """Yield the frames of the payload, which all readers share. A short message replaces a left-out frame."""
         num_sent = 0
         while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
             while num_sent == len(self._frames):
@@ -115,13 +116,13 @@ class Publication:
             num_sent += 1
 
     def encode(self, done: Callable[[Publication], None]) -> None:
-        """Begin to make frames unless that has begun; `done` is called when the segment has been read."""
+        """Start to make frames, unless this has started. `done` is called once the whole segment has been read."""
         if self._encoder is None:
             self.num_readers += 1
             self._encoder = asyncio.create_task(self._encode(done))
 
     async def _encode(self, done: Callable[[Publication], None]) -> None:
-        """Make frames as fast as the weights are made, however slow the connections are."""
+        """Make frames as fast as the weights are finished, independent of the speed of connections."""
         try:
             async for start, end in self.progress():
                 for at in range(start, end, CHUNK_BYTES):
@@ -129,27 +130,27 @@ class Publication:
                     self._num_encoded += len(part)
                     self._frames += ((raw, at, at + len(part)) for raw in payload_frames([part], offset=at))
                     self._wake()
-                    await asyncio.sleep(0)  # a frame takes 0.1 ms: let others have the loop between
+                    await asyncio.sleep(0)  # a frame takes 0.1 ms, so let other tasks run
         finally:
             self.num_readers -= 1
             done(self)
 
     def _wake(self) -> None:
-        if self.num_users or self.num_readers:  # the encoder goes on when its readers have left
+        if self.num_users or self.num_readers:  # the encoder continues after its users have left
             self._changed.set()
             self._changed = asyncio.Event()
 
     def forget_frames(self) -> None:
-        """Drop frames that nobody needs any more."""
+        """Drop the frames, unless they are still being made."""
         if self._encoder is not None and self._encoder.done():
             self._encoder, self._frames, self._num_encoded = None, [], 0
 
 
 class Publisher:
-    """Gives every commit the memory that it writes to, and every worker the version that it may read.
+    """Gives every commit its memory, and every worker a version to read. It is used only on the event loop.
 
-    Used on the event loop only. `new_memory` makes memory with the bytes that commits never write. `notify` calls a
-    function on the loop from the thread that commits.
+    `new_memory` makes memory in which the bytes that commits never write are set. `notify` calls a function on the loop
+    from the tensor thread.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Publisher:
         self._released = asyncio.Event()
 
     def next(self, version: int) -> Publication:
-        """The publication of a commit just decided; in the same memory unless its predecessor is being read."""
+        """Return the publication of a new commit. It reuses its predecessor's memory unless that is being read."""
         old = self.latest
         if old.num_readers == 0:
             segment, old.owns_segment = old.segment, False
@@ -187,7 +188,7 @@ class Publisher:
         return self.latest
 
     async def acquire(self, min_version: int, as_frames: bool) -> Publication:
-        """The latest version, at least `min_version`; give it back with `release`."""
+        """Return the latest version, at least `min_version`. The caller gives it back with `release`."""
         while self.latest not in self._used and len(self._used) >= self._limit:
             self._released.clear()
             await self._released.wait()
@@ -195,7 +196,7 @@ class Publisher:
         return self.hold(as_frames)
 
     def hold(self, as_frames: bool) -> Publication:
-        """The latest version, also beyond the limit; give it back with `release`."""
+        """Return the latest version without regard to the limit. The caller gives it back with `release`."""
         publication = self.latest
         self._used.add(publication)
         publication.num_users += 1
@@ -206,7 +207,7 @@ class Publisher:
         return publication
 
     def release(self, publication: Publication, as_frames: bool) -> None:
-        """A worker has received all of a version, or is gone."""
+        """Give a version back, because the worker has received it or is gone."""
         publication.num_users -= 1
         if not as_frames:
             publication.num_readers -= 1
@@ -216,7 +217,7 @@ class Publisher:
         self._tidy(publication)
 
     def _tidy(self, publication: Publication) -> None:
-        """Free the memory of an old version that nobody needs any more."""
+        """Free the memory of an old version if nobody reads it."""
         if publication is self.latest:
             return
         if publication.num_users == 0:

@@ -1,11 +1,10 @@
-"""The reference: the weights as all workers have them whose replies are encoded differences. Each difference is encoded
-once.
+"""References: the weights as workers have them if replies are encoded differences. Each difference is encoded once.
 
-    weights (exact)  --difference, now and then-->  reference  --the same bytes for everyone-->  every worker's copy
+    weights (exact)  --difference, at times-->  reference  --the same bytes for all-->  every worker's copy
 
-Commits and replies alone decide which versions are published. They are the same on all shards, so the parts of a reply
-are of one version. The work is done on the tensor thread, in its order. A new reference, in a server that has begun or
-gone back, is a copy of the weights.
+Only commits and replies decide which versions are published. They are equal on all shards, so all parts of a reply have
+one version. The tensor thread does the work, in its order. After the server starts or goes back to a snapshot, a new
+reference is a copy of the weights.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from ....common.tensors.layout import as_bytes, new_payload
 from ..store import Store
 from ..thread import TensorThread
 
-_CHECKED_EVERY = 64  # numbers; the check reads the model once, on both sides
+_CHECKED_EVERY = 64  # differences between checksums; a checksum reads the model once on both sides
 
 
 @dataclass(eq=False, slots=True)
 class Difference:
-    """Leads to reference `number`; its bytes, uint8 [payload_bytes], are made by the time that it is sent."""
+    """A difference that leads to reference `number`. Its bytes, uint8 [payload_bytes], exist before it is sent."""
 
     number: int
-    without: frozenset[str] = frozenset()  # tensors that are not in it
+    without: frozenset[str] = frozenset()  # tensors that it leaves out
     encoded: torch.Tensor | None = None
     check: int | None = None
 
 
 @dataclass(eq=False)
 class Whole:
-    """A copy of the reference, uint8 [exchange_bytes], made by the time that it is sent."""
+    """A copy of reference `number`, uint8 [exchange_bytes], which exists before it is sent."""
 
     number: int
     payload: torch.Tensor | None = None
@@ -47,37 +46,37 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceUpdate:
-    """Leads one worker to reference `number`, which was made of `version`."""
+    """Leads one worker to reference `number`, which approximates the weights of `version`."""
 
     number: int
     version: int
-    codec: str  # of the differences; empty: the reference is whole
+    codec: str  # of the differences; empty: a whole reference
     made: tuple[Difference | Whole, ...]
-    checked: Difference | None = None  # the newest of these with a check sum
+    checked: Difference | None = None  # the newest difference with a checksum
 
     @property
     def left_out(self) -> list[frozenset[str]]:
-        """The tensors that each difference leaves out; empty where none does."""
+        """The tensors that each difference leaves out. The list is empty if all differences are complete."""
         without = [item.without for item in self.made if isinstance(item, Difference)]
         return without if any(without) else []
 
     @property
     def pieces(self) -> list[memoryview]:
-        """The bytes."""
+        """The bytes to send."""
         payloads = [item.encoded if isinstance(item, Difference) else item.payload for item in self.made]
         return [as_bytes(payload) for payload in payloads if payload is not None]
 
 
 class Reference:
-    """The reference of one codec. All but the tensor work runs on the event loop."""
+    """The reference of one codec. Its methods run on the event loop, and submit the tensor work."""
 
     def __init__(self, codec: ByTensor, store: Store, tensors: TensorThread, version: int) -> None:
         self.number, self.version = 1, version
-        self.distance = 0.0  # norm(weights - reference) / norm(weights), when it was last measured
+        self.distance = 0.0  # norm(weights - reference) / norm(weights), as last measured
         self._codec, self._store, self._tensors = codec, store, tensors
         layout = store.layout
         self._num_encoded = payload_bytes(codec, layout)
-        # The newest differences, while they are less than the whole.
+        # The newest differences, as long as their sum is smaller than a whole reference.
         self._ring: deque[Difference] = deque(maxlen=max(1, (layout.exchange_bytes - 1) // max(1, self._num_encoded)))
         self._payload = new_payload(layout.exchange_bytes)
         self._encoder = codec.encoder(layout)
@@ -85,7 +84,7 @@ class Reference:
         tensors.submit(lambda: self._payload.copy_(store.weights[: layout.exchange_bytes]))
 
     def publish(self, version: int, without: frozenset[str] = frozenset()) -> None:
-        """Move the reference towards the weights of `version`; tensors `without` a change stay as they are."""
+        """Move the reference towards the weights of `version`. Tensors in `without` stay unchanged."""
         self.number, self.version = self.number + 1, version
         difference, codec = Difference(self.number, without), only_rest(self._codec, without)
         self._ring.append(difference)
@@ -102,7 +101,7 @@ class Reference:
         self._tensors.submit(work)
 
     def update_from(self, known: int) -> ReferenceUpdate:
-        """The news for a worker that has reference `known`, 0: none."""
+        """Return the update for a worker that has reference `known`; 0: none."""
         first = self._ring[0].number - 1 if self._ring else self.number
         if not first <= known <= self.number:
             return ReferenceUpdate(self.number, self.version, "", (self._make_whole(),))
@@ -111,7 +110,7 @@ class Reference:
         return ReferenceUpdate(self.number, self.version, self._codec.name, made, checked[-1] if checked else None)
 
     def _make_whole(self) -> Whole:
-        """A copy of the reference, shared by all workers that receive it at this time."""
+        """Return a copy of the reference. Workers that need it at the same time share it."""
         found = self._whole()
         if found is None or found.number != self.number:
             whole = found = Whole(self.number)
@@ -130,27 +129,31 @@ class Reference:
 
 
 class References:
-    """One reference for each codec of replies. `has_rounds`: all workers get every version. `has_fragments`: each
-    version changes a part of the tensors."""
+    """One reference for each reply codec.
+
+    `has_rounds`: all workers get every version. `has_fragments`: each version changes only some tensors.
+    """
 
     def __init__(self, store: Store, tensors: TensorThread, has_rounds: bool, has_fragments: bool = False) -> None:
         self._store, self._tensors, self._has_rounds = store, tensors, has_rounds
         self._has_fragments = has_fragments
-        self._unchanged: frozenset[str] | None = None  # since the newest that was published; None: all tensors
+        self._unchanged: frozenset[str] | None = None  # tensors unchanged since the last publication; None: all
         self._of_codec: dict[str, Reference] = {}
-        self._version = store.version  # the newest that was published
-        self._num_since, self._num_live = 0, 0  # contributions in versions since; workers
+        self._version = store.version  # the newest published version
+        self._num_since, self._num_live = 0, 0  # contributions since the last publication; live workers
 
     def committed(self, num_contributions: int, num_live: int, without: frozenset[str] | None = None) -> None:
-        """A version is decided. Tensors `without` a part in it are unchanged; None: nothing was folded."""
+        """Record a new version. Tensors in `without` are unchanged in it; None: nothing was folded."""
         if self._has_fragments and without is not None:
             self._unchanged = without if self._unchanged is None else self._unchanged & without
         self._num_since, self._num_live = self._num_since + num_contributions, num_live
 
     def replies(self, version: int, is_start: bool) -> None:
-        """A worker gets a reply with weights; `version` is the newest. Modes with rounds publish it. Other modes
-        publish a version once in as many contributions as there are workers, or each reply would have as many
-        differences. A worker that starts may not begin on old weights."""
+        """Publish `version`, the newest, if a reply with weights needs it.
+
+        Modes with rounds publish every version. Other modes publish once after as many contributions as there are
+        workers, because otherwise each reply would carry as many differences. A START always gets the newest weights.
+        """
         is_due = self._has_rounds or is_start or self._num_since >= self._num_live
         if version == self._version or not is_due:
             return
@@ -160,14 +163,14 @@ class References:
             reference.publish(version, unchanged or frozenset())
 
     def of(self, codec: ByTensor, version: int) -> Reference:
-        """The reference of a codec. A new one is of `version`, the newest."""
+        """Return the reference of a codec. A new reference starts at `version`, the newest."""
         if codec.name not in self._of_codec:
             self._of_codec[codec.name] = Reference(codec, self._store, self._tensors, version)
         return self._of_codec[codec.name]
 
     @property
     def distances(self) -> dict[str, float]:
-        """`Reference.distance` by codec."""
+        """The distance of each reference to the weights, by codec."""
         return {name: reference.distance for name, reference in self._of_codec.items()}
 
     @property

@@ -154,7 +154,7 @@ def test_never_sees_nothing_and_latest_wants_something(tmp_path):
     keep(tmp_path, 5)
     assert Available(config(tmp_path, resume="never")).entries == ()
     assert Available(config(tmp_path, resume="latest")).newest().version == 5
-    with pytest.raises(CheckpointError, match=r"no snapshot in .* to go on from"):
+    with pytest.raises(CheckpointError, match=r"no snapshot in .* to resume from"):
         Available(config(tmp_path / "empty", resume="latest"))
 
 

@@ -52,7 +52,7 @@ def test_what_is_missing_where_is_said():
         choose_common(snapshots)
     assert caught.value.exit_code == 14
     assert caught.value.message == (
-        "no snapshot is whole on all shards: shard 0 has version 16 of server incarnation 1, version 15 of server "
+        "no snapshot is complete on all shards: shard 0 has version 16 of server incarnation 1, version 15 of server "
         "incarnation 1, version 14 of server incarnation 1, version 13 of server incarnation 1, version 12 of server "
         "incarnation 1, 2 older; shard 1 has version 8 of server incarnation 2 (unusable: weights.safetensors is not "
         "what was written); shard 2 has none"

@@ -135,12 +135,12 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "all at once": (lambda m: m.update(tensors=[]), "no parameter of the model"),
     "optimizer unknown": (lambda m: m["optimizer"].update(name="Oracle"), "unknown optimizer 'Oracle'"),
     "optimizer not elementwise": (lambda m: m["optimizer"].update(name="LBFGS"), "elementwise"),
-    "optimizer of another kind": (lambda m: m["optimizer"].update(name="Rprop"), "cannot go on from it"),
+    "optimizer of another kind": (lambda m: m["optimizer"].update(name="Rprop"), "cannot continue from it"),
     "optimizer without groups": (lambda m: (m["optimizer"].update(groups=[]), m.update(hyperparameters=[])), "exp_avg"),
-    "rate of text": (group(lr="fast"), "cannot go on from it"),
-    "betas a number": (group(betas=1.0), "cannot go on from it"),
-    "three betas": (group(betas=[0.1, 0.2, 0.3]), "cannot go on from it"),
-    "current rate of text": (lambda m: m["hyperparameters"][0].update(lr=[[]]), "cannot go on from it"),
+    "rate of text": (group(lr="fast"), "cannot continue from it"),
+    "betas a number": (group(betas=1.0), "cannot continue from it"),
+    "three betas": (group(betas=[0.1, 0.2, 0.3]), "cannot continue from it"),
+    "current rate of text": (lambda m: m["hyperparameters"][0].update(lr=[[]]), "cannot continue from it"),
     "params among them": (group(params=[1, 2]), "'params' is not a hyperparameter"),
     "fused among them": (group(fused="yes"), "'fused' is not a hyperparameter"),
     "groups that differ": (lambda m: m["hyperparameters"].append({}), "hyperparameters of 2 groups for 1"),
@@ -148,7 +148,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "group twice": (lambda m: m["optimizer"]["groups"][0].update(tensors=["w", "b", "w"]), "'w' is no param"),
     "group without b": (lambda m: m["optimizer"]["groups"][0].update(tensors=["w"]), "does not know"),
     "step for each element": (lambda m: m.update(scalars=[]), "step/w"),
-    "Adagrad's": (lambda m: m["optimizer"].update(name="Adagrad"), "cannot go on from it"),
+    "Adagrad's": (lambda m: m["optimizer"].update(name="Adagrad"), "cannot continue from it"),
     "rate of 1e308": (group(lr=1e308), "Adam: lr is 1e\\+308; at most 1e\\+09"),
     "rate of infinity": (group(lr=math.inf), "Adam: lr is inf"),
     "betas of 1e308": (group(betas=[1e308, 0.9]), "1e\\+308"),
@@ -201,7 +201,7 @@ NOT_FINITE = "weights.safetensors: tensor 'b' is not finite: 2 of 4 numbers, the
         (WEIGHTS, {}, "no tensor"),
         (OPTIMIZER, {k: v for k, v in files_of(1)[OPTIMIZER].items() if k != "exp_avg/b"}, "no tensor 'exp_avg/b'"),
         (OPTIMIZER, {**files_of(1)[OPTIMIZER], "step/b": torch.tensor([9.0])}, "'step/b' is"),
-        (OPTIMIZER, {"exp_avg/w": torch.zeros(3, 2), "exp_avg/b": torch.zeros(4)}, "cannot go on from it"),
+        (OPTIMIZER, {"exp_avg/w": torch.zeros(3, 2), "exp_avg/b": torch.zeros(4)}, "cannot continue from it"),
         (OPTIMIZER, {**files_of(1)[OPTIMIZER], "exp_avg/x": torch.tensor(9.0)}, "'exp_avg/x' that the manifest"),
         (OPTIMIZER, {**files_of(1)[OPTIMIZER], "exp_avg/b": torch.zeros(5)}, "'exp_avg/b' is"),
         (OPTIMIZER, {**files_of(1)[OPTIMIZER], "no slash": torch.zeros(5)}, "'no slash'"),
@@ -230,7 +230,7 @@ def test_numbers_that_are_not_finite_are_damage_like_any_other(tmp_path: Path, f
     assert available.load(available.newest()).manifest.version == 1 and available.skipped == [path]
     with pytest.raises(CheckpointError) as caught:
         load_newest(path)
-    assert caught.value.exit_code == 14 and "begin anew" in caught.value.fix
+    assert caught.value.exit_code == 14 and "start a new run" in caught.value.fix
     assert f"tensor '{name}' is not finite: 4 of 4 numbers, the first is nan" in caught.value.message
 
 

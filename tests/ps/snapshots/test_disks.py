@@ -47,7 +47,7 @@ def test_a_full_disk_leaves_the_old_snapshot_and_no_new_one(tmp_path: Path, num_
         assert (
             ", for 0.0 MB (0." in caught.value.message
             and "MB are free" in caught.value.message
-            and "older snapshots are as they were" in caught.value.fix
+            and "older snapshots are unchanged" in caught.value.fix
         )
         assert hidden(disk) == ["ballast"] and candidates(disk) == [good]
         load(good)

@@ -76,7 +76,7 @@ def test_the_learning_rate_of_a_commit_is_scaled() -> None:
         ([1, 1], 0, 2, "not ascending"),
         ([2, 1], 0, 2, "not ascending"),
         ([0, 12], 0, 2, "row 12 of table 'items', which has 0 to 11"),
-        ([0, 1], 1, 2, "table 1 is asked for; this run has 1"),
+        ([0, 1], 1, 2, "there is no table 1: this run has 1"),
         ([0, 1], 0, 3, "48 bytes for 3 rows"),
         ([0], 0, 0, "for 0 rows"),
         ([-5], 0, 1, "not ascending"),
@@ -134,7 +134,7 @@ def test_what_is_no_learning_rate_of_a_table_is_refused(settings: dict) -> None:
     model.adopt(layout, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),), (SPEC,)))
     model.check_hyperparameters([{"lr": 0.2}, {"lr": 0.2}])
     model.check_hyperparameters([{}, {}])
-    with pytest.raises(ParamServerError, match="is no learning rate"):
+    with pytest.raises(ParamServerError, match="is not a learning rate"):
         model.check_hyperparameters([{}, settings])
 
 
