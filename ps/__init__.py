@@ -1,1 +1,1 @@
-"""The server: the run decides, the engine carries out, `wire` translates."""
+"""The server. `core` decides, `engine` carries the decisions out, and `wire` handles messages."""

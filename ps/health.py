@@ -1,7 +1,7 @@
 """Health check: `python -m paramserver.ps.health [HOST:PORT]` exits with 0 if the server is serving.
 
-Container engines run such a probe every few seconds. It asks gRPC's own health service, which needs no token, and does
-not load torch. An open port is not enough: a server that is about to end is NOT_SERVING.
+Container engines run such a probe every few seconds. It calls gRPC's own health service, which needs no token, and does
+not load torch. An open port is not enough, because a server that is about to end is NOT_SERVING.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ app = make_app("Ask a server whether it is serving: exit code 0 if it is.")
 def check(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")] = "127.0.0.1:50051",
     ca: Annotated[
-        str | None, typer.Option(envvar="PS_SECURITY__CA", help="trusted certificates, PEM: speak TLS")
+        str | None, typer.Option(envvar="PS_SECURITY__CA", help="trusted certificates (PEM); with them, use TLS")
     ] = None,
     cert: Annotated[str | None, typer.Option(help="the client's certificate, for a server with mutual TLS")] = None,
     key: Annotated[str | None, typer.Option(help="the certificate's key, PEM")] = None,
@@ -60,7 +60,7 @@ def _read(path: str | None) -> bytes | None:
 
 def main() -> None:
     """Entry point of `python -m paramserver.ps.health`."""
-    # A failed handshake is in the reply; gRPC need not print it too.
+    # The error already names a failed handshake, so gRPC need not print it too.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     run_app(app, "health")
 

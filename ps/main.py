@@ -14,7 +14,7 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
+from ..common.config import quiet  # noqa: F401  (before the slow imports)
 from ..common.config.cli import (
     ConfigOption,
     Drained,
@@ -43,7 +43,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 def serve(
     flags: Flags, config: ConfigOption = None, sets: SetOption = None, print_config: PrintConfigOption = False
 ) -> None:
-    """Hold the weights and the optimizer; let workers train.
+    """Serve the weights and the optimizer of a training run to its workers.
 
     Examples
 
@@ -56,15 +56,15 @@ def serve(
     check_optimizer(resolved.config.optimizer.name)
     setup_logging(resolved.config.log, SERVER)
     for key in resolved.unread([resolved.config.run.mode]):
-        message = f"mode {resolved.config.run.mode} has no such option: it changes nothing"
-        # No warning for files: one file may serve several modes, as those in configs/ do.
+        message = f"mode {resolved.config.run.mode} has no such option, so it has no effect"
+        # No warning for files, since one file may serve several modes, as in configs/.
         say = get_logger().debug if ":" in resolved.origins[key] else get_logger().warning
         say("unread_option", key=key, source=resolved.origins[key], meaning=message)
     asyncio.run(_serve(resolved))
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Silence gRPC's report of calls that end with the server: that is no error."""
+    """Silence gRPC's reports of calls that end together with the server, which are not errors."""
     if not issubclass(kind, asyncio.CancelledError):
         sys.__excepthook__(kind, error, trace)
 
@@ -75,8 +75,10 @@ def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _allow_connections() -> None:
-    """Raise the limit of open files to the system's maximum: with the usual 1,024, 1,500 silent connections kept
-    workers out."""
+    """Raise the limit of open files to the system's maximum.
+
+    With the usual limit of 1,024, 1,500 silent connections prevented workers from connecting.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -100,8 +102,10 @@ def _keep_memory() -> None:
 
 
 class _Signals:
-    """Ends the server in good order on SIGINT and SIGTERM, even while it loads. asyncio's own handlers would interrupt
-    unfinished work. The event loop handles the first signal; the second one ends the process at once."""
+    """Stops the server on SIGINT and SIGTERM, even while it loads. The second signal ends the process at once.
+
+    asyncio's own handlers would interrupt unfinished work, so the event loop handles the signals.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -147,7 +151,7 @@ async def _serve(resolved: Resolved) -> None:
 
 
 async def _serve_alone(config: Config, signals: _Signals) -> None:
-    """Serve until the run is over or a signal ends it; a server that goes back is replaced by another."""
+    """Serve until the run is over or a signal ends it. A new server replaces one that goes back to a snapshot."""
     from .server import Server
     from .shards.server import ShardServer
 
@@ -156,7 +160,7 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
     await server.start()
     await server.serve()
     while server.goes_back and not signals.received:
-        # The same addresses: workers, shards and browsers look for the server there.
+        # Keep the addresses, because workers, shards and browsers connect to them again.
         dashboard = (isinstance(server, Server) and server.engine.dashboard) or config.server.web
         listening = config.server.model_copy(update={"listen": server.address, "web": dashboard})
         config = config.model_copy(update={"server": listening})

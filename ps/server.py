@@ -1,4 +1,4 @@
-"""The server process around the run: address, health, ticks, status, and the files at the end."""
+"""The server process: it listens, reports health, ticks and status, and writes the files at the end."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def check_before_start(config: Config) -> None:
     check_security(config)
     if config.run.epochs is not None and config.run.workers is None:
         raise UsageError(
-            f"run.epochs is {config.run.epochs}: how long an epoch is depends on how many workers share the data set",
-            fix="--workers N, or a number of --steps",
+            f"run.epochs is {config.run.epochs}: the length of an epoch depends on the number of workers",
+            fix="add --workers N, or give the length with --steps",
         )
 
 
 class Server:
-    """One `ps-server` process. `start` binds, `serve` returns when the run is over or a stop was requested.
+    """One `ps-server` process. `start` binds. `serve` returns when the run is over or after a stop.
 
-    Of several shards this is the coordinator: the run begins when all have registered.
+    With several shards this is the coordinator, and the run begins once all shards have registered.
     """
 
     def __init__(self, config: Config, before: Server | None = None, clock: Clock | None = None) -> None:
@@ -67,9 +67,9 @@ class Server:
         self._config = config
         self._clock = clock or Clock()
         self.stop_requested = asyncio.Event()
-        self.goes_back = False  # to the newest common snapshot, with a new server in this process
+        self.goes_back = False  # True: a new server in this process resumes from the newest common snapshot
         self._has_begun = False
-        self._was_done = asyncio.Event()  # the run was done when it began
+        self._was_done = asyncio.Event()  # set if the run had all its steps already at the start
         self._bus = make_bus(config)
         old = before.engine.run if before is not None else None
         self.engine: Engine = Engine(
@@ -84,7 +84,7 @@ class Server:
         self._best = self.engine.best
         if old is not None:
             self._run.roster.restore(old.roster.num_joins)
-        self._found: tuple[int, ...] = ()  # versions of snapshots that all shards have something of
+        self._found: tuple[int, ...] = ()  # versions for which all shards have snapshots, also unusable ones
         self._evicted = tuple(sorted(old.roster.evicted)) if old is not None else ()
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
@@ -93,7 +93,7 @@ class Server:
             self._best.gather = lambda version, tensors: self._collect(tensors, version=version)
 
     def after(self, config: Config) -> Server:
-        """Returns the server that continues after this one went back."""
+        """Return the server that replaces this one after it went back to a snapshot."""
         snapshots = self.engine.snapshots
         has_written = snapshots is not None and snapshots.num_written > 0
         return Server(after_going_back(config, has_written), before=self, clock=self._clock)
@@ -103,7 +103,7 @@ class Server:
         return self._listening.address
 
     async def start(self) -> None:
-        """Continue from a snapshot, if there is one, and listen. Raises BindError when the address is not free."""
+        """Resume from a snapshot, if there is one, and listen. Raises BindError if the address is not available."""
         config, engine = self._config, self.engine
         self._available = Available(config)
         if self._attendance is None:
@@ -149,7 +149,7 @@ class Server:
                 "already_done",
                 steps=run.policy.min_steps_done,
                 weights=f"{model.source}/weights.safetensors",
-                fix="raise --steps or --epochs to continue from there, or use another --checkpoint-dir to begin anew",
+                fix="raise --steps or --epochs to continue, or use another --checkpoint-dir for a new run",
             )
 
     # ---- several shards ---------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Server:
             self.engine.end_with(
                 UnreachableError(
                     f"shard {shard} was lost at version {self._run.policy.version}, and no snapshots are kept",
-                    fix="keep some (--checkpoint-dir), and start everything again",
+                    fix="start everything again, with --checkpoint-dir to keep snapshots",
                 )
             )
             return
@@ -243,7 +243,7 @@ class Server:
             raise lost
 
     async def _nobody_comes(self) -> None:
-        """Wait a while with a run that was done already, to notify workers that are started with it."""
+        """Wait for a while if the run was already done, to notify workers that are started with it."""
         await self._was_done.wait()
         await self._clock.sleep(self._config.server.absent_s)
         await self.engine.until(lambda: not self._run.roster.workers)
@@ -257,7 +257,7 @@ class Server:
         else:
             engine.offer(Stopped())
             await engine.until(lambda: self.goes_back or not engine.is_writing)
-        # Notified streams end by themselves; the grace period is for the others.
+        # Notified workers end their streams themselves. The time limit is for the others.
         try:
             await engine.until(lambda: not engine.peers, self._config.server.drain_s)
         except TimeoutError:
@@ -276,7 +276,7 @@ class Server:
         if output.save is None or self.goes_back or not model.has_weights:
             return {}
         if tensors.is_broken:
-            log.error("not_saved", reason="the weights are of no version: the work on them failed")
+            log.error("not_saved", reason="earlier work on the weights failed, so they are not a valid version")
             return {}
         if self._attendance is None:
             return model.store.tensors(output.save_averaged)
@@ -291,7 +291,7 @@ class Server:
         except OutputError as error:
             if self.engine.error is None:
                 raise
-            log.error("not_saved", reason=error.message)  # the run has an error of its own to end with
+            log.error("not_saved", reason=error.message)  # the run ends with its own error instead
             return {}
 
     async def _write_tables(self) -> ParamServerError | None:

@@ -1,8 +1,8 @@
-"""The bus: carries what has happened in a run (`ps/core/effects.py`) to every sink, in order.
+"""The bus: delivers the facts of a run (`ps/core/effects.py`) to every sink, in order.
 
 A sink can neither raise into the run nor slow it. The bus switches off a sink that raises, with one warning in the log.
-A sink that writes or sends has a thread of its own behind a bounded queue. When that is full, facts are dropped and
-counted, with one warning. A new sink is a file in this folder with a subclass of `Sink`, and a line in `sinks.py`.
+A sink that writes or sends has its own thread behind a bounded queue. When the queue is full, the bus drops and counts
+facts, with one warning. To add a sink, write a file in this folder with a subclass of `Sink`, and a line in `sinks.py`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _BATCH = 1_000
 
 
 class Sink:
-    """An observer of a run. `begin` comes first, `close` last, everything between from one thread."""
+    """An observer of a run. The bus calls `begin` first and `close` last, and all other methods from one thread."""
 
     name: ClassVar[str]
-    does_io: ClassVar[bool] = False  # gets a queue and a thread; without, `take` is part of the run and only counts
-    kinds: ClassVar[tuple[type, ...] | None] = None  # of facts that it takes; None: all
-    close_s: ClassVar[float] = 5.0  # within which it takes the facts that are left; the others are dropped
-    capacity: ClassVar[int] = _CAPACITY  # of its queue
-    needs_all: ClassVar[bool] = False  # a dropped fact would make the later ones wrong: the sink is switched off
+    does_io: ClassVar[bool] = False  # True: has a queue and a thread; False: `take` runs on the loop and must be fast
+    kinds: ClassVar[tuple[type, ...] | None] = None  # types of facts that it gets; None: all
+    close_s: ClassVar[float] = 5.0  # seconds for the remaining facts at the end; later facts are dropped
+    capacity: ClassVar[int] = _CAPACITY  # most facts in its queue
+    needs_all: ClassVar[bool] = False  # True: the first dropped fact switches the sink off
 
     def begin(self, engine: Engine) -> None:
-        """The run stands where it begins, on the event loop. An exception ends the server's start."""
+        """Prepare, on the event loop, before the run begins. An exception ends the server's start."""
 
     def take(self, at: float, fact: Fact) -> None:
-        """A fact, and when it happened: monotonic seconds."""
+        """Process a fact that happened at `at`, in monotonic seconds."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Nothing more is there for the moment: the facts that `take` has gathered may go out."""
+        """Write the collected facts, because no more are waiting."""
 
     def close(self) -> None:
-        """No fact comes any more."""
+        """Finish, because no more facts follow."""
 
 
 class Bus:
@@ -55,8 +55,8 @@ class Bus:
 
     def __init__(self, sinks: Iterable[Sink] = (), capacity: int | None = None) -> None:
         self._subscriptions = [_Subscription(sink, capacity or sink.capacity) for sink in sinks]
-        self._by_kind: dict[type, list[_Subscription]] = {}  # of fact, made when the first of it comes
-        self._early: list[tuple[float, Fact]] | None = []  # until `begin`
+        self._by_kind: dict[type, list[_Subscription]] = {}  # by type of fact, filled at its first fact
+        self._early: list[tuple[float, Fact]] | None = []  # facts before `begin`; None afterwards
 
     def begin(self, engine: Engine) -> None:
         """Begin every sink, and give it the facts that were published before."""
@@ -67,6 +67,7 @@ class Bus:
             self.publish(at, fact)
 
     def publish(self, at: float, fact: Fact) -> None:
+        """Deliver a fact to the sinks of its type."""
         if self._early is not None:
             self._early.append((at, fact))
             return
@@ -81,26 +82,26 @@ class Bus:
             subscription.publish(at, fact)
 
     def close(self) -> None:
-        """Let every sink take the facts that are left."""
+        """Let every sink process the remaining facts, and close it."""
         for subscription in self._subscriptions:
             subscription.close()
         self._subscriptions, self._by_kind = [], {}
 
 
 class _Subscription:
-    """One sink, kept from harming the run."""
+    """Isolates one sink, so that its errors and delays do not affect the run."""
 
     def __init__(self, sink: Sink, capacity: int) -> None:
         self.sink = sink
         self._capacity = capacity
         self._is_open = True  # facts go to the sink
         self._has_raised = False
-        self._num_dropped = 0  # before they came to the sink
-        self._num_lost = 0  # by the sink, which raised
-        self._queue: SimpleQueue[tuple[float, Fact] | None] = SimpleQueue()  # None: there will be no more
+        self._num_dropped = 0  # facts that did not fit into the queue
+        self._num_lost = 0  # facts that the sink did not process because it had raised
+        self._queue: SimpleQueue[tuple[float, Fact] | None] = SimpleQueue()  # None marks the end
         self._thread: Thread | None = None
         if sink.does_io:
-            run = contextvars.copy_context().run  # with what the log adds to every event
+            run = contextvars.copy_context().run  # keeps the fields that the log adds to every event
             self._thread = Thread(target=run, args=(self._work,), name=f"sink {sink.name}", daemon=True)
             self._thread.start()
 
@@ -111,7 +112,7 @@ class _Subscription:
             self._queue.put((at, fact))
         else:
             if self._is_open and not self._num_dropped:
-                self._warn("sink_slow", meaning="facts come faster than it takes them: some are dropped")
+                self._warn("sink_slow", meaning="facts arrive faster than the sink processes them: some are dropped")
             self._num_dropped += 1
             self._is_open = self._is_open and not self.sink.needs_all
 
@@ -127,7 +128,7 @@ class _Subscription:
             self._warn("sink_incomplete", dropped=num_dropped)
 
     def _work(self) -> None:
-        """The sink's thread. It takes all that is there at once: each wait costs the event loop a switch."""
+        """Run the sink's thread. It gets all waiting facts at once, as each wait costs the event loop a switch."""
         is_last = False
         while not is_last:
             batch = [self._queue.get()]
@@ -145,7 +146,7 @@ class _Subscription:
                     self.sink.take(at, fact)
                 self.sink.flush()
                 return
-            except Exception as error:  # the sink's own bug, or its disk: the run goes on without it
+            except Exception as error:  # a bug of the sink, or a full disk: the run continues without the sink
                 self._switch_off(error)
         self._num_lost += len(batch)
 

@@ -1,6 +1,6 @@
-"""The dashboard of a run (`paramserver/web`): its sink, and the controls that it sends to the run.
+"""The sink for the dashboard of a run (`paramserver/web`), and the controls that the dashboard sends to the run.
 
-The dashboard runs on a thread of its own. Its packages are an extra, and are loaded with `server.web` only.
+The dashboard runs on its own thread. Its packages are an extra, and are loaded only with `server.web`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .ticks import TickTaken
 if TYPE_CHECKING:
     from ...web.serve import Dashboard
 
-_CONTROL_S = 10.0  # within which every shard has carried out a control
+_CONTROL_S = 10.0  # time limit for every shard to carry out a control
 
 
 class DashboardSink(Sink):
-    """Shows the run on the dashboard. UsageError when the dashboard's packages are not installed."""
+    """Shows the run on the dashboard. Raises UsageError if the dashboard's packages are not installed."""
 
     name = "dashboard"
     kinds = (RunStarted, ControlTaken, TickTaken)
@@ -49,7 +49,7 @@ class DashboardSink(Sink):
         self._num_requests = 0
 
     def begin(self, engine: Engine) -> None:
-        """Also listens: BindError when the address cannot be had, AuthError when it may not be."""
+        """Start the dashboard. Raises BindError for an unavailable address, and AuthError for an unsafe one."""
         self._engine, self._run, self._loop = engine, engine.run, asyncio.get_running_loop()
         self._dashboard.start()
         engine.dashboard = self._dashboard.address
@@ -76,7 +76,7 @@ class DashboardSink(Sink):
         self._dashboard.close()
 
     def _about_run(self, run_name: str, incarnation: int, started: float) -> About:
-        """The run with its present mode, settings and controls; `started` in Unix seconds."""
+        """Return a description of the run: mode, settings and controls. `started` is in Unix seconds."""
         config, run = self._config, self._run
         settings = config.model_dump(mode="json", exclude={"security"})
         settings["run"]["mode"] = run.mode
@@ -91,7 +91,10 @@ class DashboardSink(Sink):
     # ---- controls --------------------------------------------------------------------------
 
     async def _control(self, fields: dict[str, Any]) -> str:
-        """Runs on the dashboard's thread; returns the outcome as a sentence. ValueError where nothing was done."""
+        """On the dashboard's thread: carry out a control, and return the outcome as a sentence.
+
+        Raises ValueError if the control was not carried out.
+        """
         request = asyncio.run_coroutine_threadsafe(self._request(read_control(fields)), self._loop)
         return await asyncio.wrap_future(request)
 
@@ -103,7 +106,7 @@ class DashboardSink(Sink):
         try:
             return await asyncio.wait_for(outcome, _CONTROL_S)
         except TimeoutError:
-            raise ValueError(f"not every shard has heard of it within {_CONTROL_S:g} s; see the events") from None
+            raise ValueError(f"not every shard has received it within {_CONTROL_S:g} s; see the events") from None
         finally:
             del self._requests[number]
 
@@ -118,10 +121,10 @@ class DashboardSink(Sink):
 
 
 def read_control(fields: dict[str, Any]) -> Controlled:
-    """The event that a request of the dashboard means. ValueError for fields that mean nothing."""
+    """Return the event of a request of the dashboard. Raises ValueError for invalid fields."""
     known = ("do", "rank", "name", "value")
     if unknown := [name for name in fields if name not in known]:
-        raise ValueError(f"'{unknown[0][:40]}' means nothing here; known: {', '.join(known)}")
+        raise ValueError(f"unknown field '{unknown[0][:40]}'; known: {', '.join(known)}")
     do, rank, name, value = fields.get("do"), fields.get("rank"), fields.get("name", ""), fields.get("value")
     if not isinstance(do, str) or not isinstance(name, str):
         raise ValueError("do and name are text")

@@ -10,7 +10,7 @@ from .bus import Sink
 
 
 class HistorySink(Sink):
-    """Writes the history to `path`; OutputError when that cannot be opened."""
+    """Writes the history to `path`. Raises OutputError if the file cannot be opened."""
 
     name = "history"
     does_io = True
@@ -34,7 +34,7 @@ class HistorySink(Sink):
 
 
 def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
-    """The operation and the fields of a fact's line; ("", {}) for one that has none."""
+    """Return the operation and the fields of a fact's line, or ("", {}) if the fact has no line."""
     match fact:
         case effects.ContributionTaken(contribution):
             rank, incarnation, seq = contribution.id

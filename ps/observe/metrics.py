@@ -1,11 +1,11 @@
-"""Metrics for Prometheus: counted from the facts, and read from the run at each scrape.
+"""Metrics for Prometheus. Counters count facts, and gauges read the run at each scrape.
 
-A counter begins at zero with the process, also when the run goes on from a snapshot. Prometheus takes a counter that
-falls for one that began anew, and would add all of it once more.
+A counter starts at zero in each process, also if the run resumes from a snapshot. If a restored counter were lower than
+before, Prometheus would count its whole value again.
 
-prometheus-client replies over plain HTTP at any path, to anyone who reaches the address, also where workers need TLS
-and a token: the metrics are not secret, and a scrape changes nothing. The cost of callers is bounded: a few connections
-at once, each silent for a few seconds at most, and the run is read a few times a second at most.
+prometheus-client replies over plain HTTP at any path to every caller, even if workers need TLS and a token. The metrics
+are not secret, and a scrape changes nothing. The cost is bounded: at most a few connections at once, each silent for a
+few seconds, and a few reads of the run per second.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ _CONTRIBUTIONS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 _MAX_CONNECTIONS = 16
-_SILENT_S = 5.0  # on a connection, and on the event loop
-_FRESH_S = 0.2  # within which a scrape gets the values of the one before
-_AT_A_TIME = 250  # ranks that are read in one turn of the event loop: less than a millisecond
+_SILENT_S = 5.0  # limit for a silent connection, and for a reply of the event loop
+_FRESH_S = 0.2  # a scrape gets the previous values if they are not older
+_AT_A_TIME = 250  # ranks that are read in one turn of the event loop, in less than a millisecond
 
-disable_created_metrics()  # a second series beside every counter; process_start_time_seconds has the same
+disable_created_metrics()  # avoids a second series for each counter; process_start_time_seconds has the same value
 
 
 class _RankRead(NamedTuple):
-    """One rank at the moment when it was read."""
+    """Values of one rank at the time of reading."""
 
     rank: int
-    values: dict[str, Value]  # of its metrics
+    values: dict[str, Value]  # by name of the metric
     state: str
 
 
 class MetricsSink(Sink, Collector):
-    """Counts facts, and serves scrapes on `address` (HOST:PORT) from `begin` on."""
+    """Counts facts, and serves scrapes at `address` (HOST:PORT)."""
 
     name = "metrics"
 
@@ -97,7 +97,7 @@ class MetricsSink(Sink, Collector):
         )  # fmt: skip
 
     def begin(self, engine: Engine) -> None:
-        """Also listens: BindError when the address cannot be had."""
+        """Start to listen. Raises BindError."""
         self._engine, self._run, self._model, self._config = engine, engine.run, engine.model, engine.config
         self._at_start = {rank: _values(engine, rank) for rank in self._run.roster.stats}  # not changed later
         if self._config.checkpoint.dir is not None:
@@ -159,19 +159,19 @@ class MetricsSink(Sink, Collector):
             yield relative
 
     async def read_ranks(self) -> list[_RankRead]:
-        """Read all ranks, some in each turn of the event loop, so that the run goes on in between."""
+        """Read all ranks, some in each turn of the event loop, so that the run continues in between."""
         engine = self._engine
         found: list[_RankRead] = []
         ranks = iter(list(self._run.roster.stats))
         while some := list(islice(ranks, _AT_A_TIME)):
-            if found:  # a few ranks are read in one moment
+            if found:  # up to _AT_A_TIME ranks are read without a pause
                 await asyncio.sleep(0)
             for rank in some:
                 found.append(_RankRead(rank, _values(engine, rank), state_of(engine, rank)))
         return found
 
     def ranks(self, read: list[_RankRead]) -> Iterator[PrometheusMetric]:
-        """The metrics of ranks that were read, on any thread: 10,000 ranks take a second."""
+        """Yield the metrics of ranks that were read. It runs on any thread, and takes a second for 10,000 ranks."""
         states = Tally(item.state for item in read if item.state != "gone")
         workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
         for state in {**dict.fromkeys(STATES), **states}:
@@ -182,7 +182,7 @@ class MetricsSink(Sink, Collector):
             yield self._family(metric, read)
 
     def _family(self, metric: Metric, read: list[_RankRead]) -> PrometheusMetric:
-        """One metric of all ranks. A counter has the increase since this process began."""
+        """Return one metric of all ranks. A counter has the increase since this process started."""
         is_counter = metric.over_time is Fold.SUM
         kind = CounterMetricFamily if is_counter else GaugeMetricFamily
         family = kind(metric.prometheus_name, metric.help, labels=["rank"])
@@ -196,7 +196,7 @@ class MetricsSink(Sink, Collector):
 def _counter(registry: CollectorRegistry, name: str, text: str, **values: tuple[str, ...]) -> Counter:
     counter = Counter(f"paramserver_{name}", text, list(values), registry=registry)
     for value in sum(values.values(), ()):
-        counter.labels(value)  # 0 from the start: a series that begins at 1 has no increase
+        counter.labels(value)  # starts the series at 0, because one that begins at 1 would show no increase
     return counter
 
 
@@ -205,7 +205,7 @@ def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple
 
 
 def _values(engine: Engine, rank: int) -> dict[str, Value]:
-    """A rank's metrics, with the bytes that it exchanged with this process alone."""
+    """Return a rank's metrics, with the bytes that it exchanged with this shard only."""
     return values_of(shown_of_workers(Display.PROMETHEUS), sources(engine, [rank], is_here=True)[0])
 
 
@@ -213,8 +213,10 @@ def _values(engine: Engine, rank: int) -> dict[str, Value]:
 
 
 class _OnLoop(Collector):
-    """Collects a sink's metrics on HTTP threads. They are read on the event loop, a few ranks in each turn, and the
-    rest in one moment between two events of the run."""
+    """Collects a sink's metrics for HTTP threads.
+
+    The event loop reads them: a few ranks in each turn, and the other metrics together, between two events of the run.
+    """
 
     def __init__(self, sink: MetricsSink, loop: asyncio.AbstractEventLoop) -> None:
         self._sink = sink
@@ -224,8 +226,11 @@ class _OnLoop(Collector):
         self._read_at = -_FRESH_S
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        """TimeoutError when the event loop stands still; RuntimeError when it has ended. The metrics of ranks are made
-        one after another: all at once they are so many objects that Python's garbage collector stops the run."""
+        """Yield the metrics. Raises TimeoutError if the event loop does not reply, and RuntimeError if it has ended.
+
+        The metrics of ranks are made one by one. All at once would be so many objects that Python's garbage collector
+        stops the run.
+        """
         with self._lock:
             if time.monotonic() - self._read_at >= _FRESH_S:
                 self._newest = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(_SILENT_S)
@@ -240,7 +245,10 @@ class _OnLoop(Collector):
 
 
 class _HttpServer(ThreadingTCPServer):
-    """An HTTP server with bounds, which prometheus-client's has not. (HTTPServer asks DNS for the machine's name.)"""
+    """An HTTP server with a limit on connections, which prometheus-client's lacks.
+
+    It is not an HTTPServer, because that class asks DNS for the machine's name.
+    """
 
     allow_reuse_address = True
     daemon_threads = True

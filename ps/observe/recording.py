@@ -1,4 +1,4 @@
-"""Records the run in the run store (`common/runstore`), for `ps-runs` and the dashboard: a tick at a time."""
+"""Records the run in the run store (`common/runstore`), tick by tick, for `ps-runs` and the dashboard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ticks import TickTaken
 
 
 class RecordingSink(Sink):
-    """Records the run once its first worker has joined: a run without workers leaves nothing."""
+    """Records the run once its first worker joins. A run without workers is not recorded."""
 
     name = "store"
     does_io = True
@@ -26,8 +26,8 @@ class RecordingSink(Sink):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._record: Record | None = None
-        self._events: list[Event] = []  # before the first worker
-        self._last: Tick | None = None  # of a run that is over
+        self._events: list[Event] = []  # events before the first worker
+        self._last: Tick | None = None  # the last tick, once the run is over
 
     def begin(self, engine: Engine) -> None:
         self._engine, self._model = engine, engine.model
@@ -49,7 +49,7 @@ class RecordingSink(Sink):
         if tick.is_over:
             self._last = tick
         elif not self._record.is_off:
-            whole = self._model.whole  # set once
+            whole = self._model.whole  # may be read on this thread, because it is set only once
             self._record.writer.model = whole.fingerprint if whole is not None else ""
             self._record.writer.add(tick)
 
@@ -58,7 +58,7 @@ class RecordingSink(Sink):
             self._record.flush()
 
     def close(self) -> None:
-        """Record the results. The event loop waits for this thread, so the run does not change any more."""
+        """Record the results. The event loop waits for this thread, so the run no longer changes."""
         if self._record is not None:
             last = self._last or Tick(at=time.time(), status=reports.status(self._engine))
             ended_by = reports.ended_by(self._engine)

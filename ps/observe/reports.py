@@ -1,4 +1,4 @@
-"""The status of a run, for all views and the call Status, and its summary."""
+"""Makes the status of a run, for all views and the call Status, and its summary."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..engine.engine import Engine
 from ..policies.shared.decisions import Outer
 from ..tensors.model import Model
 
-# The most workers in a status, so that sending and drawing it do not grow with the run. Making it adds up some numbers
-# of each worker, listed or not: 20 ms with 10,000.
+# The most workers in a status, so that its size does not grow with the run. The sums cover all workers, which takes
+# 20 ms for 10,000.
 _MOST_LISTED = 64
 _NO_TRAFFIC = Traffic()
 
 
 def sources(engine: Engine, ranks: Iterable[int], is_here: bool = False) -> list[WorkerSource]:
-    """The sources of these workers' metrics. `is_here`: without the bytes that they exchanged with other shards."""
+    """Return the sources of these workers' metrics. With `is_here`, without bytes exchanged with other shards."""
     policy, stats, traffic = engine.run.policy, engine.run.roster.stats, engine.traffic
     others = () if is_here else [state.traffic for state in engine.shard_states.values()]
     return [WorkerSource(rank, policy, stats[rank], traffic.get(rank, _NO_TRAFFIC), others) for rank in ranks]
 
 
 def status(engine: Engine) -> Status:
-    """The status of the run now."""
+    """Return the present status of the run."""
     run, now, config, others = engine.run, engine.now(), engine.config, engine.shard_states
     versions = [run.policy.version, *(state.version for state in others.values())]
     ranks = _listed(run)
@@ -46,14 +46,14 @@ def status(engine: Engine) -> Status:
 
 
 def run_metrics(engine: Engine) -> dict[str, Value]:
-    """The metrics of the run: its own, and those of all its workers added up."""
+    """Return the metrics of the run: its own, and the totals over all workers."""
     workers = sources(engine, engine.run.roster.stats)
     of_run = values_of((metric for metric in Status.declared_metrics() if metric.of_run), engine)
     return over_workers(lambda metric: list(map(metric.read, workers)) if metric.read else []) | of_run
 
 
 def _listed(run: Run) -> list[int]:
-    """The ranks in a status, ascending; of very many those that others may wait for."""
+    """Return the ranks to list in a status, ascending. Of many ranks, these are the slowest ones."""
     policy, stats = run.policy, run.roster.stats
     if len(stats) <= _MOST_LISTED:
         return sorted(stats)
@@ -63,7 +63,7 @@ def _listed(run: Run) -> list[int]:
 
 
 def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[WorkerStatus]:
-    """These ranks, with the bytes that they have exchanged with all shards. `why`: the reason that each waits for."""
+    """Return the status of these ranks, with bytes from all shards. `why` has the reason for which each rank waits."""
     found = []
     for source in sources(engine, ranks):
         traffic, rank = source.traffic, source.rank
@@ -78,7 +78,7 @@ def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[Work
 
 
 def state_of(engine: Engine, rank: int) -> str:
-    """The state of a rank: joining, waiting, uploading, computing, away, finished or gone."""
+    """Return the state of a rank: joining, waiting, uploading, computing, away, finished or gone."""
     worker = engine.run.roster.workers.get(rank)
     if worker is None:
         return "gone"
@@ -87,7 +87,7 @@ def state_of(engine: Engine, rank: int) -> str:
 
 
 def _waiting_for_all(engine: Engine, now: float) -> str:
-    """What all workers wait for; empty when one may compute, or the run is over."""
+    """Return the reason for which all workers wait, or "" if a worker may compute or the run is over."""
     run = engine.run
     if missing := engine.why_not_ready():
         return missing
@@ -97,7 +97,7 @@ def _waiting_for_all(engine: Engine, now: float) -> str:
 
 
 def summary(engine: Engine) -> Summary:
-    """The results so far."""
+    """Return the results so far."""
     run = engine.run
     values, final = run_metrics(engine), dict(run.final)
     if "loss" not in final and values["loss"] is not None:
@@ -129,7 +129,7 @@ def summary(engine: Engine) -> Summary:
 
 
 def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | None) -> Cost | None:
-    """The cost of the run so far; None where no prices are known."""
+    """Return the cost of the run so far, or None without prices."""
     prices, epoch_samples = engine.config.cost, engine.run.contributions.epoch_samples
     if prices.rate is None:
         return None
@@ -138,18 +138,18 @@ def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | Non
 
 
 def ended_by(engine: Engine) -> str:
-    """Who stopped the run and why, or the error that it ended with; empty where it took all steps, or goes on."""
+    """Return the reason or error that ended the run, or "" if it took all steps or still runs."""
     run, error = engine.run, engine.error
     return run.ended_by or ("" if error is None else str(error))
 
 
 def with_bytes(engine: Engine, point: Point) -> Point:
-    """The point with its exchanged bytes, which are unknown before a start of this server."""
+    """Return the point with its exchanged bytes, if this server process has counted them."""
     return point.model_copy(update={"num_bytes": engine.bytes_when.get(point.version, point.num_bytes)})
 
 
 def _direction(outer: Outer | None, model: Model) -> tuple[float | None, float | None]:
-    """Cosine rho between successive means, and with the outer momentum mu the gain 1 + mu / (1 - mu rho)."""
+    """Return the cosine rho between successive means, and the gain 1 + mu / (1 - mu rho) of outer momentum mu."""
     direction = model.store.direction if model.has_weights else None
     if outer is None or direction is None or (cosine := direction.cosine) is None:
         return None, None

@@ -20,11 +20,11 @@ from .ticks import TickSink
 
 log = get_logger()
 
-_LINE_INTERVAL_S = 5.0  # between lines for people to read
+_LINE_INTERVAL_S = 5.0  # seconds between status lines as text
 
 
 class StatusSink(Sink):
-    """Writes the status to standard error: the event `status` for programs, such as the launcher, or a line."""
+    """Writes the status to standard error, as a JSON event for programs such as the launcher, or as a text line."""
 
     name = "status"
     does_io = True
@@ -44,7 +44,7 @@ class StatusSink(Sink):
 
 
 class CurveSink(Sink):
-    """Writes all evaluations to a file, those before a resume included."""
+    """Writes all evaluations to a file, also those from before a resume."""
 
     name = "curve"
     does_io = True
@@ -92,16 +92,16 @@ class LiveSink(Sink):
 
 
 def make_bus(config: Config) -> Bus:
-    """The bus of one server process. UsageError or OutputError for a sink that cannot be."""
+    """Return the bus of one server process. Raises UsageError or OutputError if a sink cannot start."""
     console, output, server = TerminalConsole(), config.output, config.server
     is_live = config.log.format == "text" and console.can_redraw
     sinks: list[Sink] = [LiveSink(console) if is_live else StatusSink(config.log.format == "json")]
-    # Packages that most servers run without are imported only where they are used.
+    # Packages that few servers need are imported only here.
     if server.metrics is not None:
         from .metrics import MetricsSink
 
         sinks.append(MetricsSink(server.metrics))
-    if server.shard != 0:  # all shards see the same facts
+    if server.shard != 0:  # shard 0 records the facts, which are equal on all shards
         return Bus(sinks)
     if output.history is not None:
         sinks.append(HistorySink(output.history))

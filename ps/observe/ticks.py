@@ -1,7 +1,7 @@
-"""Gathers the facts between two statuses into a `Tick` (`common/reporting/view.py`) for dashboard and run store.
+"""Collects the facts between two statuses into a `Tick` (`common/reporting/view.py`), for dashboard and run store.
 
-This runs on the event loop and only counts; a tick is made once a status, whatever the number of contributions. It is a
-value, so neither viewers nor a disk can slow the run.
+This runs on the event loop and only counts. Each status makes one tick, for any number of contributions. A tick is an
+immutable value that other threads use, so neither viewers nor a disk can slow the run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from . import reports
 from .bus import Sink
 from .history import line_of
 
-_MOST_SPANS = 4  # of a rank in one tick; more are added up
+_MOST_SPANS = 4  # spans of a rank in one tick; further spans are added to the last
 
 
 @dataclass(slots=True)
 class TickTaken(Fact):
-    """A status was taken. The tick has the status, and the facts since the tick before."""
+    """The fact that a status was taken. The tick has the status, and the facts since the previous tick."""
 
     tick: Tick
 
@@ -47,7 +47,7 @@ class TickSink(Sink):
     kinds = (RunStarted, Seated, WorkerLeft, SnapshotTaken, Evaluated, ControlTaken, StatusTaken, RunEnded)
 
     def __init__(self, draws_time: bool) -> None:
-        """`draws_time`: the dashboard draws the time line of workers, which needs every contribution."""
+        """`draws_time`: collect every contribution, for the dashboard's time line of workers."""
         if draws_time:
             self.kinds = (*TickSink.kinds, ContributionTaken)  # type: ignore[misc, assignment]  # of this sink
         self._timeline = Timeline()
@@ -59,7 +59,7 @@ class TickSink(Sink):
 
     def begin(self, engine: Engine) -> None:
         self._engine, self._run, self._tensors = engine, engine.run, engine.tensors
-        self._began, self._unix_s = engine.now(), time.time() - engine.now()  # added to a fact's time
+        self._began, self._unix_s = engine.now(), time.time() - engine.now()  # offset of Unix time to a fact's time
 
     def take(self, at: float, fact: Fact) -> None:
         run = self._run
@@ -112,7 +112,7 @@ class TickSink(Sink):
         engine.publish(at, TickTaken(tick))
 
     def _server_spans(self, clock_s: float) -> list[Span]:
-        """The time of the server's tensor work since the last tick, as one span."""
+        """Return the time of the server's tensor work since the last tick, as one span."""
         total_s = self._tensors.busy_s
         busy_s, self._busy_s = total_s - self._busy_s, total_s
         return [Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4))] if busy_s > 0 else []
@@ -128,9 +128,9 @@ def _waits(policy: Policy, workers: list[WorkerStatus]) -> list[Wait]:
 
 
 class Timeline:
-    """Where the time of each rank went, between one contribution and the next; pure.
+    """Divides the time of each rank between two contributions into waiting, transfer and computing. Pure.
 
-    It is called for every contribution, so it keeps plain lists, and makes models of them when a status is taken.
+    It is called for every contribution, so it keeps plain lists, and makes Span objects only for a status.
     """
 
     def __init__(self) -> None:
@@ -138,8 +138,10 @@ class Timeline:
         self._spans: dict[int, list[list[float]]] = {}  # by rank: begin, wait, transfer, compute
 
     def add(self, now_s: float, fact: ContributionTaken) -> None:
-        """The exchange before this contribution and its computing have ended now. Where they overlap (delayed update),
-        each has its share of the time between."""
+        """Add the previous exchange and the computing of a contribution that arrived at `now_s`.
+
+        If they overlap (delayed update), they are scaled to the time since the last contribution.
+        """
         rank, timing = fact.contribution.id.rank, fact.contribution.timing
         parts = [0.0, 0.0, max(0.0, timing.compute_s)]
         begin_s = self._until.get(rank, -1.0)
@@ -157,7 +159,7 @@ class Timeline:
             spans[-1][index] += seconds * scale
 
     def taken(self) -> list[Span]:
-        """The spans since the last call."""
+        """Return the spans since the last call."""
         ranks, self._spans = self._spans, {}
         return [
             Span.model_construct(rank=rank, begin_s=begin_s, wait_s=wait_s, transfer_s=transfer_s, compute_s=compute_s)

@@ -1,7 +1,7 @@
-"""Spans of the server below those of the workers' exchanges (`common/wire/tracing.py`).
+"""Spans of the server, as children of the workers' exchange spans (`common/wire/tracing.py`).
 
-`contribution` lasts from its arrival until its reply leaves. Below it are `wait`, as long as the mode let it wait, and
-`apply`, until the version that it is in is made. With several shards the coordinator alone traces.
+`contribution` lasts from its arrival until its reply is sent. Its child `wait` is the time for which the mode made it
+wait. `apply` lasts until its version is computed. With several shards, only the coordinator traces.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ..core.effects import Commit, ContributionTaken, Fact, SendReply
 from ..engine.engine import Engine
 from .bus import Sink
 
-_MOST_OPEN = 10_000  # contributions without a reply, of workers that have gone
+_MOST_OPEN = 10_000  # contributions without a reply; those of departed workers never get one
 
 
 class TracingSink(Sink):
-    """Runs on the event loop, where tensor work reports that it is done; a thread of the SDK sends the spans."""
+    """Records spans on the event loop, where tensor work reports its end. A thread of the SDK sends the spans."""
 
     name = "traces"
     kinds = (ContributionTaken, Commit, SendReply)
 
     def __init__(self, url: str) -> None:
         self._traces = Traces(url, SERVER)
-        self._taken: dict[tuple[int, int, int], tuple[int, int]] = {}  # by identity: when, on which version
+        self._taken: dict[tuple[int, int, int], tuple[int, int]] = {}  # by contribution id: time in ns, base version
 
     def begin(self, engine: Engine) -> None:
         self._run, self._tensors, self._now = engine.run, engine.tensors, engine.now
-        self._unix_s = time.time() - engine.now()  # what is added to a fact's time
+        self._unix_s = time.time() - engine.now()  # offset of Unix time to a fact's time
 
     def take(self, at: float, fact: Fact) -> None:
         now = self._ns(at)
@@ -47,7 +47,7 @@ class TracingSink(Sink):
         return int((at + self._unix_s) * 1e9)
 
     def _made(self, commit: Commit, begun: int) -> None:
-        """The tensor work of the version is done."""
+        """Record the spans of a version whose tensor work is done."""
         ended = self._ns(self._now())
         for rank, incarnation, seq in commit.contributions:
             above = self._traces.of_others(ids_of(self._run.name, rank, incarnation, seq))

@@ -1,9 +1,10 @@
-"""A server in several processes: one decides, all carry out. The rule is in `ps/core/replication.py`; here is the
-network.
+"""A server of several processes: the coordinator decides the order of events, and all shards carry them out.
+
+`ps/core/replication.py` defines the rules. This package is their network code.
 
     attend.py        the coordinator's side of the connection: shards register, call again, are lost
-    link.py          a shard's side of it
-    messages.py      messages beside events and digests
+    link.py          a shard's side of the connection
+    messages.py      messages other than events and digests
     server.py        a shard's process
     gather.py        collects the whole model and all rows of the tables, for files
 """

@@ -1,7 +1,7 @@
-"""The coordinator's side of the call Attend: every other shard registers, reports, and receives orders.
+"""The coordinator's side of the call Attend: every other shard registers, sends reports, and receives orders.
 
-A call that breaks off is a lost connection while the shard's process lives: it calls again within a lease, and receives
-the orders that it has missed. A process that registers anew, or does not call again, has lost its part of the run.
+If a call breaks off and the shard's process calls again within a lease, it receives the orders that it missed. If the
+shard does not call again, or registers as a new process, its part of the run is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = get_logger()
 
 _ANY_HOST = ("0.0.0.0", "::")
 _GOODBYE_S = 2.0
-_MAX_UNNAMED = 16  # calls that have not said who they are, beside one of each shard
+_MAX_UNNAMED = 16  # calls without a Register message, beyond one for each shard
 _MOST_SHOWN = 2_000  # characters of a shard's error
 
 
@@ -51,19 +51,21 @@ class Line:
     is_ready: bool = False
     is_dismissed: bool = False
     call: grpc.aio.ServicerContext | None = None  # the newest
-    giving_up: asyncio.TimerHandle | None = None  # while its call has broken off
+    giving_up: asyncio.TimerHandle | None = None  # runs while the shard is away; its end means that the shard is lost
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stay(self) -> None:
-        """Do not give it up, or not any more."""
+        """Stop the timer of a shard that was away."""
         if self.giving_up is not None:
             self.giving_up.cancel()
             self.giving_up = None
 
 
 class Attendance:
-    """All other shards: the events of the run happen on them in the order in which they happen here. `on_complete` is
-    called when all have registered, `on_lost` with the number of a shard that is gone for good."""
+    """The coordinator's connections to all other shards, which apply the events of the run in the same order.
+
+    `on_complete` is called once all shards have registered, and `on_lost` with the number of a lost shard.
+    """
 
     def __init__(
         self, config: Config, engine: Engine, on_complete: Callable[[], object], on_lost: Callable[[int], object]
@@ -112,7 +114,7 @@ class Attendance:
                 self._ended(line)
 
     def _register(self, register: Register) -> Line:
-        """Take in a shard's process; refuses a process that cannot be of this run."""
+        """Register a shard's process. Raises a refusal if it cannot belong to this run."""
         shard, num = register.shard, self._num_shards
         problem = fix = ""
         if register.shards != num or not 0 < shard < num:
@@ -128,23 +130,23 @@ class Attendance:
         if problem:
             raise refusal(Reason.SHARD_MISMATCH, problem, fix=fix)
         known = self.lines.get(shard)
-        if known is not None and known.giving_up is not None:  # its process was started again, without its part
+        if known is not None and known.giving_up is not None:  # a new process, without the part of the old one
             self._lose(shard)
         elif known is not None:
             raise refusal(Reason.NOT_READY, f"there is a shard {shard} already, at {known.register.address}")
         if self._has_begun:
-            raise refusal(Reason.NOT_READY, f"shard {shard} has just been lost; the others are about to go back")
+            raise refusal(Reason.NOT_READY, f"shard {shard} was just lost; the others are going back to a snapshot")
         line = self.lines[shard] = Line(register, self._coordinator.outboxes[shard])
         line.outbox.on_put = line.changed.set
         log.info("shard_joined", shard=shard, shards=num, address=register.address, missing=self._absent())
         return line
 
     def _go_on(self, register: Register) -> Line:
-        """The line of a process that calls again."""
+        """Return the line of a process that calls again."""
         line, run = self.lines.get(register.shard), self._engine.run
         is_ours = (register.run, register.server_incarnation) == (run.name, run.incarnation) and self._has_begun
         if line is None or not is_ours or not line.outbox.can_go_on_after(register.num_received):
-            problem = f"shard {register.shard} was away too long, or the coordinator is another"
+            problem = f"shard {register.shard} was away too long, or the coordinator is a new process"
             raise refusal(Reason.RUN_MISMATCH, problem)
         line.first = GoOn(line.outbox.num_received)
         line.changed.set()
@@ -152,7 +154,7 @@ class Attendance:
         return line
 
     def _ended(self, line: Line) -> None:
-        """The line's call has ended."""
+        """Handle the end of the line's call."""
         shard = line.register.shard
         if self.lines.get(shard) is not line:
             return
@@ -173,7 +175,7 @@ class Attendance:
         return [shard for shard in range(1, self._num_shards) if shard not in self.lines]
 
     def _missing(self) -> str:
-        """What keeps workers from joining, as a phrase; empty when all shards are there."""
+        """Return the reason why workers cannot join yet, as a phrase, or "" if all shards are ready."""
         if absent := self._absent():
             names, num = ", ".join(map(str, absent)), self._num_shards
             return f"shard {names} of {num} to join (ps-server --shard {absent[0]} --shards {num})"
@@ -182,11 +184,11 @@ class Attendance:
 
     @property
     def snapshots(self) -> dict[int, tuple[Entry, ...]]:
-        """The snapshots that each shard could go on from."""
+        """The snapshots from which each shard could resume."""
         return {shard: line.register.snapshots for shard, line in self.lines.items()}
 
     def begin_run(self, order: BeginRun) -> None:
-        """All shards are here, and this one is ready to begin: order the others to begin."""
+        """Order the other shards to begin, once all have registered and this one is ready."""
         self._has_begun = True
         addresses = (self.lines[shard].register.address for shard in range(1, self._num_shards))
         self._engine.shard_addresses = ("", *addresses)
@@ -195,7 +197,7 @@ class Attendance:
             line.changed.set()
 
     async def stop(self, end: End) -> None:
-        """The run is over: tell the others, and give them a moment for their last reports."""
+        """Tell the other shards that the run is over, and wait for their last reports."""
         for line in list(self.lines.values()):
             line.last = end
         self.dismiss()
@@ -205,8 +207,8 @@ class Attendance:
             log.warning("shards_left_behind", shards=sorted(self.lines))
 
     def dismiss(self) -> None:
-        """End all calls, after the last order if there is one. A shard without one goes back to the newest snapshot."""
-        self._has_begun = False  # a shard that is lost from here on is no loss
+        """End all calls, after the last order, if any. A shard without a last order goes back to a snapshot."""
+        self._has_begun = False  # from now on, the end of a shard's call is not a loss
         for line in self.lines.values():
             line.is_dismissed = True
             line.changed.set()
@@ -220,7 +222,7 @@ class Attendance:
         tasks = [asyncio.create_task(talk) for talk in talks]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if line.is_dismissed:  # the shard has last reports of its own
+            if line.is_dismissed:  # the shard may still send its last reports
                 await asyncio.wait(tasks, timeout=_GOODBYE_S)
             for task in tasks:
                 if task.done():
@@ -249,13 +251,13 @@ class Attendance:
                 self._engine.shard_states[shard] = report
             case ShardFailed(message, exit_code, fix):
                 log.error("shard_failed", shard=shard, reason=shown(message, _MOST_SHOWN))
-                if exit_code == DivergedError.exit_code:  # to go back to a snapshot would lead there again
+                if exit_code == DivergedError.exit_code:  # after going back to a snapshot, the run would diverge again
                     self._engine.offer(events.Failed(shown(message, _MOST_SHOWN), exit_code, shown(fix, _MOST_SHOWN)))
             case _:
                 raise refusal(Reason.BAD_REQUEST, f"a shard reported {type(report).__name__}")
 
     async def _tell(self, line: Line, num_received: int, context: grpc.aio.ServicerContext) -> None:
-        """Send the orders that the shard has not heard, as they come, until it is dismissed."""
+        """Send the orders that the shard has not received, and new ones, until the shard is dismissed."""
 
         async def write(number: int, order: Order) -> None:
             num_here = line.outbox.num_received
@@ -279,7 +281,7 @@ class Attendance:
 
 
 def _reachable(address: str, peer: str) -> str:
-    """The address where workers reach a shard; one that listens on all addresses is where its call comes from."""
+    """Return the address at which workers reach a shard. For 0.0.0.0 or ::, it is the address that its call has."""
     host, port = split_address(address)
     if host not in _ANY_HOST:
         return address

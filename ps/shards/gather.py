@@ -1,6 +1,6 @@
-"""The whole model from all shards, for the files at the end of a run: the weights, and the tables of rows.
+"""Collects the whole model from all shards for the files at the end of a run: the weights, and the tables of rows.
 
-Tables are written block by block as their rows are pulled, so no process needs more memory than it had.
+Tables are written block by block as their rows arrive, so no process needs more memory than before.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from .link import open_channel
 
 log = get_logger()
 
-# Until the first message, which may wait for other pulls, and between two messages of 1 MiB. A model may take any time.
+# Time limits for the first message, which may wait for other pulls, and between two messages of 1 MiB. The transfer of
+# a whole model has no limit.
 _FIRST_S, _PROGRESS_S = 300.0, 60.0
-_Pull = Callable[[int, bytes], Awaitable[bytes]]  # (table, ids): the rows of this shard
+_Pull = Callable[[int, bytes], Awaitable[bytes]]  # (table, ids) -> rows of this shard
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
-_NOBODY = 2**32 - 1  # a rank whose bytes are not counted
-_DTYPES = {"float64": "F64", "float32": "F32"}  # as safetensors names them
-_FIX = "the final ones are in its newest snapshot, if snapshots are kept"
+_NOBODY = 2**32 - 1  # a rank that no worker has, so that the bytes are not counted
+_DTYPES = {"float64": "F64", "float32": "F32"}  # names in safetensors
+_FIX = "use the shard's newest snapshot, if snapshots are kept"
 
 
 # ---- weights ------------------------------------------------------------------------------------
@@ -55,10 +56,11 @@ async def collect(
     averaged: bool = False,
     version: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the model by name, aliases included; `here` are those of shard 0, by the names of its parts.
-    They are of the Polyak average, of a `version` that all shards keep, or of the newest version.
+    """Return every tensor of the model by name, with aliases.
 
-    Raises OutputError for a shard that does not reply.
+    `local_tensors` are the tensors of shard 0, by the names of its parts. The tensors are of the Polyak average
+    (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
+    reply.
     """
     parts, credentials = [local_tensors], Credentials.read(config.security)
     request = pb.PullRequest(averaged=averaged, version=version)
@@ -68,7 +70,7 @@ async def collect(
             parts.append(await _pull(address, credentials, shares[shard].layout, request))
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             text = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no reply"
-            problem = f"shard {shard} at {address} did not give its part of the weights: {text}"
+            problem = f"shard {shard} at {address} did not send its part of the weights: {text}"
             raise OutputError(problem, fix=_FIX) from None
     tensors = put_together(parts, shares, divide(whole, 1)[0])
     return {name: tensors[spec.name].clone() for spec in whole.specs for name in (spec.name, *spec.aliases)}
@@ -97,7 +99,7 @@ async def _pull(
 
 
 async def write_tables(config: Config, run: Run, model: Model, tensors: TensorThread, addresses: Sequence[str]) -> None:
-    """Write all rows of all shards to `output.tables`, by the names of the tables. OutputError where that fails."""
+    """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
     path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
     assert path is not None and optimizer is not None and own_tables is not None
     metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
@@ -105,7 +107,7 @@ async def write_tables(config: Config, run: Run, model: Model, tensors: TensorTh
     def pull(table: int, ids: bytes) -> Awaitable[bytes]:
         return tensors.run(partial(own_tables.pull, table, ids, MAX_DATA_BYTES))
 
-    # Wider numbers first, so that all of them lie at a multiple of their size.
+    # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)
     try:
         with replacing(Path(path)) as file:
@@ -118,7 +120,7 @@ async def write_tables(config: Config, run: Run, model: Model, tensors: TensorTh
 
 
 def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
-    """The beginning of a safetensors file."""
+    """Return the header of a safetensors file."""
     entries: dict[str, object] = {"__metadata__": metadata}
     start = 0
     for table in tables:
@@ -134,7 +136,7 @@ def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
 async def _blocks(
     config: Config, run: str, addresses: Sequence[str], pull: _Pull, tables: list[tuple[int, TableSpec]]
 ) -> AsyncIterator[bytes]:
-    """The rows of all tables, in order; `pull` reads those of this shard."""
+    """Yield the rows of all tables, in order. `pull` reads the rows of this shard."""
     credentials = Credentials.read(config.security)
     async with contextlib.AsyncExitStack() as channels:
         calls = []
@@ -154,6 +156,6 @@ async def _blocks(
                     try:
                         reply = await calls[shard - 1](request, timeout=_FIRST_S, metadata=credentials.metadata)
                     except grpc.aio.AioRpcError as error:
-                        problem = f"shard {shard} at {address} did not give its rows of table '{table.name}'"
+                        problem = f"shard {shard} at {address} did not send its rows of table '{table.name}'"
                         raise OutputError(f"{problem}: {error.details()}", fix=_FIX) from None
                     yield reply.rows

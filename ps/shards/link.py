@@ -1,4 +1,4 @@
-"""A shard's side of the call Attend: its one connection to the coordinator, made again when it breaks off."""
+"""A shard's side of the call Attend: its connection to the coordinator, which it opens again after a failure."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ log = get_logger()
 _TRY_AGAIN_S = 0.2
 _FINISH_S = 2.0
 _HANDSHAKE_S = 2.0
-# The coordinator may stand still for a while; pings notice a machine that is gone.
+# The coordinator may be suspended for a while. Pings notice an unreachable machine.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # also how long an attempt to connect may take; 20 s otherwise
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the time limit of a connection attempt, by default 20 s
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 
 
 class LinkLost(Exception):
-    """The coordinator is gone, or wants nothing more of this shard."""
+    """The coordinator is unreachable, or has ended the connection."""
 
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-    """From one shard to another, in TLS where there is a CA."""
+    """Return a channel to another shard, with TLS if there is a CA."""
     if credentials.ca is None:
         return grpc.aio.insecure_channel(address, options=options)
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
@@ -55,36 +55,38 @@ def open_channel(address: str, credentials: Credentials, options: Sequence[tuple
 
 
 class Link:
-    """Sends the reports in the follower's outbox, again until they have been heard, and receives orders."""
+    """Sends the reports in the follower's outbox until they are acknowledged, and receives orders."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._address = config.server.coordinator
         self._give_up_s = config.worker.give_up_s
         self._lease_s = config.server.lease_s
-        self._is_named = config.security.mutual  # shards show each other who they are
+        self._is_named = config.security.mutual  # shards check the names in each other's certificates
         self._credentials = Credentials.read(config.security)
         self._channel = open_channel(self._address, self._credentials, _OPTIONS)
         self._clock = clock
         self._num_calls = 0
         self._changed = asyncio.Event()
-        self._is_over = False  # nothing more is reported
+        self._is_over = False  # no more reports follow
         self._call: grpc.aio.StreamStreamCall | None = None
-        self._follower: Follower | None = None  # once the run has begun
+        self._follower: Follower | None = None  # None until the run begins
 
     def carry(self, follower: Follower) -> None:
-        """Send the reports of this follower from now on."""
+        """Start to send the reports of this follower."""
         self._follower = follower
         follower.outbox.on_put = self._changed.set
 
     async def register(self, register: Register) -> BeginRun | End:
-        """Register until the coordinator takes this shard in and names the run, or says that it cannot begin. That may
-        take as long as another shard is missing. UnreachableError when there is no coordinator for worker.give_up_s,
-        AuthError when it is there and TLS keeps them apart."""
+        """Register this shard, and return the coordinator's order to begin the run, or to end.
+
+        This waits as long as another shard is missing. Raises UnreachableError without a coordinator for
+        worker.give_up_s, and AuthError for a TLS mistake.
+        """
         try:
             order = await self._begin_within(self._give_up_s, register)
         except LinkLost as lost:
             raise UnreachableError(
-                f"shard {register.shard} has not been taken in by a coordinator at {self._address} for "
+                f"shard {register.shard} could not register with a coordinator at {self._address} for "
                 f"{self._give_up_s:g} s (worker.give_up_s): {lost}",
                 fix="start shard 0 (ps-server --shards S), or give its address (--coordinator HOST:PORT)",
             ) from None
@@ -96,7 +98,7 @@ class Link:
         return order
 
     async def _begin_within(self, limit_s: float, register: Register) -> Order:
-        """Call until the coordinator replies; returns its first order. LinkLost after `limit_s`."""
+        """Call until the coordinator replies, and return its first order. Raises LinkLost after `limit_s`."""
         deadline, reason = self._clock.now() + limit_s, ""
         while True:
             if self._follower is not None:
@@ -119,18 +121,20 @@ class Link:
         if self._is_named:
             certificate = await asyncio.to_thread(self._certificate)
             await self._channel.close()
-            # The call has a connection of its own, where gRPC must accept this certificate and no other.
+            # The call uses a new channel on which gRPC accepts only this certificate.
             self._channel = open_channel(self._address, replace(self._credentials, ca=certificate), _OPTIONS)
         self._num_calls += 1
-        self._changed.set()  # the reports on the call before, which has broken off, end
+        self._changed.set()  # ends the reports of the previous call
         self._call = self._channel.stream_stream(
             f"/{SERVICE}/Attend", pb.ShardReport.SerializeToString, pb.ShardOrder.FromString
         )(self._reports(register, self._num_calls), metadata=self._credentials.metadata)
         return (await self._next())[1]
 
     def _certificate(self) -> bytes:
-        """The coordinator's certificate, in PEM form. AuthError for another name than shard 0's: TLS accepts any
-        certificate of the same CA."""
+        """Return the coordinator's certificate, in PEM form.
+
+        Raises AuthError if its name is not shard 0's, since TLS alone accepts any certificate of the same CA.
+        """
         name, (host, port) = f"{SHARD_PREFIX}0", split_address(self._address)
         try:
             with (
@@ -147,8 +151,10 @@ class Link:
         return certificate
 
     async def orders(self) -> AsyncIterator[tuple[int, Event | End]]:
-        """The coordinator's orders from now on, with their numbers. LinkLost when it is gone for a lease, or is another
-        process."""
+        """Yield the coordinator's orders with their numbers.
+
+        Raises LinkLost if the coordinator is unreachable for a lease, or is a new process.
+        """
         while True:
             try:
                 number, order = await self._next()
@@ -160,13 +166,13 @@ class Link:
             yield number, order
 
     async def _call_again(self, lost: LinkLost) -> None:
-        """Call again after the connection broke off: the coordinator waits for a lease."""
+        """Call again after a lost connection. The coordinator waits for a lease."""
         log.warning("coordinator_away", address=self._address, reason=str(lost))
         try:
             order = await self._begin_within(self._lease_s, self._register)
         except LinkLost:
             raise lost from None
-        except ParamServerError as refused:  # it has gone back, or on without this shard
+        except ParamServerError as refused:  # the coordinator has gone back, or continues without this shard
             raise LinkLost(refused.message) from None
         if not isinstance(order, GoOn):
             raise LinkLost(f"the coordinator began again with {type(order).__name__}")
@@ -195,7 +201,7 @@ class Link:
         return message.number, order
 
     async def _reports(self, register: Register, call: int) -> AsyncIterator[pb.ShardReport]:
-        """The reports on one connection, while there is no newer one: gRPC reads on after a call has ended."""
+        """Yield the reports for one call, until there is a newer call. gRPC still reads after a call has ended."""
         yield pb.ShardReport(message=LINES.write(register))
         sent = 0
         while call == self._num_calls:
@@ -210,7 +216,7 @@ class Link:
             await self._changed.wait()
 
     async def finish(self) -> None:
-        """Nothing more is reported; returns when the coordinator has heard everything, or does not reply."""
+        """End the reports, and wait until the coordinator has received all of them or does not reply."""
         self._is_over = True
         self._changed.set()
         with contextlib.suppress(LinkLost, ParamServerError, TimeoutError):

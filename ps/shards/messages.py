@@ -1,4 +1,4 @@
-"""The messages of shards to each other beside events and digests: one dataclass for each, as JSON in the proto's."""
+"""Messages between shards other than events and digests. Each is a dataclass, sent as JSON in a proto message."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..snapshots.common import RUN_NAME, Entry, SnapshotName
 
 @dataclass(frozen=True)
 class Register:
-    """The first report on a connection: which shard this is, and the snapshots that it could go on from.
+    """The first report on a connection: the shard's number, and the snapshots from which it could resume.
 
-    `address` is where workers reach it; a host of 0.0.0.0 or :: stands for the one its connection comes from. With
-    `run` it is the same process on a new connection, which has `heard` so many orders of this server incarnation.
+    Workers reach the shard at `address`. A host of 0.0.0.0 or :: stands for the host of the connection. With `run`, the
+    same process is back on a new connection, and has received `num_received` orders of this server incarnation.
     """
 
     shard: int
@@ -34,12 +34,12 @@ class Register:
 
 @dataclass(frozen=True)
 class Ready:
-    """The shard has its share of the snapshot, and listens."""
+    """The shard has loaded its share of the snapshot, and listens."""
 
 
 @dataclass(frozen=True)
 class ShardFailed:
-    """The shard cannot go on. With an exit code of its own (16: diverged) the run ends so for all."""
+    """The shard cannot continue. With an exit code (16: diverged), the run ends with it on all shards."""
 
     message: str
     exit_code: int = 0
@@ -48,8 +48,11 @@ class ShardFailed:
 
 @dataclass(frozen=True)
 class BeginRun:
-    """The first order: which run this is, and which snapshot it goes on from. `config` is JSON of the sections that
-    hold for all shards. A run that goes back also has `num_joins`, by rank, and the ranks that were `evicted`."""
+    """The first order: the run's name, and the snapshot from which it resumes.
+
+    `config` has the sections that are the same on all shards, as JSON. For a run that goes back to a snapshot,
+    `num_joins` has the newest incarnation of each rank, and `evicted` the evicted ranks.
+    """
 
     run: Annotated[str, Field(pattern=RUN_NAME)]
     server_incarnation: int
@@ -61,14 +64,14 @@ class BeginRun:
 
 @dataclass(frozen=True)
 class GoOn:
-    """The first order on a new connection of a process that is known; the coordinator has `heard` so many reports."""
+    """The first order on a new connection of a known process. The coordinator has received `num_received` reports."""
 
     num_received: int
 
 
 @dataclass(frozen=True)
 class End:
-    """The run is over; with an error unless `error` is empty."""
+    """The run is over. `error` is empty unless it failed."""
 
     error: str = ""
     exit_code: int = 0

@@ -37,7 +37,7 @@ _STATE_S = 1.0
 _GOODBYE_S = 1.0
 _STOP_S = 0.02
 _MOST_SHOWN = 500  # characters of an error
-_FAILED_S = 10.0  # for the coordinator to end a run that has failed here
+_FAILED_S = 10.0  # time for the coordinator to end a run that failed on this shard
 
 _OPTIONS = TypeAdapter(Options)
 # Sections of the coordinator's configuration that hold for all shards.
@@ -53,16 +53,18 @@ class EndedError(ParamServerError):
 
 
 def shared_config(config: Config) -> str:
-    """The part of the coordinator's configuration that must be the same on all shards, as JSON."""
+    """Return the part of the coordinator's configuration that must be the same on all shards, as JSON."""
     sections = {name: getattr(config, name).model_dump(mode="json") for name in _SHARED}
     options = asdict(options_of(config))
-    del options["policy_of"]  # each shard's own, of the same configuration
+    del options["policy_of"]  # a function, which each shard makes from the same configuration
     return json.dumps({**sections, "options": options})
 
 
 def with_shared(config: Config, text: str) -> tuple[Config, Options]:
-    """This shard's configuration with the coordinator's shared sections, and the options of the run. UsageError for any
-    other section: only this shard says where it reads and writes."""
+    """Return this shard's configuration with the coordinator's shared sections, and the options of the run.
+
+    Raises UsageError for any other section, because only this shard decides which files it reads and writes.
+    """
     try:
         sections = read_json(text, nan=True)
         if sections.keys() != {*_SHARED, "options"}:
@@ -80,20 +82,20 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
 
 
 class ShardServer:
-    """One process. `start` binds, `serve` returns when the run is over, a stop was requested, or it goes back."""
+    """One shard process. `start` binds. `serve` returns when the run is over, after a stop, or when it goes back."""
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self._config = config
         self._clock = clock or Clock()
         self.stop_requested = asyncio.Event()
-        self.goes_back = False  # to the newest common snapshot, with a new server in this process
+        self.goes_back = False  # True: a new server in this process resumes from the newest common snapshot
         self._listening = Listening(config)
         self._link = Link(config, self._clock)
         self._bus = make_bus(config)
         self._engine: Engine | None = None
 
     def after(self, config: Config) -> ShardServer:
-        """The server that goes on where this one went back."""
+        """Return the server that replaces this one after it went back to a snapshot."""
         snapshots = self._engine.snapshots if self._engine is not None else None
         return ShardServer(after_going_back(config, snapshots is not None and snapshots.num_written > 0), self._clock)
 
@@ -102,7 +104,7 @@ class ShardServer:
         return self._listening.address
 
     async def start(self) -> None:
-        """BindError when the address cannot be had."""
+        """Bind the address. Raises BindError."""
         self._listening.bind()
 
     async def serve(self) -> None:
@@ -152,7 +154,7 @@ class ShardServer:
             raise
 
     def _begin(self, begin: BeginRun, available: Available) -> tuple[Engine, Follower]:
-        """The run that the coordinator names, from the snapshot that it names."""
+        """Begin the run that the coordinator names, from the snapshot that it names."""
         config, options = with_shared(self._config, begin.config)
         engine = self._engine = Engine(
             config, make_policy(config), name=begin.run, publish=self._bus.publish, options=options, now=self._clock.now
@@ -171,7 +173,7 @@ class ShardServer:
         return engine, follower
 
     async def _follow(self, engine: Engine, follower: Follower) -> None:
-        """Carry out orders until the run is over, or something here has failed."""
+        """Carry out orders until the run is over or this shard fails."""
 
         def report_state() -> None:
             if engine.model.has_weights:
@@ -194,14 +196,16 @@ class ShardServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fail(self, engine: Engine, follower: Follower) -> None:
-        """Raises the error that ends the run here. The coordinator hears of weights that are not finite on this
-        connection, and ends the run for all. If it lost this shard instead, it would go back to a snapshot, and the run
-        would diverge again."""
+        """Raise the error that ends the run on this shard.
+
+        If the weights are not finite, this first reports it to the coordinator, which ends the run on all shards. If
+        the coordinator only lost this shard, it would go back to a snapshot, and the run would diverge again.
+        """
         try:
             await _failure_of(engine)
         except DivergedError as error:
             follower.outbox.put(ShardFailed(error.message, error.exit_code, error.fix))
-            await self._clock.sleep(_FAILED_S)  # an End comes meanwhile
+            await self._clock.sleep(_FAILED_S)  # the coordinator's End arrives in this time
             raise
 
     async def _obey(self, engine: Engine, follower: Follower) -> None:
@@ -228,11 +232,11 @@ class ShardServer:
         await self._listening.stop(_STOP_S)
         if engine is not None:
             engine.close()
-            _ = engine.error  # it has been reported
+            _ = engine.error  # already reported; reading it avoids asyncio's warning
         self._bus.close()
 
 
 async def _failure_of(engine: Engine) -> None:
-    """Raises the error that ends the run on this shard alone."""
+    """Wait for the error that ends the run on this shard, and raise it."""
     await engine.until(lambda: engine.is_broken)
     engine.finished.result()

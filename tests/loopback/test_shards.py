@@ -205,4 +205,4 @@ def test_a_shard_without_a_coordinator_gives_up(cluster):
     found = cluster.command("ps", "--shard", "1", "--shards", "2", "--coordinator", "127.0.0.1:1", "--listen",
                             "127.0.0.1:0", "--set", "worker.give_up_s=1")  # fmt: skip
     assert found.returncode == 15
-    assert "shard 1 has not been taken in by a coordinator at 127.0.0.1:1" in found.stderr
+    assert "shard 1 could not register with a coordinator at 127.0.0.1:1" in found.stderr

@@ -1,1 +1,1 @@
-"""Experiment trackers: one file each, found by name."""
+"""Experiment trackers. Each file is a tracker, found by its name."""

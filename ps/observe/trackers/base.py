@@ -1,8 +1,8 @@
 """The protocol of experiment trackers, and the sink that feeds one.
 
-The server feeds a tracker once with each status, whatever the number of workers. Workers and the training loop never
-do. A tracker that raises is switched off with one warning, as every sink is. A new tracker is a file of this folder
-whose `ENTRY` is a `Tracker`, and an extra in pyproject.toml.
+Only the server calls a tracker, once for each status and for any number of workers. A tracker that raises is switched
+off with one warning, as every sink. To add a tracker, write a file in this folder whose `ENTRY` is a `Tracker`, and an
+extra in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -23,46 +23,49 @@ from ..bus import Sink
 
 Metrics = Mapping[str, float]
 
-_MOST_WORKERS = 16  # with metrics of their own
+_MOST_WORKERS = 16  # workers that have separate metrics
 
 
 class TrackedRun(NamedTuple):
-    """The run, for a tracker that starts."""
+    """Facts about the run, for the start of a tracker."""
 
-    run: str  # the run's own name, random; the same after a resume
+    run: str  # the run's random name, which stays the same after a resume
     mode: str
     project: str
     folder: str  # for files
     config: dict[str, Any]  # the configuration as JSON, in sections
-    step: int  # the training step that it goes on from; 0: it begins
+    step: int  # the training step from which the run continues; 0: a new run
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name to display."""
         return f"{self.mode}-{self.run[:6]}"
 
 
 class Tracker(Protocol):
-    """Used by one thread. An exception ends the tracker and nothing else. The extra with its packages has its name."""
+    """Sends metrics to an experiment tracker. One thread uses it.
+
+    An exception ends only the tracker. The extra with the tracker's packages has the tracker's name.
+    """
 
     def start(self, run: TrackedRun) -> None:
-        """Begin, or go on with the same run; called first."""
+        """Begin a run, or continue it after a resume. This is the first call."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Finite numbers at a training step. Steps go back only with a server that goes back to a snapshot."""
+        """Record finite numbers at a training step. Steps decrease only if the server goes back to a snapshot."""
 
     def flush(self) -> None:
-        """Nothing more is there for the moment."""
+        """Send the recorded metrics, because no more are waiting."""
 
     def finish(self, metrics: Metrics, ended_by: str) -> None:
-        """The results of the run; `ended_by` is empty when all steps were taken."""
+        """Record the results of the run. `ended_by` is empty if all steps were taken."""
 
 
 class TrackerSink(Sink):
-    """One tracker, by its name. UsageError when what it needs is not installed."""
+    """Feeds one tracker, found by its name. Raises UsageError if its packages are not installed."""
 
     does_io = True
-    close_s = 60.0  # some make their tables first, or send what they have kept
+    close_s = 60.0  # some trackers first make tables, or send buffered metrics
     kinds = (RunStarted, StatusTaken, Evaluated)
 
     def __init__(self, name: str, config: Config) -> None:
@@ -94,7 +97,7 @@ class TrackerSink(Sink):
                 self._tracker.log(fact.step, _finite({f"eval/{name}": metric for name, metric in fact.metrics.items()}))
 
     def _start(self, step: int) -> None:
-        """With the first metrics, and in the sink's thread: one that takes seconds to connect holds up nobody."""
+        """Start the tracker at the first metrics. This runs on the sink's thread, as a connection may take seconds."""
         if not self._is_started:
             output, mode = self._config.output, self._config.run.mode
             settings = self._config.model_dump(mode="json", exclude={"security"})
@@ -108,14 +111,14 @@ class TrackerSink(Sink):
     def close(self) -> None:
         if not self._is_started:
             return
-        summary = reports.summary(self._engine)  # the event loop waits for this thread, and nothing moves any more
+        summary = reports.summary(self._engine)  # the event loop waits for this thread, so the run no longer changes
         of_run = {metric.name: getattr(summary, metric.name) for metric in shown_of_run(Display.NOTEBOOK)}
         metrics = {f"final/{name}": value for name, value in (of_run | summary.final).items()}
         self._tracker.finish(_finite(metrics), summary.ended_by)
 
 
 def metrics_of(status: Status) -> dict[str, float | None]:
-    """The tracked metrics of a status: of the run, and of each of its first workers."""
+    """Return the tracked metrics of a status: of the run, and of each of the first _MOST_WORKERS workers."""
     found = {f"train/{metric.name}": getattr(status, metric.name) for metric in shown_of_run(Display.TRACKERS)}
     metrics = shown_of_workers(Display.TRACKERS)
     for worker in status.workers[:_MOST_WORKERS]:

@@ -1,4 +1,4 @@
-"""MLflow, at MLFLOW_TRACKING_URI, or in FOLDER/mlflow.db; of `mlflow-skinny` with SQLAlchemy, or the whole."""
+"""MLflow, at MLFLOW_TRACKING_URI or in FOLDER/mlflow.db. It needs `mlflow`, or `mlflow-skinny` with SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mlflow.entities import Metric, Param, RunTag
 
 from .base import Metrics, TrackedRun, Tracker
 
-_AT_ONCE = 1000  # metrics, and 100 parameters, are what a server takes in one request
-_PARAMS_AT_ONCE = 100
-_LONGEST = 500  # characters of a parameter
+_AT_ONCE = 1000  # most metrics that an MLflow server accepts in one request
+_PARAMS_AT_ONCE = 100  # most parameters in one request
+_LONGEST = 500  # most characters of a parameter
 
 
 class MlflowTracker(Tracker):
@@ -28,7 +28,7 @@ class MlflowTracker(Tracker):
         known = self._client.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(run.project)
         same = self._client.search_runs([experiment], f"tags.paramserver_run = '{run.run}'", max_results=1)
-        if same:  # the server went on from a snapshot
+        if same:  # the run resumed from a snapshot
             self._run = same[0].info.run_id
             self._client.update_run(self._run, "RUNNING")
             return

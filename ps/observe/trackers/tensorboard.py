@@ -12,7 +12,7 @@ from .base import Metrics, TrackedRun, Tracker
 
 class TensorBoardTracker(Tracker):
     def start(self, run: TrackedRun) -> None:
-        # What a server wrote beyond the snapshot that it went back to is not shown any more.
+        # Hides the metrics that were written after the snapshot from which the run resumed.
         purge_step = run.step + 1 if run.step else None
         self._writer = SummaryWriter(str(Path(run.folder) / run.name), purge_step=purge_step)
         self._writer.add_text("config", f"```\n{to_json(run.config, indent=2)}\n```", run.step)

@@ -1,4 +1,4 @@
-"""trackio: a local store and page (`trackio show`), in TRACKIO_DIR or where trackio keeps it."""
+"""trackio: a local store with a dashboard (`trackio show`), in TRACKIO_DIR or trackio's default folder."""
 
 from __future__ import annotations
 

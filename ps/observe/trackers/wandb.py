@@ -1,4 +1,4 @@
-"""Weights & Biases, also offline (WANDB_MODE=offline); account and server as wandb itself has them."""
+"""Weights & Biases, also offline (WANDB_MODE=offline). Account and server come from wandb's own settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WandbTracker(Tracker):
             project=run.project, dir=run.folder, name=run.name, id=run.run, resume="allow", config=run.config,
             settings=wandb.Settings(silent=True),
         )  # fmt: skip
-        # wandb's own step only rises; a server that went back would be unheard until it is past where it was.
+        # wandb's own step can only increase, so it would ignore metrics after the server goes back to a snapshot.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Metrics) -> None:

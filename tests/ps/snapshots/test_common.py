@@ -15,7 +15,7 @@ def whole(version: int, incarnation: int = 1, run: str = "r") -> Entry:
 
 
 def damaged(version: int, incarnation: int = 1) -> Entry:
-    return Entry(SnapshotName(incarnation, version, ""), "weights.safetensors is not what was written")
+    return Entry(SnapshotName(incarnation, version, ""), "weights.safetensors has changed since it was written")
 
 
 def test_the_newest_that_all_have_whole_is_taken():
