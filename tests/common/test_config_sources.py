@@ -484,7 +484,7 @@ def test_a_flag_of_another_mode_is_refused_and_a_file_may_hold_the_options_of_se
     resolved = load(path, {"run.mode": "async", "policy.straggler_timeout_s": 2.0})
     error = mistake(lambda: resolved.check_options(["async"]))
     assert error.message == "flag --straggler-timeout-s: mode async has no such option, so it would have no effect"
-    assert error.fix == "leave it out, or take a mode that has it: diloco, localsgd, sync"
+    assert error.fix == "leave it out, or use a mode that has it: diloco, localsgd, sync"
     resolved.check_options(["async", "sync"])
 
 

@@ -139,8 +139,10 @@ def test_another_process_cannot_name_a_file(mine: str, tmp_path: Path) -> None:
     }
     assert own_modes(config.run.modes, {"mode": "sync", "other_modes": []})["mode"] == "sync"
     for strange in ({"mode": "/elsewhere/my_mode.py:Other"}, {"mode": "sync", "other_modes": ["/x/evil.py:Mine"]}):
-        assert "was not given" in mistake(lambda strange=strange: own_modes(config.run.modes, strange)).message
-    assert "was not given" in mistake(lambda: own_modes(Config().run.modes, settings)).message
+        assert (
+            "own settings do not name" in mistake(lambda strange=strange: own_modes(config.run.modes, strange)).message
+        )
+    assert "own settings do not name" in mistake(lambda: own_modes(Config().run.modes, settings)).message
 
 
 # ---- the command line --------------------------------------------------------------------------

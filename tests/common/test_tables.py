@@ -94,7 +94,7 @@ def test_a_table_goes_on_from_its_state(name: str) -> None:
 def test_another_tables_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"weight of table 'items' is torch.float32 \[39, 3\]"):
         table().set_state(table(num_rows=39).state())
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match="is missing"):
         table().set_state({})
 
 

@@ -206,7 +206,7 @@ def test_an_unfinished_upload_leaves_nothing_behind(channel):
         ([{"contribution": {"seq": 1, "num_samples": 1, "num_bytes": 32, "codec": "zip"}}], "unknown codec 'zip'"),
         ([_ANNOUNCED, {"offset": 4, "data": bytes(8)}, {"data": bytes(5)}], "at 0..5"),
         ([_ANNOUNCED, {"offset": 28, "data": bytes(8)}], "at 28..36"),
-        ([_ANNOUNCED, {"offset": 0, "out_of_band": 8}], "not in one"),
+        ([_ANNOUNCED, {"offset": 0, "out_of_band": 8}], "travels in messages"),
         ([_ANNOUNCED, {"data": bytes(33)}], "at 0..33"),
         ([{"data": bytes(8)}], "a piece of a payload"),
         ([{"join": {"rank": 0}}], "got join"),

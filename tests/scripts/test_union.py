@@ -120,7 +120,7 @@ def test_a_summed_loss_is_one_process_with_the_union_batch(run: Scripts, flags: 
         pytest.param(("--mode", "localsgd"), "mode localsgd, whose workers step by themselves", id="localsgd"),
         pytest.param(("--mode", "diloco"), "mode diloco, whose workers", id="diloco", marks=slow),
         pytest.param(("--mode", "async_diloco"), "mode async_diloco, whose workers", id="async_diloco", marks=slow),
-        pytest.param(("--mode", "buffered"), "mode buffered, whose steps are along a w", id="buffered", marks=slow),
+        pytest.param(("--mode", "buffered"), "mode buffered, whose steps use a w", id="buffered", marks=slow),
         pytest.param(("--mode", "sync", "--set", "policy.aggregation=median"), "aggregation median, which", marks=slow),
     ],
 )  # fmt: skip

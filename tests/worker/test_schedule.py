@@ -62,10 +62,10 @@ def test_a_configuration_that_was_read_is_one_that_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"lr_schedule": "step"}, "lr_schedule step and lr_step_size go together"),
-        ({"lr_step_size": 5}, "lr_schedule step and lr_step_size go together"),
-        ({"lr_gamma": 0.5}, "lr_gamma is of lr_schedule step"),
-        ({"min_lr": 0.01}, "min_lr is of lr_schedule cosine and linear"),
+        ({"lr_schedule": "step"}, "lr_schedule step and lr_step_size need each other"),
+        ({"lr_step_size": 5}, "lr_schedule step and lr_step_size need each other"),
+        ({"lr_gamma": 0.5}, "lr_gamma needs lr_schedule step"),
+        ({"min_lr": 0.01}, "min_lr needs lr_schedule cosine or linear"),
         ({"warmup": 500}, "train.warmup is 500: it must be below run.steps, 500"),
         ({"lr_schedule": "cosine", "min_lr": 0.5}, "train.min_lr is 0.5: it must not exceed optimizer.lr, 0.1"),
     ],

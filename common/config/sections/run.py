@@ -64,7 +64,7 @@ class RunConfig(Section):
         None, ge=1, description="passes of all workers together through the data set, instead of run.steps"
     )
     eval_every: Annotated[Interval | None, Flag(Panel.RUN, EVERY, "", "", "N|30s|1epoch", is_for_alone=True)] = Field(
-        None, description="interval between evaluations, in training steps, seconds or epochs; none: only at the end"
+        None, description="interval between evaluations, in training steps, seconds or epochs"
     )
     best: Annotated[str | None, Flag(Panel.RUN, EVERY, metavar="METRIC", is_for_alone=True)] = Field(
         None, description="metric that chooses the best evaluation; none: accuracy if the task has it, else loss"

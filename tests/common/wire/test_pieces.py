@@ -45,8 +45,8 @@ def out_of_band(offset: int, num_bytes: int) -> Frame:
         ([piece(2**64 - 1, 4)], "goes past the end"),
         ([piece(0, 4), piece(4, 0)], "an empty piece"),
         ([piece(0, 0)], "an empty piece"),
-        ([out_of_band(0, 10)], "not in one"),
-        ([piece(0, 4), out_of_band(4, 6)], "not in one"),
+        ([out_of_band(0, 10)], "travels in messages"),
+        ([piece(0, 4), out_of_band(4, 6)], "travels in messages"),
     ],
 )
 def test_pieces_out_of_place_are_refused(pieces: list[Frame], says: str) -> None:

@@ -54,8 +54,8 @@ def test_what_is_missing_where_is_said():
     assert caught.value.message == (
         "no snapshot is complete on all shards: shard 0 has version 16 of server incarnation 1, version 15 of server "
         "incarnation 1, version 14 of server incarnation 1, version 13 of server incarnation 1, version 12 of server "
-        "incarnation 1, 2 older; shard 1 has version 8 of server incarnation 2 (unusable: weights.safetensors is not "
-        "what was written); shard 2 has none"
+        "incarnation 1, 2 older; shard 1 has version 8 of server incarnation 2 (unusable: weights.safetensors has "
+        "changed since it was written); shard 2 has none"
     )
     assert "--resume never" in caught.value.fix
 

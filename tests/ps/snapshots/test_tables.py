@@ -93,5 +93,5 @@ def test_another_number_of_shards_has_the_same_rows(tmp_path: Path, now: int):
 def test_a_snapshot_without_the_table_is_refused(tmp_path: Path):
     loaded = load(written(tmp_path, 0, 1, store_of(0, 1, 1)))
     files = {name: tensors for name, tensors in loaded.files.items() if name != "tables.safetensors"}
-    with pytest.raises(CheckpointError, match="table 'sgd' is not there"):
+    with pytest.raises(CheckpointError, match="table 'sgd' is missing"):
         restore(store_of(0, 1, None), loaded._replace(files=files))

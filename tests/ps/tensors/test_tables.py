@@ -104,7 +104,7 @@ def test_rows_are_pulled_in_the_order_asked_for() -> None:
         with pytest.raises(ParamServerError, match="which has 6 to 11"):
             tables.pull(0, torch.tensor(wrong).numpy().tobytes(), 1 << 20)
     for nothing in (b"", b"123"):
-        with pytest.raises(ParamServerError, match="no list of ids"):
+        with pytest.raises(ParamServerError, match="not a list of ids"):
             tables.pull(0, nothing, 1 << 20)
     with pytest.raises(ParamServerError, match="more than 40 bytes"):
         tables.pull(0, ids.numpy().tobytes(), 40)
