@@ -15,12 +15,12 @@ from rich.text import Text
 from ..common.config.conditions import Condition, condition
 from ..common.config.sections.launching import CostConfig
 from ..common.errors import UsageError
-from ..common.reporting.compared import write_report
 from ..common.reporting.curve import add_trained
 from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
 from ..common.reporting.summary import Cost, Summary
 from ..common.runstore.reading import IRRELEVANT_SETTINGS, RunStore, StoredRun, config_differences
+from ..web.report import write_report
 from .showing import plain, print_json
 
 _MOST_IN_A_LABEL = 2

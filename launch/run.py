@@ -136,7 +136,7 @@ def start(
 
 def run(plans: list[Plan], site: Site) -> int:
     """Run the plans, show and write their results, and return the exit code."""
-    from ..common.reporting.compared import prepare_report
+    from ..web.report import prepare_report
     from .view.screen import discard_from_now_on
 
     if (report := site.config.output.report) is not None:
@@ -156,9 +156,9 @@ def run(plans: list[Plan], site: Site) -> int:
 
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """Print the table of one run, or the comparison of several, with one file for all summaries, {"runs": [...]}."""
-    from ..common.reporting.compared import write_report
     from ..common.reporting.findings import findings
     from ..common.reporting.report import comparison_table, report_console, summary_table
+    from ..web.report import write_report
 
     console, output = report_console(), plans[0].config.output
     target = condition(output.target) if output.target is not None else None

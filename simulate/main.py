@@ -156,9 +156,9 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
 
 def _compare(runs: Runs, learns: bool, has_baseline: bool, as_json: bool, report: str | None) -> int:
     """Simulate the runs, print and write the results, and return the exit code."""
-    from ..common.reporting.compared import write_report
     from ..common.reporting.log import setup_logging
     from ..common.reporting.report import comparison_table, report_console
+    from ..web.report import write_report
     from .results.summary import as_text, for_people, sentence, summary, time_cells, time_pictures, time_table
 
     setup_logging(runs[0][0].log.model_copy(update={"level": "warning"}), PROGRAM)

@@ -21,7 +21,8 @@ MAX_TAG_CHARACTERS = 40
 # Whether more of a metric of the run is better. Metrics that are not here are neither good nor bad.
 _IS_UP = {
     "loss": False, "elapsed_s": False, "samples_per_s": True, "wait_share": False, "num_bytes": False,
-    "staleness_mean": False, "staleness_max": False,
+    "staleness_mean": False, "staleness_max": False, "wall_s": False, "union_steps_per_s": True,
+    "bytes_per_worker": False, "peer_bytes": False, "target": False, "cost": False, "waiting_cost": False,
 }  # fmt: skip
 
 

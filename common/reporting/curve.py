@@ -105,7 +105,7 @@ class Curve:
 
 
 def add_trained(points: list[Point], status: Any) -> None:
-    """Add the training loss of one more `Status`, or row of the run store.
+    """Add the training loss of one more `Status`, or row of the run store, and its other metrics.
 
     A run that went back to a snapshot loses its points beyond.
     """
@@ -113,9 +113,10 @@ def add_trained(points: list[Point], status: Any) -> None:
         points.pop()
     if status.loss is None or (points and points[-1].step == status.step):
         return
-    metrics, num_bytes = {TRAINED: status.loss}, status.num_bytes or None
-    at = {name: getattr(status, name) for name in ("step", "version", "elapsed_s")}
-    points.append(Point(**at, metrics=metrics, num_bytes=num_bytes))
+    others = {name: value for name, value in status.row().items() if value is not None and name != "loss"}
+    metrics = {TRAINED: status.loss, **others}  # `loss` is that of evaluations
+    at = {name: getattr(status, name) for name in ("step", "version", "elapsed_s", "samples")}
+    points.append(Point(**at, metrics=metrics, num_bytes=status.num_bytes or None))
     if len(points) >= 2 * _MOST_TRAINED:
         points[:] = points[::2]
 

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..config.conditions import Condition
-from .metrics import OF_RUN, OF_WORKER, Display, Metric, shown_of_run, shown_of_workers
+from .metrics import OF_RUN, OF_WORKER, Display, Metric, Unit, shown_of_run, shown_of_workers
 from .pictures.words import duration, share, short_number, size
 from .status import Status, WorkerStatus
 from .summary import Summary, price
@@ -34,6 +34,8 @@ class Measure(NamedTuple):
     name: str
     get: Callable[[Summary], float | None]
     write: Callable[[float], str]
+    key: str = ""  # of a metric its name, of an evaluation's `eval.NAME`
+    unit: str = Unit.NUMBER.value  # or `price`
 
 
 class Spread(NamedTuple):
@@ -128,7 +130,7 @@ def comparison_cells(
     runs: Sequence[tuple[str, Summary]], target: Condition | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """The same as text: names of the columns, rows. Of several runs of one name a row more has mean and range."""
-    columns = _columns(runs, target)
+    columns = comparison_columns(runs, target)
     rows = [[label, *(_cell(column, [run]) for column in columns)] for label, run in runs]
     for label in dict.fromkeys(label for label, _ in runs):
         same = [run for name, run in runs if name == label]
@@ -137,23 +139,29 @@ def comparison_cells(
     return ["mode", *(column.name for column in columns)], rows
 
 
-def _columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> list[Measure]:
+def comparison_columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> list[Measure]:
+    """The columns of a comparison: final metrics, the target, metrics of the run, costs."""
     finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
-    columns = [Measure(name, partial(_final, name), short_number) for name in finals]
+    columns = [Measure(name, partial(_final, name), short_number, f"eval.{name}") for name in finals]
     if target is not None:
-        columns.append(Measure(f"s to {target}", lambda run: run.seconds_to(target), OF_RUN["wall_s"].text))
+        wall_s = OF_RUN["wall_s"]
+        columns.append(
+            Measure(f"s to {target}", lambda run: run.seconds_to(target), wall_s.text, "target", wall_s.unit.value)
+        )
     columns += run_measures(runs)
     if paid := [run.cost for _, run in runs if run.cost]:
         columns.append(Measure("cost", lambda run: run.cost.total if run.cost else None,
-                               lambda total: f"{price(total)} {paid[0].currency}"))  # fmt: skip
-        columns.append(Measure("for waiting", lambda run: run.cost.waiting if run.cost else None, price))
+                               lambda total: f"{price(total)} {paid[0].currency}", "cost", "price"))  # fmt: skip
+        columns.append(
+            Measure("for waiting", lambda run: run.cost.waiting if run.cost else None, price, "waiting_cost", "price")
+        )
     return columns
 
 
 def run_measures(runs: Sequence[tuple[str, Summary]]) -> list[Measure]:
     """The metrics that a comparison displays, without rare ones that no run has."""
     return [
-        Measure(metric.label, attrgetter(metric.name), metric.text)
+        Measure(metric.label, attrgetter(metric.name), metric.text, metric.name, metric.unit.value)
         for metric in shown_of_run(Display.REPORT)
         if not metric.is_rare or any(getattr(run, metric.name) for _, run in runs)
     ]

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paramserver.catalog.showing import show_run
 from paramserver.common.config.schema import Config
-from paramserver.common.reporting.compared import write_report
 from paramserver.common.reporting.metrics import Fold, Metric, Unit, register, unregister
 from paramserver.common.reporting.panel import TerminalConsole, status_panel
 from paramserver.common.reporting.report import report_console, summary_table
@@ -30,6 +29,7 @@ from paramserver.ps.observe.metrics import MetricsSink
 from paramserver.ps.observe.trackers.base import metrics_of
 from paramserver.simulate.results.summary import summary as summary_of
 from paramserver.tests.simulate.worlds import simulated
+from paramserver.web.report import write_report
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from starlette.testclient import TestClient

@@ -52,7 +52,7 @@ class Tab:
     def __init__(self, browser: Any, **options: Any) -> None:
         self.wrong: list[str] = []
         self._context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        self._context.route(lambda url: "//127.0.0.1:" not in url, self._leaves)
+        self._context.route(lambda url: "//127.0.0.1:" not in url and not url.startswith("file:"), self._leaves)
         self.page = self._context.new_page()
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", self._on_console)

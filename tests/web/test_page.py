@@ -355,8 +355,8 @@ def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) ->
     assert label(shown, "loss").startswith("loss over steps: 2 points from 1 to 9, first 0.500, newest 0.100")
     assert label(shown, "staleness") == "11 contributions by versions behind: 9 at 0, 2 at 1"
     assert label(shown, "stream") == "The last minute. worker 0: computing 75 %, transfer 0 %, waiting 25 %"
-    named = {"elapsed_s": "seconds", "num_bytes": "bytes"}
-    for axis, x in (("samples", "64"), ("num_bytes", "10"), ("elapsed_s", "1")):
+    named = {"time": "seconds", "bytes": "traffic"}
+    for axis, x in (("samples", "64"), ("bytes", "10 B"), ("time", "1.0 s")):
         shown.page.locator("#axis").select_option(axis)
         assert f": 1 point from {x} to {x}, first 0.500" in label(shown, "evaluations")
         assert f" over {named.get(axis, axis)}: 2 points" in label(shown, "rate")

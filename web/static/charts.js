@@ -31,7 +31,7 @@ function sentence(chart) {
     const known = xs.map((x, row) => [x, column[row]]).filter(([x, value]) => x !== null && value !== null && value !== undefined);
     if (!known.length) return `${label}: nothing yet`;
     const [first, last] = [known[0], known[known.length - 1]], values = known.map(point => point[1]);
-    return `${label} over ${axis}: ${known.length} point${known.length > 1 ? 's' : ''} from ${whole(first[0])} to ${whole(last[0])}, first ${shortNumber(first[1])}, newest ${shortNumber(last[1])}, lowest ${shortNumber(Math.min(...values))}, highest ${shortNumber(Math.max(...values))}${trend(values)}`;
+    return `${label} over ${axis}: ${known.length} point${known.length > 1 ? 's' : ''} from ${chart.formatX(first[0])} to ${chart.formatX(last[0])}, first ${shortNumber(first[1])}, newest ${shortNumber(last[1])}, lowest ${shortNumber(Math.min(...values))}, highest ${shortNumber(Math.max(...values))}${trend(values)}`;
   });
   return sentences.join('; ') + (named.length > MAX_SENTENCES ? `; and ${named.length - MAX_SENTENCES} more curves` : '');
 }
@@ -124,7 +124,7 @@ function withKeys(host, known) {
 // Draw a chart. `chart`: {series: [{label, stroke, dash}], columns: [x, y...], axis, unit, kind: line, points or bars,
 // logX, logY, bands, sync, format, formatX}. It is made again only where more than its data has changed.
 export function draw(host, chart) {
-  const full = { kind: 'line', format: shortNumber, formatX: value => whole(value), ...chart };
+  const full = { kind: 'line', ...chart, format: chart.format || shortNumber, formatX: chart.formatX || whole };
   host.setAttribute('role', 'img');
   host.setAttribute('aria-label', sentence(full));
   if (full.logY) full.columns = [full.columns[0], ...full.columns.slice(1).map(column => column.map(value => value > 0 ? value : null))];

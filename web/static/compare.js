@@ -4,6 +4,7 @@ import { balance, draw, forget, highlight, loaded } from './charts.js';
 import { labelOf } from './columns.js';
 import { faded, strokes } from './palette.js';
 import { AXES, band, bestOf, differences, grouped, joined, pointsOf, smoothed, spread } from './curves.js';
+// `compareRuns` gets {picked, left, state, metrics, changed, load(run)}; a report also {columns, areAlike, isFile}.
 const RESULTS = ['step', 'elapsed_s', 'samples_per_s', 'num_bytes', 'wait_share', 'staleness_mean', 'loss'];
 const MAX_DEFAULT = 3; // charts of evaluations that are open without being chosen
 const MAX_IN_A_LABEL = 2;
@@ -21,8 +22,7 @@ export async function compareRuns(all) {
       const due = now.picked.filter(run => { const known = read.get(run.id); return !known || known.stamp !== stampOf(run); });
       if (!due.length) break;
       await Promise.all(due.slice(0, 6).map(async run => {
-        const reply = await fetch(`/api/runs/${encodeURIComponent(run.id)}/curves`).catch(() => null);
-        read.set(run.id, { stamp: stampOf(run), curves: reply?.ok ? await reply.json() : read.get(run.id)?.curves || null });
+        read.set(run.id, { stamp: stampOf(run), curves: await now.load(run) || read.get(run.id)?.curves || null });
       }));
       paint();
     }
@@ -44,7 +44,7 @@ function regroup() {
     const parts = differ.filter(([name, values]) => !['run.mode', 'run.seed'].includes(name) && alike.some(index => JSON.stringify(values[index]) !== JSON.stringify(values[at])))
       .map(([name, values]) => `${name.slice(name.lastIndexOf('.') + 1)} ${values[at] ?? 'none'}`);
     const apart = alike.length === 1 ? '' : parts.length && parts.length <= MAX_IN_A_LABEL ? parts.join(', ') : group.id.slice(0, 6);
-    const name = group.runs.length === 1 ? group.runs[0].run.name : null;
+    const name = group.runs[0].group || (group.runs.length === 1 ? group.runs[0].run.name : null);
     group.label = name || [group.mode, tasks.size > 1 ? group.runs[0].run.work : '', apart].filter(Boolean).join(' ');
     group.shown = group.runs.length > 1 ? `${group.label} (${group.runs.length} seeds)` : group.label;
   });
@@ -70,7 +70,7 @@ function build() {
     settings: make('table', { id: 'differences' }, make('caption', { class: 'hidden' }, 'Settings in which the selected runs differ'), make('thead'), make('tbody')), same: make('p', { class: 'note' }), menu, select, smooth, amount, logX, logY, seeds, link,
   };
   host.replaceChildren(
-    make('div', { class: 'card' }, make('div', { class: 'tools head' }, make('h2', { id: 'h-comparison' }, 'Comparison'), make('label', {}, 'over', select), make('label', { title: 'Exponential moving average' }, 'smooth', smooth, amount), logYLabel, logXLabel, seedsLabel, make('span', { class: 'push' }), menu, link), frame.notes, frame.legend),
+    make('div', { class: 'card' }, make('div', { class: 'tools head' }, make('h2', { id: 'h-comparison' }, 'Comparison'), make('label', {}, 'over', select), make('label', { title: 'Exponential moving average' }, 'smooth', smooth, amount), logYLabel, logXLabel, seedsLabel, make('span', { class: 'push' }), menu, ...(now.isFile ? [] : [link])), frame.notes, frame.legend),
     frame.charts,
     make('div', { class: 'card' }, make('h2', { class: 'head' }, 'Results'), make('div', { class: 'scroll' }, frame.results)),
     make('div', { class: 'card' }, make('h2', { class: 'head' }, 'Settings that differ'), frame.same, make('div', { class: 'scroll' }, frame.settings)),
@@ -129,7 +129,8 @@ function chartOf(key, metric) {
   }
   if (!curves.length) return null;
   const label = AXES[state.x][1], columns = joined(curves);
-  return { series, bands, columns, axis: label, unit: metric.label.replace(', evaluated', ''), logX: state.log.includes('x'), logY: state.log.includes('y'), sync: 'compared', format: metric.format, tickY: metric.ticks };
+  const [, , formatX, tickX] = AXES[state.x];
+  return { series, bands, columns, axis: label, formatX, tickX, unit: metric.label.replace(', evaluated', ''), logX: state.log.includes('x'), logY: state.log.includes('y'), sync: 'compared', format: metric.format, tickY: metric.ticks };
 }
 
 export function paint() {
@@ -187,6 +188,7 @@ function showMenu(known, chosen) {
 // ---- tables -----------------------------------------------------------------------------------------------------
 
 function columnsOfResults() {
+  if (now.columns) return now.columns.map(column => ({ ...column, isUp: column.is_up, value: run => run.values[column.key], write: value => written(column, value) }));
   const metrics = RESULTS.map(name => now.metrics.recorded.find(metric => metric.name === name)).filter(Boolean);
   const names = [...new Set(groups.flatMap(({ runs }) => runs.flatMap(({ run }) => Object.keys(run.metrics || {}))))];
   const directions = Object.assign({}, ...groups.flatMap(({ runs }) => runs.map(curves => curves.is_up)));
@@ -196,12 +198,22 @@ function columnsOfResults() {
   ];
 }
 
+// The best first, by the evaluations where they can be compared, else by time.
+function ranked(columns, spreads, areAlike) {
+  const order = [...groups.keys()], wanted = areAlike ? ['eval.accuracy', 'eval.loss'] : [];
+  const at = [...wanted.map(key => columns.findIndex(column => column.key === key)), columns.findIndex(({ key, isUp }) => areAlike && isUp !== null && key.startsWith('eval.')), columns.findIndex(({ key }) => ['wall_s', 'elapsed_s'].includes(key))].find(index => index >= 0 && spreads[index].filter(Boolean).length > 1);
+  if (at === undefined) return order;
+  const value = index => spreads[at][index]?.mean ?? (columns[at].isUp ? -Infinity : Infinity);
+  return order.sort((a, b) => (columns[at].isUp ? value(b) - value(a) : value(a) - value(b)) || a - b);
+}
+
 function showResults() {
-  const columns = columnsOfResults(), areAlike = new Set(now.picked.map(run => run.work)).size <= 1, isOfTask = key => key.startsWith('eval.') || key === 'loss';
+  const columns = columnsOfResults(), areAlike = now.areAlike ?? new Set(now.picked.map(run => run.work)).size <= 1, isOfTask = key => key.startsWith('eval.') || ['loss', 'target'].includes(key);
   const spreads = columns.map(column => groups.map(({ runs }) => spread(runs.map(({ run }) => column.value(run)))));
   const best = columns.map((column, at) => column.isUp === null || (!areAlike && isOfTask(column.key)) ? null : bestOf(spreads[at], column.isUp));
   frame.results.tHead.replaceChildren(make('tr', {}, make('th', { scope: 'col' }, 'runs'), ...columns.map(column => make('th', { scope: 'col', title: column.help }, column.label))));
-  const rows = groups.flatMap((group, at) => {
+  const rows = ranked(columns, spreads, areAlike).flatMap(at => {
+    const group = groups[at];
     const isFolded = group.runs.length > 1, isOpen = openGroups.has(group.id), name = make('th', { scope: 'row' }, swatchCell(group));
     if (isFolded) {
       const button = make('button', { type: 'button', class: 'small plain', 'aria-expanded': String(isOpen), 'aria-label': `the ${group.runs.length} runs of ${group.label}` }, isOpen ? '▾' : '▸');
@@ -210,14 +222,18 @@ function showResults() {
     }
     const cells = columns.map((column, index) => {
       const found = spreads[index][at], cell = make('td', best[index] === at ? { class: 'best', title: 'the best of the selected runs' } : {}, found ? column.write(found.mean) : '–');
-      if (found && found.count > 1 && found.low !== found.high) cell.append(make('span', { class: 'range' }, ` ${column.write(found.low)} – ${column.write(found.high)}`));
+      if (found && found.count > 1 && column.write(found.low) !== column.write(found.high)) cell.append(make('span', { class: 'range' }, ` ${column.write(found.low)} – ${column.write(found.high)}`));
       if (best[index] === at) cell.append(make('span', { class: 'hidden' }, ' best'));
       return cell;
     });
-    const members = isFolded && isOpen ? group.runs.map(({ run, settings }) => make('tr', { class: 'member' }, make('th', { scope: 'row' }, make('a', { href: `/?run=${encodeURIComponent(run.id)}` }, `seed ${settings['run.seed'] ?? '?'}: ${labelOf(run)}`)), ...columns.map(column => { const value = column.value(run); return make('td', { class: 'range' }, value === null ? '–' : column.write(value)); }))) : [];
+    const members = isFolded && isOpen ? group.runs.map(({ run, settings }) => make('tr', { class: 'member' }, make('th', { scope: 'row' }, memberName(run, settings)), ...columns.map(column => { const value = column.value(run); return make('td', { class: 'range' }, value === null || value === undefined ? '–' : column.write(value)); }))) : [];
     return [make('tr', { 'data-group': group.id }, name, ...cells), ...members];
   });
   frame.results.tBodies[0].replaceChildren(...rows);
+}
+function memberName(run, settings) {
+  const seed = `seed ${settings['run.seed'] ?? '?'}`;
+  return now.isFile ? make('span', {}, 'run.seed' in settings ? seed : run.id) : make('a', { href: `/?run=${encodeURIComponent(run.id)}` }, `${seed}: ${labelOf(run)}`);
 }
 function swatchCell(group) { const line = make('span', { class: 'mode' }, group.shown); line.style.setProperty('--of-mode', group.stroke); return line; }
 

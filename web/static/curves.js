@@ -1,5 +1,7 @@
 // Arithmetic on curves: points of a run, smoothing, and the band of runs that differ only in their seed. No DOM.
-export const AXES = { step: ['step', 'steps'], time: ['elapsed_s', 'seconds'], samples: ['samples', 'samples'], bytes: ['num_bytes', 'bytes'] };
+import { duration, size } from './text.js';
+// By name: the column, the label, how a value is written, and how those at the axis are (undefined: as numbers).
+export const AXES = { step: ['step', 'steps'], time: ['elapsed_s', 'seconds', duration], samples: ['samples', 'samples'], bytes: ['num_bytes', 'traffic', size, size] };
 
 // The points [x, y] of a metric. A run that takes up a snapshot goes back: what it had beyond is replaced.
 export function pointsOf(curves, metric, axis) {
@@ -59,7 +61,7 @@ export function grouped(all, areSeeds) {
   const groups = new Map();
   for (const curves of all) {
     const settings = Object.entries(curves.settings).filter(([name]) => name !== 'run.seed').sort(([a], [b]) => a < b ? -1 : 1);
-    const key = areSeeds && settings.length ? JSON.stringify([curves.run.work, curves.run.mode, settings]) : curves.run.id;
+    const key = areSeeds && curves.group ? curves.group : areSeeds && settings.length ? JSON.stringify([curves.run.work, curves.run.mode, settings]) : curves.run.id;
     groups.set(key, [...(groups.get(key) || []), curves]);
   }
   return [...groups.values()];

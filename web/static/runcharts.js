@@ -2,15 +2,14 @@
 import { $, color, inPlace, make, say } from './text.js';
 import { balance, draw, forget } from './charts.js';
 import { modeColor } from './palette.js';
-import { pointsOf, smoothed } from './curves.js';
-const AXES = { step: 'step', elapsed_s: 'time', samples: 'samples', num_bytes: 'bytes' }; // by the value of the select
+import { AXES, pointsOf, smoothed } from './curves.js';
 const extra = new Set(); // further metrics that are displayed
 
 function chartOf(state, key, label, unit, isDotted) {
-  const axis = AXES[$('axis').value], weight = Number($('smooth').value), points = pointsOf(state, key, axis), stroke = modeColor(state.newest.status.mode), soft = smoothed(points, weight);
+  const axis = $('axis').value, [, name, formatX, tickX] = AXES[axis], weight = Number($('smooth').value), points = pointsOf(state, key, axis), stroke = modeColor(state.newest.status.mode), soft = smoothed(points, weight);
   const series = [{ label, stroke, isDotted }], columns = [points.map(([x]) => x), soft.map(([, y]) => y)];
   if (soft !== points) { series.unshift({ label, stroke, alpha: 0.25, width: 1, isAside: true }); columns.splice(1, 0, points.map(([, y]) => y)); }
-  return { series, columns, axis: $('axis').selectedOptions[0].textContent, unit, logY: $('log-y').checked, sync: 'run' };
+  return { series, columns, axis: name, formatX, tickX, unit, logY: $('log-y').checked, sync: 'run' };
 }
 
 // A card for each further metric; the first three are in the page.

@@ -111,11 +111,11 @@ function showComparison() {
   $('board').classList.toggle('comparing', isOpen);
   $('comparison').hidden = !isOpen;
   if (!isOpen && !compare) return;
-  const all = { picked: picked.slice(0, MAX_COMPARED), left: Math.max(0, picked.length - MAX_COMPARED), state, metrics, changed, deselect };
+  const all = { picked: picked.slice(0, MAX_COMPARED), left: Math.max(0, picked.length - MAX_COMPARED), state, metrics, changed, load };
   if (compare) compare.compareRuns(all);
   else import('./compare.js').then(module => { if (!compare) { compare = module; showComparison(); } });
 }
-function deselect(ids) { state.sel = state.sel.filter(id => !ids.includes(id)); changed(); }
+const load = run => fetch(`/api/runs/${encodeURIComponent(run.id)}/curves`).then(reply => reply.ok ? reply.json() : null).catch(() => null);
 
 // ---- columns and tags -----------------------------------------------------------------------------------------
 
@@ -148,13 +148,13 @@ async function tag(isAdding) {
 
 // ---- start ----------------------------------------------------------------------------------------------------
 
-async function load() {
+async function reload() {
   try {
     [runs, metrics] = await Promise.all([fetch('/api/runs').then(reply => reply.json()), metrics.recorded.length ? metrics : fetch('/api/metrics').then(reply => reply.json())]);
     areRead = true;
     remake(); show();
   } catch { $('count').textContent = 'no reply; trying again'; }
-  setTimeout(load, runs.some(run => ['running', 'live'].includes(run.state)) ? 3000 : 15000);
+  setTimeout(reload, runs.some(run => ['running', 'live'].includes(run.state)) ? 3000 : 15000);
 }
 
 $('filter').value = state.q;
@@ -169,4 +169,4 @@ for (const menu of document.querySelectorAll('.menu')) {
   document.addEventListener('click', event => { if (!menu.contains(event.target)) menu.open = false; });
 }
 fetch('/api/session').then(reply => reply.json()).then(session => { mayControl = !!session.may_control; show(); }).catch(() => {});
-load();
+reload();

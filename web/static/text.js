@@ -43,7 +43,7 @@ export function duration(seconds) {
 // The value of a metric, by its unit as in common/reporting/metrics.py.
 const UNITS = {
   count: whole, rate: value => (value < 100 ? value.toFixed(1) : whole(value)), seconds: value => value.toFixed(1), duration, bytes: size, share,
-  mean: value => value.toFixed(2), number: shortNumber,
+  mean: value => value.toFixed(2), number: shortNumber, price,
 };
 export const written = (metric, value) => (value === null || value === undefined ? '–' : UNITS[metric.unit](value));
 export const clock = unix => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });

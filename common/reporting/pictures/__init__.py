@@ -1,4 +1,4 @@
-"""Curves and bars as pictures: SVG without anything, PNG of curves where matplotlib is installed (the extra `bench`).
+"""Curves as pictures: SVG without anything, PNG of curves where matplotlib is installed (the extra `bench`).
 
 Curves of one name are one way of training with several seeds: of one color, over the band that they span.
 """
@@ -11,9 +11,9 @@ from html import escape
 from pathlib import Path
 
 from ...errors import OutputError
+from .words import size
 
 Curves = Sequence[tuple[str, Sequence[tuple[float, float]]]]
-Bars = Sequence[tuple[str, float, float, float, str]]  # name, mean, low, high, as it is written
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 720, 320, 70, 30
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
@@ -52,7 +52,7 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
         (f"{high:.3g}", 5, 16),
         (f"{low:.3g}", 5, _HEIGHT - 6),
         (f"0 {unit}", _LEFT, _HEIGHT + 18),
-        (f"{last:,.4g} {unit}", _WIDTH - 40, _HEIGHT + 18),
+        (size(last) if unit == "bytes" else f"{last:,.4g} {unit}", _WIDTH - 40, _HEIGHT + 18),
     ):
         found.append(f'<text x="{x}" y="{y}">{text}</text>')
     return "".join(found) + "</svg>"
@@ -75,22 +75,6 @@ def _at(points: Sequence[tuple[float, float]], x: float) -> float:
     return right[1] if right[0] <= left[0] else left[1] + (right[1] - left[1]) * (x - left[0]) / (right[0] - left[0])
 
 
-def bar_svg(bars: Bars) -> str:
-    """A bar for each, from 0; of several runs with the range."""
-    most, row, left = max(high for _, _, _, high, _ in bars) or 1.0, 24, 170
-    width, height = _WIDTH + 160, row * len(bars)
-    found = [f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" font-size="12">']
-    for index, (name, mean, low, high, label) in enumerate(bars):
-        color, y = _COLORS[index % len(_COLORS)], row * index
-        ends = [left + value / most * (_WIDTH - left) for value in (mean, low, high)]
-        found.append(f'<text x="5" y="{y + 16}">{escape(name)}</text>')
-        found.append(f'<rect x="{left}" y="{y + 4}" width="{ends[0] - left:.1f}" height="16" fill="{color}"/>')
-        if low < high:
-            found.append(f'<path stroke="#333" d="M{ends[1]:.1f} {y + 12}H{ends[2]:.1f}"/>')
-        found.append(f'<text x="{ends[2] + 8:.1f}" y="{y + 16}">{escape(label)}</text>')
-    return "".join(found) + "</svg>"
-
-
 def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = None) -> bool:
     """The same into a file; False where there is no matplotlib. OutputError where it cannot be written."""
     try:
@@ -111,6 +95,8 @@ def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = 
     if line is not None:
         axes.axhline(line, color="#999999", linestyle="--")
     axes.set(title=_literal(title), xlabel=unit)
+    if unit == "bytes":
+        axes.xaxis.set_major_formatter(lambda count, _: size(count))
     axes.legend()
     try:
         figure.savefig(path, dpi=120)

@@ -1,25 +1,23 @@
-"""Runs side by side as files for people: one HTML without references to anything outside, and Markdown."""
+"""Writes a comparison of runs as files for people: the dashboard's comparison as one HTML file, and Markdown."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 
-from ..config.conditions import Condition
-from ..errors import OutputError
-from .curve import TRAINED, Point
-from .findings import findings, spreads, target_of
-from .output import check_writable, write_whole
-from .pictures import Curves, bar_svg, png, svg
-from .report import comparison_cells, run_measures
-from .summary import Summary
+from ..common.config.conditions import Condition
+from ..common.errors import OutputError
+from ..common.reporting.curve import TRAINED, Point
+from ..common.reporting.findings import findings, target_of
+from ..common.reporting.output import check_writable, write_whole
+from ..common.reporting.pictures import Curves, png
+from ..common.reporting.pictures.words import size
+from ..common.reporting.report import comparison_cells, comparison_columns
+from ..common.reporting.summary import Summary
+from .report_page import Picture, Table, comparison_data, page
 
-Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
-Picture = tuple[str, str, str, Curves]  # its PNG's name, what it shows, over what, the curves
 _FILES = ("report.html", "report.md")
-_NO_PNG = "The curves are in report.html only: matplotlib, which draws PNG, is not installed (paramserver[bench])."
 _TRAINED = "Not all were evaluated on their way (run.eval_every): train_loss is drawn, which workers told in training."
 _MOST_ROWS = 50  # of a curve in Markdown
 _UNITS: dict[str, Callable[[Point], float | None]] = {
@@ -27,10 +25,6 @@ _UNITS: dict[str, Callable[[Point], float | None]] = {
     "steps": lambda point: float(point.step),
     "bytes": lambda point: point.num_bytes,
 }
-_STYLE = (
-    "body{font:15px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:right}td:first-child{text-align:left}"
-    "svg{background:#fafafa}"
-)
 
 
 def write_report(
@@ -42,52 +36,39 @@ def write_report(
     extra: tuple[Sequence[Table], Sequence[Picture]] = ((), ()),
     target: Condition | None = None,
 ) -> None:
-    """`report.html` and `report.md` in a directory, which is made: what the runs say in sentences, a table of all, what
-    `differences` their settings have (by key, a value for each run), curves over seconds, steps and bytes (of
-    evaluations; of the training loss where a run has none), where matplotlib is installed as PNG too, and bars. Runs
-    of one name are the same with several seeds. `more` tables, and pictures (without a mark), stand behind these.
-    Without a `target` it is what every run has reached. OutputError where it cannot be written."""
-    tables = [comparison_cells(runs, target or target_of(runs)), *extra[0]]
+    """Write `report.html` and `report.md` into a directory, which is made. Raises OutputError.
+
+    The HTML is the comparison of the dashboard as one file. Both say in sentences what won, and have a table of all
+    runs, the settings that differ (`differences`: by key, a value for each run) and curves. The curves of the Markdown
+    are PNG, where matplotlib is installed. Runs of one name are the same with several seeds. `extra` tables and
+    pictures stand behind these. Without a `target` it is what every run has reached.
+    """
+    prepare_report(directory)
+    goal, differences = target or target_of(runs), differences or {}
+    # Metrics of different tasks, which a note is about, are not ranked.
+    are_alike = not any("different tasks" in note for note in notes)
+    sentences = findings(runs, target) if are_alike else []
+    remarks = [*notes, *([_TRAINED] if TRAINED in _shown(runs) else [])]
+    data = comparison_data(runs, comparison_columns(runs, goal), differences, are_alike=are_alike)
+    html = page(title, sentences, {**data, "notes": remarks, "tables": extra[0], "pictures": extra[1]})
+    tables = [comparison_cells(runs, goal), *extra[0]]
     if differences:
         head = ["setting", *(label for label, _ in runs)]
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
-    # Metrics of different tasks, which a note is about, are not ranked.
-    sentences = findings(runs, target) if not any("different tasks" in note for note in notes) else []
-    parts = [
-        f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in sentences)}</ul>" if sentences else "",
-        *map(_table, tables),
-    ]
     lines = [f"# {title}", "", *(f"- {text}" for text in sentences)]
     for head, rows in tables:
         lines += ["", _row(head), _row(["---"] * len(head)), *map(_row, rows)]
-    pictures = _pictures(runs, target or target_of(runs))
-    prepare_report(directory)
-    remarks = [*notes, *([_TRAINED] if TRAINED in _shown(runs) else [])]
-    for file, name, unit, curves, line in [*pictures, *((*picture, None) for picture in extra[1])]:
-        parts += [f"<h2>{escape(name)} over {unit}</h2>", svg(curves, unit, line)]
-        if not png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
-            remarks += [_NO_PNG] if _NO_PNG not in remarks else []
-        else:
+    for file, name, unit, curves, line in [*_pictures(runs, goal), *((*picture, None) for picture in extra[1])]:
+        if png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
             lines += ["", f"![{name} over {unit}]({file})"]
-    for measure in run_measures(runs):
-        by_name = spreads(runs, measure.get)
-        if any(spread.high for spread in by_name.values()):
-            bars = [(label, *spread, spread.text(measure.write)) for label, spread in by_name.items()]
-            parts += [f"<h2>{escape(measure.name)}</h2>", bar_svg(bars)]
     for label, run, name in _drawn(runs):
-        lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | bytes |", "| --- | --- | --- | --- |"]
+        lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | traffic |", "| --- | --- | --- | --- |"]
         points = run.points_of(name)
         lines += [
             f"| {point.elapsed_s:,.1f} | {point.step:,} | {point.metrics[name]:.4f} | {_bytes(point)} |"
             for point in points[:: -(-len(points) // _MOST_ROWS)]
         ]  # fmt: skip
-    parts += [f"<p>{escape(note)}</p>" for note in remarks]
-    html = (
-        f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{escape(title)}</h1>{''.join(parts)}\n"
-    )
-    lines += ["", *remarks]
-    _write(directory, html, "\n".join(lines) + "\n")
+    _write(directory, html, "\n".join([*lines, "", *remarks]) + "\n")
 
 
 def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
@@ -127,16 +108,7 @@ def _file_of(name: str) -> str:
 
 
 def _bytes(point: Point) -> str:
-    return "" if point.num_bytes is None else f"{point.num_bytes:,}"
-
-
-def _table(table: Table) -> str:
-    head, rows = table
-    cells = "".join(
-        "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row) + "</tr>"
-        for kind, row in [("th", head), *(("td", row) for row in rows)]
-    )
-    return f"<table>{cells}</table>"
+    return "" if point.num_bytes is None else size(point.num_bytes)
 
 
 def prepare_report(directory: str) -> None:
