@@ -36,6 +36,7 @@ TOKEN_VARIABLE = "PS_TOKEN"
 WEB_TOKEN_VARIABLE = (
     "PS_WEB_TOKEN"  # of the page alone; ps-launch gives one, which a server that is started again keeps
 )
+WEB_LOGS_VARIABLE = "PS_WEB_LOGS"  # a folder where ps-launch keeps the last lines of each worker, for the dashboard
 _MAX_TOKEN = 4096  # characters: all metadata of a call must fit into 8 KiB
 ANY_RANK = "worker"  # the common name that may join as any rank
 RANK_PREFIX = "rank-"

@@ -30,6 +30,7 @@ from .plan.runs import Plan
 from .supervise.blame import Blame
 from .supervise.supervisor import Decision, Finish, JobSettings, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event
+from .view.logs import WorkerLogs
 from .view.screen import Screen, make_screen
 from .view.series import Series
 
@@ -68,7 +69,7 @@ class Job:
         self.dashboard = dashboard
         self._summary: Summary | None = None
         self._trained: list[Point] = []
-        self._blame = Blame()
+        self._blame, self._logs = Blame(), WorkerLogs()
         self._supervisor = Supervisor(
             JobSettings(
                 num_workers=plan.num_workers,
@@ -147,6 +148,7 @@ class Job:
 
     def _on_line(self, child: Child, line: str) -> None:
         event = parse_event(line)
+        self._logs.add(child, line, event)
         if event is None:
             for shown in self._blame.read(child, line):
                 self._screen.line(child, shown, None)

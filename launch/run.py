@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
 from ..common.errors import OutputError, UsageError, raise_first
 from ..common.registry import BACKENDS, MODES, canonical_mode, check_mode, mode_label
-from ..common.security import WEB_TOKEN_VARIABLE
+from ..common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
 from ..common.wire.json_text import to_json
 from .backends.base import Backend, Site
@@ -136,14 +137,18 @@ def start(
 
 def run(plans: list[Plan], site: Site) -> int:
     """Run the plans, show and write their results, and return the exit code."""
-    from ..web.report import prepare_report
     from .view.screen import discard_from_now_on
 
     if (report := site.config.output.report) is not None:
+        from ..web.report import prepare_report
+
         prepare_report(report)
-    if site.config.launch.web or site.config.server.web is not None:  # a restarted server keeps the token
-        os.environ.setdefault(WEB_TOKEN_VARIABLE, secrets.token_urlsafe(16))
-    outcomes = start(plans, site)
+    with tempfile.TemporaryDirectory(prefix="ps-logs-") as logs:
+        os.environ.pop(WEB_LOGS_VARIABLE, None)
+        if site.config.launch.web or site.config.server.web is not None:  # a restarted server keeps the token
+            os.environ.setdefault(WEB_TOKEN_VARIABLE, secrets.token_urlsafe(16))
+            os.environ[WEB_LOGS_VARIABLE] = logs
+        outcomes = start(plans, site)
     code = outcomes[-1].finish.exit_code
     try:
         _show_results(plans, outcomes)
@@ -158,7 +163,6 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """Print the table of one run, or the comparison of several, with one file for all summaries, {"runs": [...]}."""
     from ..common.reporting.findings import findings
     from ..common.reporting.report import comparison_table, report_console, summary_table
-    from ..web.report import write_report
 
     console, output = report_console(), plans[0].config.output
     target = condition(output.target) if output.target is not None else None
@@ -174,6 +178,8 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
         console.print(summary_table(ended[0][1]))
         _write(plans[0].summary, ended[0][1].model_dump())
     if output.report is not None and ended:  # last: everything else does not depend on its disk
+        from ..web.report import write_report
+
         differences = differences_of([plan for plan, _ in ended])
         write_report(output.report, plans[0].work, named, differences=differences, target=target)
         console.print(f"the report is {output.report}/report.html", style="dim")

@@ -440,8 +440,9 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 40_000 + 100 + 200  # encoded gradients between peers; the comparison in the browser
-MAX_TEST_LINES = 42_600
+# Encoded gradients between peers; the comparison in the browser; what processes measure, and their logs.
+MAX_PRODUCT_LINES = 40_000 + 100 + 200 + 400
+MAX_TEST_LINES = 42_600 + 200  # measurements, logs and the report
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

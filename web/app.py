@@ -22,13 +22,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..common.errors import ParamServerError
 from ..common.reporting.metrics import Display, shown_of_run, shown_of_workers
+from ..common.reporting.worker_logs import last_lines
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
 from .compared import curves_of, described, differing, is_up_of_run, recorded_metrics, tags_of
 from .feed import Feed, Message
 from .guard import refusal
-from .openapi import Done, Health, Session, description
+from .openapi import Done, Health, Session, WorkerLog, description
 from .stored import Store
 
 _STATIC = Path(__file__).parent / "static"
@@ -141,6 +142,9 @@ def make_app(runs: Runs) -> Starlette:
     async def control(request: Request) -> Response:
         return await _control(runs.feed(request.path_params["run"]), request)
 
+    async def worker_log(request: Request) -> Response:
+        return _worker_log(runs, request)
+
     async def tag(request: Request) -> Response:
         return await _tag(runs, request)
 
@@ -150,6 +154,7 @@ def make_app(runs: Runs) -> Starlette:
     def metrics(request: Request) -> Any:
         found = {
             "run": shown_of_run(Display.DASHBOARD), "worker": shown_of_workers(Display.DASHBOARD),
+            "curves": shown_of_run(Display.DASHBOARD | Display.CURVES),
             "recorded": recorded_metrics(),
         }  # fmt: skip
         return {
@@ -188,6 +193,7 @@ def make_app(runs: Runs) -> Starlette:
             Route(run, whole),
             Route(f"{run}/status", of_run(newest)),
             Route(f"{run}/workers", of_run(workers)),
+            Route(f"{run}/workers/{{rank:int}}/log", worker_log),
             Route(f"{run}/metrics", of_run(lambda feed: feed.view.series)),
             Route(f"{run}/events", of_run(lambda feed: [event.model_dump() for event in feed.view.events])),
             Route(f"{run}/snapshots", of_run(lambda feed: [item.model_dump() for item in feed.view.snapshots])),
@@ -244,13 +250,25 @@ def _listed(feed: Feed) -> StoredRun:
         return StoredRun(**known)
     status = tick.status
     metrics = tick.final or (status.evaluated.metrics if status.evaluated else {})
-    known |= {"waiting": status.waiting_reason(), "metrics": metrics, **status.row()}
+    known |= {"waiting": status.waiting_reason(), "metrics": metrics, "recorded": status.recorded, **status.row()}
     return StoredRun(**known | ({"num_workers": status.num_ranks} if feed.is_over else {}))
 
 
 def _with_names(run: StoredRun, stored: StoredRun | None) -> StoredRun:
     """Returns the run with the name and the tags that its user gave it."""
     return run if stored is None else run.model_copy(update={"name": stored.name, "tags": stored.tags})
+
+
+def _worker_log(runs: Runs, request: Request) -> Response:
+    """Returns the last lines of a worker. They may have anything in them, so they need the token, as controls do."""
+    if not request.state.may_control:
+        return refusal(401, "the log of a worker needs the token", "open the address with ?token=... that was printed")
+    is_here = runs.feed(request.path_params["run"]) in runs.live.values()
+    lines = last_lines(request.path_params["rank"]) if is_here else None
+    if lines is None:
+        why = "ps-launch keeps the last lines of the workers it started, on the server's host, until it ends"
+        return refusal(404, "the log of this worker is not available here", why)
+    return JSONResponse(WorkerLog(lines=lines).model_dump())
 
 
 async def _tag(runs: Runs, request: Request) -> Response:

@@ -36,6 +36,12 @@ class Done(BaseModel):
     done: str
 
 
+class WorkerLog(BaseModel):
+    """The newest lines of a worker's output, the oldest first."""
+
+    lines: list[str]
+
+
 class Refusal(BaseModel):
     """The reason of a refusal, and the fix."""
 
@@ -43,11 +49,13 @@ class Refusal(BaseModel):
     fix: str
 
 
-_KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Curves, Session, Health, Done, Refusal)
+_KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Curves, Session, Health, Done, WorkerLog, Refusal)
 _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "string"},
         "description": "its name, or `live`: the newest in progress"}  # fmt: skip
 
 
+_RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer"},
+         "description": "of the worker"}  # fmt: skip
 _QUERY = {**_RUN, "in": "query", "required": False}
 _REFUSALS = {
     "401": "the token is missing: changes need it, and at an open address every request",
@@ -80,6 +88,8 @@ def description() -> dict[str, Any]:
             "/api/runs/{run}/status": _get("where it stands; null before it has said so",
                                            {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
             "/api/runs/{run}/workers": _get("its workers", _many("WorkerStatus"), _RUN),
+            "/api/runs/{run}/workers/{rank}/log": _get("its newest lines; needs the token", _ref("WorkerLog"), _RUN,
+                                                       _RANK),
             "/api/runs/{run}/metrics": _get("metrics over time, in columns", _ref("Series"), _RUN),
             "/api/runs/{run}/events": _get("what happened", _many("Event"), _RUN),
             "/api/runs/{run}/snapshots": _get("its snapshots that are kept", _many("Snapshot"), _RUN),

@@ -78,7 +78,7 @@ class Store:
         except ParamServerError:
             return None
         names = [metric.name for metric in Status.declared_metrics()]
-        return {name: [getattr(point, name) for point in points] for name in names} if points else None
+        return series_of(points, names) if points else None
 
     def set_tags(self, name: str, tags: list[str]) -> bool:
         """Set the tags of a run; False where it is not there. Raises StoreError and sqlite3.Error."""
@@ -111,7 +111,8 @@ def view_of(store: RunStore, run: StoredRun) -> View:
     view.add_snapshots(store.snapshots(run))
     view.events.extend(store.events(run)[-_MAX_EVENTS:])
     newest = view.evaluations[-1] if view.evaluations else None
-    status = Status(mode=run.mode, waiting=run.waiting, workers=list(workers), evaluated=newest, **run.row())
+    status = Status(mode=run.mode, waiting=run.waiting, workers=list(workers), evaluated=newest, recorded=run.recorded,
+                    **run.row())  # fmt: skip
     view.newest = Tick(
         at=run.heard_at, clock_s=run.elapsed_s, status=status, is_over=run.state != "running",
         durable_version=view.snapshots[-1].version if view.snapshots else None,

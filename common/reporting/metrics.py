@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from .pictures.words import duration, share, short_number, size
+from .usage import HERE
 
 Number = TypeVar("Number", int, float)
 Value = int | float | None
@@ -55,13 +56,14 @@ class Display(Flag):
 
     NOWHERE = 0
     DASHBOARD = auto()
+    CURVES = auto()  # of the dashboard, for who chooses them
     TERMINAL = auto()  # the live table
     TRACKERS = auto()
     PROMETHEUS = auto()
     SUMMARY = auto()  # the table at the end of a run
     REPORT = auto()  # columns and bars of a comparison
     NOTEBOOK = auto()
-    STATUS = DASHBOARD | TERMINAL | TRACKERS
+    STATUS = DASHBOARD | CURVES | TERMINAL | TRACKERS
     RESULTS = SUMMARY | REPORT | NOTEBOOK
     EVERYWHERE = STATUS | PROMETHEUS | RESULTS
 
@@ -235,6 +237,16 @@ def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **options
 
 _RARE: dict[str, Any] = {"is_rare": True, "over_workers": None}
 
+
+def _measured(name: str, label: str, text: str, unit: Unit) -> Metric:
+    """What a worker's process measures, and sends with its heartbeats; of the run the mean of its workers."""
+    return Metric(
+        name, label, text, unit, read=lambda worker: worker.traffic.measured.get(name), over_workers=Fold.MEAN,
+        default=None, is_rare=True, display=Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS,
+        display_run=Display.CURVES | Display.TRACKERS,
+    )  # fmt: skip
+
+
 _METRICS = (
     # Of the run. A server reads them; those without `read` are fields of its summary.
     _of_run("wall_s", "wall s", "Seconds from the first weights to the last contribution.", Unit.SECONDS,
@@ -326,6 +338,17 @@ _METRICS = (
              **_RARE),
     _counted("residual_lost_norm", "lost norm", "Norms of the lost residuals, added up.", Unit.NUMBER, **_RARE,
              read=lambda worker: worker.stats.residual_lost),
+    _measured("lr", "learning rate", "Learning rate of the first group of the worker's optimizer.", Unit.NUMBER),
+    _measured("grad_norm", "gradient norm", "Norm of the worker's gradient in one of its newest steps.", Unit.NUMBER),
+    _measured("cpu", "CPU", "CPU time of the process as a share of one core, lately.", Unit.SHARE),
+    _measured("memory_bytes", "memory", "Resident memory of the process.", Unit.BYTES),
+    _measured("gpu", "GPU", "Use of its GPU as NVML reports it (nvidia-ml-py).", Unit.SHARE),
+    _measured("gpu_bytes", "GPU memory", "Memory that torch has reserved on its GPU.", Unit.BYTES),
+    _of_run("server_cpu", "server CPU", "CPU time of the server (shard 0) as a share of one core, lately.", Unit.SHARE,
+            read=lambda _: HERE.cpu(), default=None, display=Display.CURVES | Display.TRACKERS | Display.PROMETHEUS),
+    _of_run("server_memory_bytes", "server memory", "Resident memory of the server (shard 0).", Unit.BYTES,
+            read=lambda _: HERE.memory(), default=None,
+            display=Display.CURVES | Display.TRACKERS | Display.PROMETHEUS),
     _of_run("bytes_per_worker", "traffic/worker", "Bytes between one worker and the server, both ways.", Unit.BYTES,
             display=Display.REPORT),
 )  # fmt: skip

@@ -6,15 +6,25 @@ numbers are the metrics of `metrics.py`, as attributes by their names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
-from .curve import Point
+from .curve import MetricValue, Point
 from .metrics import OF_RUN, OF_WORKER, Display, Metric, Value, completed, over_workers
 
-_OFTEN_EMPTY = ("versions", "shard_bytes", "evaluated", "left_out")
+RECORDED = "recorded."  # before the name of a metric that a script records
+_OFTEN_EMPTY = ("versions", "shard_bytes", "evaluated", "left_out", "recorded")
+
+
+def mean_recorded(workers: Iterable[WorkerStatus]) -> dict[str, float]:
+    """Returns the mean of each metric that scripts record, over the workers that have it."""
+    values: dict[str, list[float]] = {}
+    for worker in workers:
+        for name, value in worker.recorded.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 class Measured(BaseModel):
@@ -76,6 +86,7 @@ class WorkerStatus(Measured):
     transport: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
     transport_reason: str = ""  # why not in a way that the worker prefers
     codec: str = "raw"  # of its newest contribution; auto's choice
+    recorded: dict[str, MetricValue] = Field(default_factory=dict)  # by its script: `session.record(name=...)`
 
     @classmethod
     def declared_metrics(cls) -> list[Metric]:
@@ -87,6 +98,7 @@ class Status(Measured):
 
     mode: str = ""
     evaluated: Point | None = None  # the newest evaluation
+    recorded: dict[str, MetricValue] = Field(default_factory=dict)  # by scripts: mean of the workers that have it
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
     workers: list[WorkerStatus] = Field(default_factory=list)  # of many, those that others wait for first
     left_out: int = 0  # ranks that are not among them

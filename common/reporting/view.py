@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from .curve import Point
 from .metrics import Display, Value, shown_of_run
-from .status import Status
+from .status import RECORDED, Status
 from .summary import Cost
 
 _MOST_ROWS = 1_000  # of the series; from twice as many on every second one goes
@@ -104,12 +104,14 @@ class About(BaseModel):
 
 def series_columns() -> list[str]:
     """The names of the metrics whose course the page draws."""
-    return [metric.name for metric in shown_of_run(Display.DASHBOARD)]
+    return [metric.name for metric in shown_of_run(Display.DASHBOARD | Display.CURVES)]
 
 
-def series_of(statuses: Sequence[Any]) -> dict[str, list[Value]]:
-    """Their metrics in columns."""
-    return {name: [getattr(status, name) for status in statuses] for name in series_columns()}
+def series_of(statuses: Sequence[Any], names: Iterable[str] | None = None) -> dict[str, list[Value]]:
+    """Their metrics in columns, and what scripts recorded as `recorded.NAME`. `names`: as `series_columns`."""
+    columns = {name: [getattr(status, name) for status in statuses] for name in names or series_columns()}
+    recorded = dict.fromkeys(name for status in statuses for name in status.recorded)
+    return columns | {f"{RECORDED}{name}": [status.recorded.get(name) for status in statuses] for name in recorded}
 
 
 class View(BaseModel):
@@ -130,8 +132,12 @@ class View(BaseModel):
         self.evaluations.extend(tick.evaluations)
         self.add_snapshots(tick.snapshots)
         if tick.status.workers or tick.status.step:
+            status, num_before = tick.status, len(self.series["step"])
+            for name in status.recorded:
+                self.series.setdefault(f"{RECORDED}{name}", [None] * num_before)
             for name, values in self.series.items():
-                values.append(getattr(tick.status, name))
+                is_own = name.startswith(RECORDED)
+                values.append(status.recorded.get(name[len(RECORDED) :]) if is_own else getattr(status, name))
             if len(self.series["step"]) >= 2 * _MOST_ROWS:
                 self.series = {name: values[::2] for name, values in self.series.items()}
 

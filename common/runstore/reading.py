@@ -61,6 +61,7 @@ class StoredRun(Measured):
     ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
     waiting: str = ""
     metrics: dict[str, MetricValue] = Field(default_factory=dict)  # final, or of the newest evaluation
+    recorded: dict[str, MetricValue] = Field(default_factory=dict)  # as in a status
 
     @property
     def label(self) -> str:
@@ -80,6 +81,7 @@ class SeriesPoint(Measured):
     tick: int
     at: float
     waiting: str
+    recorded: dict[str, MetricValue] = Field(default_factory=dict)
 
 
 class WorkerPoint(WorkerStatus):
@@ -273,7 +275,10 @@ def _state(row: sqlite3.Row) -> str:
 
 
 def _without_run(row: sqlite3.Row) -> dict[str, Any]:
-    return {name: row[name] for name in row.keys() if name not in _INTERNAL}  # noqa: SIM118
+    found = {name: row[name] for name in row.keys() if name not in _INTERNAL}  # noqa: SIM118
+    if "recorded" in found:
+        found["recorded"] = {name: value for name, value in _json(found["recorded"]).items() if value is not None}
+    return found
 
 
 def _metrics(text: str) -> dict[str, float]:

@@ -157,12 +157,14 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         raise StoreError(f"{path} is a database of something else", fix="name another file")
 
 
-def _lacking(connection: sqlite3.Connection) -> list[tuple[str, Metric]]:
-    """Metrics that are younger than the file, with their tables."""
-    found = []
+def _lacking(connection: sqlite3.Connection) -> list[tuple[str, str, object]]:
+    """Columns that are younger than the file: table, name, default."""
+    found: list[tuple[str, str, object]] = []
     for table in ("runs", "series", "worker_series"):
         known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
-        found += [(table, metric) for metric in metrics_in(table) if metric.name not in known]
+        defaults: dict[str, object] = {metric.name: metric.default for metric in metrics_in(table)}
+        columns = {**defaults, "recorded": "'{}'"}  # JSON: what scripts record
+        found += [(table, name, default) for name, default in columns.items() if name not in known]
     return found
 
 
@@ -174,9 +176,9 @@ def _make_tables(connection: sqlite3.Connection) -> None:
             for statement in _TABLES.split(";"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {VERSION}")
-        for table, metric in _lacking(connection):
-            default = "NULL" if metric.default is None else metric.default
-            connection.execute(f'ALTER TABLE {table} ADD COLUMN "{metric.name}" DEFAULT {default}')
+        for table, name, default in _lacking(connection):
+            value = "NULL" if default is None else default
+            connection.execute(f'ALTER TABLE {table} ADD COLUMN "{name}" DEFAULT {value}')
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:

@@ -178,14 +178,18 @@ class RunWriter:
     def _put_status(self, db: sqlite3.Connection, tick: Tick) -> None:
         self._tick += 1
         status = tick.status
-        row = {"waiting": status.waiting_reason(), **status.row()}
+        row = {"waiting": status.waiting_reason(), "recorded": to_json(status.recorded), **status.row()}
         now = {"heard_at": tick.at, "model": self.model, "mode": status.mode or self._beginning.mode, **row}
         sets = ", ".join(f'"{name}" = :{name}' for name in now)
         db.execute(f"UPDATE runs SET {sets} WHERE key = :key", {**now, "key": self._key})
         if self._tick % self._stride and not tick.is_over:
             return
         self._insert(db, "series", [{"tick": self._tick, "at": tick.at, **row}])
-        workers = [{name: getattr(worker, name) for name in _OF_WORKER} | worker.row() for worker in status.workers]
+        workers = [
+            {name: getattr(worker, name) for name in _OF_WORKER}
+            | {"recorded": to_json(worker.recorded), **worker.row()}
+            for worker in status.workers
+        ]
         self._insert(db, "worker_series", [{"tick": self._tick, **worker} for worker in workers])
         self._num_kept += 1
         if self._num_kept >= _MOST_TICKS:

@@ -7,7 +7,7 @@ from heapq import nsmallest
 
 from ...common.reporting.curve import Point
 from ...common.reporting.metrics import OF_WORKER, Value, over_workers, values_of
-from ...common.reporting.status import Status, WorkerStatus
+from ...common.reporting.status import Status, WorkerStatus, mean_recorded
 from ...common.reporting.summary import Cost, ShardSummary, Summary
 from ..core.counting.sources import Traffic, WorkerSource
 from ..core.run import Run
@@ -33,11 +33,13 @@ def status(engine: Engine) -> Status:
     run, now, config, others = engine.run, engine.now(), engine.config, engine.shard_states
     versions = [run.policy.version, *(state.version for state in others.values())]
     ranks = _listed(run)
+    workers = _workers(engine, ranks, engine.waiting(now, ranks))
     return Status.of(
         mode=run.mode,
         evaluated=with_bytes(engine, run.curve.points[-1]) if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
-        workers=_workers(engine, ranks, engine.waiting(now, ranks)),
+        workers=workers,
+        recorded=mean_recorded(workers),
         left_out=len(run.roster.stats) - len(ranks),
         versions=versions if config.server.shards > 1 else [],
         shard_bytes=[shard.lasting_bytes for shard in _shards(engine)],
@@ -71,7 +73,8 @@ def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[Work
         found.append(
             WorkerStatus.of(
                 rank=rank, state=state_of(engine, rank), waiting_for=why.get(rank, ""), transport=traffic.transport,
-                transport_reason=traffic.transport_reason, codec=traffic.codec, **metrics,
+                transport_reason=traffic.transport_reason, codec=traffic.codec,
+                recorded=dict(traffic.recorded), **metrics,
             )
         )  # fmt: skip
     return found

@@ -23,6 +23,7 @@ from ...common.wire.json_text import to_json
 from ...common.wire.protocol import SERVICE, layout_to_proto, refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
+from ..core.counting.sources import Traffic
 from ..engine.engine import Engine
 from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
@@ -104,13 +105,15 @@ class ParameterServerService:
                 if not process and heartbeat.process:
                     process = heartbeat.process
                     engine.offer(events.HeartbeatBegan(process, heartbeat.evaluates))
+                is_member = heartbeat.run == run.name and run.roster.is_member(heartbeat.rank, heartbeat.process)
                 if heartbeat.HasField("metrics"):
-                    if process in run.roster.evaluators:
+                    if is_member:
+                        self._traffic.setdefault(heartbeat.rank, Traffic()).measure(heartbeat.metrics.metrics)
+                    elif process in run.roster.evaluators:
                         engine.offer(evaluation_event(None, heartbeat.metrics))
                     else:
                         reason = "its first heartbeat had no `evaluates`"
                         log.warning("metrics_ignored", process=process, reason=reason)
-                is_member = heartbeat.run == run.name and run.roster.is_member(heartbeat.rank, heartbeat.process)
                 if is_member:
                     engine.offer(events.Heartbeat(heartbeat.rank, heartbeat.process))
                 yield pb.HeartbeatReply(

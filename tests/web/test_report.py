@@ -219,7 +219,7 @@ def test_the_report_is_the_comparison_of_the_dashboard(tab: Callable[..., Tab], 
     rows.nth(1).get_by_role("button").click()
     assert rows.locator("th").all_text_contents()[2:] == ["seed 0", "seed 1"]
     assert shown.page.locator("#findings li").first.text_content().startswith("Accuracy at the end: async is best")
-    assert shown.page.locator("#comparison-charts .chart").count() == 3 and "40%" in shown.page.content()
+    assert shown.page.locator("#comparison-charts .chart").count() == 2 and "40%" in shown.page.content()
     shown.page.locator("#x").select_option("bytes")
     shown.page.wait_for_function(
         "() => document.querySelector('[data-chart=loss]').getAttribute('aria-label').includes('from 1.00 kB to')"

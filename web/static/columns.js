@@ -37,6 +37,10 @@ export function columnsOf(runs, metrics, settings, onTag) {
     const value = run => run[metric.name] ?? null;
     add({ key: metric.name, label: metric.label, help: metric.help, group: 'Metrics', metric, value, cell: metric.name === 'step' ? wholeStep : run => written(metric, value(run)) });
   }
+  for (const name of [...new Set(runs.flatMap(run => Object.keys(run.recorded || {})))].sort()) {
+    const value = run => run.recorded?.[name] ?? null;
+    add({ key: `recorded.${name}`, label: name, help: `${name}, recorded by the script: newest mean of the workers.`, group: 'Recorded by scripts', value, cell: run => shortNumber(value(run)) });
+  }
   const evaluated = new Map();
   for (const run of runs) for (const name of Object.keys(run.metrics || {})) evaluated.set(name, (evaluated.get(name) || 0) + 1);
   for (const name of [...evaluated.keys()].sort((a, b) => evaluated.get(b) - evaluated.get(a))) {
@@ -53,7 +57,7 @@ export function columnsOf(runs, metrics, settings, onTag) {
 // The column that a name in the filter or the address means: its key, its label, or the end of a setting's name.
 export function resolved(name, columns) {
   const wanted = ALIASES[name] || name;
-  for (const key of [wanted, `eval.${wanted}`, `set.${wanted}`]) if (columns.has(key)) return columns.get(key);
+  for (const key of [wanted, `eval.${wanted}`, `recorded.${wanted}`, `set.${wanted}`]) if (columns.has(key)) return columns.get(key);
   return [...columns.values()].find(column => column.label.replaceAll(' ', '_') === wanted) || [...columns.values()].find(column => column.key.startsWith('set.') && column.key.endsWith(`.${wanted}`)) || null;
 }
 

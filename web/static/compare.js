@@ -106,6 +106,7 @@ function drawable() {
     if (metric.name === 'steps' || !groups.some(({ runs }) => runs.some(({ series }) => series[metric.name]?.some(value => typeof value === 'number' && value !== 0)))) continue;
     found.set(metric.name, { label: metric.name === 'loss' ? 'training loss' : metric.label, help: metric.help, format: value => written(metric, value), ticks: ['bytes', 'duration', 'share'].includes(metric.unit) ? value => written(metric, value) : null });
   }
+  for (const { runs } of groups) for (const { series } of runs) for (const name of Object.keys(series)) if (name.startsWith('recorded.') && !found.has(name)) found.set(name, { label: name.slice(9), help: `${name.slice(9)}, recorded by the scripts: mean of the workers.`, format: shortNumber, ticks: null });
   for (const { runs } of groups) for (const { evaluations } of runs) for (const point of evaluations) for (const name of Object.keys(point.metrics)) if (!found.has(`eval.${name}`)) found.set(`eval.${name}`, { label: `${name}, evaluated`, help: `Value of ${name} in the task’s evaluations.`, format: shortNumber, ticks: null });
   return found;
 }

@@ -8,7 +8,7 @@ import { showWaits } from './waits.js';
 import { showControls } from './controls.js';
 
 const run = new URLSearchParams(location.search).get('run') || 'live';
-let state = null, mayControl = false, isOver = false, metrics = { run: [], worker: [] };
+let state = null, mayControl = false, isOver = false, metrics = { run: [], worker: [], curves: [] };
 
 function connection(name, text) { $('connection').dataset.state = name; $('connection').textContent = text; }
 
@@ -47,13 +47,16 @@ function showRest(tick) {
 }
 
 function show(tick, isWhole, spans) {
-  showMetrics(tick); showWorkers(tick, metrics.worker); showCharts(state, metrics.run); showWaits(tick.waits, tick.status.workers); showRest(tick);
+  showMetrics(tick); showWorkers(tick, metrics.worker, run, true); showCharts(state, metrics.curves); showWaits(tick.waits, tick.status.workers); showRest(tick);
   addSpans(spans, tick.clock_s, isWhole);
 }
 
 function addRow(tick) {
   const { status } = tick;
-  if (status.workers.length || status.step) for (const [name, values] of Object.entries(state.series)) values.push(status[name]);
+  if (status.workers.length || status.step) {
+    for (const name of Object.keys(status.recorded || {})) state.series[`recorded.${name}`] ||= state.series.step.map(() => null);
+    for (const [name, values] of Object.entries(state.series)) values.push((name.startsWith('recorded.') ? status.recorded?.[name.slice(9)] : status[name]) ?? null);
+  }
   if (state.series.step.length >= 4000) for (const name of Object.keys(state.series)) state.series[name] = state.series[name].filter((_, at) => at % 2 === 0);
 }
 
@@ -97,8 +100,10 @@ async function connect() {
 // A restarted server, or the next run, has the same address.
 function retry() { setTimeout(() => fetch(`/api/runs/${encodeURIComponent(run)}/status`).then(reply => { if (!reply.ok) throw reply; return reply.json(); }).then(tick => { if (tick && tick.is_over) throw tick; isOver = false; connect(); }).catch(retry), 1000); }
 
-const again = () => { if (state?.newest) { showCharts(state, metrics.run); addSpans([], state.newest.clock_s, false); } };
+const again = () => { if (state?.newest) { showCharts(state, metrics.curves); addSpans([], state.newest.clock_s, false); } };
 remadeCharts(again);
 addEventListener('resize', again);
+document.addEventListener('click', event => { for (const menu of document.querySelectorAll('.menu[open]')) if (!menu.contains(event.target)) menu.open = false; });
+document.addEventListener('keydown', event => { const menu = event.key === 'Escape' && event.target.closest?.('.menu[open]'); if (menu) { menu.open = false; menu.firstElementChild.focus(); } });
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', again);
 connect();

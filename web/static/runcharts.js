@@ -1,15 +1,18 @@
 // The curves of one run, and its contributions by staleness.
-import { $, color, inPlace, make, say } from './text.js';
+import { $, color, inPlace, make, say, written } from './text.js';
 import { balance, draw, forget } from './charts.js';
 import { modeColor } from './palette.js';
 import { AXES, pointsOf, smoothed } from './curves.js';
-const extra = new Set(); // further metrics that are displayed
+const MAX_RECORDED = 4; // charts of recorded metrics that are open without being chosen
+const chosen = new Map(); // further metrics by name: whether each is displayed
+let recorded = [];
+const isOpen = name => chosen.get(name) ?? recorded.includes(name);
 
-function chartOf(state, key, label, unit, isDotted) {
+function chartOf(state, key, label, unit, isDotted, metric) {
   const axis = $('axis').value, [, name, formatX, tickX] = AXES[axis], weight = Number($('smooth').value), points = pointsOf(state, key, axis), stroke = modeColor(state.newest.status.mode), soft = smoothed(points, weight);
   const series = [{ label, stroke, isDotted }], columns = [points.map(([x]) => x), soft.map(([, y]) => y)];
   if (soft !== points) { series.unshift({ label, stroke, alpha: 0.25, width: 1, isAside: true }); columns.splice(1, 0, points.map(([, y]) => y)); }
-  return { series, columns, axis: name, formatX, tickX, unit, logY: $('log-y').checked, sync: 'run' };
+  return { series, columns, axis: name, formatX, tickX, unit, logY: $('log-y').checked, sync: 'run', ...(metric ? { format: value => written(metric, value), tickY: ['bytes', 'duration', 'share'].includes(metric.unit) ? value => written(metric, value) : null } : {}) };
 }
 
 // A card for each further metric; the first three are in the page.
@@ -21,14 +24,15 @@ function showMore(state, cards) {
     if (!card) { card = make('div', { class: 'card', 'data-key': key, 'data-extra': '1' }, make('div', { class: 'head' }, make('h3', { title: help }, label)), make('div', { class: 'chart' })); $('rate').parentElement.before(card); }
   }
   balance(host);
-  for (const [key, [label, unit]] of cards) draw([...host.children].find(node => node.dataset.key === key).lastChild, chartOf(state, key, label, unit, key.startsWith('eval.')));
+  for (const [key, [label, unit, , metric]] of cards) draw([...host.children].find(node => node.dataset.key === key).lastChild, chartOf(state, key, label, unit, key.startsWith('eval.'), metric));
 }
 
 function showMenu(state, metrics, redraw) {
   const sheet = $('chart-menu').lastElementChild, names = metrics.filter(({ name }) => !['loss', 'samples_per_s', 'steps', 'step'].includes(name) && state.series[name]?.some(value => typeof value === 'number'));
   inPlace(sheet, names.map(({ name }) => name), name => {
     const metric = metrics.find(item => item.name === name), box = make('input', { type: 'checkbox', value: name });
-    box.addEventListener('change', () => { if (box.checked) extra.add(name); else extra.delete(name); redraw(); });
+    box.checked = isOpen(name);
+    box.addEventListener('change', () => { chosen.set(name, box.checked); redraw(); });
     return make('label', { title: metric.help }, box, metric.label);
   });
 }
@@ -40,10 +44,14 @@ export function remadeCharts(again) {
   for (const [id, event] of [['axis', 'change'], ['smooth', 'input'], ['log-y', 'change']]) $(id).addEventListener(event, () => redraw());
 }
 
-export function showCharts(state, metrics) {
+// What scripts record has no entry in the table of metrics.
+const withRecorded = (state, metrics) => [...metrics, ...Object.keys(state.series).filter(name => name.startsWith('recorded.')).map(name => ({ name, label: name.slice(9), help: `${name.slice(9)}, recorded by the script: mean of the workers.`, unit: 'number' }))];
+export function showCharts(state, known) {
+  const metrics = withRecorded(state, known);
+  recorded = metrics.slice(known.length, known.length + MAX_RECORDED).map(({ name }) => name);
   const names = [...new Set(state.evaluations.flatMap(point => Object.keys(point.metrics)))];
   const cards = new Map(names.slice(1).map(name => [`eval.${name}`, [`${name}, evaluated`, name, '']]));
-  for (const metric of metrics) if (extra.has(metric.name)) cards.set(metric.name, [metric.label, metric.label, metric.help]);
+  for (const metric of metrics) if (isOpen(metric.name)) cards.set(metric.name, [metric.label, metric.label, metric.help, metric]);
   showMore(state, cards);
   draw($('loss'), chartOf(state, 'loss', 'loss', 'loss'));
   draw($('rate'), chartOf(state, 'samples_per_s', 'samples/s', 'samples/s'));

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,10 @@ class Exchange:
         self.shards.codec = "raw" if self.settings.kind.has_peers else config.codec  # peers encode among themselves
         self.shards.has_fragments = self.settings.fragments > 1
         self.shards.replaced = lambda: self.codec_choice.count_lost(self.progress.rank)
+
+    def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
+        """Send what it returns with each heartbeat."""
+        self._membership.measures(measure)
 
     def trace(self, url: str | None) -> None:
         """Send a span of every exchange to `url` from now on. Raises UsageError without the extra package."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import grpc
 
@@ -17,6 +17,7 @@ from ...common.security import Credentials
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
 from .channel import HEARTBEAT_OPTIONS, open_channel
+from .messages import measured_bytes
 
 _HEARTBEATS = 4  # in one lease; two may be lost
 _TRY_AGAIN_S = 0.2
@@ -36,6 +37,7 @@ class Heartbeat:
         self.membership = 0  # number of calls of `start`
         self._heartbeat = self.membership, b""
         self._interval_s = 1.0
+        self.measure: Callable[[], Mapping[str, float]] = dict  # what this process measures, for displays
         self._stop = threading.Event()
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
@@ -81,6 +83,7 @@ class Heartbeat:
         while True:
             membership, heartbeat = self._heartbeat
             sent.append(membership)
-            yield heartbeat
+            # Messages of protobuf that follow one another are one message.
+            yield heartbeat + measured_bytes(self.measure())
             if self._stop.wait(self._interval_s):
                 return

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
@@ -137,6 +137,10 @@ class Membership:
                 continue
             log.info("resumed" if reply is None else "rejoined", **self.ids, seq=self.welcome.seq)
             return reply
+
+    def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
+        """Send what it returns with each heartbeat."""
+        self._heartbeat.measure = measure
 
     def end(self) -> None:
         """Stop the heartbeats."""

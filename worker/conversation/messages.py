@@ -123,6 +123,13 @@ def heartbeat_bytes(progress: Progress) -> bytes:
     return pb.HeartbeatRequest(run=progress.run, rank=progress.rank or 0, process=progress.process).SerializeToString()
 
 
+def measured_bytes(metrics: Mapping[str, float]) -> bytes:
+    """The part of a worker's heartbeat that has what its process measures."""
+    if not metrics:
+        return b""
+    return pb.HeartbeatRequest(metrics=pb.EvaluationMetrics(metrics=metrics)).SerializeToString()
+
+
 def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
     """The heartbeat of an evaluator; `metrics` are the fields of EvaluationMetrics."""
     heartbeat = pb.HeartbeatRequest(process=process, evaluates=True)

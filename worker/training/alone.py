@@ -20,7 +20,7 @@ from ...common.kinds import ContributionKind
 from ...common.reporting.curve import Curve, Point
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best, write_curve, write_results
-from ...common.reporting.status import Status, WorkerStatus
+from ...common.reporting.status import RECORDED, Status, WorkerStatus
 from ...common.reporting.summary import Cost, Summary
 from ...common.reporting.view import EvaluatedPoint, Tick
 from ...common.runstore.record import Record
@@ -75,6 +75,7 @@ class AloneSession(Session):
         self.curve = Curve(config.run.best, config.run.stop_when, config.run.patience)
         self._output = config.output
         self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None  # the first
         self._averaged_buffers: Collection[str] = ()
         self.loss = float("nan")
         self.started_at = time.perf_counter()
@@ -120,6 +121,7 @@ class AloneSession(Session):
             optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]
             if self._tables:
                 optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
+        self._optimizer = optimizers[0]
         self._follow(optimizers[0])
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
@@ -147,6 +149,8 @@ class AloneSession(Session):
         self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._taken.is_used)
         self._fresh_samples = 0
         self.num_steps += 1
+        if self._optimizer is not None:
+            self.readings.note_step(self._optimizer.param_groups)
         now = time.perf_counter()
         self.stepped_at = now if self.num_steps == 1 else self.stepped_at[0], now
         self.first_samples = self.num_samples if self.num_steps == 1 else self.first_samples
@@ -204,12 +208,12 @@ class AloneSession(Session):
 
         return forget
 
-    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+    def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         self.num_samples += num_samples
         self._fresh_samples += num_samples
         if loss is not None:
             self.loss = loss
-        super().record(loss=loss)
+        super().record(loss=loss, **metrics)
 
 
 @contextmanager
@@ -253,6 +257,8 @@ def _report_until(stop: threading.Event, session: AloneSession, config: Config) 
 
 def _status(session: AloneSession) -> Status:
     elapsed_s, samples = time.perf_counter() - session.started_at, session.known_samples
+    taken = session.readings.taken()
+    recorded = {name.removeprefix(RECORDED): value for name, value in taken.items() if name.startswith(RECORDED)}
     worker = WorkerStatus(
         rank=0,
         state="computing",
@@ -261,6 +267,8 @@ def _status(session: AloneSession) -> Status:
         samples=samples,
         samples_per_s=None if samples is None else round(samples / elapsed_s, 1) if elapsed_s else 0.0,
         compute_s=elapsed_s,
+        recorded=recorded,
+        **{name: value for name, value in taken.items() if not name.startswith(RECORDED)},
     )
     return Status(
         mode="single",
@@ -270,6 +278,7 @@ def _status(session: AloneSession) -> Status:
         steps=session.total_steps or 0,
         num_workers=1,
         workers=[worker],
+        recorded=recorded,
     )
 
 

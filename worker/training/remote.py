@@ -77,6 +77,7 @@ class RemoteSession(Session):
             worker = worker.model_copy(update={**changes, "zero": worker.zero % WITHIN_WORKER})
         self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
         self._exchange.trace(config.output.traces)
+        self._exchange.measures(self.readings.taken)
         may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
         return make_strategy(self._exchange, may_send_early)
 
@@ -157,6 +158,8 @@ class RemoteSession(Session):
         self._restarted.optimizers = optimizers
         others = (self._tables, self.evaluation, self._restarted)
         self._steps = Steps(self._strategy, slowdown, taken, self._memory, *others)
+        if self._exchange is not None:  # of several processes of a worker the first
+            self._steps.readings = self.readings
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         self._follow(optimizers[0])
@@ -257,11 +260,11 @@ class RemoteSession(Session):
             self._final = self._strategy.finish(can_evaluate=True)
         return self._final
 
-    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+    def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         if self._steps is None:
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
         self._steps.record(num_samples, loss)
-        super().record(loss=loss)
+        super().record(loss=loss, **metrics)
 
     def stop(self, reason: str) -> None:
         self._strategy.stop(one_line(reason))

@@ -24,6 +24,7 @@ from .evaluation import Evaluation, Measure
 from .position.loaders import Source, source_of
 from .position.memory import Memory, stateful
 from .position.taken import Taken
+from .readings import Readings
 from .rows import Pull, Rows
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Session:
         self._memory: Memory | None = None  # set by `optimizer()`
         self._names: tuple[str, ...] = ()  # names of the parts, if there are several
         self.losses = Losses()
+        self.readings = Readings()
         self._shown = Shown(self._card)
 
     @property
@@ -344,8 +346,13 @@ class Session:
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
 
-    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
-        """Record the loss of a step, and its number of samples if `shard` did not count them."""
+    def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
+        """Record the loss of a step, its number of samples if `shard` did not count them, and your own metrics.
+
+        The newest value of each metric reaches the server with the next heartbeat (a quarter of `server.lease_s`), and
+        from there the dashboard, the run store and trackers. UsageError for a value that is no number.
+        """
+        self.readings.record(metrics)
         if loss is not None:
             self.losses.note(self._position, float(loss))
         self._shown.look_again()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ....common.reporting.status import RECORDED
 from ...policies.base import Policy
 from .stats import WorkerStats
 
@@ -19,6 +21,14 @@ class Traffic:
     transport: str = "grpc"
     transport_reason: str = ""  # why it is no better one
     codec: str = "raw"  # of the newest contribution
+    measured: Mapping[str, float] = field(default_factory=dict)  # by the worker's process, as it says
+    recorded: Mapping[str, float] = field(default_factory=dict)  # by the worker's script
+
+    def measure(self, values: Mapping[str, float]) -> None:
+        """Take what a worker's process has measured, as its heartbeat says."""
+        known = {name: value for name, value in values.items() if math.isfinite(value)}
+        self.recorded = {name[len(RECORDED) :]: known[name] for name in known if name.startswith(RECORDED)}
+        self.measured = {name: value for name, value in known.items() if not name.startswith(RECORDED)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ class TrackerSink(Sink):
 def metrics_of(status: Status) -> dict[str, float | None]:
     """Return the tracked metrics of a status: of the run, and of each of the first _MOST_WORKERS workers."""
     found = {f"train/{metric.name}": getattr(status, metric.name) for metric in shown_of_run(Display.TRACKERS)}
+    found |= {f"recorded/{name}": value for name, value in status.recorded.items()}
     metrics = shown_of_workers(Display.TRACKERS)
     for worker in status.workers[:_MOST_WORKERS]:
         found |= {f"worker{worker.rank}/{metric.name}": getattr(worker, metric.name) for metric in metrics}

@@ -16,6 +16,7 @@ from ...session import Progress
 from ...strategies.base import Strategy
 from ..batches import digest_of
 from ..evaluation import Evaluation
+from ..readings import Readings
 from ..rows import Rows
 from ..slowdown import Slowdown
 from .memory import Memory
@@ -82,6 +83,7 @@ class Steps:
         self._restarted = restarted or Restarted()
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
         self.parts: list[Part] = []
+        self.readings: Readings | None = None  # what the process measures
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
         self.num_steps = strategy.progress.training_steps
         self._turns = Turns(taken)
@@ -153,6 +155,8 @@ class Steps:
         if self._begins:
             self._newest = part
             self._note_gradients(part)
+            if self.readings is not None:
+                self.readings.note_step(part.param_groups)
             self.num_steps += 1
             num_batches, num_samples = self.taken.step()
             self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + num_samples

@@ -156,7 +156,7 @@ class EvaluatorSession(Session):
             fix="let a worker evaluate",
         )
 
-    def record(self, *, loss: float | None = None, num_samples: int = 0) -> None:
+    def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         pass
 
     def stop(self, reason: str) -> None:

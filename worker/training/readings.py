@@ -1,0 +1,78 @@
+"""What a worker's process measures beside training: each heartbeat takes it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ...common.errors import UsageError
+from ...common.reporting.status import RECORDED
+from ...common.reporting.usage import HERE
+
+_MOST_RECORDED = 64  # metrics of a script
+_MOST_CHARACTERS = 60  # of a name
+_LEAST_S = 1.0  # between two norms
+_SHARE = 200  # norms take at most this part of the time
+
+
+class Readings:
+    """Written by the training thread, read by the heartbeat's."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._recorded: dict[str, float] = {}
+        self._norm_at = 0.0  # when the next norm is due
+
+    def record(self, metrics: Mapping[str, Any]) -> None:
+        """Take the newest values of metrics that a script records. UsageError for what is no number."""
+        for name, value in metrics.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise UsageError(
+                    f"session.record({name}=...) is a {type(value).__name__}, and a metric is one number",
+                    fix=f"session.record({name}=float(...))",
+                ) from None
+            key = f"{RECORDED}{name}"
+            if key not in self._recorded and (len(name) > _MOST_CHARACTERS or len(self._recorded) >= _MOST_RECORDED):
+                raise UsageError(
+                    f"session.record({name[:_MOST_CHARACTERS]}=...) is one metric too many, or its name is too long",
+                    fix=f"record at most {_MOST_RECORDED} metrics, with names of at most {_MOST_CHARACTERS} characters",
+                )
+            self._recorded[key] = number
+
+    def note_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Note learning rate and gradient norm of a step. Norms are rare, so that they cost no visible time."""
+        if groups:
+            self._values["lr"] = float(groups[0].get("lr", math.nan))
+        began = time.perf_counter()
+        if began < self._norm_at:
+            return
+        gradients = [item.grad for group in groups for item in group["params"] if item.grad is not None]
+        # The norm of a DTensor would need all processes of a worker.
+        plain = [item for item in gradients if type(item) is torch.Tensor and not item.is_sparse]
+        if plain:
+            self._values["grad_norm"] = float(torch.nn.utils.get_total_norm(plain))
+        self._norm_at = began + max(_LEAST_S, _SHARE * (time.perf_counter() - began))
+
+    def taken(self) -> dict[str, float]:
+        """Returns all values of now."""
+        found = {**self._values, **self._recorded, "memory_bytes": float(HERE.memory()), **_gpu()}
+        if (cpu := HERE.cpu()) is not None:
+            found["cpu"] = cpu
+        return found
+
+
+def _gpu() -> dict[str, float]:
+    """Memory on the GPU, and its use where NVML is installed; nothing before the process uses one."""
+    if not torch.cuda.is_initialized():
+        return {}
+    found = {"gpu_bytes": float(torch.cuda.memory_reserved())}
+    with suppress(ImportError, RuntimeError):  # no nvidia-ml-py, or a driver without it
+        found["gpu"] = torch.cuda.utilization() / 100
+    return found
