@@ -44,7 +44,8 @@ def recorded_metrics() -> list[Metric]:
 
 def described(metric: Metric) -> dict[str, Any]:
     """Returns a metric as the page needs it."""
-    return {"name": metric.name, "label": metric.label, "help": metric.help, "unit": metric.unit.value}
+    return {"name": metric.name, "label": metric.label, "help": metric.help, "unit": metric.unit.value,
+            "is_rare": metric.is_rare}  # fmt: skip
 
 
 def is_up_of_run() -> dict[str, bool]:

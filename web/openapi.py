@@ -110,11 +110,12 @@ def _series() -> dict[str, Any]:
 def _metrics() -> dict[str, Any]:
     """Those of a run and those of a worker."""
     names = ["name", "label", "help", "unit"]
-    item = {"type": "object", "required": names, "properties": {name: {"type": "string"} for name in names}}
+    properties = {**{name: {"type": "string"} for name in names}, "is_rare": {"type": "boolean"}}
+    item = {"type": "object", "required": [*properties], "properties": properties}
     metrics = {"type": "array", "items": item}
     directions = {"type": "object", "additionalProperties": {"type": "boolean"},
                   "description": "whether more is better"}  # fmt: skip
-    scopes = {"run": metrics, "worker": metrics, "recorded": metrics, "is_up": directions}
+    scopes = {"run": metrics, "worker": metrics, "curves": metrics, "recorded": metrics, "is_up": directions}
     return {"type": "object", "required": [*scopes], "properties": scopes}
 
 

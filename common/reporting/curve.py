@@ -114,8 +114,8 @@ def add_trained(points: list[Point], status: Any) -> None:
     if status.loss is None or (points and points[-1].step == status.step):
         return
     others = {name: value for name, value in status.row().items() if value is not None and name != "loss"}
-    own = {f"recorded.{name}": value for name, value in status.recorded.items()}
-    metrics = {TRAINED: status.loss, **others, **own}  # `loss` is that of evaluations
+    recorded = {f"recorded.{name}": value for name, value in status.recorded.items()}
+    metrics = {TRAINED: status.loss, **others, **recorded}  # `loss` is that of evaluations
     at = {name: getattr(status, name) for name in ("step", "version", "elapsed_s", "samples")}
     points.append(Point(**at, metrics=metrics, num_bytes=status.num_bytes or None))
     if len(points) >= 2 * _MOST_TRAINED:

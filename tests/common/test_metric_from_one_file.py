@@ -106,7 +106,8 @@ def test_the_page_has_it() -> None:
     assert [worker["crumb_s"] for worker in client.get("/api/runs/r1/workers").json()] == [2.5, 5.0]
     assert client.get("/api/runs/r1/status").json()["status"]["crumb_s"] == 7.5
     assert client.get("/api/runs/r1/metrics").json()["crumb_s"] == [7.5]
-    described = {"name": "crumb_s", "label": "crumbs", "help": "Seconds in which crumbs fell.", "unit": "seconds"}
+    described = {"name": "crumb_s", "label": "crumbs", "help": "Seconds in which crumbs fell.", "unit": "seconds",
+                 "is_rare": False}  # fmt: skip
     assert all(described in client.get("/api/metrics").json()[scope] for scope in ("run", "worker"))
 
 

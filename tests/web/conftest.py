@@ -71,6 +71,9 @@ class Tab:
 
     def cells(self, column: str) -> list[str]:
         """Of the table of workers."""
+        box = self.page.locator(f'#worker-columns input[value="{column}"]')
+        if box.count() and not box.is_checked():
+            box.evaluate("box => box.click()")  # the menu may be closed
         names = [text.strip() for text in self.page.locator("#workers th").all_text_contents()]
         return [row.locator("td").nth(names.index(column)).text_content() for row in self._rows()]
 

@@ -158,7 +158,7 @@ def test_selected_runs_are_drawn_over_each_other(dashboard: Any, tab: Callable[.
     shown.page.get_by_label("log y").check()
     until(
         shown,
-        "() => document.querySelector(\"[data-chart='eval.accuracy']\").ariaLabel.includes(' over bytes: 2 points')",
+        "() => document.querySelector(\"[data-chart='eval.accuracy']\").ariaLabel.includes(' over traffic: 2 points')",
     )
     shown.page.locator("#comparison-legend button").first.click()
     until(shown, "() => document.querySelector('#comparison-legend button').ariaPressed === 'false'")

@@ -74,6 +74,7 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     )  # fmt: skip
     address = address_of(job)
     until_beyond(job, address, 30)
+    assert any("joined" in line for line in ask(address, "/api/runs/live/workers/1/log")["lines"])
     os.kill(server_of(job).pid, signal.SIGKILL)
     job.until(lambda: job.output.count("/?token=secret") == 2, "second page")
     assert job.output.count(address) >= 2  # where it was

@@ -96,7 +96,7 @@ function options(host, known) {
     scales: { x, y: { distr: chart.logY ? 3 : 1, ...(chart.logY ? { range: (u, low, high) => low > 0 ? [rounded(low, Math.floor), rounded(high, Math.ceil)] : [0.1, 1] } : {}), ...(isBars ? { range: (u, low, high) => [0, Math.max(1, high) * 1.08] } : {}) } },
     series: [{ label: chart.axis }, ...chart.series.map(curve => plotted(curve, chart))], bands: chart.bands || [],
     axes: [{ ...common, size: 30, label: chart.axis, values: ticks(chart.tickX), ...(isBars ? { incrs: [1, 2, 5, 10, 20, 50, 100] } : {}) },
-      { ...common, size: 52, label: chart.unit || '', values: ticks(chart.tickY) }],
+      { ...common, size: chart.tickY ? 70 : 52, label: chart.unit || '', values: ticks(chart.tickY) }],
     hooks: { setScale: [(u, key) => { if (key === 'x') markZoom(host, known, u); }] },
   };
 }

@@ -6,7 +6,7 @@ import { faded, strokes } from './palette.js';
 import { AXES, band, bestOf, differences, grouped, joined, pointsOf, smoothed, spread } from './curves.js';
 // `compareRuns` gets {picked, left, state, metrics, changed, load(run)}; a report also {columns, areAlike, isFile}.
 const RESULTS = ['step', 'elapsed_s', 'samples_per_s', 'num_bytes', 'wait_share', 'staleness_mean', 'loss'];
-const MAX_DEFAULT = 3; // charts of evaluations that are open without being chosen
+const MAX_DEFAULT = 3; // charts of evaluations, and of recorded metrics, that are open without being chosen
 const MAX_IN_A_LABEL = 2;
 const read = new Map(); // curves of runs by id, with what they were read at
 let now = null, groups = [], isReading = false, frame = null, openGroups = new Set();
@@ -110,7 +110,8 @@ function drawable() {
   for (const { runs } of groups) for (const { evaluations } of runs) for (const point of evaluations) for (const name of Object.keys(point.metrics)) if (!found.has(`eval.${name}`)) found.set(`eval.${name}`, { label: `${name}, evaluated`, help: `Value of ${name} in the task’s evaluations.`, format: shortNumber, ticks: null });
   return found;
 }
-const defaults = known => [...known.keys()].filter(key => key.startsWith('eval.')).slice(0, MAX_DEFAULT).concat(['loss', 'samples_per_s'].filter(key => known.has(key)));
+const startingWith = (known, start) => [...known.keys()].filter(key => key.startsWith(start)).slice(0, MAX_DEFAULT);
+const defaults = known => [...startingWith(known, 'eval.'), ...['loss', 'samples_per_s'].filter(key => known.has(key)), ...startingWith(known, 'recorded.')];
 
 function chartOf(key, metric) {
   const { state } = now, curves = [], series = [], bands = [];

@@ -1,6 +1,7 @@
 // The dashboard of one run. It gets the whole once, then pushed ticks; after a break the whole again.
 import { $, clock, duration, shortNumber, inPlace, make, price, say, size, whole, written } from './text.js';
 import { modeVar } from './palette.js';
+import { balance } from './charts.js';
 import { remadeCharts, showCharts } from './runcharts.js';
 import { showWorkers } from './workers.js';
 import { addSpans } from './stream.js';
@@ -23,6 +24,7 @@ function showMetrics(tick) {
   if (tick.cost && tick.cost.per_epoch !== null) found['an epoch'] = price(tick.cost.per_epoch);
   for (const [name, value] of Object.entries(tick.final)) found[`final ${name}`] = shortNumber(value);
   inPlace($('metrics'), Object.keys(found), name => make('div', { 'data-metric': name, title: help[name] || '' }, make('dt', {}, name), make('dd')), (node, name) => say(node.lastChild, found[name]));
+  balance($('metrics'), innerWidth < 480 ? 84 : 112);
   $('progress').value = status.steps ? status.step / status.steps : 0;
   $('progress').hidden = !status.steps;
   say($('waiting'), status.waiting ? `everyone waits for: ${status.waiting}` : '');

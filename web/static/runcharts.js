@@ -23,7 +23,7 @@ function showMore(state, cards) {
     let card = [...host.children].find(node => node.dataset.key === key);
     if (!card) { card = make('div', { class: 'card', 'data-key': key, 'data-extra': '1' }, make('div', { class: 'head' }, make('h3', { title: help }, label)), make('div', { class: 'chart' })); $('rate').parentElement.before(card); }
   }
-  balance(host);
+  balance(host, Math.max(265, host.clientWidth / 5.5));
   for (const [key, [label, unit, , metric]] of cards) draw([...host.children].find(node => node.dataset.key === key).lastChild, chartOf(state, key, label, unit, key.startsWith('eval.'), metric));
 }
 

@@ -1,6 +1,6 @@
 // A line for each worker with its last minute; the last line is the server's tensor work.
 import { $, color, duration, share } from './text.js';
-const WINDOW_S = 60, ROW = 16, LEFT = 64;
+const WINDOW_S = 60, LEFT = 64, LEAST_ROW = 16, MOST_ROW = 30, FULL = 170; // pixels
 const MAX_DESCRIBED = 8; // workers in the label
 let spans = [], hadSpans = false;
 
@@ -18,7 +18,7 @@ export function addSpans(more, now, isWhole) {
   hadSpans ||= spans.length > 0;
   if (!hadSpans) return;
   const canvas = $('stream'), ranks = [...new Set(spans.map(span => span.rank))].sort((a, b) => (a < 0) - (b < 0) || a - b);
-  const width = canvas.clientWidth || 300, height = Math.max(1, ranks.length) * ROW + 18, ratio = devicePixelRatio || 1;
+  const width = canvas.clientWidth || 300, ROW = Math.max(LEAST_ROW, Math.min(MOST_ROW, Math.floor(FULL / Math.max(1, ranks.length)))), height = Math.max(1, ranks.length) * ROW + 18, ratio = devicePixelRatio || 1;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio); canvas.style.height = `${height}px`;
   }

@@ -7,7 +7,7 @@ export function showWaits(waits, workers) {
   const ranks = workers.map(worker => worker.rank).slice(0, MAX_SHOWN), svg = $('waits');
   const state = new Map(workers.map(worker => [worker.rank, worker.state]));
   const awaited = new Set(waits.flatMap(wait => wait.ranks));
-  const width = 640, height = ranks.length > 8 ? 300 : 200, position = new Map();
+  const width = Math.max(260, svg.clientWidth || 640), height = ranks.length > 8 ? 300 : 200, position = new Map();
   ranks.forEach((rank, at) => {
     const angle = 2 * Math.PI * at / Math.max(1, ranks.length) - Math.PI / 2;
     position.set(rank, [width / 2 + Math.cos(angle) * (width / 2 - 60), height / 2 + Math.sin(angle) * (height / 2 - 26)]);

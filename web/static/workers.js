@@ -10,11 +10,12 @@ const open = new Set(); // ranks whose row is open
 const logs = new Map(); // by rank: {lines} or {error}
 let run = 'live', now = null;
 
-const kept = () => { try { return JSON.parse(localStorage.getItem(KEY) || '[]'); } catch { return []; } };
+const HIDDEN = ['contributions', 'received', 'stale max', 'restarts', 'transport', 'codec']; // at first
+const kept = () => { try { return JSON.parse(localStorage.getItem(KEY)) || HIDDEN; } catch { return HIDDEN; } };
 const hidden = new Set(kept());
 // [heading, cell, class, help]: fixed columns, and the metrics of /api/metrics that some worker has between them.
 function columns(metrics, workers) {
-  const known = metrics.filter(metric => workers.some(worker => worker[metric.name] !== null && worker[metric.name] !== undefined));
+  const known = metrics.filter(metric => !metric.is_rare || workers.some(worker => worker[metric.name] !== null && worker[metric.name] !== undefined));
   return [
     ['worker', (worker, rates, node) => opener(worker.rank, node)], ['state', (worker, rates, node) => stateMark(worker.state, node), 'text'],
     ...(areOfWorkers() ? [['controls', (worker, rates, node) => rowControls(worker, node), 'text']] : []),

@@ -213,7 +213,7 @@ class AloneSession(Session):
         self._fresh_samples += num_samples
         if loss is not None:
             self.loss = loss
-        super().record(loss=loss, **metrics)
+        super().record(loss=loss, num_samples=num_samples, **metrics)
 
 
 @contextmanager

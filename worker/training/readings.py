@@ -49,7 +49,7 @@ class Readings:
     def note_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note learning rate and gradient norm of a step. Norms are rare, so that they cost no visible time."""
         if groups:
-            self._values["lr"] = float(groups[0].get("lr", math.nan))
+            self._values["learning_rate"] = float(groups[0].get("lr", math.nan))
         began = time.perf_counter()
         if began < self._norm_at:
             return

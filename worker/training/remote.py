@@ -264,7 +264,7 @@ class RemoteSession(Session):
         if self._steps is None:
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
         self._steps.record(num_samples, loss)
-        super().record(loss=loss, **metrics)
+        super().record(loss=loss, num_samples=num_samples, **metrics)
 
     def stop(self, reason: str) -> None:
         self._strategy.stop(one_line(reason))

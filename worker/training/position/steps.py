@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,8 @@ from .taken import Taken
 
 class Part(Protocol):
     """One of the optimizers."""
+
+    param_groups: list[dict[str, Any]]
 
     @property
     def parameters(self) -> list[torch.Tensor]: ...
