@@ -338,7 +338,7 @@ _METRICS = (
              **_RARE),
     _counted("residual_lost_norm", "lost norm", "Norms of the lost residuals, added up.", Unit.NUMBER, **_RARE,
              read=lambda worker: worker.stats.residual_lost),
-    _measured("learning_rate", "learning rate", "Learning rate of the first group of the worker's optimizer.", Unit.NUMBER),
+    _measured("learning_rate", "learning rate", "That of the first group of the worker's optimizer.", Unit.NUMBER),
     _measured("grad_norm", "gradient norm", "Norm of the worker's gradient in one of its newest steps.", Unit.NUMBER),
     _measured("cpu", "CPU", "CPU time of the process as a share of one core, lately.", Unit.SHARE),
     _measured("memory_bytes", "memory", "Resident memory of the process.", Unit.BYTES),
