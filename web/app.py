@@ -149,7 +149,9 @@ def make_app(runs: Runs) -> Starlette:
         return await _tag(runs, request)
 
     def session(request: Request) -> Any:
-        return Session(may_control=request.state.may_control, program=PROGRAM_VERSION).model_dump()
+        problem = runs.store.problem() if runs.store is not None else ""
+        found = Session(may_control=request.state.may_control, program=PROGRAM_VERSION, store_problem=problem)
+        return found.model_dump()
 
     def metrics(request: Request) -> Any:
         found = {

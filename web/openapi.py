@@ -20,6 +20,7 @@ class Session(BaseModel):
 
     may_control: bool
     program: str  # its version
+    store_problem: str = ""  # why the run store cannot be read
 
 
 class Health(BaseModel):

@@ -22,6 +22,7 @@ STATIC = Path(__file__).parent / "static"
 _IMPORT = re.compile(r"^import \{ (.+) \} from '\./(\w+\.js)';$", re.M)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) ([\w$]+))", re.M)
 _MAIN = "report.js"
+_MOST_POINTS = 500  # of a run's series: the file stays small
 
 
 def comparison_data(
@@ -53,8 +54,8 @@ def comparison_data(
 
 
 def _series(run: Summary) -> dict[str, list[float | None]]:
-    """The metrics of training over time, in columns."""
-    points = run.trained
+    """The metrics of training over time, in columns; of a long run the last of each few points."""
+    points = run.trained[::-1][:: -(-len(run.trained) // _MOST_POINTS) or 1][::-1]
     names = dict.fromkeys(name for point in points for name in point.metrics)
     columns = {name: [point.metrics.get(name) for point in points] for name in names}
     of_points = {name: [getattr(point, name) for point in points] for name in ("step", "elapsed_s", "num_bytes")}

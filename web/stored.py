@@ -40,6 +40,14 @@ class Store:
         self._listed = [] if any(run.state == "running" for run in runs) else stamps, runs
         return runs
 
+    def problem(self) -> str:
+        """Returns why the file cannot be read; empty where it can, or is not there."""
+        try:
+            RunStore(self._path).close()
+        except ParamServerError as error:
+            return f"{error.message}: {error.fix}" if self._path.is_file() else ""
+        return ""
+
     def view(self, name: str) -> View | None:
         """Returns the view of one run, None where it is not there."""
         known = self._read.get(name)

@@ -334,3 +334,12 @@ def test_a_run_that_goes_on_is_compared_as_it_is(page: Any, client: Client) -> N
     assert status == 200 and found["run"]["id"] == "r1" and found["series"]["step"] == [1]
     assert client.ask("GET", "/api/settings") == (200, {"r1": {}})
     assert client.ask("GET", "/api/runs/nope/curves")[0] == 404
+
+
+def test_a_run_store_of_another_version_is_said(dashboard: Any, tab: Callable[..., Tab], file: Path) -> None:
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("PRAGMA user_version = 2")
+    shown = opened(tab, dashboard)
+    until(shown, "() => document.getElementById('notes').textContent.includes('has tables of version 2')")
+    assert "move it away" in shown.page.locator("#notes").text_content()
+    assert "no runs yet" not in shown.page.locator("#notes").text_content()

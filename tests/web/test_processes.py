@@ -140,7 +140,7 @@ def test_what_scripts_record_is_drawn(page: Any, tab: Callable[..., Tab]) -> Non
     shown.page.wait_for_function(f"() => ({label})().includes('newest 3.5')")
     assert shown.cells("learning rate") == ["0.100", "0.100"]
     shown.page.locator("#chart-menu summary").click()
-    shown.page.get_by_label("learning rate").last.check()
+    shown.page.locator('#chart-menu input[value="learning_rate"]').check()
     shown.page.locator('[data-key="learning_rate"] canvas').wait_for()
 
 

@@ -10,7 +10,7 @@ const MAX_COMPARED = 40;
 
 const state = read();
 let runs = [], metrics = { recorded: [], is_up: {} }, settings = {}, columns = new Map(), known = [];
-let most = PAGE, turn = 0, tableKey = '', mayControl = false, areRead = false, areSettingsRead = null;
+let most = PAGE, turn = 0, tableKey = '', mayControl = false, areRead = false, areSettingsRead = null, storeProblem = '';
 let compare = null; // the module, once runs are selected
 const cells = new WeakMap(); // the text of each row's cells, to change only what differs
 
@@ -100,7 +100,8 @@ function showNotes() {
   if (gone.length) notes.push(`${gone.length === 1 ? 'A run' : `${gone.length} runs`} of this address ${gone.length === 1 ? 'is' : 'are'} gone (${gone.slice(0, 5).map(id => id.slice(0, 12)).join(', ')}${gone.length > 5 ? ', …' : ''}): deleted, or in another run store.`);
   const unknown = parse(state.q).filter(term => term.key && !resolved(term.key, columns)).map(term => term.key);
   if (unknown.length && (!areSettingsRead || Object.keys(settings).length || !runs.length)) notes.push(`No run has ${[...new Set(unknown)].join(', ')}: a term is a column or a setting with a value, such as mode=ssp, loss<0.3 or lr=0.1.`);
-  if (!runs.length) notes.push('There are no runs yet. ps-launch and ps-server record each run in the run store.');
+  if (storeProblem) notes.push(storeProblem);
+  else if (!runs.length) notes.push('There are no runs yet. ps-launch and ps-server record each run in the run store.');
   inPlace($('notes'), notes, text => make('p', { class: 'warning' }, text));
 }
 
@@ -168,5 +169,5 @@ for (const menu of document.querySelectorAll('.menu')) {
   menu.addEventListener('keydown', event => { if (event.key === 'Escape') { menu.open = false; menu.firstElementChild.focus(); } });
   document.addEventListener('click', event => { if (!menu.contains(event.target)) menu.open = false; });
 }
-fetch('/api/session').then(reply => reply.json()).then(session => { mayControl = !!session.may_control; show(); }).catch(() => {});
+fetch('/api/session').then(reply => reply.json()).then(session => { mayControl = !!session.may_control; storeProblem = session.store_problem || ''; show(); }).catch(() => {});
 reload();
