@@ -74,11 +74,11 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     )  # fmt: skip
     address = address_of(job)
     until_beyond(job, address, 30)
-    assert any("joined" in line for line in ask(address, "/api/runs/live/workers/1/log")["lines"])
     os.kill(server_of(job).pid, signal.SIGKILL)
     job.until(lambda: job.output.count("/?token=secret") == 2, "second page")
     assert job.output.count(address) >= 2  # where it was
     until_beyond(job, address, 60)
+    assert any("connection_lost" in line for line in ask(address, "/api/runs/live/workers/1/log")["lines"])
     assert "worker 1 is evicted" in ask(address, "/api/runs/live/controls", {"do": "evict", "rank": 1})["done"]
     until_beyond(job, address, step_of(address) + 20)
     with pytest.raises(HTTPError):
