@@ -11,6 +11,7 @@ the announcement of the previous step. If that is wrong, all members average aga
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import chain
 
 import torch
 
@@ -41,7 +42,8 @@ class Plan:
         self._checks = checks
         self.places: dict[int, torch.Tensor] = {}
         self.buckets: list[tuple[list[int], torch.Tensor]] = []
-        self._sums: list[tuple[int, torch.Tensor]] = []  # of each of this member's tensors
+        # The tensors that this member has put into each bucket of floats, and the sum of the bucket.
+        self._sums: list[tuple[list[int], torch.Tensor]] = []
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in like.items():
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -71,6 +73,7 @@ class Plan:
         Zeros stand for tensors that it lacks, and for tensors of the lowest member on other members.
         """
         indices, bucket = self.buckets[number]
+        filled: list[int] = []
         for index in indices:
             target, tensor = self.places[index], tensors.get(index)
             is_float = target.dtype.is_floating_point
@@ -78,6 +81,7 @@ class Plan:
             if tensor is None or not (is_summed or self._is_lowest):
                 target.zero_()
                 continue
+            filled.append(index)
             tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
             share = 1.0 if index in self._of_sum else self.share
             if is_summed and share != 1.0 and tensor.device == target.device:
@@ -86,8 +90,8 @@ class Plan:
                 target.copy_(tensor)
                 if is_summed and share != 1.0:
                     target.mul_(share)
-            if is_float and self._checks:
-                self._sums.append((index, target.sum()))
+        if self._checks and bucket.dtype.is_floating_point:
+            self._sums.append((filled, bucket.sum()))
         return bucket
 
     def unsound(self, tensors: Mapping[int, torch.Tensor | None]) -> int | None:
@@ -95,11 +99,11 @@ class Plan:
         sums, self._sums = self._sums, []
         if not sums:
             return None
-        # One sum per tensor is cheap to read from a GPU. A sum may overflow, so suspects are checked element by
-        # element.
+        # One sum per bucket is cheap to read from a GPU. A sum may overflow, so the tensors of a suspect bucket are
+        # checked element by element.
         found = torch.stack([item.to(torch.float32) for _, item in sums]).isfinite().tolist()
-        looked_at = [index for (index, _), is_finite in zip(sums, found, strict=True) if not is_finite]
-        candidates = ((index, tensors.get(index)) for index in sorted(looked_at))
+        looked_at = [filled for (filled, _), is_sound in zip(sums, found, strict=True) if not is_sound]
+        candidates = ((index, tensors.get(index)) for index in sorted(chain.from_iterable(looked_at)))
         return next((index for index, item in candidates if item is not None and not is_finite(item)), None)
 
 
