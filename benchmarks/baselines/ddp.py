@@ -8,7 +8,7 @@ from typing import Any
 
 from ..rig.links import DEVICE
 from ..rig.racer import Racer
-from ..rig.reducing import StepSize, by_size, step_parts, transformer
+from ..rig.reducing import StepSize, by_size, share_cores, step_parts, transformer
 from ..rig.team import measured_team
 from ..rig.turns import Measured, timed
 from .base import Baseline
@@ -71,6 +71,7 @@ def ddp_life(rank: int, store: str, workers: int, num_floats: int) -> Iterator[M
 @contextmanager
 def reduce_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Iterator[Measured]:
     """The reducer alone: forward, and backward with all-reduce in buckets, of models of these sizes (bytes)."""
+    share_cores(workers)
     with process_group(rank, store, workers):
         models = {size: _wrapped(size // 4) for size in sizes}
         yield by_size({size: lambda item=model: item().backward() for size, model in models.items()})  # type: ignore[misc]

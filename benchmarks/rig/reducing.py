@@ -59,6 +59,7 @@ def group_life(rank: int, store: str, workers: int, sizes: Sequence[int]) -> Ite
     from ...worker.strategies.group import Generation, Group, Rendezvous
     from .model import fill_gradients, synthetic_model
 
+    share_cores(workers)
     rendezvous = Rendezvous("127.0.0.1")
     file_store = dist.FileStore(store.removeprefix("file://"), workers)
     if rank == 0:
@@ -106,14 +107,22 @@ def joined_life(rank: int, address: str, size: StepSize) -> Iterator[Measured]:
         yield step_parts(model, batch, session.optimizer(model, inner))
 
 
+def share_cores(processes: int) -> None:
+    """Give this process's torch its part of the cores, as ps-launch and torchrun do."""
+    import torch
+
+    from ..output.machine import machine
+
+    torch.set_num_threads(max(1, machine()["cores"] // processes))
+
+
 def transformer(size: StepSize, rank: int) -> tuple[Any, Any]:
     """A model, the same on all ranks, and a rank's batch, uint8 [batch_size, context + 1]."""
     import torch
 
     from ...worker.tasks.gpt import Transformer
-    from ..output.machine import machine
 
-    torch.set_num_threads(max(1, machine()["cores"] // 2))
+    share_cores(2)
     torch.manual_seed(0)
     model = Transformer(num_layers=size.layers, num_heads=8, width=size.width)
     generator = torch.Generator().manual_seed(rank)
