@@ -27,6 +27,7 @@ _STEPS = "100000000"  # the doctor ends the probe
 _PULL_EVERY = 2  # contributions: one goes up alone, the next both ways
 _MAX_ROUNDS = 1_000
 _END_S = 10.0  # for a launcher to end what it started
+_JOIN_S = 300.0  # for a probe to send its model: a busy machine loads torch for more than the default of 30 s
 
 
 @dataclass
@@ -88,7 +89,10 @@ class Job:
 
         `secured` gets the security of the connections.
         """
-        settings = ("run.mode=async", "output.store=false", f"policy.pull_every={_PULL_EVERY}")
+        settings = (
+            "run.mode=async", "output.store=false", f"policy.pull_every={_PULL_EVERY}",
+            f"server.join_timeout_s={_JOIN_S}",
+        )  # fmt: skip
         command = [
             sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
             "--log-format", "json", "--steps", _STEPS, *(f"--set={setting}" for setting in settings),
