@@ -345,3 +345,20 @@ def test_groups_of_nccl_are_made_without_torchs_watchdog(monkeypatch):
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
         undo()
         assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+
+
+def test_an_unsound_tensor_is_found_within_its_bucket():
+    tensors = {0: torch.ones(3), 1: torch.tensor([1.0, float("nan")]), 2: torch.ones(2)}
+    plan = buckets.Plan(tensors, 0.5, True, {}, torch.device("cpu"))
+    for number in range(len(plan.buckets)):
+        plan.gather(number, tensors)
+    assert plan.unsound(tensors) == 1
+    assert plan.unsound(tensors) is None, "of the buckets since the last call"
+
+
+def test_a_tensor_that_another_member_gives_is_not_unsound_here():
+    """The bucket's sum overflows, so its tensors are looked at, but not those that this member leaves out."""
+    tensors = {0: torch.full((4,), 3e38), 1: torch.tensor([float("nan")])}
+    plan = buckets.Plan(tensors, 1.0, False, {}, torch.device("cpu"), of_lowest={1})
+    plan.gather(0, tensors)
+    assert plan.unsound(tensors) is None
