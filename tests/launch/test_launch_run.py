@@ -149,7 +149,9 @@ def test_each_mode_runs_with_each_seed_and_a_report_is_written(marked) -> None:
     heads = [line for line in run.stderr.splitlines() if line.startswith("ps-launch: ")]
     assert "sync, seed 6: a server and 2 workers" in heads[3]
     html = (marked.folder / "out/put/report.html").read_text()
-    assert "<h1>task digits</h1>" in html and "Seconds in all: sync is best with 1.2 s; single 2.5 s." in html
+    assert (
+        "<h1><span>task digits</span></h1>" in html and "Seconds in all: sync is best with 1.2 s; single 2.5 s." in html
+    )
 
 
 def test_a_report_that_cannot_be_written_is_said_first(marked) -> None:
