@@ -65,12 +65,12 @@ class ForgetModel(Effect):
 
 @dataclass(slots=True)
 class AskForWeights(ToAWorker):
-    """Asks this worker for the initial weights."""
+    """Asks this worker for the initial weights, or for the final ones that only workers have."""
 
 
 @dataclass(slots=True)
 class Begin(ToAWorker):
-    """The weights that this worker uploaded are version 0."""
+    """The weights that this worker uploaded are version 0, or the newest version."""
 
 
 @dataclass(slots=True)

@@ -37,6 +37,8 @@ class Ending(Saving):
             elif isinstance(effect, effects.SendReply):
                 if (group := effect.reply.group) is not None and group.members[:1] == (effect.rank,):
                     uploads = group.uploads_weights or self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
+                    # The last snapshot has the optimizer's state too, and any step may be the last.
+                    uploads |= self.rhythm.is_kept and self.policy.training_steps is None
                     group = replace(group, uploads_weights=uploads, uploads_optimizer=self.rhythm.is_kept)
                     effect.reply = replace(effect.reply, group=group)
             elif isinstance(effect, effects.End):  # the last effect
@@ -81,6 +83,8 @@ class Ending(Saving):
             yield from self._failed_at_the_end(rank, how, reason, exit_code)
         if not self.has_weights:
             yield from self._pass_on(worker)
+        elif self.initializer is worker:
+            self.initializer = None
         if self.is_closed:
             return
         was_member = rank in self.policy.members
@@ -151,6 +155,9 @@ class Ending(Saving):
         roster = self.roster
         if self.is_closed or (roster.workers and (self.is_done or roster.num_finished < len(roster.workers))):
             return  # the cheap checks come first: this runs at every tick
+        if roster.workers and self.has_weights and not self.policy.has_newest_weights:
+            yield from self._ask_for_newest("the loops of all workers have ended")
+            return
         if not self.is_done and self.absent(at):
             return
         if not roster.workers:
@@ -158,9 +165,6 @@ class Ending(Saving):
             if roster.was_anyone_here and is_through:
                 self.is_closed = True
                 yield effects.End(self.failure)
-            return
-        if self.has_weights and not self.policy.has_newest_weights:
-            yield from self._fail(self._without_weights("the loops of all workers have ended"))
             return
         if self.has_weights and self.rhythm.wants_last(self.policy.version):
             # Once a worker has left, its work cannot be repeated.
@@ -173,6 +177,17 @@ class Ending(Saving):
         self.evaluator = min(able, default=None)
         recipients = tuple((worker.rank, worker.incarnation) for worker in live)
         yield effects.TellDone(recipients, self.evaluator, self.policy.version)
+
+    def _ask_for_newest(self, why_nobody: str) -> Iterator[Effect]:
+        """Ask one of the finished workers for the newest weights. A snapshot would lack the optimizer's state."""
+        if self.initializer is not None:
+            return
+        workers, holders = self.roster.workers, sorted(self.policy.newest_holders)
+        having = [workers[rank] for rank in holders if rank in workers and not workers[rank].is_away]
+        if having and not self.rhythm.is_kept:
+            yield self._ask_for_weights(having[0])
+        elif not any(rank in workers for rank in holders) or self.rhythm.is_kept:
+            yield from self._fail(self._without_weights(why_nobody))
 
     def _without_weights(self, reason: str) -> ParamServerError:
         return ParamServerError(

@@ -151,6 +151,8 @@ class Run(Ending):
         """Refuse the older stream or process of a rank, which was replaced."""
         yield effects.Refuse(old.rank, old.incarnation, replaced(old.rank, old.incarnation))
         yield effects.Fence(old.rank, old.incarnation)
+        if self.has_weights and self.initializer is old:
+            self.initializer = None
         if new.is_resumed:
             self.policy.disconnected(new.rank)
             return
@@ -177,18 +179,23 @@ class Run(Ending):
             worker.is_away = False
             yield Log("info", "resumed", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})
         elif not self.is_holding:
-            if self.has_weights:
+            if self.has_weights and self.initializer is None:
                 yield from self._enter(worker, event.at)
             elif self.initializer is None:
                 yield self._ask_for_weights(worker)
 
     def _brought(self, worker: Worker, event: events.Brought) -> Iterator[Effect]:
-        if worker is not self.initializer or self.has_weights:
-            error = refusal(Reason.BAD_REQUEST, "initial weights that the server did not request")
+        if worker is not self.initializer:
+            error = refusal(Reason.BAD_REQUEST, "weights that the server did not request")
             yield from self.expel(worker, error, event.at)
             return
-        self.has_weights, self.initializer = True, None
+        is_final, self.has_weights, self.initializer = self.has_weights, True, None
         yield effects.Begin(worker.rank, worker.incarnation)
+        if is_final:
+            self.policy.weights_uploaded()
+            yield from self._enter_all(event.at)
+            yield from self._end_if_over(event.at)
+            return
         if self.rhythm.is_kept:  # a restart without any snapshot would be another run
             yield from self._take_snapshot(event.at)
         self.is_holding = self.rhythm.is_writing and self.options.waits_for_first_snapshot
@@ -198,7 +205,7 @@ class Run(Ending):
     def _enter_all(self, at: float) -> Iterator[Effect]:
         self.is_holding = False
         for worker in list(self.roster.workers.values()):
-            if worker.has_offered and worker.rank not in self.policy.members:
+            if worker.has_offered and not worker.is_finished and worker.rank not in self.policy.members:
                 yield from self._enter(worker, at)
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
@@ -207,7 +214,7 @@ class Run(Ending):
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
         if not self.policy.members and not self.policy.has_newest_weights:
-            yield from self._fail(self._without_weights("all workers that had the newest are gone"))
+            yield from self._ask_for_newest("all workers that had the newest are gone")
             return
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)

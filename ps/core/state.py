@@ -52,7 +52,7 @@ class RunState:
         self.model: tuple[str, str] | None = None  # names of the model and optimizer of all workers
         self.may_change_optimizer = False  # the first worker of a resumed run sets its hyperparameters
         self.has_weights = False
-        self.initializer: Worker | None = None  # the worker that uploads the initial weights
+        self.initializer: Worker | None = None  # the worker that uploads the initial or final weights
         self.is_holding = False  # all workers wait for the first snapshot on all shards
         self.is_closed = False  # events have no effect any more
         self.is_done = False  # all workers were notified that the run is over

@@ -294,6 +294,9 @@ class Engine:
     def _begin(self, begin: effects.Begin) -> None:
         weights = self.peers[begin.rank, begin.incarnation].weights
         assert weights is not None
+        if self.model.has_weights:
+            self.model.replace(weights, self.run.policy.version)
+            return
         self.model.begin(weights)
         self._make_room()
 

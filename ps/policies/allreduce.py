@@ -14,12 +14,13 @@ gradient of step t is computed on the weights of version t - 1 - K, or newer one
 later. A completion says how far behind it is (`base_version`); the server refuses one that is further behind. A worker
 that would be more than K ahead waits for its own oldest mean, so the server need not hold it back.
 
-The server has the weights only where a completion uploaded them: for snapshots, and at the end.
+The server has the weights only where a completion uploaded them: for snapshots, for evaluations, and with the last
+step. Where no length of the run is known, the server asks for them when all workers have finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,7 @@ class AllreducePolicy(Policy):
         self._is_over = False  # a member of the generation has left
         self._turn = 0  # grows with every generation and every round
         self._brought = 0  # the newest version whose weights the server has
+        self._holders: set[int] = set()  # ranks whose workers have the newest weights
 
     @classmethod
     def summary(cls, options: AllreduceOptions) -> str:
@@ -87,10 +89,21 @@ class AllreducePolicy(Policy):
         return self._brought == self.version
 
     def group_info(self, rank: int) -> GroupInfo:
-        """The lowest rank uploads weights where the next step may be the last."""
-        is_last = self.training_steps is None or self.is_stopping or self.steps_done(rank) + 1 >= self.training_steps
+        """The lowest rank uploads weights where the next step is the last, or may be and others are outstanding."""
+        may_be_last = bool(self.outstanding) if self.training_steps is None else self._is_last_step(rank)
+        is_last = self.is_stopping or may_be_last
         uploads = bool(self.group) and rank == self.group[0] and is_last
         return GroupInfo(self.generation, self.group, "", self.has_newest_weights, uploads)
+
+    def _is_last_step(self, rank: int) -> bool:
+        return self.training_steps is not None and self.steps_done(rank) + 1 >= self.training_steps
+
+    @property
+    def newest_holders(self) -> Collection[int]:
+        return self._holders
+
+    def weights_uploaded(self) -> None:
+        self._brought = self.version
 
     def next_local_steps(self, rank: int) -> int:
         """A stopped run takes one more step, whose weights are uploaded."""
@@ -125,6 +138,7 @@ class AllreducePolicy(Policy):
 
     def _joined(self, rank: int) -> list[Decision]:
         self._outside.add(rank)
+        self._holders.discard(rank)
         return []
 
     def _left(self, rank: int) -> list[Decision]:
@@ -169,6 +183,7 @@ class AllreducePolicy(Policy):
         commit = self._commit(self.group, f"all {len(self.group)} members of the group have the mean")
         if any(report.has_weights for report in self._reports.values()):
             self._brought = self.version
+        self._holders = set(self.group)
         self._reports, self._turn = {}, self._turn + 1
         return [*decisions, commit]
 

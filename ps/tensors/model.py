@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -319,6 +320,13 @@ class Model:
             num_kept = 2 if policy.delayed_update else 1
             self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)
         self.has_weights = True
+
+    def replace(self, weights: Segment, version: int) -> None:
+        """Publish these weights, uint8 [total_bytes], as those of the newest version, which were not here."""
+        publication = self.publisher.next(version)
+        self._small_payload = -1, b""
+        self._tensors.submit(partial(self.store.replace, weights.payload, publication.segment.payload))
+        self._tensors.then(partial(publication.made, self.store.layout.exchange_bytes))
 
     def small_payload(self) -> bytes:
         """Return the newest weights of a small model, for which all tensor work runs inline."""

@@ -139,6 +139,11 @@ class Store:
         elif self.optimizer is not None:
             self.optimizer.set_state(state)
 
+    def replace(self, weights: torch.Tensor, target: torch.Tensor) -> None:
+        """Take these weights, uint8 [total_bytes], in `target` as those of this version."""
+        target.copy_(weights)
+        self.weights = target
+
     def commit(
         self,
         step: Step,

@@ -116,7 +116,7 @@ class Conversation:
                 case str(reason):
                     await self._stream.say_waiting(reason)
                 case effects.AskForWeights():
-                    if not await self._take_initial_weights(peer):
+                    if not await self._take_weights(peer):
                         return False
                 case Go() as go:
                     await delivery.reply(go)
@@ -125,7 +125,7 @@ class Conversation:
                     await delivery.final(done)
                     return True
 
-    async def _take_initial_weights(self, peer: Peer) -> bool:
+    async def _take_weights(self, peer: Peer) -> bool:
         await self._stream.say(pb.ServerMessage(send_weights=pb.SendWeights()))
         first = await self._stream.read_within(self._config.server.join_timeout_s, "initial_weights")
         if first is None:
@@ -135,9 +135,7 @@ class Conversation:
         assert layout is not None
         num_bytes = first.of(pb.InitialWeights).payload_bytes
         if num_bytes != layout.total_bytes:
-            raise refusal(
-                Reason.BAD_REQUEST, f"initial weights of {num_bytes} bytes; this model has {layout.total_bytes}"
-            )
+            raise refusal(Reason.BAD_REQUEST, f"weights of {num_bytes} bytes; this model's have {layout.total_bytes}")
         try:
             weights = model.new_memory()
             await asyncio.to_thread(model.prepare_tables, self._config.run.seed)
@@ -150,6 +148,6 @@ class Conversation:
         if not await self._stream.read_payload(first, weights.bytes):
             return False
         model.check_finite(peer.rank, weights)
-        peer.weights, peer.state = weights, "waiting"
+        peer.weights, peer.state = weights, "finished" if model.has_weights else "waiting"
         self._engine.offer(events.Brought(*peer.seat))
         return True

@@ -273,3 +273,30 @@ def test_models_that_differ_are_refused_those_that_begin_with_other_weights_have
     expected = {name: item - 0.1 * step for name, item in model.state_dict().items()}
     got = load_file(cluster.folder / "w.safetensors")
     assert max(float((got[name] - expected[name]).abs().max()) for name in expected) <= 1e-9
+
+
+UNTIL_ITS_END = """
+import sys, torch, paramserver
+from paramserver.tests.loopback.test_allreduce import gradients, make
+model, inner = make()
+with paramserver.connect() as session:
+    optimizer = session.optimizer(model, inner)
+    for number in range(1, 1 + int(sys.argv[1])):
+        for p, gradient in zip(model.parameters(), gradients(session.rank, number)[0], strict=True):
+            p.grad = gradient
+        session.record(num_samples=3 + session.rank, loss=0.0)
+        optimizer.step()
+    session.finish()
+"""
+
+
+def test_a_run_of_unknown_length_uploads_its_weights_once_at_the_end(cluster):
+    script = cluster.folder / "script.py"
+    script.write_text(UNTIL_ITS_END)
+    server = cluster.server("--mode", "allreduce", "--workers", "2", "--save", "w.safetensors", "--summary", "s.json")
+    workers = [cluster.script(rank, script, "30") for rank in range(2)]
+    assert [worker.wait() for worker in workers] == [0, 0], workers[0].output
+    assert server.wait() == 0
+    assert difference(cluster, [[(rank, number) for rank in range(2)] for number in range(1, 31)]) <= 1e-9
+    passed = json.loads((cluster.folder / "s.json").read_text())["num_bytes"]
+    assert passed < 10 * sum(p.numel() * 8 for p in make()[0].parameters()), "of 30 uploads, one for each step"

@@ -34,6 +34,7 @@ from typing import Any
 
 import yaml
 
+from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import SOUND, Judgement
@@ -50,7 +51,7 @@ _JUDGEMENTS = {
     "clip": Judgement("take", "norm", "limit", is_clipped=True, scale=0.5),
 }
 _WORKER = re.compile(r"w(\d+)(?:\.(\d+))?")
-_CONTRIBUTED = re.compile(r"s(\d+)(?: on v(\d+))?(?: x(\d+))?(?: lr ([\d.]+))?(?: (nan|skip|halt|clip))?")
+_CONTRIBUTED = re.compile(r"s(\d+)(?: on v(\d+))?(?: x(\d+))?(?: lr ([\d.]+))?(?: (nan|skip|halt|clip))?( mean)?")
 
 
 def make_run(settings: dict[str, Any], name: str = "run") -> Run:
@@ -171,6 +172,7 @@ class Workers:
             num_samples=int(found[3] or 1),
             hyperparameters=({"lr": float(found[4])},) if found[4] else (),
             judgement=_JUDGEMENTS[found[5]] if found[5] else SOUND,
+            **({"kind": ContributionKind.COMPLETION} if found[6] else {}),
         )
 
     def learn(self, found: Iterable[effects.Effect]) -> None:

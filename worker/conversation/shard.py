@@ -144,8 +144,12 @@ class Shard:
                     raise refusal(Reason.BAD_REQUEST, f"the server sent {description}")
                 state += piece.piece
                 continue
-            pieces, num_bytes = self.transfer.gather_all(), self.model.layout.total_bytes
-            self.stream.send(messages.initial_weights_frames(pieces, num_bytes))
+            self._upload()
+
+    def _upload(self) -> None:
+        """Send the model's weights, as the server has asked for them."""
+        pieces, num_bytes = self.transfer.gather_all(), self.model.layout.total_bytes
+        self.stream.send(messages.initial_weights_frames(pieces, num_bytes))
 
     # ---- exchanging ---------------------------------------------------------------------------
 
@@ -270,10 +274,11 @@ class Shard:
     # ---- the end ------------------------------------------------------------------------------
 
     def finish(self, transfer_s: float, can_evaluate: bool, residual: ResidualInfo) -> Final:
-        """Report that all steps are taken, wait for the other workers, and receive the final weights."""
+        """Report that all steps are taken, upload the weights if the server asks for them, receive the final ones."""
         finish = {"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": asdict(residual)}
         self.stream.say(finish=finish)
-        received = self._expect("final")
+        while (received := self._expect("final", "send_weights")).kind == "send_weights":
+            self._upload()
         final = received.of(Final)
         self._receive_weights(received, changed(read_weights(final.weights), codec=""))
         return final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from ....common.config.option import Section
@@ -89,6 +90,14 @@ class Traits:
     def has_newest_weights(self) -> bool:
         """Whether the server has the weights of the newest version."""
         return True
+
+    @property
+    def newest_holders(self) -> Collection[int]:
+        """Ranks whose workers have the newest weights, where the server has not."""
+        return ()
+
+    def weights_uploaded(self) -> None:
+        """Note that the server has the newest weights now."""
 
     def group_info(self, rank: int) -> GroupInfo | None:
         """The group that this worker averages in; None where workers have no peers."""
