@@ -404,21 +404,30 @@ def race(
     bandwidth: Annotated[str, typer.Option(help="Of each worker's link, each way.", rich_help_panel=_RUN)] = "100mbit",
     latency: Annotated[str, typer.Option(help="From host to host and back.", rich_help_panel=_RUN)] = "20ms",
     server_bandwidth: Annotated[
-        str | None, typer.Option(help="Of the server's link; none: unlimited.", rich_help_panel=_RUN)
+        str | None,
+        typer.Option(help="A host of its own for the server, with this link; 0: unlimited.", rich_help_panel=_RUN),
     ] = None,
+    shards: Annotated[
+        int,
+        typer.Option(min=0, max=16, help="Of a server on the workers' hosts; 0: one on each.", rich_help_panel=_RUN),
+    ] = 0,
     workers: Annotated[int, typer.Option(min=2, max=16, help="Worker processes.", rich_help_panel=_RUN)] = 2,
     unequal: Annotated[
         bool, typer.Option("--unequal", help="The last worker is three times slower.", rich_help_panel=_RUN)
     ] = False,
     seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each run.", rich_help_panel=_RUN)] = 120,
     lr: Annotated[str, typer.Option(help="Tried by every side.", rich_help_panel=_RUN)] = "0.001,0.002,0.004",
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs with each rate.", rich_help_panel=_RUN)] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs with the best rate.", rich_help_panel=_RUN)] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="The middle rate and one seed.", rich_help_panel=_RUN)] = False,
     target: Annotated[
         float | None, typer.Option(min=0, help="Held-out loss; none: plain DDP's best.", rich_help_panel=_RUN)
     ] = None,
     mode: Annotated[str, typer.Option("--mode", help="Ours, e.g. sync,diloco-q4.", rich_help_panel=_RUN)] = "all",
     peers: BaselinesOption = "ddp,ddp-bf16,ddp-powersgd,ddp-localsgd,torchft,hivemind",
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Keep each run there; go on with an interrupted race.", rich_help_panel=_RUN),
+    ] = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.svg|png", help="Draw the curves.", rich_help_panel=_OUTPUT)
     ] = None,
@@ -431,7 +440,15 @@ def race(
     check_plot(plot, sweep=True, suffixes=(".svg", ".png"))
     mbit = {"mbit": 1.0, "kbit": 1e-3, "gbit": 1e3}
     rate, ping = quantity(bandwidth, "--bandwidth", mbit, "100mbit"), quantity(latency, "--latency", {"ms": 1}, "20ms")
-    server_rate = quantity(server_bandwidth, "--server-bandwidth", mbit, "1gbit") if server_bandwidth else 0.0
+    server_rate = None
+    if server_bandwidth is not None:
+        server_rate = 0.0
+        if server_bandwidth != "0":
+            server_rate = quantity(server_bandwidth, "--server-bandwidth", mbit, "1gbit")
+    if shards > workers or (shards > 1 and server_rate is not None):
+        raise UsageError(
+            f"--shards {shards}: at most one on each worker's host", fix=f"--shards {workers}, or leave it out"
+        )
     if min(rate, server_rate or 1) < 1:
         raise UsageError("a link below 1 Mbit/s carries not one exchange in these seconds", fix="--bandwidth 10mbit")
     checked("sync", "adamw", json_path, keep)
@@ -445,7 +462,10 @@ def race(
     check_links()
     if quick:
         rates, seeds = rates[len(rates) // 2 :][:1], 1
-    options = RaceOptions(rate, server_rate, ping, workers, seconds, rates, seeds, unequal, target, modes)
+    placed = 1 if server_rate is not None else shards or workers
+    options = RaceOptions(
+        rate, server_rate, ping, workers, seconds, rates, seeds, unequal, target, modes, placed, resume
+    )
     show(measure_race(options, names), json_path, keep, plot)
 
 

@@ -14,7 +14,7 @@ from .base import Baseline
 class Hivemind(Baseline):
     name = "hivemind"
     modules = ("hivemind",)
-    install = "pip install hivemind"
+    install = "pip install -c constraints.txt 'paramserver[race]'"
 
     @contextmanager
     def race(self, racer: Racer) -> Iterator[tuple[Any, Any]]:

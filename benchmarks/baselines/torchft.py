@@ -19,7 +19,7 @@ _PORT, _WAIT = 5291, timedelta(seconds=60)
 class TorchFt(Baseline):
     name = "torchft"
     modules = ("torchft",)
-    install = "pip install torchft"
+    install = "pip install -c constraints.txt 'paramserver[race]'"
 
     @contextmanager
     def race(self, racer: Racer) -> Iterator[tuple[Any, Any]]:

@@ -1,8 +1,8 @@
 """A race on limited links: the same model, data, batch and local optimizer, trained by every side for the same seconds.
 
-Each worker is on a host of its own, whose link is limited both ways (rig/links.py); a server of ours is on one host
-more, whose link has the same latency, and its own limit if there is one. Sides take turns; each has every learning rate
-with every seed, and stands in the table with the rate whose mean final loss is lowest. What a sample is, and why
+Each worker is on a host of its own, whose link is limited both ways (rig/links.py). A server of ours is on the workers'
+hosts, a shard on each, or on one host more with a link of its own (--server-bandwidth). Every side first has each
+learning rate with one seed, then the best of them with the other seeds. Sides take turns. What a sample is, and why
 evaluation costs nothing: rig/racer.py. Bytes are those of a worker's link, both ways, the mean of all workers.
 """
 
@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -26,37 +21,18 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ...common.errors import ParamServerError
+from ...common.errors import OutputError, ParamServerError, UsageError
 from ..baselines.base import choose
-from ..output.machine import machine
 from ..output.report import Report
 from ..output.tables import number, number_table, page
+from ..rig.forks import forking
 from ..rig.links import Host, linked_hosts
-from ..rig.racer import WEIGHTS, Race, race_task
-from ..rig.server_process import clean_environment, running_server, undisturbed
+from ..rig.race_run import Ours, Point, Run, race_once
+from ..rig.racer import Race
 
-_READY_S, _END_S, _TURN_S = 120.0, 30.0, 0.05
 SLOW = 3.0  # what the last worker's computing takes longer, where speeds are unequal
 _LN_256 = math.log(256)  # the loss of every side before its first step
-
-Point = tuple[float, float, float]  # seconds, MB on a worker's link, held-out loss
-
-
-@dataclass(frozen=True)
-class Ours:
-    """A mode of ours, and its codecs up and down."""
-
-    mode: str
-    codec: str = "raw"
-    reply_codec: str = "raw"
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """Of the server and of each worker; all else is as it is by default."""
-        worker = {"transports": "direct,grpc", "codec": self.codec, "reply_codec": self.reply_codec, "threads": "1"}
-        run = {"run.mode": self.mode, "server.insecure": "true"}
-        return {f"worker.{name}": value for name, value in worker.items()} | run
-
+_BESIDE_S = 4.0  # of a run, to start, stop and evaluate: an estimate
 
 OURS = {
     "sync": Ours("sync"),
@@ -74,7 +50,7 @@ OURS = {
 @dataclass(frozen=True)
 class RaceOptions:
     bandwidth_mbit: float
-    server_mbit: float  # 0: unlimited
+    server_mbit: float | None  # of a host of its own; None: the workers' hosts
     latency_ms: float
     workers: int
     seconds: float
@@ -83,20 +59,66 @@ class RaceOptions:
     unequal: bool
     target: float | None
     modes: tuple[str, ...]
+    shards: int = 1  # of a server on the workers' hosts
+    resume: str | None = None
 
 
-@dataclass(frozen=True)
-class Run:
-    """One side with one learning rate and seed."""
+_SAME = ("bandwidth_mbit", "server_mbit", "latency_ms", "workers", "seconds", "unequal", "shards")
 
-    lr: float
-    steps: float  # of a worker
-    curve: list[Point]
-    load: float = 0.0  # load average of the machine at the end
 
-    @property
-    def loss(self) -> float:
-        return self.curve[-1][2]
+@dataclass
+class Record:
+    """The finished runs of a race, by side, and a line for each that failed. With a `path` every run is kept there, and
+    a race that was interrupted goes on where it was."""
+
+    options: RaceOptions
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    failed: dict[tuple[str, float, int], str] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Read the file, if there is one. UsageError for one of another race."""
+        path = Path(self.options.resume or "")
+        if self.options.resume is None or not path.exists():
+            self._write({key: getattr(self.options, key) for key in _SAME})
+            return
+        try:
+            before, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            differing = [key for key in _SAME if before[key] != getattr(self.options, key)]
+            for line in lines:
+                self._add(line.pop("side"), line)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            fix = "name a file that does not exist: it will be made"
+            raise UsageError(f"--resume {path}: not a file of ps-bench race", fix=fix) from None
+        if differing:
+            key = differing[0]
+            message = f"--resume {path}: a race with {key} {before[key]}, and this one has {getattr(self.options, key)}"
+            raise UsageError(message, fix="give the same flags, or another file")
+
+    def has(self, side: str, lr: float, seed: int) -> bool:
+        is_done = any(run.lr == lr and run.seed == seed for run in self.runs.get(side, ()))
+        return is_done or (side, lr, seed) in self.failed
+
+    def note(self, side: str, result: Run | str, lr: float, seed: int) -> None:
+        line = asdict(result) if isinstance(result, Run) else {"failed": result, "lr": lr, "seed": seed}
+        self._add(side, dict(line))
+        self._write({"side": side, **line})
+
+    def _add(self, side: str, line: dict[str, Any]) -> None:
+        if "failed" in line:
+            self.failed[side, line["lr"], line["seed"]] = line["failed"]
+            return
+        curve = [(float(point[0]), float(point[1]), float(point[2])) for point in line.pop("curve")]
+        self.runs.setdefault(side, []).append(Run(curve=curve, **line))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.options.resume is None:
+            return
+        try:
+            with Path(self.options.resume).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            message = f"cannot write {self.options.resume}: {error.strerror}"
+            raise OutputError(message, fix="choose a path you may write to") from None
 
 
 def measure_race(options: RaceOptions, baseline_names: Sequence[str]) -> Report:
@@ -104,21 +126,54 @@ def measure_race(options: RaceOptions, baseline_names: Sequence[str]) -> Report:
     peers, notes = choose(baseline_names, "race")
     sides: dict[str, Ours | str] = {peer.name: peer.name.replace("-", "_") for peer in peers}
     sides |= {name: OURS[name] for name in options.modes}
-    runs: dict[str, list[Run]] = {name: [] for name in sides}
-    turns = list(product(range(options.seeds), options.lrs, sides))
-    rates = [options.bandwidth_mbit] * options.workers + [options.server_mbit]
-    with linked_hosts(rates, options.latency_ms) as hosts:
-        for number, (seed, lr, name) in enumerate(turns, 1):
-            try:
-                runs[name].append(_run(options, hosts, sides[name], lr, seed))
-                outcome = f"held-out loss {runs[name][-1].loss:.3f}"
-            except ParamServerError as error:
-                outcome = f"failed: {error}"
-                notes.append(f"{name}, rate {lr:g}, seed {seed}: {outcome}")
-            print(f"{number}/{len(turns)} {name}, rate {lr:g}, seed {seed}: {outcome}", file=sys.stderr, flush=True)
+    record = Record(options)
+    record.load()
+    own_host = [] if options.server_mbit is None else [options.server_mbit]
+    with ExitStack() as stack:
+        stack.enter_context(forking())
+        rates = [options.bandwidth_mbit] * options.workers + own_host
+        hosts = stack.enter_context(linked_hosts(rates, options.latency_ms))
+        _announce(options, len(sides))
+        for number, (name, lr, seed) in enumerate(_turns(options, list(sides), record), 1):
+            result = _outcome(options, hosts, sides[name], (lr, seed), number)
+            record.note(name, result, lr, seed)
+            outcome = result if isinstance(result, str) else f"held-out loss {result.loss:.3f}"
+            print(f"{number} {name}, rate {lr:g}, seed {seed}: {outcome}", file=sys.stderr, flush=True)
+    notes += [f"{side}, rate {lr:g}, seed {seed}: {why}" for (side, lr, seed), why in record.failed.items()]
+    runs = {name: record.runs.get(name, []) for name in sides}
     results = summed_up(runs, options.target, options.seeds)
     config = {**vars(options), "sides": list(sides)}
     return Report("race", config, results, _table(options, results, notes))
+
+
+def _announce(options: RaceOptions, num_sides: int) -> None:
+    num_runs = num_sides * (len(options.lrs) + options.seeds - 1)
+    minutes = num_runs * (options.seconds + _BESIDE_S) / 60
+    print(f"{num_sides} sides, at most {num_runs} runs: about {minutes:.0f} minutes", file=sys.stderr, flush=True)
+
+
+def _turns(options: RaceOptions, sides: list[str], record: Record) -> Iterator[tuple[str, float, int]]:
+    """The runs that are missing: every rate with seed 0, then the best rate with the other seeds."""
+    for lr, name in product(options.lrs, sides):
+        if not record.has(name, lr, 0):
+            yield name, lr, 0
+    for seed, name in product(range(1, options.seeds), sides):
+        first = [run for run in record.runs.get(name, []) if run.seed == 0 and run.lr in options.lrs]
+        if (best := best_rate(first, 1)) and not record.has(name, best[0].lr, seed):
+            yield name, best[0].lr, seed
+
+
+def _outcome(
+    options: RaceOptions, hosts: Sequence[Host], side: Ours | str, chosen: tuple[float, int], number: int
+) -> Run | str:
+    """The run, or why there is none."""
+    addresses, slow = [host.address for host in hosts[: options.workers]], SLOW if options.unequal else 1.0
+    peer = side if isinstance(side, str) else None
+    race = Race(peer, addresses, *chosen, options.seconds, slow)
+    try:
+        return race_once(race, side if isinstance(side, Ours) else None, hosts, options.shards, number)
+    except ParamServerError as error:
+        return f"failed: {error}"
 
 
 def summed_up(runs: dict[str, list[Run]], target: float | None, seeds: int) -> dict[str, Any]:
@@ -156,7 +211,7 @@ def _of_side(runs: list[Run], target: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "lr": runs[0].lr, "loss": mean(losses), "loss_low": min(losses), "loss_high": max(losses),
         "steps": mean(run.steps for run in runs), "link_mb": mean(curve[-1][1] for curve in curves),
-        "load_average": mean(run.load for run in runs),
+        "load_average": mean(run.load for run in runs), "start_s": mean(run.start_s for run in runs),
         "curve": [[mean(values) for values in zip(*points, strict=True)] for points in zip(*curves, strict=True)],
     }  # fmt: skip
     if target is not None:
@@ -165,86 +220,6 @@ def _of_side(runs: list[Run], target: float | None) -> dict[str, Any]:
         if hits:
             found |= {"target_s": mean(hit[0] for hit in hits), "target_mb": mean(hit[1] for hit in hits)}
     return found
-
-
-def _run(options: RaceOptions, hosts: list[Host], side: Ours | str, lr: float, seed: int) -> Run:
-    addresses = [host.address for host in hosts[:-1]]
-    slow = SLOW if options.unequal else 1.0
-    race = Race(side if isinstance(side, str) else None, addresses, lr, seed, options.seconds, slow)
-    with tempfile.TemporaryDirectory(prefix="ps-race-") as name, ExitStack() as stack:
-        folder, environment = Path(name), clean_environment()
-        race.write(folder)
-        if isinstance(side, Ours):
-            environment |= stack.enter_context(_server(options, hosts[-1], side))
-        workers = stack.enter_context(_workers(hosts[:-1], folder, environment))
-        _wait(folder, "ready", workers, _READY_S)
-        (folder / "start.new").write_text(str(time.monotonic() + 0.5))
-        (folder / "start.new").rename(folder / "start")
-        _wait(folder, "done", workers, options.seconds + _END_S)
-        load = os.getloadavg()[0]
-        seen = [json.loads((folder / f"done{rank}").read_text()) for rank in range(options.workers)]
-        return Run(lr, mean(samples[-1][1] for samples in seen), _curve(seen, folder), load)
-
-
-@contextmanager
-def _server(options: RaceOptions, host: Host, side: Ours) -> Iterator[dict[str, str]]:
-    """A server for this side; the environment of its workers."""
-    settings = {**side.settings, "run.workers": str(options.workers)}
-    flags = [f"--set={name}={value}" for name, value in settings.items()]
-    with running_server(*flags, prefix=host.prefix, listen=f"{host.address}:0") as server:
-        names = {"PS_" + name.upper().replace(".", "__"): value for name, value in side.settings.items()}
-        yield {**names, "PS_WORKER__SERVER": server.address, "PS_LOG__LEVEL": "warning"}
-
-
-@contextmanager
-def _workers(hosts: list[Host], folder: Path, environment: dict[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    started = []
-    try:
-        for rank, host in enumerate(hosts):
-            command = [*host.prefix, sys.executable, "-m", "paramserver.benchmarks.rig.racer", str(folder), str(rank)]
-            with (folder / f"log{rank}").open("wb") as log:
-                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                with undisturbed():
-                    started.append(subprocess.Popen(command, env=environment, start_new_session=True, **streams))
-        yield started
-    finally:
-        with undisturbed():
-            for worker in started:
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)  # what it started too
-                worker.wait()
-
-
-def _wait(folder: Path, state: str, workers: list[subprocess.Popen[bytes]], most_s: float) -> None:
-    """Until every worker has posted `state`. ParamServerError, with its last words, when one cannot any more."""
-    deadline = time.monotonic() + most_s
-    missing = set(range(len(workers)))
-    while missing:
-        ended = {rank for rank in missing if workers[rank].poll() is not None}
-        missing -= {rank for rank in missing if (folder / f"{state}{rank}").exists()}
-        if missing and (failed := sorted(missing & ended)):
-            lines = (folder / f"log{failed[0]}").read_text(errors="replace").strip().splitlines()
-            raise ParamServerError(f"worker {failed[0]} ended early: {' '.join(map(str.strip, lines[-2:]))[-300:]}")
-        if missing and time.monotonic() > deadline:
-            raise ParamServerError(f"worker {min(missing)} was not {state} after {most_s:g} s")
-        time.sleep(_TURN_S)
-
-
-def _curve(seen: list[list[list[float]]], folder: Path) -> list[Point]:
-    """The samples of a run whose workers have ended: evaluates the weights that rank 0 kept."""
-    import torch
-    from safetensors.torch import load_file
-    from torch.nn.utils import vector_to_parameters
-
-    torch.set_num_threads(int(machine()["cores"]))
-    task = race_task()
-    model, points = task.model(), []
-    weights = load_file(folder / WEIGHTS)
-    for index in range(len(weights)):
-        vector_to_parameters(weights[str(index)], model.parameters())
-        link_mb = mean(samples[index][2] for samples in seen) / 1e6
-        points.append((seen[0][index][0], link_mb, float(task.evaluate(model)["loss"])))
-    return points
 
 
 def _table(options: RaceOptions, results: dict[str, Any], notes: list[str]) -> RenderableType:
@@ -276,13 +251,15 @@ def _table(options: RaceOptions, results: dict[str, Any], notes: list[str]) -> R
         for name, side in results["sides"].items()
     ]
     speed = f"the last {SLOW:g} times slower" if options.unequal else "of equal speed"
-    server = f"{options.server_mbit:g} Mbit/s" if options.server_mbit else "unlimited"
+    home = f"a server of ours has a shard on {'each' if options.shards > 1 else 'the first'} worker's host"
+    if options.server_mbit is not None:
+        home = f"the server's own link: {f'{options.server_mbit:g} Mbit/s' if options.server_mbit else 'unlimited'}"
     title = (
         f"{options.workers} workers, {speed}, each on a link of {options.bandwidth_mbit:g} Mbit/s, "
-        f"{options.latency_ms:g} ms; {options.seconds:g} s each, seeds: {options.seeds}, "
-        f"rates {', '.join(f'{lr:g}' for lr in options.lrs)}"
+        f"{options.latency_ms:g} ms; {options.seconds:g} s each; every side tried rates "
+        f"{', '.join(f'{lr:g}' for lr in options.lrs)} with one seed, and the best of them with {options.seeds} in all"
     )
-    about = [f"* baselines; the server's link: {server}; load: the machine's, on average at the ends of a side's runs"]
+    about = [f"* baselines; {home}; load: the machine's, on average at the ends of a side's runs"]
     if target is None:
         about.append("no target: plain ddp did not run, and --target names none")
     return page(title, number_table(columns, rows), notes=[*about, *notes])

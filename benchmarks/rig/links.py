@@ -27,9 +27,9 @@ DEVICE = "eth0"
 
 
 class Host(NamedTuple):
-    """The command prefix that runs a program on it, and its address."""
+    """The network namespace that stands for it, and its address."""
 
-    prefix: tuple[str, ...]
+    namespace: str
     address: str
 
 
@@ -95,7 +95,7 @@ def _host(switch: str, number: int, rate: float, ends: list[int]) -> Host:
     _run("ip", "-n", switch, "link", "set", port, "master", "br0")
     _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
     _run("ip", "-n", name, "link", "set", "lo", "up")
-    return Host(("ip", "netns", "exec", name), address)
+    return Host(name, address)
 
 
 def _remove_orphans() -> None:

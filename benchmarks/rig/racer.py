@@ -25,7 +25,7 @@ from typing import Any
 
 from .links import link_bytes
 
-NUM_SAMPLES = 12
+NUM_SAMPLES = 8
 WEIGHTS = "weights.safetensors"  # rank 0's at each sample
 LOCAL_STEPS = 8  # between two averages of weights: what our localsgd takes by default
 OUTER_STEPS, OUTER_LR, OUTER_MOMENTUM = 25, 0.7, 0.5  # of every DiLoCo: what ours take by default
@@ -96,7 +96,7 @@ def race_task() -> Any:
     """The task: 1.9 million parameters, the text of Python's own library."""
     from ...worker.tasks.gpt import Gpt
 
-    return Gpt(context=CONTEXT, num_layers=4, num_heads=4, width=192, eval_bytes=8_192)
+    return Gpt(context=CONTEXT, num_layers=4, num_heads=4, width=192, eval_bytes=4_096)
 
 
 @contextmanager

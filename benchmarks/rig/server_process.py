@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,8 +80,8 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server(*flags: str, prefix: Sequence[str] = (), listen: str = "127.0.0.1:0") -> Iterator[ServerProcess]:
-    """`ps-server` on a free port with these flags, by default of loopback, stopped at the end of the block.
+def running_server(*flags: str) -> Iterator[ServerProcess]:
+    """`ps-server` on a free port of loopback with these flags, stopped at the end of the block.
 
     It keeps nothing on record unless they say so.
 
@@ -91,7 +91,7 @@ def running_server(*flags: str, prefix: Sequence[str] = (), listen: str = "127.0
     try:
         with undisturbed():
             process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "paramserver.ps", "--listen", listen, "--no-store", *flags],
+                [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--no-store", *flags],
                 env={**clean_environment(), "PS_LOG__FORMAT": "json"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paramserver.benchmarks.measures.race import Run, best_rate, reached, summed_up
+from paramserver.benchmarks.measures.race import RaceOptions, Record, _turns, best_rate, reached, summed_up
 from paramserver.benchmarks.output.plot import can_plot
+from paramserver.benchmarks.rig.race_run import Run
+from paramserver.common.errors import UsageError
 from paramserver.tests.benchmarks.test_bench import check_numbers, check_origin
 from paramserver.tests.hosts import why_not
 
@@ -75,6 +79,7 @@ def test_sides_are_ordered_by_loss_and_the_target_is_plain_ddps() -> None:
         ("--lr 0.1,0", "above 0"),
         ("--workers 1", "--workers"),
         ("--seconds 1", "--seconds"),
+        ("--shards 3", "at most one on each worker's host"),
         ("--plot race.gif", "SVG or PNG" if can_plot() else "needs matplotlib"),
     ],
 )
@@ -115,7 +120,7 @@ def test_a_race_over_limited_links_ends_with_a_table_and_no_namespace(bench: Any
     check_numbers(report["results"])
     sides = report["results"]["sides"]
     assert set(sides) >= {"ddp", "diloco-q4"}
-    assert all(side["reached_runs"] == 0 and len(side["curve"]) == 12 for side in sides.values())
+    assert all(side["reached_runs"] == 0 and len(side["curve"]) == 8 for side in sides.values())
     assert 0 < sides["diloco-q4"]["link_mb"] < sides["ddp"]["link_mb"] < 2 * 200 / 8 * 8
     assert "not reached" in table
     assert "torchft: NOT INSTALLED" in table or "torchft" in sides
@@ -136,3 +141,35 @@ def test_ctrl_c_removes_the_namespaces(bench: Any) -> None:
     assert process.wait(60) == 130
     assert not [line for line in namespaces() if line.startswith(mine)]
     assert bench.left() == []
+
+
+OPTIONS = RaceOptions(100, None, 20, 2, 10, (0.1, 0.2), 3, False, None, ("sync",))
+
+
+def test_every_rate_is_tried_once_and_the_best_with_every_seed() -> None:
+    record = Record(OPTIONS)
+    losses = {("sync", 0.1): 2.0, ("sync", 0.2): 3.0, ("ddp", 0.1): 4.0, ("ddp", 0.2): 1.0}
+    made = []
+    for side, lr, seed in _turns(OPTIONS, ["sync", "ddp"], record):
+        made.append((side, lr, seed))
+        record.note(side, replace(run(lr, losses[side, lr]), seed=seed), lr, seed)
+    assert made[:4] == [("sync", 0.1, 0), ("ddp", 0.1, 0), ("sync", 0.2, 0), ("ddp", 0.2, 0)]
+    assert made[4:] == [("sync", 0.1, 1), ("ddp", 0.2, 1), ("sync", 0.1, 2), ("ddp", 0.2, 2)]
+    assert summed_up(record.runs, None, 3)["target_loss"] == 1.0
+
+
+def test_an_interrupted_race_goes_on_where_it_was(tmp_path: Path) -> None:
+    options = replace(OPTIONS, resume=str(tmp_path / "race.jsonl"))
+    first = Record(options)
+    first.load()
+    first.note("sync", run(0.1, 2.0), 0.1, 0)
+    first.note("ddp", "failed: it ended early", 0.1, 0)
+    again = Record(options)
+    again.load()
+    assert again.runs == {"sync": [run(0.1, 2.0)]}
+    assert list(_turns(options, ["sync", "ddp"], again))[:2] == [("sync", 0.2, 0), ("ddp", 0.2, 0)]
+    with pytest.raises(UsageError, match="a race with seconds 10, and this one has 20"):
+        Record(replace(options, seconds=20)).load()
+    (tmp_path / "race.jsonl").write_text("what\n")
+    with pytest.raises(UsageError, match="not a file of ps-bench race"):
+        Record(options).load()
