@@ -1,8 +1,16 @@
-"""The installed version of this package, for Join.program_version."""
+"""Versions of this package and of what outlives a process. An older protocol, snapshot or run store is refused."""
 
 from importlib.metadata import PackageNotFoundError, version
 
+PROTOCOL_VERSION = 2  # of proto/parameter_server.proto, in its package's name
+SNAPSHOT_VERSION = 2  # `format` of a manifest
+STORE_VERSION = 3  # of the tables of the run store
 try:
-    PROGRAM_VERSION = version("paramserver")
+    PROGRAM_VERSION = version("paramserver")  # pyproject.toml has it
 except PackageNotFoundError:  # run from a checkout that was not installed
     PROGRAM_VERSION = "unknown"
+
+
+def versions_text() -> str:
+    """Returns all versions in one line, as `--version` prints them."""
+    return f"{PROGRAM_VERSION} (protocol {PROTOCOL_VERSION}, snapshots {SNAPSHOT_VERSION}, run store {STORE_VERSION})"

@@ -242,9 +242,9 @@ def _takes_no_value(message: str) -> str:
 def run_app(app: typer.Typer, program: str) -> NoReturn:
     """Run a Typer app, and end the process with its exit code."""
     if sys.argv[1:] == ["--version"]:
-        from ..version import PROGRAM_VERSION
+        from ..version import versions_text
 
-        print(f"{program} {PROGRAM_VERSION}")
+        print(f"{program} {versions_text()}")
         sys.exit(0)
     quiet.end()
     try:

@@ -15,9 +15,10 @@ from urllib.parse import quote
 from ..errors import OutputError
 from ..reporting.metrics import Metric
 from ..reporting.status import Measured, Status, WorkerStatus
+from ..version import STORE_VERSION
 
 FILE = "paramserver.db"
-VERSION = 3  # of the tables, in PRAGMA user_version
+VERSION = STORE_VERSION  # in PRAGMA user_version
 
 # `tick` counts statuses of a run, of which some are kept. Times `at` are Unix seconds; `elapsed_s` is of training.
 # `runs`, `series` and `worker_series` have a column more for each metric of `reporting/metrics.py`; NULL: unknown.

@@ -7,6 +7,7 @@ limit and the value.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,9 +18,11 @@ from ...proto import parameter_server_pb2 as pb
 from ..errors import ParamServerError, Reason, UnreachableError, refusal, shown
 from ..tensors.layout import Kind, Layout, TensorSpec
 from ..tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, Reduction, TableSpec
+from ..version import PROGRAM_VERSION, PROTOCOL_VERSION
 from .checks import check_text
 
-SERVICE = "paramserver.v2.ParameterServer"
+SERVICE = f"paramserver.v{PROTOCOL_VERSION}.ParameterServer"
+OTHER_PROTOCOL = "another protocol: "  # begins the message to a caller of an older or a newer one
 # Limits on one message. They are far beyond real models, and bound the time to read a message.
 _MAX_TENSORS = 100_000
 _MAX_DIMENSIONS = 64  # torch's own limit
@@ -30,6 +33,18 @@ _MAX_TEXT = 2_000  # bytes: gRPC limits all metadata of a call to 8 KiB by defau
 
 
 # ---- models and optimizers ------------------------------------------------------------------
+
+
+def other_protocol(method: str) -> str | None:
+    """The message to the caller of this method; None for one of this protocol, or of another service."""
+    service = method.removeprefix("/").partition("/")[0]
+    found = re.fullmatch(r"paramserver\.v(\d{1,9})\.ParameterServer", service)
+    if found is None or service == SERVICE:
+        return None
+    return (
+        f"{OTHER_PROTOCOL}the caller speaks version {found[1]}, and this ps-server (paramserver {PROGRAM_VERSION}) "
+        f"version {PROTOCOL_VERSION}"
+    )
 
 
 def layout_to_proto(layout: Layout) -> list[pb.TensorSpec]:

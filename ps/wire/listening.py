@@ -14,7 +14,7 @@ from ...common.config.schema import Config
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
 from ...common.wire.frames import MAX_MESSAGE_BYTES
-from ...common.wire.protocol import SERVICE
+from ...common.wire.protocol import SERVICE, other_protocol
 from .port import Port
 from .security import bind, insecurity, interceptors
 
@@ -76,7 +76,7 @@ class Listening:
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:
         """Start to serve calls, and report healthy."""
-        self._grpc.add_generic_rpc_handlers((handler,))
+        self._grpc.add_generic_rpc_handlers((handler, _OtherProtocols()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         self.direct.open()
@@ -99,3 +99,17 @@ class Listening:
         ending = [task for task in asyncio.all_tasks() if task.cancelling() or task.get_name() == _RPC_TASK]
         if ending:
             await asyncio.wait(ending, timeout=_END_S)
+
+
+class _OtherProtocols(grpc.GenericRpcHandler):
+    """Refuses calls of older and newer versions of the protocol."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        message = other_protocol(handler_call_details.method)
+        if message is None:
+            return None
+
+        async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)

@@ -14,12 +14,17 @@ ROOT = Path(__file__).parents[2]
 PS_BENCH = "from paramserver.launch.bench import main; main()"
 
 
-def build(project: Path, copy: Path, lib: Path) -> None:
-    """Put into `lib` what a wheel of the project would hold; built from a copy, which it leaves things in."""
+def tracked_copy(project: Path, copy: Path) -> None:
+    """A build leaves things in its folder."""
     tracked = subprocess.run(["git", "ls-files", "."], cwd=project, capture_output=True, text=True, check=True).stdout
     for name in tracked.splitlines():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(project / name, copy / name)
+
+
+def build(project: Path, copy: Path, lib: Path) -> None:
+    """Put into `lib` what a wheel of the project would hold, built from a copy."""
+    tracked_copy(project, copy)
     code = f"import setuptools; setuptools.setup(script_args=['-q', 'build', '--build-lib', {str(lib)!r}])"
     subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
+
 from ..certificates import certs, flags
 from ..strangers import listens, num_keys, on_other_addresses, silent
 
@@ -30,3 +33,11 @@ def test_strangers_find_no_key_and_delay_nobody(cluster: Any, tmp_path: Path) ->
         assert at_workers
         assert {address: num_keys(address) for address in at_workers} == dict.fromkeys(at_workers, 0)
     assert not any(worker.events("group_broken") for worker in workers)
+
+
+def test_a_caller_of_an_older_protocol_is_refused_in_a_sentence(cluster: Any) -> None:
+    cluster.server("--mode", "sync")
+    with grpc.insecure_channel(cluster.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/paramserver.v1.ParameterServer/Status")(b"", timeout=30)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "the caller speaks version 1, and this ps-server" in refused.value.details()

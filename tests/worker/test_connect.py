@@ -19,6 +19,7 @@ import pytest
 from paramserver.common.config.schema import Config, WorkerConfig
 from paramserver.common.errors import UnreachableError
 from paramserver.common.security import PLAINTEXT
+from paramserver.common.wire.protocol import other_protocol
 from paramserver.worker.conversation.channel import HEARTBEAT_OPTIONS, OPTIONS, Channel, open_channel, wait_until_ready
 from paramserver.worker.conversation.evaluator import Evaluator
 from paramserver.worker.conversation.exchange import Exchange
@@ -94,6 +95,31 @@ def http_server() -> Iterator[str]:
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@contextlib.contextmanager
+def older_server() -> Iterator[str]:
+    """Refuses calls as a ps-server of version 1 of the protocol would refuse this one's."""
+
+    class Older(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            message = other_protocol(details.method.replace("v2", "v1"))
+            return grpc.stream_stream_rpc_method_handler(
+                lambda _, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+            )
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Older()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_a_server_of_another_version_of_the_protocol_is_named() -> None:
+    with older_server() as address, pytest.raises(UnreachableError) as mistake:
+        Exchange(WorkerConfig(server=address), rank=0)
+    assert "the caller speaks version 1, and this ps-server" in mistake.value.message
+    assert "one version on all hosts" in mistake.value.fix
 
 
 @contextlib.contextmanager

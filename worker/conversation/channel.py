@@ -18,7 +18,7 @@ from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tls_probe import diagnose
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, PayloadReader, parse
-from ...common.wire.protocol import SERVICE, refusal_from_status
+from ...common.wire.protocol import OTHER_PROTOCOL, SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from ..session import Retry
 from ..transports.limit import NO_LIMIT, Limit
@@ -191,6 +191,8 @@ def translated(error: grpc.RpcError) -> Exception:
     if refused is not None and refused.reason not in _JOIN_AGAIN:
         return refused
     if refused is None and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        if (error.details() or "").startswith(OTHER_PROTOCOL):
+            return UnreachableError(shown(error.details() or "", 500), fix="install one version on all hosts")
         return UnreachableError(
             f"the process at the server's address is not a ps-server: it does not know {SERVICE}",
             fix="give the address that ps-server listens on (--server HOST:PORT)",
