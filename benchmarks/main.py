@@ -462,9 +462,9 @@ def race(
     check_links()
     if quick:
         rates, seeds = rates[len(rates) // 2 :][:1], 1
-    placed = 1 if server_rate is not None else shards or workers
+    num_shards = 1 if server_rate is not None else shards or workers
     options = RaceOptions(
-        rate, server_rate, ping, workers, seconds, rates, seeds, unequal, target, modes, placed, resume
+        rate, server_rate, ping, workers, seconds, rates, seeds, unequal, target, modes, num_shards, resume
     )
     show(measure_race(options, names), json_path, keep, plot)
 

@@ -41,8 +41,8 @@ OURS = {
     "localsgd": Ours("localsgd"),
     "diloco-q4": Ours("diloco", "q4", "q4"),
     "async_diloco": Ours("async_diloco"),
-    "allreduce": Ours("allreduce"),
-    "allreduce-q4": Ours("allreduce", "q4"),
+    "allreduce": Ours("allreduce", has_peers=True),
+    "allreduce-q4": Ours("allreduce", "q4", has_peers=True),
     "auto": Ours("sync", "auto"),
 }
 

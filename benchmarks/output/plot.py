@@ -11,6 +11,12 @@ from ...common.reporting.output import check_writable
 if TYPE_CHECKING:
     from .report import Report
 
+# As on the dashboard (web/static/style.css).
+_MODE_COLOURS = {
+    "sync": "#2563eb", "ssp": "#0d8f83", "localsgd": "#9333ea", "diloco": "#db2777", "async_diloco": "#9a4b1e",
+    "allreduce": "#0787ab",
+}  # fmt: skip
+_MARKS = ["o", "s", "^", "D", "v", "x"]
 _SIZE_INCHES, _RACE_INCHES, _DPI = (9, 5.5), (12, 5), 120
 
 
@@ -67,19 +73,20 @@ def _sweep(report: Report) -> Any:
 
 
 def _race(report: Report) -> Any:
-    """A line for each side, the mean of its seeds, in one colour in both: ours whole, baselines dashed."""
-    import matplotlib
+    """A line for each side, the mean of its seeds. Ours have their mode's colour, its second side dashes; baselines are
+    grey, with marks."""
     from matplotlib import pyplot
 
     sides, config = report.results["sides"], report.config
     figure, (by_time, by_bytes) = pyplot.subplots(1, 2, figsize=_RACE_INCHES, sharey=True)
-    order = {name: index for index, name in enumerate(config["sides"])}
+    figure.set_facecolor("white")  # also on a dark page
+    baselines = [name for name in config["sides"] if name not in config["modes"]]
+    styles = {name: _mode_style(name) for name in config["modes"]}
+    styles |= {name: {"color": "#6b7280", "marker": mark} for name, mark in zip(baselines, _MARKS * 2, strict=False)}
     for name, side in sides.items():
         seconds, link_mb, losses = zip(*side["curve"], strict=True)
-        style = "-" if name in config["modes"] else "--"
         for axes, values in ((by_time, seconds), (by_bytes, link_mb)):
-            colour = matplotlib.colormaps["tab20"](order[name] * 2 % 20 + order[name] // 10)  # dark, then light
-            axes.plot(values, losses, style, color=colour, label=f"{name}: {side['loss']:.2f}", linewidth=1.8)
+            axes.plot(values, losses, label=f"{name}: {side['loss']:.2f}", linewidth=1.8, markersize=4, **styles[name])
     by_time.set(xlabel="time, s", ylabel="held-out loss, nats a byte")
     by_bytes.set(xlabel="a worker's link, up and down, MB", xscale="log", xlim=(0.1, None))
     for axes in (by_time, by_bytes):
@@ -90,6 +97,11 @@ def _race(report: Report) -> Any:
     link = f"{config['workers']} workers, each on a link of {config['bandwidth_mbit']:g} Mbit/s"
     figure.suptitle(f"{link}, {config['latency_ms']:g} ms; {report.title}", fontsize=10)
     return figure
+
+
+def _mode_style(name: str) -> dict[str, Any]:
+    mode, _, codec = name.partition("-")
+    return {"color": _MODE_COLOURS.get(mode, "#4f46a5"), "linestyle": (0, (5, 2)) if codec else "-"}
 
 
 def curves(sizes: list[dict[str, Any]]) -> list[tuple[str, bool, list[tuple[float, float]]]]:

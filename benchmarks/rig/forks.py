@@ -55,6 +55,7 @@ def running(programs: Sequence[tuple[Host, Program]]) -> Iterator[list[BaseProce
     """Run these programs until the block ends; then they, and what they have started, are killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_LOADED))
+    process: BaseProcess
     started: list[BaseProcess] = []
     try:
         for host, program in programs:

@@ -36,6 +36,7 @@ class Ours:
     mode: str
     codec: str = "raw"
     reply_codec: str = "raw"
+    has_peers: bool = False
 
     @property
     def server_settings(self) -> dict[str, str]:
@@ -106,7 +107,7 @@ def _servers(
 ) -> list[tuple[Host, Program]]:
     found = []
     has_home = len(hosts) > len(race.addresses)
-    shards = 1 if has_home or side.mode == "allreduce" else shards  # gradients of allreduce do not pass a server
+    shards = 1 if has_home or side.has_peers else shards  # gradients between peers do not pass a server
     homes = hosts[-1:] if has_home else hosts[:shards]
     settings = {**side.server_settings, "run.workers": str(len(race.addresses)), "server.shards": str(shards)}
     for shard, home in enumerate(homes):

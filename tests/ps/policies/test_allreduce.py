@@ -45,7 +45,7 @@ def test_a_setting_of_what_passes_the_server_is_refused(settings, message):
 
 
 def test_a_stage_that_is_not_there_is_refused():
-    with pytest.raises(UsageError, match="2 is not there: 1 divides what the optimizer remembers, and 3 gradients"):
+    with pytest.raises(UsageError, match="2 is not available: 1 shards optimizer state, and 3 also gradients"):
         load_config(None, {"run.mode": "allreduce", "worker.zero": 2}, [], {})
 
 
