@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from ...common.codecs.base import Codec
 from ...common.codecs.shared.by_tensor import ByTensor
@@ -29,8 +30,7 @@ from ..tensors.replies.reference import ReferenceUpdate
 from ..tensors.thread import TensorThread
 
 
-@dataclass(frozen=True, slots=True)
-class Go:
+class Go(NamedTuple):
     """Lets the worker continue. Its weights come from `payload` (small ones), from `publication`, from the newest
     version, or as an `update` of the reference; or there are none."""
 
@@ -40,8 +40,7 @@ class Go:
     update: ReferenceUpdate | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """The run is over; the weights are final."""
 
     min_version: int

@@ -16,10 +16,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -177,6 +176,7 @@ class FlatOptimizer:
             for cls, group in zip(spec.classes, self.torch.param_groups, strict=True)
         ]
         self._is_parted = False  # whether some flats have skipped steps that others took
+        self._newest: list[Hyperparameters] = []  # hyperparameters that were set last
 
     def _build(self, index: int, group: int, entries: list[Entry], history: int = 0) -> Iterator[_Flat]:
         """Yield the flats for the parts of these tensors that are in window `index`, in the order of a payload."""
@@ -199,32 +199,34 @@ class FlatOptimizer:
             yield _Lines(runs, weights, tensors, history)
 
     def set_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
-        """Set the hyperparameters of each group."""
+        """Set the hyperparameters of each group. Equal ones, as before nearly every step, change nothing."""
+        if self._newest == list(groups):
+            return
+        self._newest = [dict(values) for values in groups]
         for group, values in zip(self.torch.param_groups, groups, strict=False):
             apply_hyperparameters(group, values)
 
-    def late(self, lr_scale: float, momentum_among: int) -> AbstractContextManager[None]:
-        """Return a context in which steps use every group's learning rate times `lr_scale`, and reduced momentum.
+    def slow_down(self, lr_scale: float, momentum_among: int) -> list[Hyperparameters]:
+        """Multiply every group's learning rate by `lr_scale`, and reduce its momentum. Return what `restore` needs.
 
         `lr_scale` is 0 or more. `momentum_among` is the number of workers whose gradients step one by one. Their delay
-        already acts as momentum, so `momentum_left` reduces the group's momentum.
+        already acts as momentum, so `momentum_left` reduces the group's momentum. Returns [] if nothing changed.
         """
-        groups = self.torch.param_groups
-        if lr_scale == 1.0 and (momentum_among == 1 or not any(group.get("momentum") for group in groups)):
-            return nullcontext()
-        return self._late(groups, lr_scale, momentum_among)
+        before: list[Hyperparameters] = []
+        for group in self.torch.param_groups:
+            momentum = group.get("momentum") if momentum_among != 1 else None
+            if lr_scale == 1.0 and not momentum:
+                before.append({})
+                continue
+            before.append({"lr": group["lr"], "momentum": momentum} if momentum else {"lr": group["lr"]})
+            group["lr"] = group["lr"] * lr_scale
+            if momentum:
+                group["momentum"] = momentum_left(momentum, momentum_among)
+        return before if any(before) else []
 
-    @staticmethod
-    @contextmanager
-    def _late(groups: list[dict[str, Any]], lr_scale: float, momentum_among: int) -> Iterator[None]:
-        before = [{key: group[key] for key in ("lr", "momentum") if group.get(key)} for group in groups]
-        for group, values in zip(groups, before, strict=True):
-            if lr_scale != 1.0:
-                group["lr"] = group["lr"] * lr_scale
-            if momentum_among != 1 and "momentum" in values:
-                group["momentum"] = momentum_left(values["momentum"], momentum_among)
-        yield
-        for group, values in zip(groups, before, strict=True):  # not after a failed step, which ends the run
+    def restore(self, before: list[Hyperparameters]) -> None:
+        """Undo `slow_down`."""
+        for group, values in zip(self.torch.param_groups, before, strict=True):
             group.update(values)
 
     def move(self, index: int, weights: torch.Tensor) -> None:

@@ -219,6 +219,8 @@ class Model:
 
     def check_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
         """Refuse hyperparameters that the server's optimizer does not accept."""
+        if not groups:  # unchanged since the previous contribution
+            return
         assert self.optimizer is not None
         for name, known, group in zip(self.optimizer.classes, self.optimizer.groups, groups, strict=False):
             if group and not self.kind.worker_steps:

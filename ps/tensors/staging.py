@@ -70,6 +70,8 @@ class StagingPool:
 
     def look_again(self) -> None:
         """Serve waiters whose position has become low enough. Call this when positions change."""
+        if not self._waiters:
+            return
         for waiter in sorted(self._waiters, key=lambda waiter: waiter[0]()):
             position, request = waiter
             if (payload := self.try_borrow(position)) is None:

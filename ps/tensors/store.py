@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -33,14 +33,12 @@ from .thread import INLINE_BYTES
 from .windows import windows_of
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Settings of one commit.
 
     - `num_live`: live workers. Running statistics move by the folded share of these workers.
     - `lowest_live`: the lowest live rank. Buffers that are not averaged are copied from its contribution, or from one
-    of
-      a lower rank that has left since. Without such a contribution they stay unchanged.
+      of a lower rank that has left since. Without such a contribution they stay unchanged.
     - `hyperparameters`: for each group and table, the values under which the contribution was computed.
     - `lr_scale`: multiplies the learning rate of this step.
     - `momentum_among`: the number of workers whose gradients step one by one (`momentum_left`).
@@ -173,21 +171,23 @@ class Store:
             optimizer.set_hyperparameters(step.hyperparameters)
         share = min(1.0, round_.num_folded / max(1, step.num_live))
         is_of_lowest = round_.lowest_rank <= step.lowest_live  # buffers that are not averaged come from this rank
-        with nullcontext() if optimizer is None else optimizer.late(step.lr_scale, step.momentum_among):
-            for index, window in enumerate(self.windows):
-                if new is not old:
-                    new[window.start : window.end].copy_(old[window.start : window.end])
-                    if optimizer is not None:
-                        optimizer.move(index, new)
-                if round_.result is not None:
-                    if factor is None:
-                        round_.complete(window)
-                    elif factor < 1:
-                        self.sanity.scale_window(round_.result, window, factor)
-                    self._move_window(index, round_.result, new, share, is_of_lowest)
-                    if (wrong := self.sanity.first_unsound(new, window)) is not None:
-                        raise Unsound(f"{wrong.view(new).item()} in '{self._name_of(wrong)}'")
-                progress(window.end)
+        before = [] if optimizer is None else optimizer.slow_down(step.lr_scale, step.momentum_among)
+        for index, window in enumerate(self.windows):
+            if new is not old:
+                new[window.start : window.end].copy_(old[window.start : window.end])
+                if optimizer is not None:
+                    optimizer.move(index, new)
+            if round_.result is not None:
+                if factor is None:
+                    round_.complete(window)
+                elif factor < 1:
+                    self.sanity.scale_window(round_.result, window, factor)
+                self._move_window(index, round_.result, new, share, is_of_lowest)
+                if (wrong := self.sanity.first_unsound(new, window)) is not None:
+                    raise Unsound(f"{wrong.view(new).item()} in '{self._name_of(wrong)}'")
+            progress(window.end)
+        if optimizer is not None and before:  # not after a failed step, which ends the run
+            optimizer.restore(before)
         self.weights = new
         self.version += 1
         if self.direction is not None:

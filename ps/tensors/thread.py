@@ -76,8 +76,12 @@ class TensorThread:
         With `pauses`, later work waits for `go_on`.
         """
         self._num_pending += 1
-        self._queue.append(_Work(work, done, failed, pauses))
-        self._begin_queued()
+        item = _Work(work, done, failed, pauses)
+        if self._queue or self.is_paused or pauses:
+            self._queue.append(item)
+            self._begin_queued()
+        else:
+            self._begin(item)
 
     def go_on(self, work: Callable[[], Result], done: Callable[[Result], Any]) -> None:
         """Run `work` next, then the work that waited."""

@@ -76,6 +76,8 @@ class Commit:
         order; weight 0 for one of which nothing was folded."""
         if not self.scales:
             return 1.0
+        if len(self.scales) == 1:  # as nearly always
+            return self.scales[0] if any(weight for _, weight in folded) else 1.0
         weights: dict[int, deque[float]] = defaultdict(deque)
         for rank, weight in folded:
             weights[rank].append(weight)

@@ -89,6 +89,15 @@ class Publication:
         self._encoder: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
+    def begin(self, version: int) -> None:
+        """Become the publication of the next version, in the same memory: nobody has any part of this one."""
+        self.version, self.ready = version, 0
+
+    @property
+    def is_unused(self) -> bool:
+        """It is made, and nobody reads it or has frames of it."""
+        return self.ready == self.num_bytes and not (self.num_users or self.num_readers or self._encoder)
+
     def made(self, num_bytes: int) -> None:
         """Report that the first `num_bytes` are finished. Called on the tensor thread."""
         if num_bytes - self.ready >= _STRIDE_BYTES or num_bytes == self.num_bytes:
@@ -176,6 +185,9 @@ class Publisher:
     def next(self, version: int) -> Publication:
         """Return the publication of a new commit. It reuses its predecessor's memory unless that is being read."""
         old = self.latest
+        if old.is_unused:  # as after every reply of a small model
+            old.begin(version)
+            return old
         if old.num_readers == 0:
             segment, old.owns_segment = old.segment, False
         elif self._free:
