@@ -268,10 +268,6 @@ _CHECKS = {
 
 # Every exchange checks a contribution and a reply. Reading all fields at once takes half the time of the tables, and
 # accepts nearly all messages. The tables check the messages that this fast path does not accept.
-_OF_CONTRIBUTION = operator.attrgetter(
-    "payload.codec", "timing.compute_s", "timing.transfer_s", "training.clip_norm", "counts.num_samples",
-    "seq", "base.version", "counts.num_batches", "completion.generation", "completion.peer_bytes",
-)  # fmt: skip
 _OF_RESULT = operator.attrgetter("outcome", "gate_wait_s", "seq", "version")
 _OF_NEXT_WORK = operator.attrgetter("num_workers", "worker_index", "same_batches_as", "training_steps", "run_steps")
 
@@ -279,17 +275,20 @@ _START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # the lookup co
 
 
 def _is_sound_contribution(contribution: pb.Contribution) -> bool:
-    codec, compute_s, transfer_s, clip_norm, num_samples, *counts = _OF_CONTRIBUTION(contribution)
+    has = contribution.HasField
+    if has("completion") or has("position") or has("first"):
+        return False
+    timing, counts, codec = contribution.timing, contribution.counts, contribution.payload.codec
     return (
-        0 <= compute_s <= _MAX_SECONDS
-        and 0 <= transfer_s <= _MAX_SECONDS
-        and 0 <= clip_norm <= _MAX_NORM
-        and num_samples <= _MAX_SAMPLES
-        and max(counts) <= MAX_COUNT
+        0 <= timing.compute_s <= _MAX_SECONDS
+        and 0 <= timing.transfer_s <= _MAX_SECONDS
+        and 0 <= contribution.training.clip_norm <= _MAX_NORM
+        and counts.num_samples <= _MAX_SAMPLES
+        and counts.num_batches <= MAX_COUNT
+        and contribution.seq <= MAX_COUNT
+        and contribution.base.version <= MAX_COUNT
         and len(codec) <= MAX_NAME
         and codec.isprintable()
-        and not contribution.HasField("position")
-        and not contribution.HasField("first")
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -65,9 +66,8 @@ class Frame(NamedTuple):
         return self.header
 
 
+@lru_cache(maxsize=64)  # the size of a small payload is always the same
 def _varint(value: int) -> bytes:
-    if value < 0x80:
-        return bytes([value])
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -83,7 +83,7 @@ def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()
     """Return one message: `header` (a WorkerMessage or ServerMessage), then `pieces` as its `data`."""
     parts: list[Buffer] = [header.SerializeToString()] if header is not None else []
     pieces = list(pieces)
-    num_bytes = sum(len(piece) for piece in pieces)
+    num_bytes = sum(map(len, pieces))
     if offset:
         parts += (_OFFSET_TAG, _varint(offset))
     if num_bytes:

@@ -68,17 +68,17 @@ class Bus:
 
     def publish(self, at: float, fact: Fact) -> None:
         """Deliver a fact to the sinks of its type."""
-        if self._early is not None:
-            self._early.append((at, fact))
-            return
-        kind = type(fact)
-        if kind not in self._by_kind:
-            self._by_kind[kind] = [
+        subscriptions = self._by_kind.get(type(fact))
+        if subscriptions is None:
+            if self._early is not None:
+                self._early.append((at, fact))
+                return
+            subscriptions = self._by_kind[type(fact)] = [
                 subscription
                 for subscription in self._subscriptions
-                if subscription.sink.kinds is None or kind in subscription.sink.kinds
+                if subscription.sink.kinds is None or type(fact) in subscription.sink.kinds
             ]
-        for subscription in self._by_kind[kind]:
+        for subscription in subscriptions:
             subscription.publish(at, fact)
 
     def close(self) -> None:

@@ -53,8 +53,9 @@ class Connection:
         self.is_closed = False  # by this process, also at the end of the call
         self._num_running = 0  # calls on threads
         self._low_water = 1  # bytes after which a poll returns (SO_RCVLOWAT)
-        is_tls = isinstance(connection, ssl.SSLSocket)  # its state allows only one thread at a time
-        self._lock: contextlib.AbstractContextManager[object] = threading.Lock() if is_tls else contextlib.nullcontext()
+        self._lock = threading.Lock()  # of TLS, whose state allows only one thread at a time
+        is_tls = isinstance(connection, ssl.SSLSocket)
+        self._receive: Callable[[memoryview], int] = self._receive_alone if is_tls else connection.recv_into
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class Connection:
     def _take_message(self) -> bytes | None:
         """Return the next message if all of it is in the buffer, else None."""
         start = self._start + LENGTH_BYTES
-        if start > self._end or (end := start + self._next_bytes()) > self._end:
+        if start > self._end or (end := start + length_of(self._view, self._start)) > self._end:
             return None
         self._start = end
         return bytes(self._view[start:end])
@@ -168,7 +169,7 @@ class Connection:
         self._end += num_bytes
         return num_bytes > 0
 
-    def _receive(self, target: memoryview) -> int:
+    def _receive_alone(self, target: memoryview) -> int:
         with self._lock:
             return self._socket.recv_into(target)
 
