@@ -172,7 +172,6 @@ def test_a_sweep_of_all_reduces_refuses_sizes_that_mean_nothing(bench: Any) -> N
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.campaign
 def test_what_each_worker_holds_by_stage(bench: Any) -> None:
     report, _ = bench.measure("zero --mb 1 --workers 1,2")

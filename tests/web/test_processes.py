@@ -62,7 +62,8 @@ def test_a_server_has_what_processes_measure_and_scripts_record(cluster: Cluster
     status: dict[str, Any] = {}
 
     def is_known() -> bool:
-        status.update((client.ask("GET", "/api/runs/live/status")[1] or {}).get("status", {}))
+        found = client.ask("GET", "/api/runs/live/status")[1]
+        status.update(found["status"] if isinstance(found, dict) else {})  # `null` before the first status
         workers = status.get("workers", [])
         return len(workers) == 2 and all(worker["cpu"] and worker["recorded"] for worker in workers)
 
