@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..common.config.option import LAUNCHER
-from ..common.errors import EXIT_BUG, ParamServerError
+from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError
 from ..common.reporting.curve import Point, add_trained
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
@@ -35,6 +36,7 @@ from .view.screen import Screen, make_screen
 from .view.series import Series
 
 _TICK_S = 0.1
+_SIGNALLED = 128  # exit codes above it are signals'
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Job:
         self._summary: Summary | None = None
         self._trained: list[Point] = []
         self._blame, self._logs = Blame(), WorkerLogs()
+        self._num_killed: Counter[Child] = Counter()  # of each worker's processes
         self._supervisor = Supervisor(
             JobSettings(
                 num_workers=plan.num_workers,
@@ -220,6 +223,8 @@ class Job:
         if child == self._plan.reporter:
             self._screen.is_down(child)
         raised = self._blame.last.get(child) if code == EXIT_BUG else None
+        if code > _SIGNALLED and code not in (EXIT_INTERRUPTED, EXIT_DRAINED):
+            self._num_killed[child] += 1
         self._carry_out(self._supervisor.exited(child, code, self._now, raised))
 
     def _on_output_lost(self) -> None:
@@ -253,6 +258,8 @@ class Job:
         if child in self._addresses:
             has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
             spec = self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)
+        if child.role != SERVER.role:
+            spec = self._plan.with_fewer(spec, self._num_killed[child])
         return self._plan.with_dashboard(spec, self.dashboard) if child == SERVER and self.dashboard else spec
 
     def _say_why(self, decisions: list[Decision]) -> None:

@@ -11,8 +11,10 @@ import pytest
 from paramserver.tests.cluster import Forked, Zygote, zygote
 from paramserver.tests.ports import free_port
 
-NEEDS = {"on_lightning": "lightning", "on_huggingface": "transformers", "on_accelerate": "accelerate"}
 MEMBER = "paramserver.tests.replica_group.member"
+STAGES = "paramserver.tests.replica_group.stages"
+# Programs that import what takes long, and so are forked from a process of their own.
+NEEDS = {"on_lightning": "lightning", "on_huggingface": "transformers", "on_accelerate": "accelerate", STAGES: "torch"}
 SERVER = "paramserver.ps.main"
 
 

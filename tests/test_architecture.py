@@ -207,7 +207,7 @@ def test_the_launcher_loads_nothing_heavy() -> None:
 
 def test_drills_know_the_launcher_and_the_rules_of_a_mode() -> None:
     """They look at a run from outside: its processes, its history, its weights. Only a task is the worker's."""
-    scripts = {*in_folder("drills/tasks"), "drills/doctor/probe.py"}
+    scripts = {*in_folder("drills/tasks"), "drills/doctor/probe.py", "drills/doctor/stages.py"}
     outside = sorted({*in_folder("drills")} - scripts)
     assert breaches(outside, WIRE | {"torch", "numpy", "paramserver.worker", "paramserver.benchmarks"}) == {}
     ours = {item for breach in breaches(outside, {"paramserver.ps"}).values() for item in breach}
@@ -441,9 +441,9 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
 # Encoded gradients between peers; the comparison in the browser; what processes measure, and their logs; weights that
-# the server asks for at the end, versions; faster small steps.
-MAX_PRODUCT_LINES = 40_000 + 100 + 200 + 400 + 60 + 60
-MAX_TEST_LINES = 42_600 + 200 + 100
+# the server asks for at the end, versions; faster small steps; stages.
+MAX_PRODUCT_LINES = 40_000 + 100 + 200 + 400 + 60 + 60 + 870
+MAX_TEST_LINES = 42_600 + 200 + 100 + 360
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

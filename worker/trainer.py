@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ..common.config.schema import TASK_STEPS
 from ..common.errors import DivergedError, UsageError
@@ -16,6 +18,7 @@ from ..common.tensors.optimizers import build_optimizer, check_arguments
 from ..common.user_code import user_code
 from .api import Session
 from .tasks.base import Task
+from .training.data import to_device
 from .training.tasks.init import load_weights
 from .training.tasks.stepping import Stepper
 
@@ -40,12 +43,17 @@ def train(
     """
     settings = session.settings
     torch.manual_seed(settings.seed)
+    is_read_by_stages = session.has_stages and init is not None
     with user_code():
-        model = task.model().to(device)
+        with torch.device("meta") if is_read_by_stages else nullcontext():
+            model = task.model()
         data = task.train_data()
-    if init is not None:
-        load_weights(model, init)
-    model = session.divided(model)
+    if not is_read_by_stages:
+        model = model.to(device)
+        if init is not None:
+            load_weights(model, init)
+    first = lambda num: _first(data, max(1, batch_size // num), device)  # noqa: E731
+    model = session.divided(model, task.loss, first, init if is_read_by_stages else None)
     model.train()
     check_arguments(settings.optimizer, settings.optimizer_args or {})  # they may come from a server
     groups = [{"params": list(model.parameters())}]
@@ -79,6 +87,12 @@ def train(
             metrics["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
         session.report(**metrics)
     return model, wall_s
+
+
+def _first(data: Any, num_samples: int, device: torch.device) -> Any:
+    """The first samples, as a batch."""
+    with torch.random.fork_rng(devices=[]), user_code():
+        return to_device(next(iter(DataLoader(data, batch_size=num_samples))), device)
 
 
 def _options(task: Task, data: Any, loader: dict[str, Any] | None) -> dict[str, Any]:

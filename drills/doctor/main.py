@@ -26,6 +26,7 @@ def doctor(
     budget: Annotated[float, typer.Option(min=1, metavar="S", help="Stop measuring after so long.")] = 40.0,
     transports: Annotated[str, typer.Option(metavar="NAME,...", help="Measure only these.")] = ",".join(TRANSPORTS),
     verify: Annotated[bool, typer.Option("--verify", help="Also run each mode for a moment, and compare.")] = False,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="Measure stages of a pipeline instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     sets: SetOption = None,
 ) -> int:
@@ -38,6 +39,8 @@ def doctor(
                                                        the machines of that file, one worker after another
       ps-launch doctor --mb 400 --compute 250ms        a model that does not exist yet
       ps-launch doctor configs/digits.yaml --verify    also measure the error of the advice, by real runs
+      ps-launch doctor configs/gpt.yaml --pipeline --set launch.group=2
+                                                       the layers of the model as stages of a pipeline
 
     Real processes exchange real frames: the model over each transport, the way up alone and both ways,
     round by round until three rounds agree within 5 %, or until --budget seconds are over. Ctrl-C shows
@@ -45,7 +48,7 @@ def doctor(
     a run.
     """
     from ...simulate.machines.units import seconds as parsed
-    from .run import Request, examine
+    from .run import Request, examine, examine_stages
 
     compute_s = parsed("--compute", compute) if compute is not None else None
     chosen = [name.strip() for name in transports.split(",")]
@@ -61,6 +64,8 @@ def doctor(
         (verify and (config is None or megabytes is not None or compute_s is not None),
          "flag --verify: a size and a time are nothing that could be run", "give a CONFIG alone; its task is run"),
     )  # fmt: skip
+    if pipeline:
+        return examine_stages(config, sets or [], as_json)
     return examine(
         Request(
             config, workers, hosts, megabytes, compute_s, seconds, tuple(chosen), budget, verify, as_json, sets or []

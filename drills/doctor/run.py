@@ -20,6 +20,7 @@ from ...launch.plan.hosts import load_hosts
 from ...launch.plan.placement import place_servers, place_workers
 from . import advice
 from .measure import TINY_MB, Job, Measured, Plan, measure
+from .pipeline import examine_pipeline
 from .results import Report
 
 PROGRAM = "ps-launch doctor"
@@ -85,6 +86,12 @@ def examine(wanted: Request) -> int:
     if found.is_partial:
         return EXIT_INTERRUPTED
     return 1 if any(check.level == "fail" for check in checks) else 0
+
+
+def examine_stages(path: str | None, sets: list[str], as_json: bool) -> int:
+    """Measure stages of a pipeline, print the results, and return the exit code. Raises ParamServerError."""
+    config = load_config(path, {}, sets, {}, is_worker=False).config
+    return examine_pipeline(config, _task(config), as_json)
 
 
 def _nothing(found: Measured, wanted: Request) -> int:

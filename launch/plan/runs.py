@@ -143,6 +143,16 @@ class Plan:
         again: dict[str, Any] = {"server.listen": address} | ({"checkpoint.resume": None} if has_snapshot else {})
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
 
+    def with_fewer(self, spec: ProcessSpec, num_lost: int) -> ProcessSpec:
+        """Returns a worker without the processes that were lost, where it may have fewer (launch.group_min)."""
+        group, least = self.config.launch.group, self.config.launch.group_min
+        if least is None or not num_lost:
+            return spec
+        at = 1 + len(PROGRAMS["group"])  # after the interpreter
+        return dataclasses.replace(
+            spec, argv=(*spec.argv[:at], str(max(least, group - num_lost)), *spec.argv[at + 1 :])
+        )
+
     def with_dashboard(self, spec: ProcessSpec, address: str) -> ProcessSpec:
         """Returns the coordinator with its dashboard at the address where browsers have it open."""
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, {"server.web": address})))

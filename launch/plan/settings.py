@@ -33,6 +33,7 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
     config, origins = resolved.config, resolved.origins
     script, resume, num_seeds = config.launch.script, config.checkpoint.resume, config.launch.seeds
     batch, group, is_alone = config.run.batch_size, config.launch.group, modes == (SINGLE,)
+    worker = config.worker
     if not is_alone:
         resolved.check_options(modes, also="--set ")
     for key, origin in origins.items():
@@ -60,7 +61,14 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
         (script_args and script is None,
          f"arguments after -- ({' '.join(script_args)}) belong to a script, and there is none",
          "give the script: --script FILE.py -- ARGS"),
-        (batch % group and script is None and not is_alone,
+        (worker.pipeline and group == 1 and not is_alone,
+         "worker.pipeline, and launch.group is 1: the stages of a pipeline are the processes of a worker",
+         "--group G, with at most one process for each layer"),
+        ((config.launch.group_min or 1) > group,
+         f"launch.group_min is {config.launch.group_min}, and launch.group {group}", "at most --group"),
+        (config.launch.group_min is not None and not worker.pipeline,
+         "launch.group_min without worker.pipeline: only stages may become fewer", "--pipeline, or leave it out"),
+        (batch % group and script is None and not is_alone and not worker.pipeline,
          f"a batch of {batch} samples (run.batch_size) cannot be divided among {group} processes of each worker "
          "(launch.group)", f"a batch size that is a multiple of {group}"),
         (resume not in (None, "latest", "never") and len(modes) * num_seeds > 1,

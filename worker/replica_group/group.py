@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import queue
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -134,6 +136,7 @@ class Group(Channel):
             )
         self._memory: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # for averages, by the number of tensors
         self.rank, self.size = member.rank, member.size
+        self.device = torch.device(device)
         self._watch = Watch(self.rank, self.size)
         until = time.monotonic() + wait_s
         rendezvous = Rendezvous(member, token)
@@ -258,6 +261,15 @@ class Group(Channel):
         finally:
             if found is not None:
                 del os.environ[name]
+
+    def init_torch(self, timeout: timedelta | None = None) -> None:
+        """Let torch's default process group be of these processes, if the script has made none."""
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            store, hook = self.apart("model"), sys.excepthook
+            with self.listening():
+                dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+            sys.excepthook = hook  # torch's would lose what ours says: it ends the process
 
     def expect(self, lease_s: float) -> None:
         """Group rank 0: from now on, no process may be silent for longer than the lease."""

@@ -43,14 +43,14 @@ class Sharded:
         found = named_tensors(model)
         for name, item in found.items():
             if id(item) not in made:
-                shape = torch.empty(item.shape, dtype=item.dtype, device="meta")
+                shape = torch.empty(self._shape(name, item), dtype=item.dtype, device="meta")
                 is_parameter = isinstance(item, nn.Parameter)
                 needs = item.requires_grad or id(item) in trained
                 made[id(item)] = nn.Parameter(shape, requires_grad=needs) if is_parameter else shape
             registry, key = _place_of(whole, name, isinstance(item, nn.Parameter))
             registry[key] = made[id(item)]
         self.whole = ModelTensors(whole, statistics=statistics_of(model, found, averaged_buffers))
-        self.tensors = Local(model, self.whole.layout, found)
+        self.tensors = self._local(model, self.whole.layout, found)
         borders = [
             self._borders(entry, self.tensors.parts[index]) for index, entry in enumerate(self.whole.layout.entries)
         ]
@@ -58,6 +58,13 @@ class Sharded:
         self.whole.transfer_of = lambda part: RedistributedTransfer(part, redistribution)
         num_bytes, model_bytes = sum(tensor.nbytes for tensor in self.tensors.tensors), self.whole.layout.total_bytes
         log.routine("sharded", inner=group.rank, of=group.size, bytes=num_bytes, model_bytes=model_bytes)
+
+    def _shape(self, name: str, item: torch.Tensor) -> torch.Size:
+        """Of the whole tensor."""
+        return item.shape
+
+    def _local(self, *arguments: Any) -> Local:
+        return Local(*arguments)
 
     def exchanger(self, exchange: Exchange | None, settings: Settings) -> GroupMember:
         """Return the exchanger of all processes. `exchange` is group rank 0's."""
@@ -165,10 +172,7 @@ def divide(model: nn.Module, group: Group) -> nn.Module:
 
     A layer that shares a parameter with another one belongs to the rest.
     """
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        with group.listening():
-            dist.init_process_group(backend, store=group.apart("model"), rank=group.rank, world_size=group.size)
+    group.init_torch()
     device = next(model.parameters()).device
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     users: dict[int, int] = {}

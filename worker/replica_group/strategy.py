@@ -35,12 +35,15 @@ from ..session import Progress
 from ..strategies.base import Strategy, check_takes_dense, divided_tensor
 from ..strategies.choice import make_server_strategy
 from ..tensors.transfer import ModelTensors
+from ..training.pipeline import Example, LossFn, Pipeline
 from .batch_norm import synchronize
 from .group import Group
 from .member import ProgressLink, no_optimizer_here
 from .rendezvous import find_member
 
 if TYPE_CHECKING:
+    from ...common.config.sections.processes import WorkerConfig
+    from .pipeline import LocalStage, StagedPipeline
     from .sharded import Sharded
 
 _STEP = 0xFFFFFFFF  # mask for the step in a position of `_meet`; the other bits count starts
@@ -74,9 +77,14 @@ def join(config: Config) -> Group:
     return Group(find_member(os.environ), device, shared, config.worker.give_up_s, token, trusts_network)
 
 
-def check_sharded(name: str, settings: Settings) -> None:
-    """Raises UsageError for a run that cannot train a sharded model. `name` is that of a sharded tensor."""
+def check_sharded(settings: Settings, name: str | None) -> None:
+    """Raises UsageError for a run that cannot train a sharded model.
+
+    `name` is that of a sharded tensor, None for a pipeline.
+    """
     message = f"'{name}' is sharded over the processes of this worker (fully_shard), but "
+    if name is None:
+        message = "the model is cut into stages in the processes of this worker (session.pipeline), but "
     if settings.kind.has_peers:
         fix = "--mode sync, in which the server steps; or DistributedDataParallel or the unwrapped model in the group"
         raise UsageError(f"{message}workers of mode {settings.mode} step whole models", fix=fix)
@@ -102,6 +110,7 @@ class Grouped(Strategy):
         """
         self._group, self._divides = group, divides
         self._sharded: Sharded | None = None  # set if the model is sharded
+        self._stage: LocalStage | None = None  # set if the model is a pipeline
         self._inner: Strategy | None = None
         self._server: Exchange | None = None  # of group rank 0
         self._is_averaged = False  # the model's wrapper averages gradients
@@ -191,15 +200,16 @@ class Grouped(Strategy):
             raise UsageError(
                 message, fix="wrap the whole model or nothing: the worker averages unwrapped models itself"
             )
-        is_synchronized = synchronize(model, self._group)
+        is_pipeline = isinstance(model, Pipeline)
+        is_synchronized = not is_pipeline and synchronize(model, self._group)
         self._is_averaged = isinstance(model, data_parallel)
         divided = divided_tensor(model)
         # The output of a synchronized layer depends on all samples, so gradients need their weights before they reach
         # it.
         if self._is_averaged or (is_synchronized and divided is None):
             self._weigh_outputs(model)
-        if divided is not None:
-            check_sharded(divided, self.settings)
+        if divided is not None or is_pipeline:
+            check_sharded(self.settings, divided)
         elif self._divides:
             raise UsageError(
                 "worker.zero is 3, but this script's model is whole in each process",
@@ -213,18 +223,36 @@ class Grouped(Strategy):
 
         return divide(model, self._group)
 
+    def pipeline(
+        self, module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, config: WorkerConfig,
+        example: Example | None, init: str | None,
+    ) -> StagedPipeline:  # fmt: skip
+        """The layers of a model as stages, one or two in each process."""
+        from .pipeline import StagedPipeline
+
+        return StagedPipeline(module, layers, loss, self._group, config, self.kind, example, init)
+
     def tensors(
         self, model: nn.Module, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
     ) -> ModelTensors:
-        if divided_tensor(model) is None:
+        is_pipeline = isinstance(model, Pipeline)
+        if not is_pipeline and divided_tensor(model) is None:
             return super().tensors(model, stepped, averaged_buffers)
         from .sharded import Sharded
 
-        self._sharded = Sharded(model, self._group, stepped, averaged_buffers)
+        if is_pipeline:
+            from .pipeline import Staged, StagedPipeline
+
+            assert isinstance(model, StagedPipeline)
+            self._sharded = staged = Staged(model, self._group, stepped, averaged_buffers)
+            self._stage = staged.stage
+        else:
+            self._sharded = Sharded(model, self._group, stepped, averaged_buffers)
         self._inner = make_server_strategy(self._sharded.exchanger(self._server, self.settings))
         self.progress = self._inner.progress
         self.takes_whole, self.evaluates = False, True
-        self._weigh_outputs(model)
+        if not is_pipeline:
+            self._weigh_outputs(model)
         return self._sharded.tensors
 
     def _weigh_outputs(self, model: nn.Module) -> None:
@@ -252,7 +280,7 @@ class Grouped(Strategy):
             message = f"the models (tensors, shapes) of group rank 0 and {other} differ"
             raise MismatchError(message, fix="let all run the same script")
         if self._sharded is not None and is_parted:
-            message = "session.optimizers() with models that are sharded over the processes (fully_shard)"
+            message = "session.optimizers() with models that are divided over the processes of this worker"
             raise UsageError(message, fix="use one optimizer; or DistributedDataParallel or the unwrapped models")
         if self._inner is not None:
             with self._sharing_errors():
@@ -260,7 +288,7 @@ class Grouped(Strategy):
         self._share()
 
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
-        if self._sharded is not None and not is_elementwise(type(optimizer)):  # type: ignore[arg-type]  # mypy takes no class for hashable
+        if self._sharded is not None and self._stage is None and not is_elementwise(type(optimizer)):  # type: ignore[arg-type]  # mypy takes no class for hashable
             raise UsageError(
                 f"{type(optimizer).__name__} is not elementwise, but each process of this worker has only a part of "
                 "each tensor (fully_shard)",
@@ -287,6 +315,19 @@ class Grouped(Strategy):
 
     # ---- steps --------------------------------------------------------------------------------
 
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float) -> None:
+        if self._stage is None:
+            super().clip(parameters, max_norm)
+            return
+        gradients = [parameter.grad for parameter in parameters]
+        mine = [float(item.norm()) if item is not None else 0.0 for item in gradients]
+        norms = [sum(column) for column in zip(*self._group.gather(mine), strict=True)]  # one of them is not 0
+        has = [
+            any(column) for column in zip(*self._group.gather([float(g is not None) for g in gradients]), strict=True)
+        ]
+        total = torch.tensor([norm for norm, is_there in zip(norms, has, strict=True) if is_there]).norm()
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+
     def agreed(self, is_due: bool) -> bool:
         return is_due if self._sharded is None else bool(self._group.gather([float(is_due)])[0][0])
 
@@ -310,6 +351,9 @@ class Grouped(Strategy):
         mask = crc32(bytes(parameter.grad is not None for parameter in parameters))
         has_loss = not math.isnan(loss)
         found = self._meet(1, num_samples, loss if has_loss else 0.0, has_loss, bool(self._stop_reason), mask)
+        if self._stage is not None:  # all processes have the same batch
+            found = found[:1] if not any(words[3] for words in found) else [*found[:1], [0.0, 0.0, 0.0, 1.0, 0.0]]
+            self._stage.note_gradients(self._group)
         total = sum(words[0] for words in found)
         shares = [words[0] / total if total else 1 / len(found) for words in found]
         self._samples.append(total)
@@ -318,7 +362,7 @@ class Grouped(Strategy):
             self._losses.append(sum(share * value for share, value in losses) / weight)
         if any(words[3] for words in found):
             self._share_stop()
-        if self._is_averaged:
+        if self._is_averaged or self._stage is not None:
             return
         if any(words[4] != found[0][4] for words in found):
             self._fill(parameters)

@@ -169,6 +169,10 @@ class Strategy:
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
         """Called before a step with its samples and mean loss, along the gradients of these parameters."""
 
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float) -> None:
+        """Scale these parameters' gradients so that their 2-norm is at most `max_norm`."""
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
     def agreed(self, is_due: bool) -> bool:
         """Whether an evaluation is due on all processes of this worker."""
         return is_due

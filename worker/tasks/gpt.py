@@ -114,6 +114,21 @@ class Transformer(nn.Module):
             x = block(x)
         return self.head(_norm(x))
 
+    def pipeline(self) -> list[nn.Module]:
+        """The layers of `forward`, for stages of a pipeline."""
+        return [Normed(self.embedding, is_before=False), *self.blocks, Normed(self.head, is_before=True)]
+
+
+class Normed(nn.Module):
+    """A layer with a norm before or after it."""
+
+    def __init__(self, layer: nn.Module, *, is_before: bool) -> None:
+        super().__init__()
+        self.layer, self._is_before = layer, is_before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(_norm(x)) if self._is_before else _norm(self.layer(x))
+
 
 class Block(nn.Module):
     """Attention, then a multi-layer perceptron, each added to its input: (B, T, C) -> (B, T, C)."""

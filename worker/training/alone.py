@@ -47,7 +47,7 @@ class AloneSession(Session):
     """A session without a server: the given optimizer takes the steps, and the data is not divided."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(config.worker)
         self.settings = Settings(
             mode="single",
             kind=ContributionKind.WEIGHTS,

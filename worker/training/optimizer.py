@@ -145,7 +145,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def _clip_here(self) -> None:
         if clip_norm := self.take_clip_norm():
-            torch.nn.utils.clip_grad_norm_(self.parameters, clip_norm)
+            self._steps.strategy.clip(self.parameters, clip_norm)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -31,6 +31,7 @@ from ..transports.auto.rule import ORDER
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
+from .pipeline import Example, LossFn, Pipeline, layers_of
 from .position.memory import Memory
 from .position.restarted import Restarted
 from .position.steps import Steps
@@ -52,7 +53,7 @@ class RemoteSession(Session):
     """A worker's session with a server."""
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
-        super().__init__()
+        super().__init__(config.worker)
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
         self._config = config
         self._exchange: Exchange | None = None  # in a replica group only group rank 0 has it
@@ -60,6 +61,9 @@ class RemoteSession(Session):
         self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
         if config.worker.group:
             self._strategy = self._join_group()
+        elif config.worker.pipeline:
+            message = "worker.pipeline, and this worker is one process: the stages are its processes"
+            raise UsageError(message, fix="ps-launch --group G --pipeline, or torchrun --nproc-per-node G and --group")
         else:
             self._strategy = self._open(may_overlap)
         self._final: Final | None = None
@@ -91,8 +95,10 @@ class RemoteSession(Session):
         divides = self._config.worker.zero == WITHIN_WORKER
         if divides:
             from ..replica_group import sharded  # noqa: F401  (takes seconds, and must be loaded before a server waits)
+        if self._worker.pipeline:
+            from ..replica_group import pipeline  # noqa: F401  (likewise)
         group = join(self._config)
-        self._inner = group.rank, group.size
+        self._inner = self._data_share = group.rank, group.size
         return Grouped(group, self._open_for_group, divides)
 
     def _open_for_group(self) -> tuple[Exchange, Strategy]:
@@ -130,14 +136,27 @@ class RemoteSession(Session):
         """The progress as the training thread sees it. Another thread may use the exchange's own at the moment."""
         return self._strategy.progress
 
-    def divided(self, model: nn.Module) -> nn.Module:
-        return self._strategy.divided(model)
+    def divided(self, model: nn.Module, loss: LossFn, example: Example, init: str | None) -> nn.Module:
+        return self._strategy.divided(super().divided(model, loss, example, init))
+
+    def _make_pipeline(
+        self, layers: nn.Module | Sequence[nn.Module], loss: LossFn, example: Example | None, init: str | None
+    ) -> Pipeline:
+        from ..replica_group.strategy import Grouped
+
+        if not isinstance(self._strategy, Grouped):
+            return super()._make_pipeline(layers, loss, example, init)
+        self._data_share = (0, 1)
+        return self._strategy.pipeline(*layers_of(layers), loss, self._worker, example, init)
 
     def _begin(self, offer: Offer) -> tuple[ExchangeOptimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
         if self._strategy.kind.has_peers:
             check_alone(self.settings.mode, len(optimizers), self._config)
+        if self._worker.pipeline and not isinstance(model, Pipeline):
+            message = "worker.pipeline is set, and the model of this script is whole in each process"
+            raise UsageError(message, fix="model = session.pipeline(layers, loss_fn) before the optimizer is made")
         self._strategy.wraps(model)
         if self._strategy.kind.steps_along_mean_gradient:
             _check_forward(model)
@@ -156,6 +175,9 @@ class RemoteSession(Session):
         self._strategy.num_samples_now = taken.num_samples_now
         self._memory = Memory(self._strategy, taken, optimizers)
         self._restarted.optimizers = optimizers
+        if self._was_before and self._strategy.kind.worker_steps and isinstance(model, Pipeline) and not self._inner[0]:
+            meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
+            log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
         others = (self._tables, self.evaluation, self._restarted)
         self._steps = Steps(self._strategy, slowdown, taken, self._memory, *others)
         if self._exchange is not None:  # of several processes of a worker the first
@@ -174,7 +196,7 @@ class RemoteSession(Session):
 
         False: the number of parts is not known yet.
         """
-        progress, group_size = self._progress, self._inner[1]
+        progress, group_size = self._progress, self._data_share[1]
         num = progress.num_workers if self.settings.union_batch else 1
         if num * group_size == 1:
             return not self.settings.union_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ...common.config.sections.processes import WorkerConfig
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.reporting.pictures.notebook import Losses, Shown
@@ -21,11 +22,13 @@ from ..tensors.transfer import together
 from .batches import Batches, read_options
 from .data import Shares
 from .evaluation import Evaluation, Measure
+from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
 from .position.loaders import Source, source_of
 from .position.memory import Memory, stateful
 from .position.taken import Taken
 from .readings import Readings
 from .rows import Pull, Rows
+from .tasks.init import load_weights
 
 if TYPE_CHECKING:
     from ...common.reporting.pictures.notebook import Card
@@ -52,8 +55,10 @@ class Session:
 
     settings: Settings
     _inner = (0, 1)  # group rank, and the size of the replica group
+    _data_share = (0, 1)  # the same of this worker's batches; all processes of a pipeline have whole batches
 
-    def __init__(self) -> None:
+    def __init__(self, worker: WorkerConfig) -> None:
+        self._worker = worker
         self.metrics: dict[str, float] = {}
         self.length = Length()
         self._tables: list[Rows] = []
@@ -123,9 +128,53 @@ class Session:
         """
         return self.is_done
 
-    def divided(self, model: nn.Module) -> nn.Module:
-        """Shard a task's model over the replica group if the run's settings say so."""
-        return model
+    @property
+    def has_stages(self) -> bool:
+        """A task's model is a pipeline."""
+        return self._worker.pipeline
+
+    def divided(self, model: nn.Module, loss: LossFn, example: Example, init: str | None) -> nn.Module:
+        """A task's model, divided among the processes of this worker where the run's settings say so. `init` is a file
+        with weights that it does not have yet."""
+        return self._make_pipeline(model, loss, example, init) if self.has_stages else model
+
+    def pipeline(
+        self,
+        layers: nn.Module | Sequence[nn.Module],
+        loss_fn: Callable[..., torch.Tensor],
+        example: tuple[Any, ...] | None = None,
+        init: str | None = None,
+    ) -> Pipeline:
+        """A model whose layers are stages in the processes of this worker (worker.group), or all in this process:
+
+            model = session.pipeline(layers, loss_fn)
+            optimizer = session.optimizer(model, torch.optim.AdamW(model.parameters()))
+            for inputs, target in session.shard(dataset, batch_size=64):
+                optimizer.zero_grad(); loss = model(inputs, target); optimizer.step()
+
+        `model(inputs, target)` computes loss and gradients of a batch, in worker.microbatches; `model(inputs)` gives
+        the outputs. `layers`: an nn.Sequential, a list, or a model with a method `pipeline()` that gives its layers;
+        each takes one tensor and returns one. `loss_fn(output, target)` is a mean over its samples. With an `example`
+        (inputs, target) of a microbatch the layers are timed and cut into stages of equal time, else into stages of
+        equal parameters. `init` is a file with the first weights; then the layers may be on the meta device, and each
+        process reads only those of its own. Call it before `optimizer()`. UsageError for layers that make no stages.
+        """
+        if self._taken is not None:
+            message = "session.pipeline() after session.optimizer(): its tensors are divided among the processes"
+            raise UsageError(message, fix="call session.pipeline() first, and make the optimizer of its parameters")
+        loss = loss_of(loss_fn)
+        return self._make_pipeline(layers, loss, (lambda _: example) if example is not None else None, init)
+
+    def _make_pipeline(
+        self, layers: nn.Module | Sequence[nn.Module], loss: LossFn, example: Example | None, init: str | None
+    ) -> Pipeline:
+        module, found = layers_of(layers)
+        check_weights(module, init)
+        if init is not None:
+            if on_meta(module):
+                module.to_empty(device="cpu" if self._worker.device == "auto" else self._worker.device)
+            load_weights(module, init)
+        return Pipeline(module, found, loss, self._worker.microbatches or 2)
 
     def optimizer(
         self,
@@ -269,14 +318,14 @@ class Session:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
         size, seed = source.batch_size or self.settings.batch_size, self.settings.seed
-        if size % self._inner[1]:
+        if size % self._data_share[1]:
             raise UsageError(
-                f"a batch of {size} samples cannot be divided among the {self._inner[1]} processes of this worker",
-                fix=f"a batch size that is a multiple of {self._inner[1]}",
+                f"a batch of {size} samples cannot be divided among the {self._data_share[1]} processes of this worker",
+                fix=f"a batch size that is a multiple of {self._data_share[1]}",
             )
-        size //= self._inner[1]
+        size //= self._data_share[1]
         shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
-        return Batches(shares, taken, progress, self.is_over, read_options(source.options), epochs, self._inner)
+        return Batches(shares, taken, progress, self.is_over, read_options(source.options), epochs, self._data_share)
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""

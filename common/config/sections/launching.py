@@ -183,6 +183,9 @@ class LaunchConfig(Section):
     group: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="G")] = Field(
         1, ge=1, le=254, description="processes of each worker; they run on one host, share a rank and divide its batch"
     )
+    group_min: int | None = Field(
+        None, ge=1, description="fewest processes of a worker: with a pipeline each one that is killed may stay away"
+    )
     seeds: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="N")] = Field(
         1, ge=1, le=100, description="runs of each mode, with seeds run.seed, run.seed + 1, ...; they are compared"
     )

@@ -100,6 +100,17 @@ class WorkerConfig(Section):
     zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
         0, ge=0, le=3, description="ZeRO stage: 1 shards optimizer state (allreduce), 3 the model too (--group)"
     )
+    pipeline: Annotated[bool, Flag(Panel.MODE, (LAUNCHER, WORKER))] = Field(
+        False, description="cut the layers of the model into stages, one in each process of the worker (--group)"
+    )
+    schedule: str = Field("1F1B", min_length=1, description="of a pipeline; also GPipe, Interleaved1F1B, ZBVZeroBubble")
+    microbatches: int | None = Field(
+        None, ge=1, description="that a pipeline cuts each batch into; none: 2 for each process"
+    )
+    cut: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
+        "auto", description="layers of each stage, such as [6, 6]; auto: stages of equal time"
+    )
+    memory: int | None = Field(None, ge=1, description="bytes that a pipeline may use in each process; none: any")
     zero_copies: int = Field(2, ge=1, le=2, description="workers that keep each ZeRO part; with 2, one may crash")
     evaluate: Annotated[bool, Flag(Panel.RUN, (WORKER,))] = Field(
         False, description="evaluate the run's weights while its workers train, without training here"
@@ -118,6 +129,12 @@ class WorkerConfig(Section):
                 "--shards S --colocate shards everything except the model"
             )
         return zero
+
+    @model_validator(mode="after")
+    def _is_divided_once(self) -> Self:
+        if self.pipeline and self.zero:
+            raise ValueError(f"pipeline and zero {self.zero} both divide the model: leave one of them out")
+        return self
 
     @field_validator("transports", mode="before")
     @classmethod

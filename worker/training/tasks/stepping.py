@@ -12,6 +12,7 @@ from ....common.user_code import user_code
 from ...tasks.base import Task
 from ..batches import Batches
 from ..data import to_device
+from ..pipeline import Pipeline
 from ..session import Session
 from .schedule import rate_at
 
@@ -43,13 +44,18 @@ class Stepper:
         """Add a batch, and take a step after the last batch of one. Returns the batch's mean loss."""
         self._num_samples.append(batches.num_samples)
         with user_code():
-            with self._autocast:
-                loss = self._task.loss(self._model, to_device(batch, self._device))
-            if len(self._num_samples) == 1:
-                self._optimizer.zero_grad()
             # Weights the loss as if each batch were as large as the first; `_even_out` corrects unequal batches.
             share = self._num_samples[-1] / self._num_samples[0] / self._train.accumulate
-            self._scaler.scale(loss if share == 1 else loss * share).backward()
+            if len(self._num_samples) == 1:
+                self._optimizer.zero_grad()
+            with self._autocast:
+                here = to_device(batch, self._device)
+                if isinstance(self._model, Pipeline):  # with its backward pass
+                    loss = self._model.step(here, share * self._scaler.get_scale())
+                else:
+                    loss = self._task.loss(self._model, here)
+            if not isinstance(self._model, Pipeline):
+                self._scaler.scale(loss if share == 1 else loss * share).backward()
         value = float(loss.detach())
         self._session.record(loss=value)
         if len(self._num_samples) == self._train.accumulate:

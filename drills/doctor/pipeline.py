@@ -1,0 +1,60 @@
+"""Whether a task's model is worth a pipeline: its layers, its links, the cut, and the step that follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...common.config.schema import Config
+from ...common.errors import UsageError
+from ...common.wire.json_text import read_json
+
+_GROUP = "paramserver.worker.replica_group"
+
+
+def examine_pipeline(config: Config, task: dict[str, Any], as_json: bool) -> int:
+    """Measure with as many processes as a worker has (launch.group), print, and return the exit code."""
+    if config.launch.group < 2:
+        message = "flag --pipeline: launch.group is 1, and the stages of a pipeline are the processes of a worker"
+        raise UsageError(message, fix="--set launch.group=2")
+    plan = {"task": task, "batch_size": config.run.batch_size, "worker": config.worker.model_dump(mode="json")}
+    script = str(Path(__file__).with_name("stages.py"))
+    command = [sys.executable, "-m", _GROUP, str(config.launch.group), script, json.dumps(plan)]
+    threads = config.worker.threads or max(1, (os.cpu_count() or 1) // config.launch.group)
+    environ = {"OMP_NUM_THREADS": str(threads), **os.environ}  # as the launcher divides the cores
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environ)
+    lines = [line.removeprefix("STAGES ") for line in done.stdout.splitlines() if line.startswith("STAGES ")]
+    if done.returncode or not lines:
+        return done.returncode or 1
+    found = read_json(lines[0])
+    print(lines[0] if as_json else "\n".join(sentences(found)))
+    return 0
+
+
+def expected_s(found: dict[str, Any]) -> float:
+    """Of a step: M + S - 1 turns of the slowest stage, each at least as long as a message both ways takes."""
+    turn_s = max(max(found["stage_s"]), 2 * found["link_s"])
+    wait = (len(found["stage_s"]) - 1) * (found["bubble"] > 0)
+    return float((found["microbatches"] + wait) * turn_s)
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """What the measurement says."""
+    times = " + ".join(f"{1000 * item:.1f}" for item in found["stage_s"])
+    mb, counts = found["border_bytes"] / 1e6, " + ".join(map(str, found["counts"]))
+    schedule = f"With {found['microbatches']} microbatches and {found['schedule']}"
+    expected, alone, measured = expected_s(found), found["alone_s"], found["measured_s"]
+    lines = [
+        f"The layers are cut into {counts}; a microbatch takes {times} ms in the stages.",
+        f"Between two stages {mb:.2f} MB go each way for a microbatch, in {1000 * found['link_s']:.1f} ms.",
+        f"{schedule} a process waits {found['bubble']:.0%} of a step (the bubble); more microbatches make it smaller.",
+        f"A step should take {1000 * expected:.0f} ms; measured here: {1000 * measured:.0f} ms, and "
+        f"{1000 * alone:.0f} ms in one process.",
+    ]
+    if min(expected, measured) > alone:
+        lines.append("A pipeline is slower than one process here: take it only where the model does not fit into one.")
+    return lines

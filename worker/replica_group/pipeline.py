@@ -1,0 +1,434 @@
+"""A pipeline whose stages are the processes of a worker (`torch.distributed.pipelining`).
+
+    group rank 0   layers 0..k   | F0 F1 F2 F3 ........ B0 B1 B2 B3   activations down, gradients up
+    group rank 1   layers k+1..n |    F0 B0 F1 B1 F2 B2 F3 B3
+
+Each process builds the whole model and keeps the tensors of its own layers; of the others it keeps the shapes
+(`Pieces.whole`) and empty tensors in their place. The server sees one worker with the whole model (`Staged`).
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.func import functional_call
+
+from ...common.config.sections.processes import WorkerConfig
+from ...common.errors import UnreachableError, UsageError
+from ...common.kinds import ContributionKind
+from ...common.reporting.log import get_logger
+from ...common.tensors.layout import Entry
+from ..tensors.transfer import named_tensors
+from ..training.evaluation import untouched
+from ..training.pipeline import (
+    Example,
+    LossFn,
+    Once,
+    Pipeline,
+    check_tensor,
+    check_weights,
+    compute,
+    inputs_of,
+    on_meta,
+    reseed,
+)
+from ..training.tasks.init import read_tensors
+from .cut import Costs, Stage, bubble, cut
+from .group import Group
+from .sharded import Local, Sharded
+
+log = get_logger()
+
+_V_SHAPED = ("zbvzerobubble", "dualpipev")  # process i has pieces i and 2G - 1 - i
+_ALL_UNDER_WAY = ("gpipe", "loopedbfs")  # they keep the activations of all microbatches
+_REPEATS = 5  # of a measurement
+_TIMEOUT = timedelta(hours=6)  # of one message; the watch notices a dead process long before
+_WATCH_S = 1.0
+
+
+class Placement(NamedTuple):
+    """Where the pieces of a model are: layers [first, end) of each piece, and its group rank."""
+
+    ranges: Sequence[tuple[int, int]]
+    ranks: Sequence[int]
+
+
+def num_pieces(schedule: str) -> int:
+    """Pieces of the model in each process. Raises UsageError for a schedule that torch does not have."""
+    try:
+        found = get_schedule_class(schedule)
+    except ValueError:
+        names = "1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV"
+        raise UsageError(f"worker.schedule is {schedule!r}, and torch has none of that name", fix=names) from None
+    return 1 if issubclass(found, PipelineScheduleSingle) else 2
+
+
+def ranks_of(schedule: str, size: int) -> list[int]:
+    """The group rank of each piece."""
+    once = list(range(size))
+    if num_pieces(schedule) == 1:
+        return once
+    return [*once, *reversed(once)] if schedule.lower() in _V_SHAPED else once * 2
+
+
+def schedule_for(schedule: str, size: int, num: int) -> str:
+    """The schedule, or one that takes so few microbatches with the same pieces in each process."""
+    match schedule.lower():
+        case "1f1b" if num < size:
+            return "GPipe"
+        case "dualpipev" if num < 2 * size:
+            return "ZBVZeroBubble"
+        case "interleaved1f1b" | "interleavedzerobubble" if num % max(1, num // size):
+            return "LoopedBFS"
+    return schedule
+
+
+# ---- costs ------------------------------------------------------------------------------------
+
+
+def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch: Any) -> Costs:
+    """What each layer takes for this microbatch, in this process; the model stays as it is."""
+    seconds, kept, saved = [], [], []
+    with untouched(nn.Module() if on_meta(module) else module):  # layers on the meta device are copied
+        module.train()
+        inputs = inputs_of(loss, batch)
+        for index, layer in enumerate(layers):
+            if on_meta(layer):  # one at a time
+                layer = copy.deepcopy(layer).to_empty(device=inputs.device)
+                with torch.no_grad():
+                    for item in (*layer.parameters(), *layer.buffers()):
+                        item.zero_()
+            trained = [item for item in layer.parameters() if item.requires_grad]
+            known = {item.untyped_storage().data_ptr() for item in layer.parameters()}
+            times = []
+            for _ in range(_REPEATS):
+                storages: dict[int, int] = {}
+
+                def keep(tensor: torch.Tensor, storages: dict[int, int] = storages, known: set[int] = known) -> Any:
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in known:
+                        storages[storage.data_ptr()] = storage.nbytes()
+                    return tensor
+
+                leaf = inputs.detach().requires_grad_(inputs.is_floating_point())
+                began = time.perf_counter()
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
+                    output = check_tensor(layer(leaf), layer, index)
+                wanted = [item for item in (*trained, leaf) if item.requires_grad]
+                if wanted and output.requires_grad:
+                    torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+                times.append(time.perf_counter() - began)
+            seconds.append(min(times))  # other processes of the machine only add to it
+            saved.append(sum(storages.values()) + output.nbytes)
+            kept.append(sum(item.nbytes for item in layer.parameters()))
+            inputs = output.detach()
+    return Costs(seconds, kept, saved)
+
+
+def estimate(layers: Sequence[nn.Module]) -> Costs:
+    """Without an example: the parameters of each layer stand for its time."""
+    kept = [float(sum(item.nbytes for item in layer.parameters())) for layer in layers]
+    return Costs([num_bytes + 1 for num_bytes in kept], kept, [0.0] * len(layers))
+
+
+# ---- pieces -----------------------------------------------------------------------------------
+
+
+class Piece(nn.Module):
+    """Neighbouring layers in one process."""
+
+    def __init__(self, pipeline: StagedPipeline, layers: Sequence[nn.Module], first: int) -> None:
+        super().__init__()
+        self.layers, self._first = nn.ModuleList(layers), first
+        self._pipeline = (pipeline,)  # not a submodule
+        self.number = 0  # of the next microbatch
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        pipeline, number = self._pipeline[0], self.number
+        self.number += 1
+        with pipeline._casting():
+            return compute(list(self.layers), self._first, inputs, number, pipeline.seed)
+
+
+class StagedPipeline(Pipeline):
+    """The pipeline, as one of the processes of a worker sees it."""
+
+    def __init__(
+        self, module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, group: Group, config: WorkerConfig,
+        kind: ContributionKind, example: Example | None = None, init: str | None = None,
+    ) -> None:  # fmt: skip
+        """Blocks until all processes have measured their layers. Raises UsageError for layers that make no stages."""
+        super().__init__(module, layers, loss, config.microbatches or 2 * group.size)
+        self._group, self._schedule_name = group, config.schedule
+        self.seed = 0
+        group.init_torch(_TIMEOUT)
+        check_weights(module, init)
+        self.device = group.device if on_meta(module) else next(module.parameters()).device
+        self.placement = self._assign(config, kind, example)
+        self._shapes = [
+            {name: (item.shape, item.dtype, item.requires_grad) for name, item in named_tensors(layer).items()}
+            for layer in layers
+        ]
+        found = named_tensors(module)
+        self.owners = self._owners(found)
+        self.whole = {name: torch.empty_like(item, device="meta") for name, item in found.items()}
+        self._keep_own(found, init)
+        self._pieces = {
+            index: Piece(self, layers[first:end], first)
+            for index, ((first, end), rank) in enumerate(zip(*self.placement, strict=True))
+            if rank == group.rank
+        }
+        self._schedules: dict[Any, Any] = {}
+        self._loss_of: Any = None  # of an output and the number of its microbatch, in the step that is under way
+
+    # ---- the cut ------------------------------------------------------------------------------
+
+    def _assign(self, config: WorkerConfig, kind: ContributionKind, example: Example | None) -> Placement:
+        group, num = self._group, len(self.layers)
+        ranks = ranks_of(config.schedule, group.size)
+        if num < len(ranks):
+            stages = f"{len(ranks)} stages" if len(ranks) == group.size else f"{len(ranks)} stages, 2 in each process"
+            message = f"the model has {num} layers, and {config.schedule} of {group.size} processes needs {stages}"
+            raise UsageError(message, fix=f"--group {max(1, num * group.size // len(ranks))} or fewer, or finer layers")
+        here = (
+            estimate(self.layers)
+            if example is None
+            else measure(self.module, self.layers, self._loss, example(self._microbatches))
+        )
+        times = group.gather(here.seconds)
+        medians = [statistics.median(item) for item in zip(*times, strict=True)]
+        factor = 2 + 2 * kind.worker_steps + kind.holds_differences  # weights, gradients, moments, anchor
+        costs = Costs(medians, [factor * item for item in here.kept_bytes], here.batch_bytes)
+        speeds = [sum(medians) / max(1e-9, sum(item)) for item in times]
+        if config.cut == "auto":
+            limit = (config.memory or float("inf")) * group.size / len(ranks)
+            stages_ = [
+                Stage(speeds[rank], self._in_flight(config.schedule, index), limit) for index, rank in enumerate(ranks)
+            ]
+            counts = cut(costs, stages_)
+            if counts is None:
+                needed = sum(costs.kept_bytes) + sum(costs.batch_bytes)
+                message = f"no cut of {num} layers keeps each process within {config.memory:,} bytes (worker.memory)"
+                fix = f"more processes or microbatches: the layers take at least {needed:,.0f} bytes together"
+                raise UsageError(message, fix=fix)
+        else:
+            counts = list(config.cut)
+            if len(counts) != len(ranks) or sum(counts) != num:
+                message = f"worker.cut is {counts}, and {num} layers are to be cut into {len(ranks)} stages"
+                raise UsageError(message, fix=f"{len(ranks)} numbers whose sum is {num}, or auto")
+        ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+        ranges = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        self.plan = {
+            "counts": counts, "schedule": config.schedule, "microbatches": self._microbatches,
+            "stage_s": [sum(medians[first:end]) for first, end in ranges],
+            "bubble": bubble(group.size, self._microbatches, len(ranks) // group.size),
+        }  # fmt: skip
+        if not group.rank:
+            log.info(
+                "pipeline", stages=" + ".join(map(str, counts)), schedule=config.schedule,
+                microbatches=self._microbatches, cut="by hand" if config.cut != "auto" else
+                "by parameters, without an example" if example is None else "measured",
+                ms=None if example is None else [round(1000 * sum(medians[first:end]), 1) for first, end in ranges],
+                bytes=[int(sum(costs.kept_bytes[first:end])) for first, end in ranges],
+                bubble=round(bubble(group.size, self._microbatches, len(ranks) // group.size), 3),
+            )  # fmt: skip
+        return Placement(ranges, ranks)
+
+    def _in_flight(self, schedule: str, index: int) -> int:
+        if schedule.lower() in _ALL_UNDER_WAY:
+            return self._microbatches
+        return min(self._microbatches, len(ranks_of(schedule, self._group.size)) - index)
+
+    def _owners(self, found: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The group rank that has each tensor. Raises UsageError for one of two stages."""
+        names, owners, users = {id(item): name for name, item in found.items()}, dict[str, int](), dict[str, int]()
+        for (first, end), rank in zip(*self.placement, strict=True):
+            for index in range(first, end):
+                for item in (*self.layers[index].parameters(), *self.layers[index].buffers()):
+                    if (name := names.get(id(item))) is None:  # a buffer that is not saved: each process keeps it
+                        continue
+                    if owners.setdefault(name, rank) != rank:
+                        raise UsageError(
+                            f"'{name}' is in layers {users[name]} and {index} of the pipeline (tied weights), and they "
+                            f"are in the stages of group ranks {owners[name]} and {rank}",
+                            fix="untie them, or keep both layers in one stage (--set worker.cut=[...])",
+                        )
+                    users.setdefault(name, index)
+        return {name: owners.get(names[id(item)], 0) for name, item in found.items()}
+
+    def _keep_own(self, found: Mapping[str, torch.Tensor], init: str | None) -> None:
+        """Put empty tensors in the place of those that other processes have, and read the others from a file."""
+        names = {id(item): name for name, item in reversed(list(found.items()))}  # of tied ones the first
+        local = [name for name in names.values() if self.owners[name] == self._group.rank]
+        shapes = {name: found[name].shape for name in names.values()}
+        read = read_tensors(init, shapes, local) if init is not None else {}
+        empty: dict[int, torch.Tensor] = {}
+        for name in names.values():
+            item = found[name]
+            is_own = self.owners[name] == self._group.rank
+            if is_own and name not in read:
+                continue
+            tensor = torch.empty((0, *item.shape[1:])) if not is_own else read.pop(name)
+            tensor = tensor.to(self.device, item.dtype)
+            is_parameter = isinstance(item, nn.Parameter)
+            empty[id(item)] = nn.Parameter(tensor, item.requires_grad) if is_parameter else tensor
+        for module in (item for whole in (self.module, *self.layers) for item in whole.modules()):
+            for registry in (module._parameters, module._buffers):
+                for key, tensor_or_none in registry.items():
+                    registry[key] = empty.get(id(tensor_or_none), tensor_or_none)  # type: ignore[assignment]
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def _accumulate(self, batch: Any, parts: list[Any], scale: float, seed: int) -> float:
+        inputs = inputs_of(self._loss, batch)
+        losses: list[float] = []
+        self.seed = seed
+
+        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            def through(_: torch.Tensor) -> torch.Tensor:
+                reseed(seed, int(number), len(self.layers))
+                return output
+
+            with self._casting():
+                loss = self._loss(Once(through), parts[int(number)])
+            losses.append(float(loss.detach()))
+            return loss * scale
+
+        self._loss_of = loss_of
+        for piece in self._pieces.values():
+            piece.number = 0
+        schedule = self._schedule(inputs, len(parts))
+        arguments = (inputs,) if 0 in self._pieces else ()
+        is_last = len(self.placement.ranks) - 1 in self._pieces
+        target = torch.arange(len(parts)) if is_last else None
+        with self._watched():
+            schedule.step(*arguments, target=target, return_outputs=False)
+        self._loss_of = None
+        mean = sum(losses) / len(losses) if losses else 0.0
+        return self._group.gather([mean])[self.placement.ranks[-1]][0]
+
+    def _schedule(self, inputs: torch.Tensor, num: int) -> Any:
+        key = (inputs.shape, inputs.dtype, num, self._autocast)
+        if key not in self._schedules:
+            borders = self._borders_of(inputs[: len(inputs) // num])
+            size, total = self._group.size, len(self.placement.ranks)
+            stages = [
+                PipelineStage(piece, index, total, self.device, borders[index], borders[index + 1])
+                for index, piece in self._pieces.items()
+            ]
+            name = schedule_for(self._schedule_name, size, num)
+            make = get_schedule_class(name)
+            given = stages[0] if num_pieces(name) == 1 else stages
+            self._schedules[key] = make(
+                given, num, loss_fn=lambda output, number: self._loss_of(output, number), scale_grads=False
+            )
+        return self._schedules[key]
+
+    def borders(self, batch: Any) -> list[torch.Tensor]:
+        """The inputs of each piece for a microbatch, and the outputs of the last, without memory."""
+        return self._borders_of(inputs_of(self._loss, batch))
+
+    def _borders_of(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The inputs of each piece for a microbatch, and the outputs of the last, without memory: the layers are
+        computed with tensors that have shapes only. Raises UsageError for a layer that cannot be."""
+        found = []
+        begins = {first for first, _ in self.placement.ranges}
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), self._casting():
+            fake = torch.empty(inputs.shape, dtype=inputs.dtype, device=self.device)
+            for index, (layer, shapes) in enumerate(zip(self.layers, self._shapes, strict=True)):
+                if index in begins:
+                    found.append(fake)
+                tensors = {
+                    name: torch.empty(shape, dtype=dtype, device=self.device).requires_grad_(needs)
+                    for name, (shape, dtype, needs) in shapes.items()
+                }
+                output = check_tensor(functional_call(layer, tensors, (fake,)), layer, index)
+                fake = output.detach().requires_grad_(output.requires_grad)
+            found.append(fake)
+        return [torch.empty_like(item, device="meta").requires_grad_(item.requires_grad) for item in found]
+
+    @torch.no_grad()
+    def _outputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for a whole batch, stage after stage, in all processes."""
+        ranks, rank, value = self.placement.ranks, self._group.rank, inputs
+        borders = self._borders_of(inputs)
+        with self._watched():
+            for index, owner in enumerate(ranks):
+                before = ranks[index - 1] if index else owner
+                if rank == before != owner:
+                    dist.send(value.contiguous(), owner)
+                elif rank == owner != before:
+                    value = torch.empty(borders[index].shape, dtype=borders[index].dtype, device=self.device)
+                    dist.recv(value, before)
+                if rank == owner:
+                    for layer in self._pieces[index].layers:
+                        value = layer(value)
+            if rank != ranks[-1]:
+                value = torch.empty(borders[-1].shape, dtype=borders[-1].dtype, device=self.device)
+            value = value.contiguous()
+            dist.broadcast(value, ranks[-1])
+        return value
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Where torch has lost another process, the watch ends this one first, with its name."""
+        try:
+            yield
+        except RuntimeError as error:
+            if error.__cause__ is not None:  # torch wraps what a layer or the loss raises
+                raise error.__cause__ from None
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                time.sleep(_WATCH_S)
+                message = f"group rank {self._group.rank}: the stages of this worker lost each other: {error}"
+                raise UnreachableError(message) from None
+            raise
+
+
+class Staged(Sharded):
+    """The model of a pipeline: each tensor is whole in one process."""
+
+    def __init__(
+        self, pipeline: StagedPipeline, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
+    ) -> None:
+        self._pipeline = pipeline
+        super().__init__(pipeline, group, stepped, averaged_buffers)
+
+    def _shape(self, name: str, item: torch.Tensor) -> torch.Size:
+        return self._pipeline.whole[name].shape
+
+    def _local(self, *arguments: Any) -> Local:
+        self.stage = LocalStage(*arguments)
+        return self.stage
+
+    def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int]:
+        """All bytes are its owner's."""
+        owner, size = self._pipeline.owners[entry.spec.name], self._group.size
+        return [0] * (owner + 1) + [entry.num_bytes] * (size - owner)
+
+
+class LocalStage(Local):
+    """The tensors of this stage; `absent` has the positions in the layout's specs of parameters of all stages that have
+    no gradient."""
+
+    absent: tuple[int, ...] = ()
+
+    def note_gradients(self, group: Group) -> None:
+        """Before a contribution: find out where other stages have no gradient."""
+        mine = [float(self.gradient(index) is not None) for _, index in self._trained]
+        found = [any(column) for column in zip(*group.gather(mine), strict=True)]
+        self.absent = tuple(position for (position, _), has in zip(self._trained, found, strict=True) if not has)
+
+    def without_gradient(self) -> tuple[int, ...]:
+        return self.absent
