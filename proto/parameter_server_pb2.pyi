@@ -818,16 +818,18 @@ class ShardOrder(_message.Message):
     def __init__(self, number: _Optional[int] = ..., num_received: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("averaged", "keep", "optimizer", "version")
+    __slots__ = ("averaged", "keep", "optimizer", "version", "reader")
     AVERAGED_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
     averaged: bool
     keep: bool
     optimizer: bool
     version: int
-    def __init__(self, averaged: _Optional[bool] = ..., keep: _Optional[bool] = ..., optimizer: _Optional[bool] = ..., version: _Optional[int] = ...) -> None: ...
+    reader: str
+    def __init__(self, averaged: _Optional[bool] = ..., keep: _Optional[bool] = ..., optimizer: _Optional[bool] = ..., version: _Optional[int] = ..., reader: _Optional[str] = ...) -> None: ...
 
 class RowsRequest(_message.Message):
     __slots__ = ("run", "rank", "table", "ids")
@@ -854,15 +856,17 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run", "settings", "version", "step", "status")
+    __slots__ = ("run", "settings", "version", "step", "status", "incarnation")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     run: str
     settings: RunSettings
     version: int
     step: int
     status: str
-    def __init__(self, run: _Optional[str] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., status: _Optional[str] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, run: _Optional[str] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., status: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...

@@ -6,11 +6,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from gzip import compress
-from hashlib import sha256
-from mimetypes import guess_type
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import TypeAdapter
 from starlette.applications import Starlette
@@ -28,12 +24,11 @@ from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
 from .compared import curves_of, described, differing, is_up_of_run, recorded_metrics, tags_of
 from .feed import Feed, Message
+from .files import static_routes
 from .guard import refusal
 from .openapi import Done, Health, Session, WorkerLog, description
 from .stored import Store
 
-_STATIC = Path(__file__).parent / "static"
-_STYLE = "style.css"
 MAX_VIEWERS = 32
 _KEEP_ALIVE_S = 15.0
 _LIST = TypeAdapter(list[StoredRun])
@@ -164,14 +159,6 @@ def make_app(runs: Runs) -> Starlette:
             "is_up": is_up_of_run(),
         }
 
-    files = _files()
-
-    def file(name: str) -> Callable[[Request], Any]:
-        async def handle(request: Request) -> Response:
-            return _file(files, name or request.path_params["name"], request)
-
-        return handle
-
     def newest(feed: Feed) -> Any:
         return feed.view.newest.model_dump(mode="json") if feed.view.newest is not None else None
 
@@ -182,10 +169,7 @@ def make_app(runs: Runs) -> Starlette:
     run = "/api/runs/{run}"
     return Starlette(
         routes=[
-            Route("/", file("index.html")),
-            Route("/runs", file("runs.html")),
-            Route("/favicon.ico", file("icon.svg")),
-            Route("/static/{name:path}", file("")),
+            *static_routes({"/": "index.html", "/runs": "runs.html"}),
             Route("/api/openapi.json", reply(lambda _: description())),
             Route("/api/health", reply(lambda _: Health(runs=len(runs.live), viewers=runs.num_viewers).model_dump())),
             Route("/api/session", reply(session)),
@@ -207,38 +191,6 @@ def make_app(runs: Runs) -> Starlette:
         ],
         exception_handlers={HTTPException: _refused},
     )
-
-
-class _File(NamedTuple):
-    """A static file: whole, compressed, and its ETag."""
-
-    body: bytes
-    compressed: bytes
-    tag: str
-
-
-def _files() -> dict[str, _File]:
-    """Returns the static files by name. Each page has the style inline, so it renders at once."""
-    found = {path.relative_to(_STATIC).as_posix(): path.read_bytes() for path in _STATIC.rglob("*") if path.is_file()}
-    link = f'<link rel="stylesheet" href="/static/{_STYLE}">'.encode()
-    style = b"<style>\n" + found[_STYLE] + b"</style>"
-    whole = {name: body.replace(link, style) if name.endswith(".html") else body for name, body in found.items()}
-    return {
-        name: _File(body, compress(body, mtime=0), f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()
-    }
-
-
-def _file(files: dict[str, _File], name: str, request: Request) -> Response:
-    if name not in files:
-        raise HTTPException(404, f"no file {name[:80]}")
-    file = files[name]
-    headers = {"Cache-Control": "no-cache", "ETag": file.tag, "Vary": "Accept-Encoding"}
-    if request.headers.get("if-none-match") == file.tag:
-        return Response(status_code=304, headers=headers)
-    accepts = [text.partition(";")[0].strip() for text in request.headers.get("accept-encoding", "").split(",")]
-    if "gzip" not in accepts:
-        return Response(file.body, media_type=guess_type(name)[0], headers=headers)
-    return Response(file.compressed, media_type=guess_type(name)[0], headers={**headers, "Content-Encoding": "gzip"})
 
 
 def _listed(feed: Feed) -> StoredRun:

@@ -14,7 +14,8 @@ cookie's name has the port: several dashboards of one machine, or behind tunnels
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
@@ -22,8 +23,6 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_MAX_BODY_BYTES = 64 << 10
-_PAGES = ("/", "/runs")
 _READS = ("GET", "HEAD")
 _HEADERS = [
     (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
@@ -32,18 +31,42 @@ _HEADERS = [
 ]  # fmt: skip
 
 
+def refusal(status: int, error: str, fix: str = "") -> Response:
+    """Returns a refusal, for programs and people."""
+    return JSONResponse({"error": error, "fix": fix}, status)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What differs between the applications. `pages`: they take the token in their address. `writes_need_token`: also
+    on this machine."""
+
+    max_body_bytes: int = 64 << 10
+    pages: tuple[str, ...] = ("/", "/runs")
+    writes_need_token: bool = True
+    refusal: Callable[[int, str, str], Response] = refusal
+
+
 class Guard:
     """Wraps the application. `hosts`: valid names, without ports; empty: any, and every request needs the token.
 
     `tokens`: any of them is valid. `is_open`: other machines can reach the address.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str], tokens: Iterable[str], is_open: bool, is_tls: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Iterable[str],
+        tokens: Iterable[str],
+        is_open: bool,
+        is_tls: bool,
+        rules: Rules = Rules(),
+    ) -> None:
         self._app = app
         self._hosts = frozenset(hosts)
         self._tokens = tuple(tokens)
         self._is_open = is_open
-        self._is_tls = is_tls
+        self._is_tls, self._rules = is_tls, rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -58,23 +81,24 @@ class Guard:
             else:
                 await refused(scope, receive, _with_headers(scope, send))
             return
-        await self._app(scope, _limited(receive), _with_headers(scope, send))
+        await self._app(scope, _limited(receive, self._rules.max_body_bytes), _with_headers(scope, send))
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        refusal, most = self._rules.refusal, self._rules.max_body_bytes
         if self._hosts and _name_of(headers.get("host", "")) not in self._hosts:
             return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
         if origin is not None and _address_of(origin) != headers.get("host"):
             return refusal(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
-        if int(headers.get("content-length") or 0) > _MAX_BODY_BYTES:
-            return refusal(413, f"a body has {_MAX_BODY_BYTES} bytes at most", "nothing here takes that many")
-        if scope["type"] == "http" and scope["path"] in _PAGES and (token := _query_token(scope)):
+        if int(headers.get("content-length") or 0) > most:
+            return refusal(413, f"a body has {most} bytes at most", "nothing here takes that many")
+        if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := _query_token(scope)):
             if not self._is_token(token):
                 return refusal(
                     403, "the token in this address is not this server's", "take the address it printed last"
                 )
             return self._logged_in(scope["path"], token, headers)
-        is_read = scope["type"] == "websocket" or scope.get("method") in _READS
+        is_read = scope["type"] == "websocket" or scope.get("method") in _READS or not self._rules.writes_need_token
         if (self._is_open or not is_read) and not scope["state"]["may_control"]:
             fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
             return refusal(401, "this needs the token", fix)
@@ -101,11 +125,6 @@ class Guard:
     def _is_token(self, value: str) -> bool:
         found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # all, in constant time
         return any(found)
-
-
-def refusal(status: int, error: str, fix: str = "") -> Response:
-    """Returns a refusal, for programs and people."""
-    return JSONResponse({"error": error, "fix": fix}, status)
 
 
 def cookie_of(host: str) -> str:
@@ -146,7 +165,7 @@ def _with_headers(scope: Scope, send: Send) -> Send:
     return sends
 
 
-def _limited(receive: Receive) -> Receive:
+def _limited(receive: Receive, most_bytes: int) -> Receive:
     """Limit a body, also one of undeclared length."""
     taken = 0
 
@@ -155,7 +174,7 @@ def _limited(receive: Receive) -> Receive:
         message = await receive()
         if message["type"] == "http.request":
             taken += len(message.get("body", b""))
-            if taken > _MAX_BODY_BYTES:
+            if taken > most_bytes:
                 return {"type": "http.disconnect"}
         return message
 

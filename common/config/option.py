@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 # The programs that have flags.
 SERVER, WORKER, LAUNCHER = EVERY = ("ps-server", "ps-worker", "ps-launch")
+SERVE = "ps-serve"
 
 
 NOT_FINITE = "finite_number"  # pydantic's name of this error

@@ -21,6 +21,7 @@ from .sections.processes import (
     WorkerConfig,
 )
 from .sections.run import TASK_STEPS, RunConfig, TaskConfig
+from .sections.serving import ServeConfig
 from .sections.training import LoaderConfig, OptimizerConfig, StoreConfig, TrainConfig
 
 __all__ = [
@@ -51,6 +52,7 @@ class Config(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     cost: CostConfig = Field(default_factory=CostConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
 
     @field_validator("policy")
     @classmethod

@@ -186,7 +186,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Rates: ("num_changes",),
     pb.Final: ("version",),
     pb.Snapshot: ("version", "payload_bytes"),
-    pb.StatusReply: ("version", "step"),
+    pb.StatusReply: ("version", "step", "incarnation"),
     pb.RunSettings: ("steps",),
 }
 # Checks of all other single fields, by message.
@@ -213,6 +213,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "shards": _addresses,
     },
     pb.PartialTransfer: {"codec": check_text},
+    pb.PullRequest: {"reader": check_text},
     pb.Result: {"outcome": _closed(value for value in pb.Reply.Outcome.values() if value), "gate_wait_s": _seconds},
     pb.NextWork: {"num_workers": _range(0, MAX_RANK), "same_batches_as": _range(0, MAX_RANK - 1)},
     pb.WeightsInfo: {"codec": check_text},

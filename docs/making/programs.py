@@ -15,6 +15,7 @@ CONFIGURED = {
     "ps-server": ("paramserver.ps.main", "serve"),
     "ps-worker": ("paramserver.worker.main", "work"),
     "ps-launch": ("paramserver.launch.main", "launch"),
+    "ps-serve": ("paramserver.serve.main", "serve"),
 }
 # The module of each other one, which has an `app`.
 OTHERS = {

@@ -172,9 +172,10 @@ class SendReply(Fact):
 
 @dataclass(slots=True)
 class KeepWeights(Effect):
-    """Keeps this shard's part of the newest version, which is about to be evaluated."""
+    """Keeps this shard's part of the newest version, which is about to be evaluated, or fetched by a reader."""
 
     version: int
+    reader: str = ""
 
 
 @dataclass(slots=True)

@@ -111,7 +111,9 @@ class MetricsReceived(Event):
 
 @dataclass(slots=True)
 class CopyAsked(Event):
-    """A process that does not train is about to evaluate the newest version."""
+    """A process that does not train is about to evaluate or to read the newest version."""
+
+    reader: str = ""  # the process that reads; empty: it evaluates
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ class Run(Ending):
         return ()
 
     def _copy_asked(self, event: events.CopyAsked) -> Iterable[Effect]:
-        return [effects.KeepWeights(self.policy.version)] if self.has_weights else ()
+        return [effects.KeepWeights(self.policy.version, event.reader)] if self.has_weights else ()
 
     # ---- a worker's way in ----------------------------------------------------------------
 

@@ -13,9 +13,11 @@ from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
+from .copies import Copies
 
 log = get_logger()
 
+_HOLDER = "evaluation"
 _MAX_KEPT = 2  # evaluations under way; each is a copy of the weights
 # Collects the whole model of a version by name, from the tensors here and on the other shards. Raises OutputError.
 Gather = Callable[[int, dict[str, torch.Tensor]], Awaitable[dict[str, torch.Tensor]]]
@@ -25,50 +27,46 @@ class Best:
     """The evaluated weights of one server process.
 
     Each shard keeps copies of its part, of the same versions. The coordinator has `gather`: it fetches the other parts
-    and writes the file. `is_kept`: the best weights are kept. `changed` is called for each new copy."""
+    and writes the file. `is_kept`: the best weights are kept."""
 
     gather: Gather | None = None
 
-    def __init__(
-        self, config: Config, is_kept: bool, model: Model, tensors: TensorThread, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: Config, is_kept: bool, model: Model, tensors: TensorThread, copies: Copies) -> None:
         self._config, self._is_kept = config, is_kept
-        self._model, self._tensors, self._changed = model, tensors, changed
-        self._under_way: dict[int, torch.Tensor] = {}  # by version, uint8 [total_bytes]
+        self._model, self._tensors, self._copies = model, tensors, copies
+        self._under_way: list[int] = []  # versions of which a copy is kept
         self._best: tuple[int, torch.Tensor] | None = None  # written, or pulled by the coordinator
         self._writing: asyncio.Future[None] | None = None
 
     def keep(self, version: int) -> None:
         """Copy the weights of this version, the newest one, before they are evaluated."""
         if version not in self._under_way:
-            self._copy(self._put)
-
-    def _copy(self, done: Callable[[int, torch.Tensor], None]) -> None:
-        self._tensors.submit(lambda: self._model.copy(False), lambda found: done(*found), lambda error: None)
-
-    def _put(self, version: int, payload: torch.Tensor) -> None:
-        self._under_way[version] = payload
+            self._under_way.append(version)
+            self._copies.keep(version, _HOLDER)
         while len(self._under_way) > _MAX_KEPT:
-            del self._under_way[min(self._under_way)]
-        self._changed()
+            self._copies.release(self._under_way.pop(0), _HOLDER)
 
     def get(self, version: int) -> torch.Tensor | None:
         """Returns the copy of this version's weights here, uint8 [total_bytes]; None where it is not kept."""
         best = self._best[1] if self._best is not None and self._best[0] == version else None
-        return self._under_way.get(version, best)
+        copy = self._copies.get(version)
+        return best if copy is None else copy
 
     def evaluated(self, version: int, is_best: bool) -> None:
         """Keep or drop the copy of an evaluated version. The final weights may have no copy."""
         self._tensors.then(lambda: self._evaluated(version, is_best and self._is_kept))
 
     def _evaluated(self, version: int, is_best: bool) -> None:
-        payload = self._under_way.pop(version, None)
+        payload = self._copies.get(version) if version in self._under_way else None
+        if version in self._under_way:
+            self._under_way.remove(version)
+            self._copies.release(version, _HOLDER)
         if not is_best:
             return
         if payload is not None:
             self._found(version, payload)
         elif version == self._model.store.version:
-            self._copy(self._found)
+            self._tensors.submit(lambda: self._model.copy(False), lambda found: self._found(*found), lambda error: None)
         elif self._config.server.shard == 0:
             log.warning("best_not_kept", version=version, reason="too many evaluations were under way")
 
@@ -76,7 +74,6 @@ class Best:
         if self._best is None and self._model.store.tables is not None:
             log.warning("best_without_tables", meaning="of the tables only the final rows are saved")
         self._best = version, payload
-        self._changed()
         if self._config.server.shard == 0:
             self._writing = asyncio.ensure_future(self._write(version, payload, self._writing))
 

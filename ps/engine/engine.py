@@ -28,6 +28,7 @@ from ..snapshots.snapshots import Snapshots
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .best import Best
+from .copies import Copies
 from .folding import Folding
 from .modes import options_of
 from .peers import Peer, ShardState, Streams, reasons
@@ -66,7 +67,8 @@ class Engine:
             self.model, self.tensors, policy.replies_before_commit, lambda *found: self.offer(events.Measured(*found))
         )
         self.states = States()
-        self.best = Best(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
+        self.copies = Copies(self.model, self.tensors, self.notify)
+        self.best = Best(config, self.run.options.keeps_best, self.model, self.tensors, self.copies)
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
@@ -262,7 +264,7 @@ class Engine:
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
             effects.SendReply: self._reply,
-            effects.KeepWeights: lambda effect: self.best.keep(effect.version),
+            effects.KeepWeights: self._keep_weights,
             effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
             effects.Fence: self._fence,
@@ -299,6 +301,12 @@ class Engine:
             return
         self.model.begin(weights)
         self._make_room()
+
+    def _keep_weights(self, effect: effects.KeepWeights) -> None:
+        if effect.reader:
+            self.copies.keep_for_reader(effect.version, effect.reader)
+        else:
+            self.best.keep(effect.version)
 
     def _keep(self, keep: effects.Keep) -> None:
         self.folding.keep(keep)

@@ -52,6 +52,7 @@ class ParameterServerService:
     ) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
         self._tensors, self._best, self._traffic = engine.tensors, engine.best, engine.traffic
+        self._copies = engine.copies
         self._config = config
         self._attend = attend or self._not_the_coordinator
         self._watch = Watch()
@@ -140,6 +141,7 @@ class ParameterServerService:
 
     async def _send_snapshot(self, stream: Stream, request: pb.PullRequest) -> None:
         run, model = self._run, self._model
+        check_header(request)
         async with self._pulls:
             self._check_weights()
             if request.averaged and model.store.averaged is None:
@@ -150,7 +152,7 @@ class ParameterServerService:
                 version, state = await self._tensors.run(partial(optimizer_tensors, model))
                 payload = memoryview(await asyncio.to_thread(save, state))
             else:
-                if request.keep or request.HasField("version"):
+                if request.keep or request.reader or request.HasField("version"):
                     version, weights = await self._kept(request)
                 else:
                     version, weights = await self._tensors.run(partial(model.copy, request.averaged))
@@ -160,6 +162,7 @@ class ParameterServerService:
             for raw in payload_frames([payload]):
                 await stream.write(raw)
             await stream.flush()
+            self._copies.release_reader(request.reader)
 
     def _check_weights(self) -> None:
         if not self._model.has_weights:
@@ -167,9 +170,12 @@ class ParameterServerService:
 
     async def _kept(self, request: pb.PullRequest) -> tuple[int, torch.Tensor]:
         """Return a version that all shards keep a copy of, and this shard's copy."""
-        engine, version = self._engine, request.version
-        if request.keep:
-            engine.offer(events.CopyAsked())
+        engine, version, most = self._engine, request.version, self._config.limits.readers
+        if (request.keep or request.reader) and not request.HasField("version"):
+            if request.reader and self._copies.num_readers_beside(request.reader) >= most:
+                message = f"{most} readers (limits.readers) already have a copy of a version"
+                raise refusal(Reason.LIMIT_EXCEEDED, message, fix="wait for one of them, or allow more")
+            engine.offer(events.CopyAsked(request.reader))
             version = self._run.policy.version
         with contextlib.suppress(TimeoutError):
             await engine.until(lambda: self._best.get(version) is not None, _KEPT_S)
@@ -239,7 +245,7 @@ class ParameterServerService:
         status, run = reports.status(self._engine), self._run
         return pb.StatusReply(
             run=run.name, settings=settings_of(self._config, run), version=status.version, step=status.step,
-            status=to_json(status.fields()),
+            status=to_json(status.fields()), incarnation=run.incarnation,
         )  # fmt: skip
 
 

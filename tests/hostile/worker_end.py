@@ -230,7 +230,7 @@ class WorkerEnd:
                 def write(offset: int, data: memoryview) -> None:
                     target[offset : offset + len(data)] = data
 
-                found.shards.first.rpc.pull_to_evaluate(None, num_bytes, write)
+                found.shards.first.rpc.pull_version(None, num_bytes, write, "")
         finally:
             found.drop()
 

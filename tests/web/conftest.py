@@ -16,6 +16,7 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.view import About, Tick, View
+from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.cluster import DEADLINE_S
 
 CONTROL = "/api/runs/live/controls"
@@ -102,7 +103,7 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
 def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """A page of this process, with the token `secret` and no runs on record."""
     serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
-    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
     settings = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}}
     page = serve.Dashboard(Config.model_validate(settings))
     page.start()

@@ -14,6 +14,7 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.runstore import changing
 from paramserver.common.runstore.reading import RunStore
+from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.catalog.test_runs import EVIL, write
 from paramserver.tests.web.conftest import Client, Tab
 from paramserver.tests.web.test_page import until
@@ -43,7 +44,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def dashboard(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
     found = serve.Dashboard(Config.model_validate({"server": {"web": "127.0.0.1:0"}}), file, "/runs")
     found.start()
     yield found

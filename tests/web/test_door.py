@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.config.schema import Config
+from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.certificates import certs
 from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
 from paramserver.tests.web.conftest import CONTROL, Client, tick, until
@@ -21,6 +22,7 @@ from paramserver.tests.web.conftest import CONTROL, Client, tick, until
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
 from paramserver.web import door, serve
+from paramserver.web import http as web_http
 
 SHOWN = {"Authorization": "Bearer secret"}
 NUM_IDLE = 2000
@@ -135,7 +137,7 @@ UPGRADE = (
 def test_who_answers_no_ping_is_no_viewer_any_more(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, idle: Callable[..., socket.socket]
 ) -> None:
-    monkeypatch.setattr(serve, "_PING_S", 0.2)
+    monkeypatch.setattr(web_http, "_PING_S", 0.2)
     client = request.getfixturevalue("client")
     silent = idle(client.address, f"GET /ws/events HTTP/1.1\r\nHost: {client.address}\r\n{UPGRADE}\r\n".encode())
     until(lambda: client.ask("GET", "/api/health")[1]["viewers"] == 1)
@@ -163,7 +165,7 @@ def test_silence_instead_of_tls(
     security = {
         name: f"{folder}/{file}" for name, file in (("ca", "ca.crt"), ("cert", "server.crt"), ("key", "server.key"))
     }
-    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
     settings = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
     page = serve.Dashboard(Config.model_validate(settings))
     page.start()

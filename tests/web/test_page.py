@@ -12,6 +12,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, View, Wait
+from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.certificates import certs
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.late import come_late
@@ -19,7 +20,7 @@ from paramserver.tests.web.conftest import Tab, about, tick
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from paramserver.web import app, serve
-from paramserver.web.app import _files
+from paramserver.web.files import read_files
 
 RUN = ("--mode", "ssp", "--task", "digits", "--set", "server.status_interval_s=0.1")
 TOKEN = "kept"
@@ -245,7 +246,7 @@ def test_two_pages_in_one_browser(
     page: Any, tab: Callable[..., Tab], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A browser gives one host's cookies to all its ports: the second page must not log the first one out."""
-    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "another")
+    monkeypatch.setenv(WEB_TOKEN_VARIABLE, "another")
     other = serve.Dashboard(
         Config.model_validate({"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}})
     )
@@ -366,7 +367,7 @@ def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) ->
 def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """At an address of others: nothing without the token, everything with it."""
     certs("init", tmp_path / "certs")
-    monkeypatch.setenv(serve.WEB_TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
     folder = tmp_path / "certs"
     security = {"cert": f"{folder}/server.crt", "key": f"{folder}/server.key", "token_file": f"{folder}/token"}
     settings = {"server": {"web": "0.0.0.0:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
@@ -390,7 +391,7 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
 
 def test_what_a_page_weighs() -> None:
     """All that is sent for the page of a run, compressed and before its metrics; docs/page.md says it."""
-    files = {name: len(file.compressed) for name, file in _files().items()}
+    files = {name: len(file.compressed) for name, file in read_files().items()}
     index = (Path(app.__file__).parent / "static/index.html").read_text()
     asked = {"index.html", *re.findall(r'(?:href|src)="/static/([^"]+)"', index)} - {"style.css"}
     weight = sum(files[name] for name in asked)

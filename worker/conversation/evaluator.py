@@ -12,15 +12,11 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.tensors.sharding import divide
 from ..session import Retry
-from ..tensors.staged import make_transfer
-from ..tensors.transfer import ModelTensors, part_of
-from ..transports.limit import Limit
-from .channel import Channel, Lost, wait_for_server
-from .messages import Settings, evaluator_heartbeat, read_settings
-from .rpc_client import RpcClient
-from .security import worker_credentials
+from ..tensors.transfer import ModelTensors
+from .channel import Lost, wait_for_server
+from .messages import Settings, evaluator_heartbeat
+from .reader import Reader
 
 _HEARTBEAT_S = 0.25
 _REPLY_S = 10.0  # time in which the server accepts a failure
@@ -39,10 +35,7 @@ class Evaluator:
         if worker.server == "none":
             message = "--evaluate (worker.evaluate) without a server: there is no run to evaluate"
             raise UsageError(message, fix="--server HOST:PORT")
-        self._credentials, self._limit = worker_credentials(config), Limit(worker.max_mbit)
-        self._channels: dict[str, Channel] = {}  # of the shards, by address
-        self._client = self._client_of("", worker.server)
-        self._run = ""
+        self._reader = Reader(config)
         self._retry = Retry(worker.server, worker.give_up_s)
         self._process = secrets.token_hex(8)
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
@@ -51,12 +44,6 @@ class Evaluator:
         self.settings: Settings = self.look()[0]
         threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
-    def _client_of(self, name: str, address: str) -> RpcClient:
-        """A client of this shard. The coordinator's name is empty."""
-        if name not in self._channels:
-            self._channels[name] = Channel(address, self._credentials, self._limit)
-        return RpcClient(self._channels[name])
-
     def look(self) -> tuple[Settings, int, int]:
         """Return the run's settings, the training steps of its slowest worker, and the version.
 
@@ -64,7 +51,7 @@ class Evaluator:
         """
         while True:
             try:
-                status = self._client.status()
+                standing = self._reader.standing()
             except Lost as lost:
                 if self._was_there and (self.is_over or self._retry.num_failures > 4):
                     self.is_over = True
@@ -72,29 +59,15 @@ class Evaluator:
                 wait_for_server(self._retry, lost)
                 continue
             self._retry.reached()
-            self._was_there, self._run = True, status.run
-            return read_settings(status.settings), status.step, status.version
+            self._was_there = True
+            return standing.settings, standing.step, standing.version
 
     def pull(self, model: ModelTensors) -> int | None:
         """Write the newest version's weights into the model and return the version; None: no weights are available now.
 
         Raises UsageError if the run has another model.
         """
-        version: int | None = None
-        try:
-            addresses = self._client.shard_addresses(self._run) or [""]
-            for share, address in zip(divide(model.layout, len(addresses)), addresses, strict=True):
-                part = part_of(model, share)
-                transfer, num_bytes = make_transfer(part), part.layout.total_bytes
-                client = self._client_of(address, address)
-                version, layout = client.pull_to_evaluate(version, num_bytes, transfer.write)
-                if differences := layout.differences(part.layout):
-                    message = f"the run's weights are of another model than the evaluator's: {differences[0]}"
-                    raise UsageError(message, fix="give it the workers' script, or --task and task.args")
-                transfer.finish_write(num_bytes)
-        except Lost:
-            return None
-        return version
+        return self._reader.pull(model)
 
     def report(self, version: int, step: int, **result: Any) -> None:
         """Send the metrics of a version, or a failure. A failure has reached the server on return."""
@@ -107,7 +80,7 @@ class Evaluator:
         while not self.is_over:
             pending: deque[threading.Event] = deque()  # of heartbeats without a reply
             try:
-                for reply in self._client.heartbeat(self._heartbeats(pending)):
+                for reply in self._reader.client.heartbeat(self._heartbeats(pending)):
                     self.is_over |= reply.is_gone
                     pending.popleft().set()
             except Lost:
@@ -126,5 +99,4 @@ class Evaluator:
 
     def close(self) -> None:
         self.is_over = True
-        for channel in self._channels.values():
-            channel.close()
+        self._reader.close()

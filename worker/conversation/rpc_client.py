@@ -73,13 +73,13 @@ class RpcClient:
 
         return self._pull(pb.PullRequest(averaged=averaged), begin).version
 
-    def pull_to_evaluate(self, version: int | None, num_bytes: int, write: Write) -> tuple[int, Layout]:
-        """Fetch weights for an evaluation. Returns their version and layout.
+    def pull_version(self, version: int | None, num_bytes: int, write: Write, reader: str) -> tuple[int, Layout]:
+        """Fetch weights for an evaluation, or for a `reader`. Returns their version and layout.
 
         `version` None fetches the coordinator's newest version. Other shards are asked for that version. Weights of
         another size than `num_bytes` are not written.
         """
-        request = pb.PullRequest(keep=True) if version is None else pb.PullRequest(version=version)
+        request = pb.PullRequest(keep=not reader and version is None, reader=reader, version=version)
         snapshot = self._pull(request, lambda announced: write if announced == num_bytes else _ignore)
         return snapshot.version, layout_from_proto(snapshot.tensors)
 

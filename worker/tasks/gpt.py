@@ -47,7 +47,7 @@ class Gpt:
         width: int = 128,
         eval_bytes: int = 32_768,
     ) -> None:
-        self.tokens_per_sample = check_whole("context", context, least=2)
+        self.tokens_per_sample = self.context = check_whole("context", context, least=2)
         self._sizes = {"num_layers": num_layers, "num_heads": num_heads, "width": width}
         for key, size in self._sizes.items():
             check_whole(key, size, least=1)
@@ -69,6 +69,20 @@ class Gpt:
 
     def model(self) -> nn.Module:
         return Transformer(**self._sizes)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Return the number of layers, heads, and channels of a head, for a cache of keys and values."""
+        num_heads = self._sizes["num_heads"]
+        return self._sizes["num_layers"], num_heads, self._sizes["width"] // num_heads
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, which are its UTF-8 bytes."""
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens. Bytes that are not UTF-8 become U+FFFD."""
+        return bytes(tokens).decode(errors="replace")
 
     def train_data(self) -> Dataset[Any]:
         """Samples are windows (context + 1,) uint8. The last byte is only a target."""
@@ -108,10 +122,11 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, _VOCABULARY, bias=False)
         nn.init.zeros_(self.head.weight)  # the first loss is that of a uniform guess, ln 256 = 5.55
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        """Logits of tokens (B, T). With a `cache` (serve/cache.py) they follow the tokens that it has."""
         x = _norm(self.embedding(tokens))  # (B, T, C)
-        for block in self.blocks:
-            x = block(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cache, layer)
         return self.head(_norm(x))
 
     def pipeline(self) -> list[nn.Module]:
@@ -144,17 +159,24 @@ class Block(nn.Module):
         nn.init.zeros_(self.attention_out.weight)
         nn.init.zeros_(self.down.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(_norm(x))
+    def forward(self, x: torch.Tensor, cache: Any = None, layer: int = 0) -> torch.Tensor:
+        x = x + self.attention(_norm(x), cache, layer)
         return x + self.down(F.relu(self.up(_norm(x))).square())
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, cache: Any = None, layer: int = 0) -> torch.Tensor:
         num_samples, num_tokens, width = x.shape  # B, T, C = H * D
         heads = self.qkv(x).view(num_samples, num_tokens, 3, self.num_heads, width // self.num_heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         # Normalised queries and keys keep the logits small at any learning rate (Henry et al., 2020).
-        q, k = _rotate(_norm(q)), _rotate(_norm(k))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        if cache is None:
+            position = torch.arange(num_tokens, device=x.device, dtype=x.dtype)  # (T,)
+            q, k = _rotate(_norm(q), position), _rotate(_norm(k), position)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        else:
+            position = cache.positions.to(x.dtype).unsqueeze(1)  # (B, 1, T)
+            q, k = _rotate(_norm(q), position), _rotate(_norm(k), position)
+            k, v = cache.append(layer, k, v)  # (B, H, S, D) each, with what came before
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask)
         return self.attention_out(y.transpose(1, 2).reshape(num_samples, num_tokens, width))
 
 
@@ -163,12 +185,14 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def _rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al., 2021) of (B, H, T, D): rotate channel pairs by the position."""
-    num_tokens, num_pairs = x.shape[-2], x.shape[-1] // 2
-    position = torch.arange(num_tokens, device=x.device, dtype=x.dtype)
+def _rotate(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al., 2021) of (B, H, T, D): rotate channel pairs by the position.
+
+    Positions are (T,) or (B, 1, T).
+    """
+    num_pairs = x.shape[-1] // 2
     frequency = 10_000.0 ** (-torch.arange(num_pairs, device=x.device, dtype=x.dtype) / num_pairs)
-    angle = torch.outer(position, frequency)  # (T, D / 2)
+    angle = position.unsqueeze(-1) * frequency  # (..., T, D / 2)
     cos, sin = angle.cos(), angle.sin()
     a, b = x.chunk(2, dim=-1)  # (B, H, T, D / 2) each
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

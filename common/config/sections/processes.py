@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...registry import AUTO, CODECS
 from ..addresses import listening, reached, reached_or_none
-from ..option import EVERY, LAUNCHER, SERVER, WORKER, Flag, Panel, Section
+from ..option import EVERY, LAUNCHER, SERVE, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
@@ -19,7 +19,7 @@ Transport = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
 ReachedOrNone = Annotated[str, AfterValidator(reached_or_none)]
-PemFile = Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE.pem")]
+PemFile = Annotated[str | None, Flag(Panel.SECURITY, (*EVERY, SERVE), metavar="FILE.pem")]
 
 
 class ServerConfig(Section):
@@ -28,7 +28,7 @@ class ServerConfig(Section):
     listen: Annotated[Listening, Flag(Panel.RUN, (SERVER,), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT at which the server listens; port 0 takes a free port"
     )
-    insecure: Annotated[bool, Flag(Panel.SECURITY, EVERY)] = Field(
+    insecure: Annotated[bool, Flag(Panel.SECURITY, (*EVERY, SERVE))] = Field(
         False, description="serve other machines without TLS"
     )
     shards: Annotated[int, Flag(Panel.HOSTS, metavar="S")] = Field(
@@ -70,7 +70,7 @@ class ServerConfig(Section):
 class WorkerConfig(Section):
     """Server address, device, codecs and transports of a worker."""
 
-    server: Annotated[ReachedOrNone, Flag(Panel.RUN, (WORKER,), metavar="HOST:PORT")] = Field(
+    server: Annotated[ReachedOrNone, Flag(Panel.RUN, (WORKER, SERVE), metavar="HOST:PORT")] = Field(
         DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone"
     )
     rank: Annotated[int | None, Flag(Panel.RUN, (WORKER,))] = Field(
@@ -190,7 +190,7 @@ class SecurityConfig(Section):
     cert: PemFile = Field(None, description="this program's certificate (PEM); with it, a server uses TLS")
     key: PemFile = Field(None, description="private key (PEM) of security.cert")
     mutual: bool = Field(False, description="server: workers and other shards need a certificate signed by security.ca")
-    token_file: Annotated[str | None, Flag(Panel.SECURITY, EVERY, metavar="FILE")] = Field(
+    token_file: Annotated[str | None, Flag(Panel.SECURITY, (*EVERY, SERVE), metavar="FILE")] = Field(
         None, description="file with the token that all processes share; PS_TOKEN in the environment is the other way"
     )
 
@@ -209,6 +209,7 @@ class LimitsConfig(Section):
     workers: int = Field(1024, ge=1, description="live workers, if run.workers is not set")
     model_bytes: int = Field(1 << 36, ge=1, description="bytes of the model that the first worker uploads")
     state_bytes: int = Field(1 << 30, ge=1, description="bytes that one worker's script saves (session.state)")
+    readers: int = Field(8, ge=0, description="processes such as ps-serve that fetch a version at the same time")
     joins_per_s: float = Field(500.0, gt=0, description="joins per second; more wait")
     upload_bytes_per_s: float | None = Field(None, gt=0, description="bytes per second from one worker; none: no limit")
     progress_s: float = Field(30.0, gt=0, description="seconds without progress until an upload or reply is ended")

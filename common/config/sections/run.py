@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from ...registry import TASKS, canonical_mode
 from ...user_code import is_in_file
 from ..conditions import condition, every
-from ..option import EVERY, LAUNCHER, WORKER, Flag, Panel, Section
+from ..option import EVERY, LAUNCHER, SERVE, WORKER, Flag, Panel, Section
 
 
 def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
@@ -33,7 +33,7 @@ Until = Annotated[str, AfterValidator(_readable(condition))]
 class TaskConfig(Section):
     """The model, data and loss that ps-worker trains."""
 
-    name: Annotated[str, Flag(Panel.RUN, EVERY, metavar="NAME|FILE.py:NAME")] = Field(
+    name: Annotated[str, Flag(Panel.RUN, (*EVERY, SERVE), metavar="NAME|FILE.py:NAME")] = Field(
         "digits", description="a built-in task, or FILE.py:NAME (never taken from the server)"
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")

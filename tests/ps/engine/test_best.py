@@ -16,6 +16,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.ps.engine.best import Best
+from paramserver.ps.engine.copies import Copies
 from paramserver.ps.tensors.thread import TensorThread
 
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (2,))])
@@ -42,7 +43,8 @@ def best_of(folder: Path, shard: int = 0, is_kept: bool = True) -> tuple[Best, A
     server = {"shards": 2, "shard": shard, "coordinator": "127.0.0.1:1"}
     config = Config.model_validate({"server": server, "output": {"save": str(folder / "w.safetensors")}})
     model: Any = Weights()
-    return Best(config, is_kept, model, TensorThread(lambda error: None), lambda: None), model
+    tensors = TensorThread(lambda error: None)
+    return Best(config, is_kept, model, tensors, Copies(model, tensors, lambda: None)), model
 
 
 @on_a_loop
@@ -144,3 +146,20 @@ async def test_one_that_cannot_be_written_is_said_and_the_next_one_is_written(tm
             await best.written()
     assert [(line["event"], line.get("version")) for line in lines] == [("best_not_saved", 1), ("saved_best", 2)]
     assert load_file(tmp_path / "best.safetensors")["w"].tolist() == [2, 2]
+
+
+@on_a_loop
+async def test_holders_of_a_version_share_a_copy_until_the_last_one_releases_it(tmp_path: Path) -> None:
+    model: Any = Weights()
+    copies = Copies(model, TensorThread(lambda error: None), lambda: None)
+    for reader, version in (("a", 1), ("b", 1), ("a", 2)):
+        model.store.version = version
+        copies.keep_for_reader(version, reader)
+    assert copies.get(1) is not None and copies.get(2) is not None and copies.num_readers_beside("a") == 1
+    copies.release_reader("b")
+    assert copies.get(1) is None and copies.num_readers_beside("a") == 0
+    copies.keep(2, "evaluation")
+    copies.release_reader("a")
+    assert copies.get(2) is not None
+    copies.release(2, "evaluation")
+    assert copies.get(2) is None

@@ -22,13 +22,13 @@ _SHOWN = 3  # names of each kind of difference that a message lists
 _FIX = "give the file that belongs to this model (--init), or leave it out"
 
 
-def load_weights(model: nn.Module, path: str) -> None:
+def load_weights(model: nn.Module, path: str, flag: str = "--init ") -> None:
     """Copy the tensors of a safetensors file into the model.
 
     Dtypes may differ, but names and shapes must match. Name prefixes of torch.compile and DistributedDataParallel are
     ignored. Raises UsageError with the differences.
     """
-    found, tensors = _read(path), named_tensors(model)
+    found, tensors = _read(path, flag), named_tensors(model)
     if not any(name.startswith("module.") for name in tensors):
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     loaded = {id(tensors[name]) for name in found if name in tensors}  # a file may have only one name of tied weights
@@ -43,7 +43,10 @@ def load_weights(model: nn.Module, path: str) -> None:
         *_listed("", shapes),
     ]
     if wrong:
-        raise UsageError(f"--init {path} does not fit the model: {'; '.join(wrong)}", fix=_FIX)
+        raise UsageError(
+            f"{flag}{path} does not fit the model: {'; '.join(wrong)}",
+            fix=_FIX if flag else "give the task that the weights are of, with its task.args",
+        )
     with torch.no_grad():
         for name, tensor in found.items():
             tensors[name].copy_(tensor)
@@ -77,7 +80,7 @@ def read_tensors(path: str, shapes: Mapping[str, torch.Size], wanted: Collection
         raise UsageError(message, fix="give a file that --save has written") from None
 
 
-def _read(path: str) -> dict[str, torch.Tensor]:
+def _read(path: str, flag: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -86,11 +89,11 @@ def _read(path: str) -> dict[str, torch.Tensor]:
     except OSError as error:
         why = error.strerror or "there is no such file"
         raise UsageError(
-            f"--init {path}: cannot be read: {why}", fix="put the file where every worker can read it"
+            f"{flag}{path}: cannot be read: {why}", fix="put the file where every worker can read it"
         ) from None
     except SafetensorError as error:
         raise UsageError(
-            f"--init {path}: is no safetensors file: {error}", fix="give a file that --save has written"
+            f"{flag}{path}: is no safetensors file: {error}", fix="give a file that --save has written"
         ) from None
 
 

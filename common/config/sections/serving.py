@@ -1,0 +1,35 @@
+"""Serving the weights of a run (`ps-serve`)."""
+
+# No `from __future__ import annotations`: see __init__.py.
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from ..addresses import listening
+from ..conditions import every
+from ..option import SERVE, Flag, Panel, Section
+
+
+def _interval(text: str) -> str:
+    if every(text).unit == "epochs":
+        raise ValueError(f"'{text}' is in epochs: versions are counted, 100, or seconds, 10s")
+    return text
+
+
+class ServeConfig(Section):
+    listen: Annotated[str, AfterValidator(listening), Flag(Panel.RUN, (SERVE,), metavar="HOST:PORT")] = Field(
+        "127.0.0.1:8000", description="HOST:PORT of the HTTP server; port 0 takes a free one"
+    )
+    every: Annotated[str, AfterValidator(_interval), Flag(Panel.RUN, (SERVE,), metavar="N|10s")] = Field(
+        "10s", description="how often a newer version is fetched: after N versions, or so many seconds"
+    )
+    slots: Annotated[int, Flag(Panel.RUN, (SERVE,), metavar="N")] = Field(
+        8, ge=1, le=1024, description="requests that are decoded at once"
+    )
+    queue: int = Field(64, ge=0, description="requests that wait at most; more are refused with 429")
+    max_tokens: int = Field(1024, ge=1, description="most tokens of a reply")
+    swap: Annotated[Literal["pinned", "in-flight", "recompute"], Flag(Panel.RUN, (SERVE,), metavar="HOW")] = Field(
+        "pinned", description="replies under way at a new version: pinned, in-flight or recompute; see docs/serving.md"
+    )
+    drain_s: float = Field(30.0, ge=0, description="seconds that replies may keep an old version back (pinned)")
+    threads: int = Field(1, ge=1, description="torch threads")

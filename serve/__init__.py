@@ -1,0 +1,1 @@
+"""`ps-serve`: replies to requests with the weights of a run, also while it trains."""

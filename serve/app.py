@@ -1,0 +1,274 @@
+"""The routes of `ps-serve`: OpenAI's API, the Open Inference Protocol, health, metrics, and a page to type into."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ..common.reporting.log import get_logger
+from ..web.app import static_routes
+from .engine import End, Engine, Job, Piece, Refused
+from .infer import described_inputs, read_inputs, write_outputs
+from .openai import Asked, Replies, Requests, error_response, models
+from .slots import Version
+from .source import Follower, Source
+
+log = get_logger()
+
+_SSE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class Meters:
+    """What /metrics shows."""
+
+    def __init__(self, engine: Engine, follower: Follower) -> None:
+        self.registry = CollectorRegistry()
+        self.replies = Counter("paramserver_serve_replies", "Replies by status.", ["status"], registry=self.registry)
+        self.tokens = Counter("paramserver_serve_tokens", "Tokens written.", registry=self.registry)
+        self.prompts = Counter("paramserver_serve_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        self.first_s = Histogram("paramserver_serve_first_token_seconds", "Seconds to the first token.",
+                                 registry=self.registry)  # fmt: skip
+        for name, text, read in (
+            ("active", "Requests that are decoded.", lambda: engine.num_active),
+            ("waiting", "Requests that wait.", lambda: engine.num_waiting),
+            ("version", "Newest version.", lambda: max((v.number for v in engine.versions()), default=0)),
+            ("age_seconds", "Seconds since the newest version was fetched.", lambda: follower.age_s),
+        ):
+            Gauge(f"paramserver_serve_{name}", text, registry=self.registry).set_function(read)
+
+
+class Service:
+    """The replies of one process. `name` is the task's."""
+
+    def __init__(self, name: str, engine: Engine, follower: Follower, source: Source, max_tokens: int) -> None:
+        self._name, self._engine, self._follower, self._source = name, engine, follower, source
+        self._meters = Meters(engine, follower)
+        kind = engine.kind
+        self._requests = Requests(engine.task, self._names, kind.context, max_tokens) if kind is not None else None
+        self._inputs: list[dict[str, Any]] | None = None
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/completions", self._catching(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._catching(self.chat), methods=["POST"]),
+            Route("/v1/models", self._catching(self.list_models)),
+            Route("/v2/models/{model}/infer", self._catching(self.infer), methods=["POST"]),
+            Route("/v2/models/{model}", self._catching(self.described)),
+            Route("/v2/health/ready", self._catching(self.ready)),
+            Route("/v2/health/live", self._catching(self.health)),
+            Route("/health", self._catching(self.health)),
+            Route("/metrics", self._catching(self.metrics)),
+            *static_routes({"/": "chat.html", "/chat": "chat.html"}),
+        ]
+
+    def _names(self) -> set[str]:
+        return {"live", self._name}
+
+    def _catching(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def catches(request: Request) -> Response:
+            try:
+                response = await handle(request)
+            except Refused as refused:
+                response = error_response(refused.status, refused.message, refused.code, refused.param)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            if request.method == "POST":
+                self._meters.replies.labels(str(response.status_code)).inc()
+            return response
+
+        return catches
+
+    # ---- text ---------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        return await self._reply(request, is_chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._reply(request, is_chat=True)
+
+    async def _reply(self, request: Request, is_chat: bool) -> Response:
+        if self._requests is None:
+            message = f"task {self._name} writes no text"
+            raise Refused(404, f"{message}; ask /v2/models/{self._name}/infer", "model_not_found")
+        asked = self._requests.read(await _json(request), is_chat)
+        stream = Stream(self._engine, asked, self._meters)
+        replies = Replies(asked, self._name, self._engine.task.decode)
+        async with _Disconnected(request, stream):
+            found = await stream.next()
+            while isinstance(found, Piece) and not asked.is_streamed:
+                replies.add(found)
+                found = await stream.next()
+        if isinstance(found, Refused):  # a stream that has not begun still has a status
+            raise found
+        version = found.version if isinstance(found, End) else stream.version
+        assert version is not None
+        headers = {"ps-version": str(version.number)}
+        if isinstance(found, Piece) or asked.is_streamed:
+            body = _sse(stream, found, replies)
+            return StreamingResponse(body, media_type="text/event-stream", headers=_SSE | headers)
+        return JSONResponse(replies.whole(found), headers=headers)
+
+    async def list_models(self, _: Request) -> Response:
+        versions = [(version, self._follower.age_s) for version in self._engine.versions()]
+        return JSONResponse(models(sorted(self._names()), versions))
+
+    # ---- tensors ------------------------------------------------------------------------------
+
+    def _check_model(self, request: Request) -> None:
+        model = request.path_params["model"]
+        if model not in self._names():
+            known = ", ".join(sorted(self._names()))
+            raise Refused(404, f"no model {model[:80]} is here; there are: {known}", "model_not_found")
+
+    async def infer(self, request: Request) -> Response:
+        self._check_model(request)
+        body = await _json(request)
+        inputs = read_inputs(body)
+        future = self._engine.infer(inputs)
+        outputs, version = await asyncio.wrap_future(future)
+        reply = {"model_name": self._name, "model_version": str(version.number), "outputs": write_outputs(outputs)}
+        if isinstance(body.get("id"), str):
+            reply["id"] = body["id"]
+        return JSONResponse(reply, headers={"ps-version": str(version.number)})
+
+    async def described(self, request: Request) -> Response:
+        self._check_model(request)
+        if self._inputs is None:
+            self._inputs = await asyncio.to_thread(described_inputs, self._engine.task)
+        versions = [str(version.number) for version in self._engine.versions()]
+        is_text = self._requests is not None
+        return JSONResponse(
+            {"name": self._name, "versions": versions, "platform": f"torch-{torch.__version__}",
+             "inputs": [] if is_text else self._inputs, "outputs": [], "is_text": is_text}
+        )  # fmt: skip
+
+    # ---- the process --------------------------------------------------------------------------
+
+    async def ready(self, _: Request) -> Response:
+        if not self._engine.versions():
+            raise Refused(503, "no weights have arrived yet", "not_ready")
+        return JSONResponse({"ready": True})
+
+    async def health(self, _: Request) -> Response:
+        versions = self._engine.versions()
+        state = "starting" if not versions else "stale" if self._source.is_stale else "ok"
+        found: dict[str, Any] = {"status": state, "active": self._engine.num_active}
+        if versions:
+            found |= {"run": versions[0].run, "version": versions[0].number, "age_s": round(self._follower.age_s, 3)}
+        return JSONResponse(found)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._meters.registry), media_type="text/plain; version=0.0.4")
+
+
+class Stream:
+    """What the engine's thread emits for one request, in this loop. Raises Refused where it is not taken."""
+
+    def __init__(self, engine: Engine, asked: Asked, meters: Meters) -> None:
+        self._engine, self._meters, self._asked = engine, meters, asked
+        self._loop = asyncio.get_running_loop()
+        self._found: asyncio.Queue[Piece | End | Refused] = asyncio.Queue()
+        self._began_at = self._loop.time()
+        self._num_pieces = 0
+        self._is_over = False
+        self._job: Job = engine.submit(asked.request, self._emit)
+        meters.prompts.inc(len(asked.request.prompt))
+
+    def _emit(self, found: Piece | End | Refused) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._found.put_nowait, found)
+        except RuntimeError:  # the loop has ended
+            self._job.is_cancelled = True
+
+    @property
+    def version(self) -> Version | None:
+        return self._job.version
+
+    async def next(self) -> Piece | End | Refused:
+        found = await self._found.get()
+        if isinstance(found, Piece):
+            if not self._num_pieces:
+                self._meters.first_s.observe(self._loop.time() - self._began_at)
+            self._num_pieces += 1
+            self._meters.tokens.inc()
+        else:
+            self._is_over = True
+            if isinstance(found, End):
+                log.debug("reply", id=self._asked.id, reason=found.reason, tokens=found.num_tokens,
+                          prompt_tokens=len(self._asked.request.prompt), version=found.version.number)  # fmt: skip
+        return found
+
+    def close(self) -> None:
+        """End the request, where its client is gone."""
+        if not self._is_over:
+            self._engine.cancel(self._job)
+
+
+async def _sse(stream: Stream, first: Piece | End | Refused, replies: Replies) -> AsyncIterator[bytes]:
+    """Server-sent events of a reply. The generator is closed when the client is gone."""
+    found = first
+    try:
+        while isinstance(found, Piece):
+            assert stream.version is not None
+            if found.text or found.chosen.logprob is not None:
+                yield _event(replies.chunk(found, stream.version))
+            found = await stream.next()
+        if isinstance(found, Refused):
+            yield _event({"error": {"message": found.message, "type": "server_error", "code": found.code}})
+        else:
+            for chunk in replies.last_chunks(found):
+                yield _event(chunk)
+        yield b"data: [DONE]\n\n"
+    finally:
+        stream.close()
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode(errors="replace") + b"\n\n"
+
+
+class _Disconnected:
+    """Ends the request of a client that leaves before the reply begins, or before a reply without a stream is whole."""
+
+    def __init__(self, request: Request, stream: Stream) -> None:
+        self._request, self._stream = request, stream
+
+    async def _watch(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self._stream.close()
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._task.cancel()
+        if error is not None:
+            self._stream.close()
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return await request.json()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise Refused(400, f"the body is no JSON: {error}", "invalid_json") from None
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+
+
+def make_app(service: Service) -> Starlette:
+    """The application, to be wrapped in a guard."""
+    return Starlette(routes=service.routes(), exception_handlers={HTTPException: _unknown})

@@ -1,0 +1,399 @@
+"""Decodes many requests at once, a step at a time, on one thread (iteration-level scheduling: Orca, OSDI 2022).
+
+Each step admits requests that wait, computes one chunk of a prompt and one token of every other sequence, and lets go
+of what is over. Between two steps a new version of the weights may take over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..common.reporting.log import get_logger
+from .models import LanguageModel, batch_of
+from .sampling import Chosen, Sampling, choose
+from .slots import NUM_SLOTS, Slots, State, Version
+from .text import TextPieces
+
+log = get_logger()
+
+_CHUNK = 256  # tokens of a prompt in one step, which the other sequences wait for
+_MAX_BATCH = 8  # requests of `infer` in one forward pass
+_BATCH_S = 0.003  # that a request of `infer` waits for others
+
+
+class Refused(Exception):
+    """A request that is not served: an HTTP status, a sentence, and a code for programs."""
+
+    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+
+@dataclass(frozen=True)
+class Options:
+    slots: int = 8  # sequences decoded at once
+    queue: int = 64  # requests that may wait
+    swap: str = "pinned"  # or in-flight, recompute
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """Asks for text. `version`: the fingerprint of the wanted weights; empty: the newest."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    version: str = ""
+
+
+class Piece(NamedTuple):
+    """Text that is certain, with the token that came last."""
+
+    text: str
+    chosen: Chosen
+
+
+class End(NamedTuple):
+    """The end of a reply: `stop`, `length`, or `cancelled`. `version`: the weights that computed the last token."""
+
+    reason: str
+    text: str  # that was held back
+    num_tokens: int
+    version: Version
+    num_swaps: int  # versions that took the reply over
+
+
+Emit = Callable[[Piece | End | Refused], None]  # called on the engine's thread
+
+
+@dataclass(eq=False)
+class Job:
+    """A request under way."""
+
+    request: Request
+    emit: Emit
+    pieces: TextPieces
+    generator: torch.Generator
+    tokens: list[int]
+    end: int | None  # a token
+    slot: int = -1
+    row: int = -1  # in the cache
+    num_cached: int = 0
+    num_swaps: int = 0
+    is_cancelled: bool = False
+    version: Version | None = field(default=None)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+class Engine:
+    """The models of NUM_SLOTS versions, and the requests on them. `models` share nothing."""
+
+    def __init__(self, task: Any, models: Sequence[nn.Module], kind: LanguageModel | None, options: Options) -> None:
+        self.task, self.kind, self.options = task, kind, options
+        self.models = list(models)
+        for model in self.models:
+            model.eval()
+        self.slots = Slots()
+        self.num_steps = 0
+        self._cache = kind.new_cache(models[0], options.slots) if kind is not None else None
+        self._active: list[Job] = []
+        self._waiting: deque[Job] = deque()
+        self._inferring: deque[tuple[dict[str, torch.Tensor], Future[Any]]] = deque()
+        self._drains_until = 0.0
+        self._changed = threading.Condition()  # guards everything that another thread reads or writes
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        assert len(self.models) == NUM_SLOTS
+
+    # ---- from other threads -------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the current step; requests under way end as cancelled."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        self._thread.join()
+
+    def submit(self, request: Request, emit: Emit) -> Job:
+        """Queue a request. Raises Refused where it cannot be served, or the queue is full."""
+        assert self.kind is not None
+        if (excess := len(request.prompt) + request.max_tokens - self.kind.context) > 0:
+            raise Refused(
+                400,
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: together "
+                f"{excess} more than the context of {self.kind.context}",
+                "context_length_exceeded",
+                "max_tokens" if len(request.prompt) < self.kind.context else "prompt",
+            )
+        sequence = Job(
+            request, emit, TextPieces(self.task.decode, request.stop), request.sampling.generator(),
+            list(request.prompt), getattr(self.task, "end", None),
+        )  # fmt: skip
+        with self._changed:
+            self._slot_of(request)
+            if len(self._waiting) >= self.options.queue:
+                message = f"{len(self._waiting)} requests wait already, which is the maximum (serve.queue)"
+                raise Refused(429, message, "queue_full")
+            self._waiting.append(sequence)
+            self._changed.notify()
+        return sequence
+
+    def cancel(self, sequence: Job) -> None:
+        """End a request before its next step, as its client is gone."""
+        with self._changed:
+            sequence.is_cancelled = True
+            self._changed.notify()
+
+    def infer(self, inputs: dict[str, torch.Tensor]) -> Future[tuple[dict[str, torch.Tensor], Version]]:
+        """Queue a forward pass of named tensors, whose first axis is the batch."""
+        future: Future[tuple[dict[str, torch.Tensor], Version]] = Future()
+        with self._changed:
+            self._serving()
+            if len(self._inferring) >= self.options.queue:
+                raise Refused(429, f"{len(self._inferring)} requests wait already (serve.queue)", "queue_full")
+            self._inferring.append((inputs, future))
+            self._changed.notify()
+        return future
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def versions(self) -> list[Version]:
+        """The versions that reply, the newest first."""
+        with self._changed:
+            return [version for slot in reversed([*self.slots.live()]) if (version := self.slots.versions[slot])]
+
+    def begin_arrival(self) -> int | None:
+        """The slot that a version may be written to; None for now."""
+        with self._changed:
+            return self.slots.begin()
+
+    def arrived(self, slot: int, version: Version | None) -> None:
+        """The version is whole; None: it cannot be had."""
+        with self._changed:
+            self.slots.arrived(slot, version)
+            self._changed.notify()
+
+    def _serving(self) -> int:
+        slot = self.slots.find(State.SERVING)
+        slot = self.slots.find(State.WHOLE) if slot is None else slot  # it is published before the next step
+        if slot is None:
+            raise Refused(503, "no weights have arrived yet", "not_ready")
+        return slot
+
+    def _slot_of(self, request: Request) -> int:
+        slot = self._serving()
+        if not request.version:
+            return slot
+        found = {
+            version.fingerprint: at
+            for at, version in enumerate(self.slots.versions)
+            if version is not None and self.slots.states[at] is not State.ARRIVING
+        }
+        if request.version not in found:
+            known = ", ".join(found)
+            raise Refused(404, f"no version {request.version[:80]} is here; there are: {known}", "model_not_found")
+        return found[request.version]
+
+    # ---- on the engine's thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._is_stopped or self._has_work()):
+                    self._changed.wait()
+                if self._is_stopped:
+                    break
+                self._swap()
+                self._retire_cancelled()
+                self._admit()
+            with torch.no_grad():
+                self._step()
+        for sequence in [*self._active, *self._waiting]:
+            self._end(sequence, "cancelled")
+
+    def _has_work(self) -> bool:
+        is_swapping = any(self.slots.find(state) is not None for state in (State.WHOLE, State.DRAINING))
+        return bool(self._active or self._waiting or self._inferring or is_swapping)
+
+    def _swap(self) -> None:
+        """Publish a version that is whole, and let go of one that has drained."""
+        if self.slots.find(State.WHOLE) is not None and self.slots.find(State.DRAINING) is None:
+            draining = self.slots.publish()
+            version = self.slots.versions[self._serving()]
+            assert version is not None
+            log.info("serving", version=version.number, run=version.run)
+            self._drains_until = time.monotonic() + self.options.drain_s
+            if draining is not None and self.options.swap != "pinned":
+                self._move(draining, self.options.swap == "recompute")
+        draining = self.slots.find(State.DRAINING)
+        if draining is not None and time.monotonic() > self._drains_until:
+            self._move(draining, True)
+        if draining is not None and not any(sequence.slot == draining for sequence in self._active):
+            self.slots.drained()
+
+    def _move(self, draining: int, computes_again: bool) -> None:
+        """Move the sequences of a version to the one that serves; their keys and values stay, or are computed again."""
+        for sequence in self._active:
+            if sequence.slot == draining:
+                sequence.slot = self._serving()
+                sequence.num_swaps += 1
+                sequence.num_cached = 0 if computes_again else sequence.num_cached
+
+    def _retire_cancelled(self) -> None:
+        for sequence in [*self._active, *self._waiting]:
+            if sequence.is_cancelled:
+                self._end(sequence, "cancelled")
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._active) < self.options.slots:
+            sequence = self._waiting.popleft()
+            try:
+                sequence.slot = self._slot_of(sequence.request)
+            except Refused as refused:  # the version has drained since
+                sequence.emit(refused)
+                continue
+            sequence.row = self._cache.take() if self._cache is not None else -1
+            self._active.append(sequence)
+
+    def _step(self) -> None:
+        """One chunk of one prompt, and one token of every other sequence, of each version."""
+        self.num_steps += 1
+        for slot in [*self.slots.live()]:
+            sequences = [sequence for sequence in self._active if sequence.slot == slot]
+            new = [sequence for sequence in sequences if len(sequence.tokens) - sequence.num_cached > 1]
+            ready = [sequence for sequence in sequences if sequence not in new]
+            if self._cache is None:
+                new, ready = [], sequences
+            batches = [*([new[:1]] if new else []), *([[s] for s in ready] if self._cache is None else [ready])]
+            for batch in filter(None, batches):
+                self._compute(slot, sorted(batch, key=lambda sequence: sequence.row))
+        if self._inferring:
+            self._infer()
+
+    def _compute(self, slot: int, batch: list[Job]) -> None:
+        """Compute the next tokens of these sequences, or the next chunk of a prompt."""
+        try:
+            logits = self._logits(slot, batch)
+        except Exception as error:
+            if len(batch) == 1:
+                self._fail(batch[0], error)
+            else:  # only the sequences that fail alone end
+                for sequence in batch:
+                    self._compute(slot, [sequence])
+            return
+        for sequence, row in zip(batch, logits, strict=True):
+            if self._cache is None or sequence.num_cached == len(sequence.tokens):
+                sequence.version = self.slots.versions[slot]
+                try:
+                    self._take(sequence, choose(row, sequence.request.sampling, sequence.generator))
+                except Exception as error:  # logits that are not finite, or the task's decode()
+                    self._fail(sequence, error)
+
+    def _logits(self, slot: int, batch: list[Job]) -> torch.Tensor:
+        assert self.kind is not None
+        model = self.models[slot]
+        if self._cache is None:
+            return self.kind.next_logits(model, batch_of([sequence.tokens for sequence in batch]), None)
+        parts = [sequence.tokens[sequence.num_cached :][:_CHUNK] for sequence in batch]
+        lengths = [sequence.num_cached for sequence in batch]
+        view = self._cache.view([sequence.row for sequence in batch], lengths, len(parts[0]))
+        logits = self.kind.next_logits(model, batch_of(parts), view)
+        for sequence in batch:
+            sequence.num_cached += len(parts[0])
+        return logits
+
+    def _take(self, sequence: Job, chosen: Chosen) -> None:
+        if chosen.token == sequence.end:
+            self._end(sequence, "stop")
+            return
+        sequence.tokens.append(chosen.token)
+        is_last = sequence.num_generated >= sequence.request.max_tokens
+        sequence.emit(Piece(sequence.pieces.push(chosen.token, is_last), chosen))
+        if sequence.pieces.is_stopped or is_last:
+            self._end(sequence, "stop" if sequence.pieces.is_stopped else "length")
+
+    def _end(self, sequence: Job, reason: str) -> None:
+        self._release(sequence)
+        version = sequence.version or Version("", 0, 0)
+        rest = "" if reason == "cancelled" else sequence.pieces.rest()
+        sequence.emit(End(reason, rest, sequence.num_generated, version, sequence.num_swaps))
+
+    def _fail(self, sequence: Job, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        log.error("serve_failed", error=reason, tokens=len(sequence.tokens))
+        self._release(sequence)
+        sequence.emit(Refused(500, f"the model failed: {reason}", "model_failed"))
+
+    def _release(self, sequence: Job) -> None:
+        if sequence in self._active:
+            self._active.remove(sequence)
+            if self._cache is not None:
+                self._cache.give_back(sequence.row)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    # ---- models that write no text ------------------------------------------------------------
+
+    def _infer(self) -> None:
+        """One forward pass for requests of equal shapes, but for the batch."""
+        if len(self._inferring) < _MAX_BATCH:
+            time.sleep(_BATCH_S)  # others may come
+        with self._changed:
+            first, *_ = self._inferring[0]
+            taken = list(itertools.takewhile(lambda item: _shapes(item[0]) == _shapes(first), self._inferring))
+            taken = taken[:_MAX_BATCH]
+            for _ in taken:
+                self._inferring.popleft()
+            taken = [item for item in taken if item[1].set_running_or_notify_cancel()]
+            if not taken:
+                return
+            slot = self._serving()
+            version = self.slots.versions[slot]
+        inputs = {name: torch.cat([item[0][name] for item in taken]) for name in first}
+        try:
+            outputs = predict(self.task, self.models[slot], inputs)
+            sizes = [len(next(iter(item[0].values()))) for item in taken]
+            parts = {name: tensor.split(sizes) for name, tensor in outputs.items()}
+        except Exception as error:  # a wrong shape, most often
+            message = f"the model failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            for _, future in taken:
+                future.set_exception(Refused(400, message, "model_failed", "inputs"))
+            return
+        for index, (_, future) in enumerate(taken):
+            future.set_result(({name: tensors[index] for name, tensors in parts.items()}, version))
+
+
+def _shapes(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in inputs.items()}
+
+
+def predict(task: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The outputs of a model that writes no text: of the task's predict(model, inputs), or a plain forward pass."""
+    if callable(getattr(task, "predict", None)):
+        return dict(task.predict(model, inputs))
+    found = model(*inputs.values())
+    return dict(found) if isinstance(found, dict) else {"output": found}

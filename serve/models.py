@@ -1,0 +1,123 @@
+"""Runs the forward pass of each kind of language model: with a cache, with that of transformers, or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..common.errors import UsageError
+from ..common.reporting.log import get_logger
+from .cache import CacheView, KvCache
+
+log = get_logger()
+
+
+class TextTask(Protocol):
+    """A task whose model writes text. `end` (a token) and `cache_shape` (layers, heads, channels) are optional."""
+
+    context: int  # tokens that the model reads at most
+
+    def model(self) -> nn.Module: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+
+class LanguageModel:
+    """The models of one task, all of one kind.
+
+    `next_logits` gives the logits (B, V) that follow each sequence. `uses_cache`: it is fed the tokens (B, T) that are
+    not in the cache; without a cache it is fed one whole sequence, (1, T).
+    """
+
+    uses_cache = False
+
+    def __init__(self, task: Any) -> None:
+        self.context = int(task.context)
+        self.cache_shape: tuple[int, int, int] = getattr(task, "cache_shape", (0, 0, 0))
+
+    def new_cache(self, model: nn.Module, num_rows: int) -> KvCache | None:
+        if not self.uses_cache:
+            return None
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        return KvCache(self.cache_shape, num_rows, self.context, dtype)
+
+    def next_logits(self, model: nn.Module, tokens: torch.Tensor, view: CacheView | None) -> torch.Tensor:
+        return model(tokens)[:, -1]
+
+
+class _WithCache(LanguageModel):
+    uses_cache = True
+
+    def next_logits(self, model: nn.Module, tokens: torch.Tensor, view: CacheView | None) -> torch.Tensor:
+        return model(tokens, cache=view)[:, -1]
+
+
+class _HuggingFace(LanguageModel):
+    """A causal model of transformers: its attention layers call `update` of a cache, and take a mask (B, 1, T, S)."""
+
+    uses_cache = True
+
+    def __init__(self, task: Any, model: Any) -> None:
+        config = model.config.get_text_config()
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        num_channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.context = int(getattr(task, "context", config.max_position_embeddings))
+        self.cache_shape = config.num_hidden_layers, num_heads, num_channels
+
+    def next_logits(self, model: nn.Module, tokens: torch.Tensor, view: CacheView | None) -> torch.Tensor:
+        assert view is not None
+        found = model(
+            input_ids=tokens,
+            position_ids=view.positions,
+            attention_mask=view.mask,
+            past_key_values=_adapted(view),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return found.logits[:, -1]
+
+
+def _adapted(view: CacheView) -> Any:
+    """The view as a cache of transformers."""
+    from transformers.cache_utils import Cache
+
+    class Adapted(Cache):
+        def __init__(self) -> None:
+            super().__init__(layers=[])
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return view.append(layer_idx, key_states, value_states)
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return view.length - view.positions.shape[1]
+
+    return Adapted()
+
+
+def language_model(task: Any, model: nn.Module) -> LanguageModel | None:
+    """How this task's models are run; None where they do not write text. Raises UsageError."""
+    is_text = callable(getattr(task, "encode", None)) and callable(getattr(task, "decode", None))
+    if not is_text:
+        return None
+    if hasattr(model, "config") and hasattr(model, "generate"):
+        return _HuggingFace(task, model)
+    if not hasattr(task, "context"):
+        message = "the task has encode() and decode(), and does not say how many tokens its model reads"
+        raise UsageError(message, fix="give it an attribute `context`, a whole number")
+    if hasattr(task, "cache_shape"):
+        return _WithCache(task)
+    log.warning("serve_without_cache", meaning="each token computes the whole text again",
+                fix="docs/serving.md: a task with cache_shape, and a model that takes cache=")  # fmt: skip
+    return LanguageModel(task)
+
+
+def batch_of(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Tokens (B, T) of equally long rows."""
+    return torch.tensor([list(row) for row in rows], dtype=torch.long)

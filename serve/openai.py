@@ -1,0 +1,262 @@
+"""Reads requests of OpenAI's API and writes its replies: completions, chat completions, models, errors."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from .engine import End, Piece, Refused, Request
+from .sampling import Sampling
+from .slots import Version
+
+# Fields that would change the reply and that this server cannot follow. All other unknown fields are ignored.
+_UNSUPPORTED = (
+    "best_of", "echo", "frequency_penalty", "functions", "function_call", "logit_bias", "n", "presence_penalty",
+    "suffix", "tools", "tool_choice", "response_format", "audio", "modalities", "prediction",
+)  # fmt: skip
+_HARMLESS = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
+_MOST_STOPS, _MOST_LOGPROBS = 4, 20
+_MAX_TOKENS = 64  # where a request names none, or the context ends before
+
+
+def error_response(status: int, message: str, code: str = "", param: str | None = None) -> Response:
+    """An error in the shape of OpenAI's API."""
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+             404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
+    error = {"message": message, "type": kinds.get(status, "server_error"), "param": param, "code": code or None}
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    return JSONResponse({"error": error}, status, headers)
+
+
+def refused_by_guard(status: int, error: str, fix: str = "") -> Response:
+    """The refusal of a guard, in the same shape."""
+    return error_response(status, f"{error}: {fix}" if fix else error)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a client. `limits`: the names of the tasks and versions are checked by the engine."""
+
+    request: Request
+    is_chat: bool
+    is_streamed: bool
+    wants_usage: bool
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Requests:
+    """Reads the requests to one model. `names` are valid for `model`, beside RUN@VERSION."""
+
+    def __init__(self, task: Any, names: Callable[[], set[str]], context: int, max_tokens: int) -> None:
+        self._task, self._names, self._context, self._max_tokens = task, names, context, max_tokens
+
+    def read(self, body: Any, is_chat: bool) -> Asked:
+        """Read the JSON of a request. Raises Refused, with the name of the field."""
+        if not isinstance(body, dict):
+            raise Refused(400, "the body is not a JSON object", "invalid_json")
+        for name in _UNSUPPORTED:
+            if body.get(name) and body[name] != _HARMLESS.get(name):
+                raise Refused(400, f"{name} is not supported here; leave it out", "unsupported_parameter", name)
+        prompt = self._chat(body) if is_chat else self._prompt(body)
+        if not prompt:
+            name = "messages" if is_chat else "prompt"
+            raise Refused(400, f"{name} is empty: a model needs a token to begin with", "invalid_value", name)
+        stream, options = _switch(body, "stream"), body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise Refused(400, "stream_options is not an object", "invalid_type", "stream_options")
+        limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+        room = self._context - len(prompt)
+        if room < 1:
+            message = f"the prompt has {len(prompt)} tokens, and the context {self._context}: no reply fits"
+            raise Refused(400, message, "context_length_exceeded", "messages" if is_chat else "prompt")
+        default = min(_MAX_TOKENS, room, self._max_tokens)
+        most = default if body.get(limit) is None else _number(body, limit, 0, 1, self._max_tokens, whole=True)
+        request = Request(tuple(prompt), int(most), self._sampling(body, is_chat), _stops(body), self._version(body))
+        return Asked(request, is_chat, stream, bool(options.get("include_usage")))
+
+    def _prompt(self, body: dict[str, Any]) -> list[int]:
+        prompt = body.get("prompt", "")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return list(self._task.encode(prompt))
+        if isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt):
+            return prompt
+        raise Refused(400, "prompt is a text or a list of tokens; several prompts are several requests",
+                      "invalid_type", "prompt")  # fmt: skip
+
+    def _chat(self, body: dict[str, Any]) -> list[int]:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise Refused(400, "messages is a list of objects with role and content", "invalid_type", "messages")
+        checked = []
+        for message in messages:
+            role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+            if isinstance(content, list):  # parts of text
+                parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+                texts = [part for part in parts if isinstance(part, str)]
+                content = "".join(texts) if len(texts) == len(parts) else None
+            if not isinstance(role, str) or not isinstance(content, str):
+                message = "a message is {role, content}, and its content is text"
+                raise Refused(400, message, "invalid_type", "messages")
+            checked.append({"role": role, "content": content})
+        if callable(getattr(self._task, "chat", None)):
+            return list(self._task.chat(checked))
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in checked)
+        return list(self._task.encode(f"{text}assistant: "))
+
+    def _sampling(self, body: dict[str, Any], is_chat: bool) -> Sampling:
+        seed = body.get("seed")
+        if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
+            raise Refused(400, "seed is not a whole number of 64 bits", "invalid_type", "seed")
+        if is_chat:
+            num = _number(body, "top_logprobs", 0, 0, _MOST_LOGPROBS, whole=True) if _switch(body, "logprobs") else None
+        else:
+            wanted = body.get("logprobs") not in (None, False)
+            num = _number(body, "logprobs", 0, 0, _MOST_LOGPROBS, whole=True) if wanted else None
+        return Sampling(
+            temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
+            top_p=_number(body, "top_p", 1.0, 0.0, 1.0) or 1e-9,
+            top_k=int(_number(body, "top_k", 0, 0, 2**31, whole=True)),
+            seed=seed,
+            num_logprobs=None if num is None else int(num),
+        )
+
+    def _version(self, body: dict[str, Any]) -> str:
+        model = body.get("model", "live")
+        if not isinstance(model, str):
+            raise Refused(400, "model is not a name", "invalid_type", "model")
+        run, at, version = model.rpartition("@")
+        if at:
+            return f"{run}:{version}"
+        if model in self._names():
+            return ""
+        known = ", ".join(sorted(self._names()))
+        raise Refused(
+            404, f"no model {model[:80]} is here; there are: {known}, RUN@VERSION", "model_not_found", "model"
+        )
+
+
+def _switch(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise Refused(400, f"{name} is true or false", "invalid_type", name)
+
+
+def _number(body: dict[str, Any], name: str, default: float, least: float, most: float, whole: bool = False) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise Refused(
+            400, f"{name} is {str(value)[:40]}: it is {kind} from {least:g} to {most:g}", "invalid_value", name
+        )
+    return float(value)
+
+
+def _stops(body: dict[str, Any]) -> tuple[str, ...]:
+    stops = body.get("stop")
+    stops = [stops] if isinstance(stops, str) else stops or []
+    if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise Refused(400, f"stop is a text, or a list of at most {_MOST_STOPS} texts", "invalid_value", "stop")
+    return tuple(stops)
+
+
+class Replies:
+    """Writes the reply to one request: chunks of a stream, or one object."""
+
+    def __init__(self, asked: Asked, model: str, decode: Callable[[list[int]], str]) -> None:
+        self._asked, self._model, self._decode = asked, model, decode
+        self._texts: list[str] = []
+        self._logprobs: list[Any] = []
+        self._length = 0  # characters of the reply
+
+    def chunk(self, piece: Piece, version: Version) -> dict[str, Any]:
+        """The chunk of a stream for a piece of text."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": None, "logprobs": self._of(piece)}
+        if self._asked.is_chat:
+            choice["delta"] = {"content": piece.text} if self._length else {"role": "assistant", "content": piece.text}
+        else:
+            choice["text"] = piece.text
+        self._length += len(piece.text)
+        return self._frame([choice], version, is_chunk=True)
+
+    def last_chunks(self, end: End) -> list[dict[str, Any]]:
+        """The chunks that end a stream: the reason, and the usage where it was asked for."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": end.reason, "logprobs": None}
+        choice |= {"delta": {"content": end.text} if end.text else {}} if self._asked.is_chat else {"text": end.text}
+        frame = self._frame([choice], end.version, is_chunk=True)
+        if end.num_swaps:
+            frame["swaps"] = end.num_swaps
+        usage = self._frame([], end.version, is_chunk=True) | {"usage": self._usage(end)}
+        return [frame, usage] if self._asked.wants_usage else [frame]
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece to the one object."""
+        self._texts.append(piece.text)
+        self._logprobs.append(self._of(piece))
+        self._length += len(piece.text)
+
+    def whole(self, end: End) -> dict[str, Any]:
+        """The one object."""
+        text = "".join(self._texts) + end.text
+        choice: dict[str, Any] = {"index": 0, "finish_reason": end.reason, "logprobs": _joined(self._logprobs)}
+        choice |= {"message": {"role": "assistant", "content": text}} if self._asked.is_chat else {"text": text}
+        frame = self._frame([choice], end.version, is_chunk=False) | {"usage": self._usage(end)}
+        return frame | ({"swaps": end.num_swaps} if end.num_swaps else {})
+
+    def _frame(self, choices: list[dict[str, Any]], version: Version, is_chunk: bool) -> dict[str, Any]:
+        chat, asked = self._asked.is_chat, self._asked
+        kind = f"chat.completion{'.chunk' if is_chunk else ''}" if chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{asked.id}", "object": kind, "created": asked.created,
+            "model": self._model, "system_fingerprint": version.fingerprint, "choices": choices,
+        }  # fmt: skip
+
+    def _usage(self, end: End) -> dict[str, int]:
+        num_prompt = len(self._asked.request.prompt)
+        total = num_prompt + end.num_tokens
+        return {"prompt_tokens": num_prompt, "completion_tokens": end.num_tokens, "total_tokens": total}
+
+    def _of(self, piece: Piece) -> dict[str, Any] | None:
+        chosen = piece.chosen
+        if chosen.logprob is None:
+            return None
+        if self._asked.is_chat:
+            return {"content": [self._entry(chosen.token, chosen.logprob) | {
+                "top_logprobs": [self._entry(token, logprob) for token, logprob in chosen.likeliest]
+            }]}  # fmt: skip
+        return {
+            "tokens": [self._decode([chosen.token])], "token_logprobs": [chosen.logprob],
+            "top_logprobs": [{self._decode([token]): logprob for token, logprob in chosen.likeliest}],
+            "text_offset": [self._length],
+        }  # fmt: skip
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _joined(parts: list[Any]) -> dict[str, Any] | None:
+    """The log probabilities of several pieces as those of one."""
+    if not parts or parts[0] is None:
+        return None
+    return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
+
+
+def models(names: list[str], versions: list[tuple[Version, float]]) -> dict[str, Any]:
+    """The list of models: names for the newest version, and each version by itself."""
+    listed = [{"id": name, "object": "model", "created": 0, "owned_by": "paramserver"} for name in names]
+    for version, age_s in versions:
+        entry = {"id": f"{version.run}@{version.number}", "object": "model", "created": 0, "owned_by": "paramserver"}
+        listed.append(entry | {"run": version.run, "version": version.number, "age_s": round(age_s, 3)})
+    return {"object": "list", "data": listed}

@@ -1,0 +1,58 @@
+"""Chooses the next token of a sequence from its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 takes the likeliest; `top_k` 0 leaves no token out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    num_logprobs: int | None = None  # likeliest tokens to name with each; None: no probabilities
+
+    def generator(self) -> torch.Generator:
+        """Random numbers of one request, so that other requests of a batch change no draw."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
+
+
+class Chosen(NamedTuple):
+    """A token; with `logprob` and the likeliest tokens where they were asked for."""
+
+    token: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> Chosen:
+    """The next token from logits (V,). Log probabilities are those of the model, before temperature and limits."""
+    token = _draw(logits, sampling, generator)
+    if sampling.num_logprobs is None:
+        return Chosen(token)
+    logprobs = logits.float().log_softmax(-1)
+    values, tokens = logprobs.topk(min(sampling.num_logprobs, len(logprobs)))
+    return Chosen(token, float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
+
+
+def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities, tokens = (logits.float() / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    if sampling.top_k:
+        probabilities = probabilities[: sampling.top_k]
+    # Nucleus sampling (Holtzman et al., 2020): the fewest tokens that have top_p together.
+    before = probabilities.cumsum(0) - probabilities
+    kept = probabilities * (before < sampling.top_p)
+    return int(tokens[torch.multinomial(kept, 1, generator=generator)])

@@ -1,0 +1,162 @@
+"""Where the weights come from: a live run, a recorded one, or a file."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from ..common.config.conditions import Every
+from ..common.config.schema import Config
+from ..common.errors import ParamServerError, UsageError
+from ..common.reporting.log import get_logger
+from ..worker.conversation.channel import Lost
+from ..worker.conversation.reader import Reader, Standing
+from ..worker.tensors.transfer import ModelTensors
+from ..worker.training.tasks.init import load_weights
+from .engine import Engine
+from .slots import Version
+
+log = get_logger()
+
+_LOOK_S = 0.5  # between two looks at a server
+_STALE_S = 10.0  # without a server
+
+
+class Source(Protocol):
+    """Versions of weights. `is_stale`: newer ones may exist, and cannot be had."""
+
+    @property
+    def is_stale(self) -> bool: ...
+
+    def newest(self) -> Version | None:
+        """The newest version that is there; None for none yet, or none to be had now."""
+
+    def load(self, model: nn.Module) -> Version | None:
+        """Write the newest version into a model. Returns it; None where it cannot be had now."""
+
+    def close(self) -> None: ...
+
+
+class WeightsFile:
+    """The weights of a safetensors file, which are one version."""
+
+    is_stale = False
+
+    def __init__(self, path: Path, run: str, version: int = 0) -> None:
+        self._path, self._version = path, Version(run, 0, version)
+
+    def newest(self) -> Version | None:
+        return self._version
+
+    def load(self, model: nn.Module) -> Version | None:
+        load_weights(model, str(self._path), "")
+        return self._version
+
+    def close(self) -> None:
+        pass
+
+
+class LiveRun:
+    """The newest version of a run, while its server is there; then the last one that was fetched."""
+
+    def __init__(self, config: Config) -> None:
+        self._reader = Reader(config, secrets.token_hex(8))
+        self._reached_at = time.monotonic()
+        self._standing: Standing | None = None
+        self._refusal = ""  # of the last load
+
+    @property
+    def is_stale(self) -> bool:
+        return time.monotonic() - self._reached_at > _STALE_S
+
+    def look(self) -> Standing | None:
+        """Where the run stands; None while its server does not reply."""
+        try:
+            self._standing = self._reader.standing()
+        except Lost:
+            return None
+        self._reached_at = time.monotonic()
+        return self._standing
+
+    def newest(self) -> Version | None:
+        standing = self.look()
+        return standing and Version(standing.run, standing.incarnation, standing.version)
+
+    def load(self, model: nn.Module) -> Version | None:
+        standing = self._standing
+        assert standing is not None
+        try:
+            pulled = self._reader.pull(ModelTensors(model))
+        except UsageError:
+            raise
+        except ParamServerError as refused:  # there are no weights yet, or too many readers
+            if refused.message != self._refusal:  # not at every look
+                log.info("version_not_fetched", reason=refused.message)
+            self._refusal = refused.message
+            return None
+        return None if pulled is None else Version(standing.run, standing.incarnation, pulled)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class Follower:
+    """A thread that fetches newer versions into a slot that is idle, at most every so many seconds or versions."""
+
+    def __init__(self, engine: Engine, source: Source, every: Every, failed: Callable[[Exception], None]) -> None:
+        self._engine, self._source, self._every, self._failed = engine, source, every, failed
+        self._newest: Version | None = None  # in a slot
+        self._fetched_at = 0.0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._source.close()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the newest version was fetched."""
+        return time.monotonic() - self._fetched_at
+
+    def _follow(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._look()
+            except Exception as error:
+                if not self._stopped.is_set():
+                    self._failed(error)
+                return
+            self._stopped.wait(_LOOK_S)
+
+    def _look(self) -> None:
+        found = self._source.newest()
+        if found is None or not found.is_newer(self._newest) or not self._is_due(found):
+            return
+        slot = self._engine.begin_arrival()
+        if slot is None:
+            return
+        version: Version | None = None
+        try:
+            version = self._source.load(self._engine.models[slot])
+        finally:
+            self._engine.arrived(slot, version)
+        if version is not None:
+            self._newest, self._fetched_at = version, time.monotonic()
+
+    def _is_due(self, found: Version) -> bool:
+        newest = self._newest
+        if newest is None or found.incarnation != newest.incarnation:
+            return True
+        if self._every.unit == "seconds":
+            return self.age_s >= self._every.amount
+        return found.number - newest.number >= self._every.amount

@@ -1,0 +1,64 @@
+"""The static files of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from gzip import compress
+from hashlib import sha256
+from mimetypes import guess_type
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_STATIC = Path(__file__).parent / "static"
+_STYLE = "style.css"
+
+
+def static_routes(pages: Mapping[str, str]) -> list[Route]:
+    """Returns the routes of all static files, and of pages by their paths."""
+    files = read_files()
+
+    def file(name: str) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            return _response(files, name or request.path_params["name"], request)
+
+        return handle
+
+    found = {**pages, "/favicon.ico": "icon.svg", "/static/{name:path}": ""}
+    return [Route(path, file(name)) for path, name in found.items()]
+
+
+class _File(NamedTuple):
+    """A static file: whole, compressed, and its ETag."""
+
+    body: bytes
+    compressed: bytes
+    tag: str
+
+
+def read_files() -> dict[str, _File]:
+    """Returns the static files by name. Each page has the style inline, so it renders at once."""
+    found = {path.relative_to(_STATIC).as_posix(): path.read_bytes() for path in _STATIC.rglob("*") if path.is_file()}
+    link = f'<link rel="stylesheet" href="/static/{_STYLE}">'.encode()
+    style = b"<style>\n" + found[_STYLE] + b"</style>"
+    whole = {name: body.replace(link, style) if name.endswith(".html") else body for name, body in found.items()}
+    return {
+        name: _File(body, compress(body, mtime=0), f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()
+    }
+
+
+def _response(files: dict[str, _File], name: str, request: Request) -> Response:
+    if name not in files:
+        raise HTTPException(404, f"no file {name[:80]}")
+    file = files[name]
+    headers = {"Cache-Control": "no-cache", "ETag": file.tag, "Vary": "Accept-Encoding"}
+    if request.headers.get("if-none-match") == file.tag:
+        return Response(status_code=304, headers=headers)
+    accepts = [text.partition(";")[0].strip() for text in request.headers.get("accept-encoding", "").split(",")]
+    if "gzip" not in accepts:
+        return Response(file.body, media_type=guess_type(name)[0], headers=headers)
+    return Response(file.compressed, media_type=guess_type(name)[0], headers={**headers, "Content-Encoding": "gzip"})

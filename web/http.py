@@ -1,0 +1,140 @@
+"""Serves an application over HTTP: guard and door around it, uvicorn on a thread with its own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import ssl
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ..common.config.addresses import split_address
+from ..common.config.schema import Config
+from ..common.errors import AuthError, BindError
+from ..common.security import WEB_TOKEN_VARIABLE, is_loopback, read_token
+from .door import Door
+from .guard import Guard, Rules
+
+_STOP_S = 1.0
+_PING_S = 20.0  # between two pings of a WebSocket, and for the reply
+_TOKEN = secrets.token_urlsafe(16)  # where none is given; a restarted server keeps it
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server whose `door` accepts the connections, and which leaves signals to the program."""
+
+    def __init__(self, config: uvicorn.Config, door: Door, listening: socket.socket) -> None:
+        super().__init__(config)
+        self._door, self._listening = door, listening
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._accepting = asyncio.create_task(self._door.accept(self._listening, self._protocol, self.config.ssl))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait({self._accepting})
+        self._listening.close()
+        await super().shutdown(sockets=[])
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state)
+        return protocol
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+class HttpServer:
+    """Listens at `address`. `flag` is the command line's, for errors; `name` is what listens, for people.
+
+    Raises AuthError for an address that others can reach without TLS and a token.
+    """
+
+    def __init__(self, address: str, config: Config, rules: Rules, *, name: str, flag: str) -> None:
+        self._address, self._security, self._rules = address, config.security, rules
+        self._name, self._flag = name, flag
+        host, run_token = split_address(address)[0], read_token(config.security)
+        self.is_open = not is_loopback(host)
+        if self.is_open and not config.server.insecure and (config.security.cert is None or run_token is None):
+            lacks = "TLS (--cert, --key)" if config.security.cert is None else "a token (--token-file, or PS_TOKEN)"
+            raise AuthError(
+                f"{name} at {address} could be opened from other machines, and lacks {lacks}",
+                fix=f"ps-certs init makes certificates and a token; on one machine use {flag} 127.0.0.1:8080, "
+                "and from elsewhere ssh -L 8080:127.0.0.1:8080; on a network you trust add --insecure",
+            )
+        self._token = os.environ.get(WEB_TOKEN_VARIABLE) or _TOKEN
+        self._tokens = [self._token, *([run_token] if run_token else [])]
+        self._hosts = [] if self.is_open else ["localhost", "127.0.0.1", "::1", host]
+        self._thread: Thread | None = None
+        self.address = ""
+        self.loop: asyncio.AbstractEventLoop
+
+    def start(self, app: ASGIApp) -> Door:
+        """Listen, and serve the application. Raises BindError."""
+        listening = self._bind()
+        self.loop = asyncio.new_event_loop()
+        host, port = split_address(self._address)[0], listening.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        is_tls = self._security.cert is not None
+        door = Door(Guard(app, self._hosts, self._tokens, self.is_open, is_tls, self._rules))
+        self._server = _Server(
+            uvicorn.Config(
+                door, lifespan="off", access_log=False, log_level="critical", log_config=None, server_header=False,
+                timeout_graceful_shutdown=1, ssl_certfile=self._security.cert, ssl_keyfile=self._security.key,
+                ws_max_size=1 << 16, ws_ping_interval=_PING_S, ws_ping_timeout=_PING_S,
+                h11_max_incomplete_event_size=1 << 16,
+                proxy_headers=False,  # the door knows connections by their address
+            ),
+            door,
+            listening,
+        )  # fmt: skip
+        self._thread = Thread(target=self._serve, name=self._name.split()[-1], daemon=True)
+        self._thread.start()
+        return door
+
+    def url(self, path: str) -> str:
+        """The address of a page, for the log."""
+        return f"{'https' if self._security.cert is not None else 'http'}://{self.address}{path}"
+
+    def url_with_token(self, path: str) -> str:
+        """The same for the terminal only: logs are stored and forwarded."""
+        return f"{self.url(path)}?token={self._token}"
+
+    def _bind(self) -> socket.socket:
+        host, port = split_address(self._address)
+        try:
+            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            return socket.create_server(where[:2], family=family, backlog=128)
+        except OSError as error:
+            raise BindError(
+                f"cannot listen on {self._address} for {self._name}: {error.strerror or error}",
+                fix=f"choose {self._flag} HOST:PORT with another port (0 takes a free one)",
+            ) from None
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        with contextlib.suppress(ssl.SSLError, OSError):
+            self.loop.run_until_complete(self._server.serve())
+        self.loop.close()
+
+    def close(self, before: Callable[[], None] = lambda: None, delay_s: float = 0.0) -> None:
+        """Stop serving: call `before` on the loop, and after a delay end the connections."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        self.loop.call_soon_threadsafe(before)
+        self.loop.call_soon_threadsafe(self.loop.call_later, delay_s, self._stop)
+        self._thread.join(_STOP_S + 2.0)
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
