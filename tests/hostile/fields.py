@@ -202,6 +202,7 @@ ShardOrder        number num_received : whole Tape
 ShardOrder        message : json Lines.read
 PullRequest       averaged keep optimizer : flag any
 PullRequest       version : whole ParameterServerService._kept
+PullRequest       reader : text header
 RowsRequest       run : text compared
 RowsRequest       rank table : whole Tables.pull
 RowsRequest       ids : bytes Tables.pull
@@ -209,7 +210,7 @@ RowsReply         rows : bytes Shard.pull_rows
 RowsReply         shards : address header
 StatusReply       run : text header
 StatusReply       status : json unread
-StatusReply       version step : whole header
+StatusReply       version step incarnation : whole header
 StatusReply       settings : part read_settings
 """
 

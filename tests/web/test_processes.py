@@ -30,10 +30,10 @@ SCRIPT = """
 import torch, paramserver
 session = paramserver.connect()
 model = torch.nn.Linear(4, 1)
-optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.25))
+optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
 while not session.is_done:
     optimizer.zero_grad()
-    loss = model(torch.ones(8, 4)).square().mean()
+    loss = (model(torch.randn(8, 4)) - torch.randn(8, 1)).square().mean()
     loss.backward()
     session.record(loss=loss.item(), num_samples=8, rank_times_two=2 * session.rank, heads=torch.tensor(4))
     optimizer.step()
@@ -69,7 +69,7 @@ def test_a_server_has_what_processes_measure_and_scripts_record(cluster: Cluster
 
     server.until(is_known, "measurements")
     for worker in status["workers"]:
-        assert worker["learning_rate"] == 0.25 and worker["grad_norm"] > 0 and worker["memory_bytes"] > 10_000_000
+        assert worker["learning_rate"] == 0.01 and worker["grad_norm"] > 0 and worker["memory_bytes"] > 10_000_000
         assert worker["recorded"] == {"rank_times_two": 2 * worker["rank"], "heads": 4.0}
         assert worker["gpu_bytes"] is None
     assert status["recorded"] == {"rank_times_two": 1.0, "heads": 4.0} and status["server_memory_bytes"] > 10_000_000

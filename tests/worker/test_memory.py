@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paramserver.common.config.schema import Config, RunConfig, SlowdownConfig
+from paramserver.common.config.schema import Config, RunConfig, SlowdownConfig, WorkerConfig
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import Position
@@ -94,7 +94,7 @@ class Strategy:
 
 class OneSession(Session):
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__(WorkerConfig())
         self.settings = SimpleNamespace(batch_size=4, seed=0)  # type: ignore[assignment]
         inner = torch.optim.SGD(model.parameters(), lr=0.5)
         self.strategy = strategy
