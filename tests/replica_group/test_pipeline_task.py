@@ -54,7 +54,6 @@ def test_stages_of_a_task_are_one_process_that_accumulates(run: EngineRun) -> No
     assert finals[0]["loss"] == pytest.approx(finals[1]["loss"], abs=1e-6)
 
 
-@pytest.mark.xfail(reason="on a quick machine ps-launch starts all three processes again, and not two")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_worker_goes_on_without_the_stage_that_was_killed(run: EngineRun) -> None:

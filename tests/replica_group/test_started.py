@@ -114,3 +114,18 @@ def test_one_that_fails_ends_those_that_stand_still(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert started.returncode == 15, started.stderr
+
+
+def test_the_exit_code_is_that_of_the_process_that_was_killed(tmp_path: Path) -> None:
+    """The process with group rank 0 notices the loss at once and ends with 15, before the starter looks."""
+    one_is_killed = (
+        "import os, pathlib, signal\nalive = pathlib.Path('alive')\n"
+        "if os.environ['RANK'] == '1':\n    alive.write_text(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while not alive.exists() or not alive.read_text():\n    pass\n"
+        "os.kill(int(alive.read_text()), signal.SIGKILL); os._exit(15)"
+    )
+    started = subprocess.run(
+        [sys.executable, "-m", "paramserver.worker.replica_group", "2", "-c", one_is_killed],
+        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert started.returncode == 128 + signal.SIGKILL, started.stderr

@@ -2,9 +2,9 @@
 
     python -m paramserver.worker.replica_group G ARGUMENTS...     G times: python ARGUMENTS...
 
-The processes end together: when one fails, the others are ended. The exit code is that of the first failure, which
-ps-launch needs (torchrun's is always 1). Nothing is restarted here. This module does not import torch, which takes
-seconds.
+The processes end together: when one fails, the others are ended. The exit code is that of the process that failed
+first, which ps-launch needs (torchrun's is always 1). The others may lose it and end with 15 before this process looks.
+Nothing is restarted here. This module does not import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
+
+from ...common.errors import UnreachableError
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
 _LOOK_S = 0.05
@@ -72,15 +74,21 @@ def _wait(started: list[subprocess.Popen[bytes]]) -> int:
     code, failed_at = 0, 0.0
     while None in [popen.poll() for popen in started]:  # polls all processes, also after one that hangs
         if not code:
-            code = next((popen.returncode for popen in started if popen.returncode), 0)
+            code = _cause(started)
             failed_at = time.monotonic()
         elif time.monotonic() - failed_at > _SAY_S + _END_S:
             _end(started, signal.SIGKILL)
         elif time.monotonic() - failed_at > _SAY_S:
             _end(started, signal.SIGTERM)
         time.sleep(_LOOK_S)
-    code = code or next((popen.returncode for popen in started if popen.returncode), 0)
+    code = code or _cause(started)
     return code if code >= 0 else 128 - code
+
+
+def _cause(started: list[subprocess.Popen[bytes]]) -> int:
+    """Return the exit code of the failure that led to the others: not 15 if there is another, and a signal first."""
+    codes = [popen.returncode for popen in started if popen.returncode]
+    return min(codes, key=lambda code: (code == UnreachableError.exit_code, code), default=0)
 
 
 def _end(started: list[subprocess.Popen[bytes]], number: int) -> None:
