@@ -44,7 +44,19 @@ def ps_bench(lib: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_wheel_holds_every_package_but_the_benchmarks(lib: Path) -> None:
-    products = ("catalog", "common", "drills", "integrations", "launch", "proto", "ps", "simulate", "web", "worker")
+    products = (
+        "catalog",
+        "common",
+        "drills",
+        "integrations",
+        "launch",
+        "proto",
+        "ps",
+        "serve",
+        "simulate",
+        "web",
+        "worker",
+    )
     found = {path.relative_to(lib / "paramserver").as_posix() for path in lib.rglob("*.py")}
     wanted = {path.relative_to(ROOT).as_posix() for name in products for path in (ROOT / name).rglob("*.py")}
     assert found == {"__init__.py", *wanted}
