@@ -54,7 +54,7 @@ class Service:
         self._name, self._engine, self._follower, self._source = name, engine, follower, source
         self._meters = Meters(engine, follower)
         kind = engine.kind
-        self._requests = Requests(engine.task, self._names, kind.context, max_tokens) if kind is not None else None
+        self._requests = Requests(engine.task, self._names, kind, max_tokens) if kind is not None else None
         self._inputs: list[dict[str, Any]] | None = None
 
     def routes(self) -> list[Route]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import secrets
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,33 +113,34 @@ def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
         stopped.set()
 
     try:
-        name, task, source = _source(resolved, run, file)
-        with user_code():
-            models = [task.model() for _ in range(NUM_SLOTS)]
-        options = Options(config.serve.slots, config.serve.queue, config.serve.swap, config.serve.drain_s)
-        engine = Engine(task, models, language_model(task, models[0]), options)
-        follower = Follower(engine, source, every(config.serve.every), failed)
-        http.start(make_app(Service(name, engine, follower, source, config.serve.max_tokens)))
-        engine.start()
-        follower.start()
-        log.info("serve", url=http.url("/"), task=name, swap=config.serve.swap, slots=config.serve.slots)
-        if sys.stderr.isatty():
-            print(f"open {http.url_with_token('/')}", file=sys.stderr)
-        stopped.wait()
+        with ExitStack() as running:
+            name, task, source = _source(resolved, run, file)
+            running.callback(source.close)
+            with user_code():
+                models = [task.model() for _ in range(NUM_SLOTS)]
+            options = Options(config.serve.slots, config.serve.queue, config.serve.swap, config.serve.drain_s)
+            engine = Engine(task, models, language_model(task, models[0]), options)
+            follower = Follower(engine, source, every(config.serve.every), failed)
+            http.start(make_app(Service(name, engine, follower, source, config.serve.max_tokens)))
+            running.callback(http.close)
+            engine.start()
+            running.callback(engine.close)
+            follower.start()
+            running.callback(follower.close)
+            log.info("serve", url=http.url("/"), task=name, swap=config.serve.swap, slots=config.serve.slots)
+            if sys.stderr.isatty():
+                print(f"open {http.url_with_token('/')}", file=sys.stderr)
+            stopped.wait()
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         raise SystemExit(1) from None
-    finally:
-        if "follower" in locals():
-            follower.close()
-            http.close()
-            engine.close()
     if failures:
         raise failures[0]
 
 
 def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str, Any, Source]:
-    """The name of the task, the task, and where its weights come from."""
+    """Return the name of the task, the task, and the source of its weights."""
+    from ..worker.conversation.reader import Reader
     from .source import LiveRun, WeightsFile
 
     if file is not None:
@@ -146,7 +149,7 @@ def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str
         return name, _task(resolved, name, {}), WeightsFile(file, file.stem)
     if run is not None:
         return _recorded(resolved, run)
-    source = LiveRun(resolved.config)
+    source = LiveRun(Reader(resolved.config, secrets.token_hex(8)))
     log, is_waiting = get_logger(), False
     while (standing := source.look()) is None:
         if not is_waiting:
@@ -154,7 +157,9 @@ def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str
             is_waiting = True
         threading.Event().wait(_RETRY_S)
     settings = standing.settings
-    return settings.task or resolved.config.task.name, _task(resolved, settings.task, settings.task_args or {}), source
+    task = _task(resolved, settings.task, settings.task_args or {})
+    source.averaged_buffers = getattr(task, "averaged_buffers", ())
+    return settings.task or resolved.config.task.name, task, source
 
 
 def _recorded(resolved: Resolved, wanted: str) -> tuple[str, Any, Source]:

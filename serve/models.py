@@ -35,6 +35,7 @@ class LanguageModel:
     """
 
     uses_cache = False
+    vocabulary: int | None = None  # tokens are below it; None: not known
 
     def __init__(self, task: Any) -> None:
         self.context = int(task.context)
@@ -102,10 +103,17 @@ def _adapted(view: CacheView) -> Any:
 
 
 def language_model(task: Any, model: nn.Module) -> LanguageModel | None:
-    """How this task's models are run; None where they do not write text. Raises UsageError."""
+    """Return how this task's models are run; None if they do not write text. Raises UsageError."""
     is_text = callable(getattr(task, "encode", None)) and callable(getattr(task, "decode", None))
     if not is_text:
         return None
+    found = _kind(task, model)
+    embeddings = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    found.vocabulary = next(embeddings, None)  # the first layer of a language model
+    return found
+
+
+def _kind(task: Any, model: nn.Module) -> LanguageModel:
     if hasattr(model, "config") and hasattr(model, "generate"):
         return _HuggingFace(task, model)
     if not hasattr(task, "context"):

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from .engine import End, Piece, Refused, Request
+from .models import LanguageModel
 from .sampling import Sampling
 from .slots import Version
 
@@ -53,8 +54,9 @@ class Asked:
 class Requests:
     """Reads the requests to one model. `names` are valid for `model`, beside RUN@VERSION."""
 
-    def __init__(self, task: Any, names: Callable[[], set[str]], context: int, max_tokens: int) -> None:
-        self._task, self._names, self._context, self._max_tokens = task, names, context, max_tokens
+    def __init__(self, task: Any, names: Callable[[], set[str]], kind: LanguageModel, max_tokens: int) -> None:
+        self._task, self._names, self._max_tokens = task, names, max_tokens
+        self._context, self._vocabulary = kind.context, kind.vocabulary
 
     def read(self, body: Any, is_chat: bool) -> Asked:
         """Read the JSON of a request. Raises Refused, with the name of the field."""
@@ -64,6 +66,9 @@ class Requests:
             if body.get(name) and body[name] != _HARMLESS.get(name):
                 raise Refused(400, f"{name} is not supported here; leave it out", "unsupported_parameter", name)
         prompt = self._chat(body) if is_chat else self._prompt(body)
+        if self._vocabulary is not None and max(prompt, default=0) >= self._vocabulary:
+            message = f"prompt has token {max(prompt)}, and this model's tokens are 0 to {self._vocabulary - 1}"
+            raise Refused(400, message, "invalid_value", "prompt")
         if not prompt:
             name = "messages" if is_chat else "prompt"
             raise Refused(400, f"{name} is empty: a model needs a token to begin with", "invalid_value", name)

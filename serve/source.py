@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol
 
 from torch import nn
 
 from ..common.config.conditions import Every
-from ..common.config.schema import Config
 from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import get_logger
 from ..worker.conversation.channel import Lost
@@ -65,24 +63,33 @@ class WeightsFile:
 class LiveRun:
     """The newest version of a run, while its server is there; then the last one that was fetched."""
 
-    def __init__(self, config: Config) -> None:
-        self._reader = Reader(config, secrets.token_hex(8))
+    averaged_buffers: Collection[str] = ()  # as the task names them for the run's workers
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._run = ""  # the first one at the address
         self._reached_at = time.monotonic()
         self._standing: Standing | None = None
-        self._refusal = ""  # of the last load
+        self._refusal = ""  # logged last: of a fetch, or another run
 
     @property
     def is_stale(self) -> bool:
         return time.monotonic() - self._reached_at > _STALE_S
 
     def look(self) -> Standing | None:
-        """Where the run stands; None while its server does not reply."""
+        """Return where the run stands; None while its server does not reply, or another run is at its address."""
         try:
-            self._standing = self._reader.standing()
+            standing = self._reader.standing()
         except Lost:
             return None
-        self._reached_at = time.monotonic()
-        return self._standing
+        if standing.run != (self._run or standing.run):
+            if self._refusal != standing.run:
+                log.warning("another_run", address=self._reader.address, run=standing.run, served=self._run,
+                            fix="start ps-serve again to serve the new run")  # fmt: skip
+            self._refusal = standing.run
+            return None
+        self._run, self._standing, self._reached_at = standing.run, standing, time.monotonic()
+        return standing
 
     def newest(self) -> Version | None:
         standing = self.look()
@@ -92,7 +99,7 @@ class LiveRun:
         standing = self._standing
         assert standing is not None
         try:
-            pulled = self._reader.pull(ModelTensors(model))
+            pulled = self._reader.pull(ModelTensors(model, (), self.averaged_buffers))
         except UsageError:
             raise
         except ParamServerError as refused:  # there are no weights yet, or too many readers
@@ -121,7 +128,6 @@ class Follower:
 
     def close(self) -> None:
         self._stopped.set()
-        self._source.close()
 
     @property
     def age_s(self) -> float:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from paramserver.serve.source import LiveRun
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.serve.conftest import randomize
+from paramserver.worker.conversation.reader import Standing
 from paramserver.worker.tasks.digits import Digits
 from paramserver.worker.tasks.gpt import Gpt
 
@@ -173,6 +175,35 @@ def test_no_weights_or_two_sources_of_them_are_a_sentence(cluster: Cluster) -> N
     assert done.returncode == 2 and "weights come from one place" in done.stderr
     done = cluster.command("serve", "x.safetensors", "--task", "gpt")
     assert done.returncode == 2 and "x.safetensors cannot be read" in done.stderr
+
+
+def test_a_port_that_is_taken_is_a_sentence(gpt: Client, cluster: Cluster) -> None:
+    file = weights_of(cluster.folder / "w.safetensors", Gpt(**SIZES).model())
+    done = cluster.command("serve", file, "--task", "gpt", *FLAGS, "--listen", gpt.url.removeprefix("http://"))
+    assert done.returncode == 10 and "cannot listen" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_token_that_the_model_does_not_have_is_the_client_s_mistake(gpt: Client) -> None:
+    status, reply, _ = gpt.ask("/v1/completions", {"prompt": [97, 256]})
+    assert status == 400 and reply["error"]["param"] == "prompt" and "256" in reply["error"]["message"]
+
+
+def test_another_run_at_the_address_is_not_taken_for_the_first() -> None:
+    """Its version has a greater number, and its weights are of the same shape."""
+    standings = iter([("ours", 5), ("theirs", 9), ("theirs", 10), ("ours", 6)])
+
+    class Server:
+        """Stands in for the connection."""
+
+        address = "127.0.0.1:1"
+
+        def standing(self) -> Any:
+            run, version = next(standings)
+            return Standing(run, 1, 0, version, None)  # type: ignore[arg-type]
+
+    source = LiveRun(Server())  # type: ignore[arg-type]
+    found = [source.newest() for _ in range(4)]
+    assert [version and (version.run, version.number) for version in found] == [("ours", 5), None, None, ("ours", 6)]
 
 
 @pytest.mark.slow
