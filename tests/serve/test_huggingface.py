@@ -1,0 +1,65 @@
+"""Causal models of transformers write the tokens of their own `generate`, in a batch of prompts of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paramserver.serve.engine import End, Engine, Options, Request
+from paramserver.serve.models import language_model
+from paramserver.serve.slots import NUM_SLOTS, Version
+from paramserver.tests.serve.conftest import GREEDY, Reply
+
+transformers = pytest.importorskip("transformers", reason="pip install 'paramserver[huggingface]'")
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 20
+
+
+def llama() -> Any:
+    """Rotary positions, and fewer heads of keys than of queries."""
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128,
+        )
+    )  # fmt: skip
+
+
+def gpt2() -> Any:
+    """Learned positions."""
+    config = transformers.GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Text:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_model_of_transformers_is_served(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    plain = make().eval()
+    models = [make() for _ in range(NUM_SLOTS)]
+    for model in models:
+        model.load_state_dict(plain.state_dict())
+    engine = Engine(Text(), models, language_model(Text(), models[0]), Options())
+    slot = engine.begin_arrival()
+    assert slot is not None
+    engine.arrived(slot, Version("run", 1, 1))
+    prompts = [tuple(torch.randint(256, (length,)).tolist()) for length in (1, 5, 17, 40)]
+    replies = [Reply(engine, Request(prompt, NUM_TOKENS, GREEDY)) for prompt in prompts]
+    engine.start()
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert isinstance(reply.end(), End)
+        options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = plain.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        assert reply.tokens == expected
+    engine.close()
