@@ -19,7 +19,7 @@ from ..common.reporting.log import get_logger
 from ..web.app import static_routes
 from .engine import End, Engine, Job, Piece, Refused
 from .infer import described_inputs, read_inputs, write_outputs
-from .openai import Asked, Replies, Requests, error_response, models
+from .openai import ClientRequest, Replies, Requests, error_response, models
 from .slots import Version
 from .source import Follower, Source
 
@@ -29,7 +29,7 @@ _SSE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class Meters:
-    """What /metrics shows."""
+    """The metrics of one process, for /metrics."""
 
     def __init__(self, engine: Engine, follower: Follower) -> None:
         self.registry = CollectorRegistry()
@@ -48,7 +48,7 @@ class Meters:
 
 
 class Service:
-    """The replies of one process. `name` is the task's."""
+    """Handles the requests to one process. `name` is the task's name."""
 
     def __init__(self, name: str, engine: Engine, follower: Follower, source: Source, max_tokens: int) -> None:
         self._name, self._engine, self._follower, self._source = name, engine, follower, source
@@ -100,12 +100,12 @@ class Service:
         if self._requests is None:
             message = f"task {self._name} writes no text"
             raise Refused(404, f"{message}; ask /v2/models/{self._name}/infer", "model_not_found")
-        asked = self._requests.read(await _json(request), is_chat)
-        stream = Stream(self._engine, asked, self._meters)
-        replies = Replies(asked, self._name, self._engine.task.decode)
+        client = self._requests.read(await _json(request), is_chat)
+        stream = Stream(self._engine, client, self._meters)
+        replies = Replies(client, self._name, self._engine.task.decode)
         async with _Disconnected(request, stream):
             found = await stream.next()
-            while isinstance(found, Piece) and not asked.is_streamed:
+            while isinstance(found, Piece) and not client.is_streamed:
                 replies.add(found)
                 found = await stream.next()
         if isinstance(found, Refused):  # a stream that has not begun still has a status
@@ -113,7 +113,7 @@ class Service:
         version = found.version if isinstance(found, End) else stream.version
         assert version is not None
         headers = {"ps-version": str(version.number)}
-        if isinstance(found, Piece) or asked.is_streamed:
+        if isinstance(found, Piece) or client.is_streamed:
             body = _sse(stream, found, replies)
             return StreamingResponse(body, media_type="text/event-stream", headers=_SSE | headers)
         return JSONResponse(replies.whole(found), headers=headers)
@@ -172,17 +172,20 @@ class Service:
 
 
 class Stream:
-    """What the engine's thread emits for one request, in this loop. Raises Refused where it is not taken."""
+    """Carries the output of the engine's thread for one request into this event loop.
 
-    def __init__(self, engine: Engine, asked: Asked, meters: Meters) -> None:
-        self._engine, self._meters, self._asked = engine, meters, asked
+    Raises Refused if the engine does not accept the request.
+    """
+
+    def __init__(self, engine: Engine, client: ClientRequest, meters: Meters) -> None:
+        self._engine, self._meters, self._client = engine, meters, client
         self._loop = asyncio.get_running_loop()
         self._found: asyncio.Queue[Piece | End | Refused] = asyncio.Queue()
         self._began_at = self._loop.time()
         self._num_pieces = 0
         self._is_over = False
-        self._job: Job = engine.submit(asked.request, self._emit)
-        meters.prompts.inc(len(asked.request.prompt))
+        self._job: Job = engine.submit(client.request, self._emit)
+        meters.prompts.inc(len(client.request.prompt))
 
     def _emit(self, found: Piece | End | Refused) -> None:
         try:
@@ -204,18 +207,18 @@ class Stream:
         else:
             self._is_over = True
             if isinstance(found, End):
-                log.debug("reply", id=self._asked.id, reason=found.reason, tokens=found.num_tokens,
-                          prompt_tokens=len(self._asked.request.prompt), version=found.version.number)  # fmt: skip
+                log.debug("reply", id=self._client.id, reason=found.reason, tokens=found.num_tokens,
+                          prompt_tokens=len(self._client.request.prompt), version=found.version.number)  # fmt: skip
         return found
 
     def close(self) -> None:
-        """End the request, where its client is gone."""
+        """End the request if it is not over, because its client is gone."""
         if not self._is_over:
             self._engine.cancel(self._job)
 
 
 async def _sse(stream: Stream, first: Piece | End | Refused, replies: Replies) -> AsyncIterator[bytes]:
-    """Server-sent events of a reply. The generator is closed when the client is gone."""
+    """Yield the server-sent events of a reply. Starlette closes this generator when the client is gone."""
     found = first
     try:
         while isinstance(found, Piece):
@@ -270,5 +273,5 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 def make_app(service: Service) -> Starlette:
-    """The application, to be wrapped in a guard."""
+    """Return the application. Wrap it in a guard."""
     return Starlette(routes=service.routes(), exception_handlers={HTTPException: _unknown})

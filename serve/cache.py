@@ -24,16 +24,17 @@ class KvCache:
         self._free = list(range(num_rows))
 
     def take(self) -> int:
-        """A free row, the lowest one: rows of a batch then mostly lie side by side."""
+        """Take and return the lowest free row, so that the rows of a batch are mostly contiguous."""
         row = min(self._free)
         self._free.remove(row)
         return row
 
     def give_back(self, row: int) -> None:
+        """Free a row."""
         self._free.append(row)
 
     def view(self, rows: Sequence[int], lengths: Sequence[int], num_tokens: int) -> CacheView:
-        """These rows, which have `lengths` tokens and get `num_tokens` more each."""
+        """Return a view of rows that have `lengths` tokens. Each gets `num_tokens` more."""
         return CacheView(self._memory, rows, lengths, num_tokens)
 
 
@@ -46,12 +47,12 @@ class CacheView:
         self.positions = begins.unsqueeze(1) + torch.arange(num_tokens)
         self.length = int(begins.max()) + num_tokens  # S
         self.mask = (torch.arange(self.length) <= self.positions.unsqueeze(-1)).unsqueeze(1)
-        # Rows side by side are read in place; others are copied.
+        # Contiguous rows are read in place; other rows are copied.
         is_range = list(rows) == list(range(rows[0], rows[0] + len(rows)))
         self._read: slice | torch.Tensor = slice(rows[0], rows[0] + len(rows)) if is_range else self._rows
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values (B, H, T, D) of a layer. Returns all of its rows, (B, H, S, D) each."""
+        """Write keys and values (B, H, T, D) of a layer. Return those of all S tokens, (B, H, S, D) each."""
         found = []
         for memory, new in zip(self._memory[layer], (k, v), strict=True):
             # Indexed by (B, T): the result of the two indices comes first.

@@ -1,7 +1,7 @@
 """Decodes many requests at once, a step at a time, on one thread (iteration-level scheduling: Orca, OSDI 2022).
 
-Each step admits requests that wait, computes one chunk of a prompt and one token of every other sequence, and lets go
-of what is over. Between two steps a new version of the weights may take over.
+Each step admits waiting requests, computes one chunk of a prompt and one token of every other sequence, and removes the
+sequences that have ended. A new version of the weights takes over between two steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .text import TextPieces
 
 log = get_logger()
 
-_CHUNK = 256  # tokens of a prompt in one step, which the other sequences wait for
+_CHUNK = 256  # tokens of a prompt in one step; the other sequences wait for them
 _MAX_BATCH = 8  # requests of `infer` in one forward pass
 _BATCH_S = 0.003  # that a request of `infer` waits for others
 
 
 class Refused(Exception):
-    """A request that is not served: an HTTP status, a sentence, and a code for programs."""
+    """The reason why a request is not served: an HTTP status, a sentence, and a code for programs."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for text. `version`: the fingerprint of the wanted weights; empty: the newest."""
+    """A request for text. `version` is the fingerprint of the wanted weights; empty: the newest."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -59,7 +59,7 @@ class Request:
 
 
 class Piece(NamedTuple):
-    """Text that is certain, with the token that came last."""
+    """Text that no later token changes, with the newest token."""
 
     text: str
     chosen: Chosen
@@ -72,7 +72,7 @@ class End(NamedTuple):
     text: str  # that was held back
     num_tokens: int
     version: Version
-    num_swaps: int  # versions that took the reply over
+    num_swaps: int  # how often another version took over
 
 
 Emit = Callable[[Piece | End | Refused], None]  # called on the engine's thread
@@ -80,7 +80,7 @@ Emit = Callable[[Piece | End | Refused], None]  # called on the engine's thread
 
 @dataclass(eq=False)
 class Job:
-    """A request under way."""
+    """A request from its arrival to its end."""
 
     request: Request
     emit: Emit
@@ -101,7 +101,7 @@ class Job:
 
 
 class Engine:
-    """The models of NUM_SLOTS versions, and the requests on them. `models` share nothing."""
+    """Computes the replies of up to NUM_SLOTS versions. `models`, one for each slot, share no memory."""
 
     def __init__(self, task: Any, models: Sequence[nn.Module], kind: LanguageModel | None, options: Options) -> None:
         self.task, self.kind, self.options = task, kind, options
@@ -126,14 +126,14 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the current step; requests under way end as cancelled."""
+        """Stop after the current step. Open requests end as cancelled."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
         self._thread.join()
 
     def submit(self, request: Request, emit: Emit) -> Job:
-        """Queue a request. Raises Refused where it cannot be served, or the queue is full."""
+        """Queue a request. Raises Refused if it cannot be served or the queue is full."""
         assert self.kind is not None
         if (excess := len(request.prompt) + request.max_tokens - self.kind.context) > 0:
             raise Refused(
@@ -157,7 +157,7 @@ class Engine:
         return sequence
 
     def cancel(self, sequence: Job) -> None:
-        """End a request before its next step, as its client is gone."""
+        """End a request before its next step, because its client is gone."""
         with self._changed:
             sequence.is_cancelled = True
             self._changed.notify()
@@ -182,17 +182,17 @@ class Engine:
         return len(self._waiting)
 
     def versions(self) -> list[Version]:
-        """The versions that reply, the newest first."""
+        """Return the versions that reply, the newest first."""
         with self._changed:
             return [version for slot in reversed([*self.slots.live()]) if (version := self.slots.versions[slot])]
 
     def begin_arrival(self) -> int | None:
-        """The slot that a version may be written to; None for now."""
+        """Return the slot to write a new version to, or None while no slot is free."""
         with self._changed:
             return self.slots.begin()
 
     def arrived(self, slot: int, version: Version | None) -> None:
-        """The version is whole; None: it cannot be had."""
+        """Note that the version in this slot is complete. None: it could not be fetched."""
         with self._changed:
             self.slots.arrived(slot, version)
             self._changed.notify()
@@ -240,7 +240,7 @@ class Engine:
         return bool(self._active or self._waiting or self._inferring or is_swapping)
 
     def _swap(self) -> None:
-        """Publish a version that is whole, and let go of one that has drained."""
+        """Publish a complete version, and free the slot of a version that no sequence uses any more."""
         if self.slots.find(State.WHOLE) is not None and self.slots.find(State.DRAINING) is None:
             draining = self.slots.publish()
             version = self.slots.versions[self._serving()]
@@ -256,7 +256,7 @@ class Engine:
             self.slots.drained()
 
     def _move(self, draining: int, computes_again: bool) -> None:
-        """Move the sequences of a version to the one that serves; their keys and values stay, or are computed again."""
+        """Move the sequences of a version to the serving one. Keep their keys and values, or compute these again."""
         for sequence in self._active:
             if sequence.slot == draining:
                 sequence.slot = self._serving()
@@ -280,7 +280,7 @@ class Engine:
             self._active.append(sequence)
 
     def _step(self) -> None:
-        """One chunk of one prompt, and one token of every other sequence, of each version."""
+        """For each version, compute one chunk of one prompt and one token of every other sequence."""
         self.num_steps += 1
         for slot in [*self.slots.live()]:
             sequences = [sequence for sequence in self._active if sequence.slot == slot]
@@ -359,9 +359,9 @@ class Engine:
     # ---- models that write no text ------------------------------------------------------------
 
     def _infer(self) -> None:
-        """One forward pass for requests of equal shapes, but for the batch."""
+        """Compute one forward pass for requests whose tensors differ only in the size of the batch."""
         if len(self._inferring) < _MAX_BATCH:
-            time.sleep(_BATCH_S)  # others may come
+            time.sleep(_BATCH_S)  # more requests may arrive
         with self._changed:
             first, *_ = self._inferring[0]
             taken = list(itertools.takewhile(lambda item: _shapes(item[0]) == _shapes(first), self._inferring))
@@ -392,7 +392,7 @@ def _shapes(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def predict(task: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The outputs of a model that writes no text: of the task's predict(model, inputs), or a plain forward pass."""
+    """Return the outputs of a model that writes no text, from the task's predict(model, inputs) or a forward pass."""
     if callable(getattr(task, "predict", None)):
         return dict(task.predict(model, inputs))
     found = model(*inputs.values())

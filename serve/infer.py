@@ -16,7 +16,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_inputs(body: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a request. Raises Refused with the name of the tensor."""
+    """Return the tensors of a request by name. Raises Refused with the name of the tensor."""
     inputs = body.get("inputs") if isinstance(body, dict) else None
     if not isinstance(inputs, list) or not inputs:
         raise Refused(400, "inputs is a list of {name, shape, datatype, data}", "invalid_type", "inputs")
@@ -54,7 +54,7 @@ def write_outputs(outputs: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
 
 
 def described_inputs(task: Any) -> list[dict[str, Any]]:
-    """Name, shape and datatype of the inputs, from a sample of the task's data; -1 stands for the batch."""
+    """Return name, shape and datatype of the inputs, from a sample of the task's data. -1 stands for the batch."""
     try:
         sample = task.train_data()[0]
     except Exception:  # no data here, or none that can be indexed

@@ -176,7 +176,7 @@ def _recorded(resolved: Resolved, wanted: str) -> tuple[str, Any, Source]:
 
 
 def _newest(store: RunStore, run: StoredRun) -> tuple[Path, int]:
-    """The weights of a run's newest snapshot that is there, else its saved ones, and their version."""
+    """Return the file and version of a run's newest snapshot on this disk, or of its saved weights."""
     for snapshot in reversed(store.snapshots(run)):
         path = Path(snapshot.path)
         if path.parent.name.startswith("shard-"):
@@ -202,7 +202,7 @@ def _check_file(file: Path) -> None:
 
 
 def _task(resolved: Resolved, name: str, args: dict[str, Any]) -> Any:
-    """The task that the command line names, else the built-in one that the run names."""
+    """Return the task that the command line names, or else the built-in task that the run names."""
     import torch
 
     from ..worker.training.tasks.loading import load_named_by_server, load_task

@@ -1,4 +1,4 @@
-"""Runs the forward pass of each kind of language model: with a cache, with that of transformers, or without."""
+"""Runs the forward pass of a language model: with our cache, through transformers, or without a cache."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ class TextTask(Protocol):
 
 
 class LanguageModel:
-    """The models of one task, all of one kind.
+    """A model without a cache: `next_logits` gets one whole sequence (1, T) and returns the next logits (1, V).
 
-    `next_logits` gives the logits (B, V) that follow each sequence. `uses_cache`: it is fed the tokens (B, T) that are
-    not in the cache; without a cache it is fed one whole sequence, (1, T).
+    Kinds with `uses_cache` get the tokens (B, T) that are not in the cache, and return logits (B, V).
     """
 
     uses_cache = False
@@ -84,7 +83,7 @@ class _HuggingFace(LanguageModel):
 
 
 def _adapted(view: CacheView) -> Any:
-    """The view as a cache of transformers."""
+    """Return the view as a cache of transformers."""
     from transformers.cache_utils import Cache
 
     class Adapted(Cache):
@@ -127,5 +126,5 @@ def _kind(task: Any, model: nn.Module) -> LanguageModel:
 
 
 def batch_of(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Tokens (B, T) of equally long rows."""
+    """Return rows of equal length as a tensor (B, T)."""
     return torch.tensor([list(row) for row in rows], dtype=torch.long)

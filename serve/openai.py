@@ -22,11 +22,11 @@ _UNSUPPORTED = (
 )  # fmt: skip
 _HARMLESS = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
 _MOST_STOPS, _MOST_LOGPROBS = 4, 20
-_MAX_TOKENS = 64  # where a request names none, or the context ends before
+_MAX_TOKENS = 64  # of a reply if the request does not say; fewer if the context ends before
 
 
 def error_response(status: int, message: str, code: str = "", param: str | None = None) -> Response:
-    """An error in the shape of OpenAI's API."""
+    """Return an error in the shape of OpenAI's API."""
     kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
              404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
     error = {"message": message, "type": kinds.get(status, "server_error"), "param": param, "code": code or None}
@@ -35,13 +35,13 @@ def error_response(status: int, message: str, code: str = "", param: str | None 
 
 
 def refused_by_guard(status: int, error: str, fix: str = "") -> Response:
-    """The refusal of a guard, in the same shape."""
+    """Return the refusal of a guard in the same shape."""
     return error_response(status, f"{error}: {fix}" if fix else error)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request of a client. `limits`: the names of the tasks and versions are checked by the engine."""
+class ClientRequest:
+    """A request of a client with the options of its reply. The engine checks whether the version is here."""
 
     request: Request
     is_chat: bool
@@ -52,13 +52,16 @@ class Asked:
 
 
 class Requests:
-    """Reads the requests to one model. `names` are valid for `model`, beside RUN@VERSION."""
+    """Reads the requests to one model.
+
+    `names` returns the valid values of the field `model`, besides RUN@VERSION. `max_tokens`: limit of a reply.
+    """
 
     def __init__(self, task: Any, names: Callable[[], set[str]], kind: LanguageModel, max_tokens: int) -> None:
         self._task, self._names, self._max_tokens = task, names, max_tokens
         self._context, self._vocabulary = kind.context, kind.vocabulary
 
-    def read(self, body: Any, is_chat: bool) -> Asked:
+    def read(self, body: Any, is_chat: bool) -> ClientRequest:
         """Read the JSON of a request. Raises Refused, with the name of the field."""
         if not isinstance(body, dict):
             raise Refused(400, "the body is not a JSON object", "invalid_json")
@@ -83,7 +86,7 @@ class Requests:
         default = min(_MAX_TOKENS, room, self._max_tokens)
         most = default if body.get(limit) is None else _number(body, limit, 0, 1, self._max_tokens, whole=True)
         request = Request(tuple(prompt), int(most), self._sampling(body, is_chat), _stops(body), self._version(body))
-        return Asked(request, is_chat, stream, bool(options.get("include_usage")))
+        return ClientRequest(request, is_chat, stream, bool(options.get("include_usage")))
 
     def _prompt(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt", "")
@@ -177,18 +180,18 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 class Replies:
-    """Writes the reply to one request: chunks of a stream, or one object."""
+    """Writes the reply to one request, as chunks of a stream or as one object."""
 
-    def __init__(self, asked: Asked, model: str, decode: Callable[[list[int]], str]) -> None:
-        self._asked, self._model, self._decode = asked, model, decode
+    def __init__(self, client: ClientRequest, model: str, decode: Callable[[list[int]], str]) -> None:
+        self._client, self._model, self._decode = client, model, decode
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         self._length = 0  # characters of the reply
 
     def chunk(self, piece: Piece, version: Version) -> dict[str, Any]:
-        """The chunk of a stream for a piece of text."""
+        """Return the chunk of a stream for a piece of text."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": None, "logprobs": self._of(piece)}
-        if self._asked.is_chat:
+        if self._client.is_chat:
             choice["delta"] = {"content": piece.text} if self._length else {"role": "assistant", "content": piece.text}
         else:
             choice["text"] = piece.text
@@ -196,39 +199,39 @@ class Replies:
         return self._frame([choice], version, is_chunk=True)
 
     def last_chunks(self, end: End) -> list[dict[str, Any]]:
-        """The chunks that end a stream: the reason, and the usage where it was asked for."""
+        """Return the chunks that end a stream: the reason of the end, and the usage if the client requested it."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": end.reason, "logprobs": None}
-        choice |= {"delta": {"content": end.text} if end.text else {}} if self._asked.is_chat else {"text": end.text}
+        choice |= {"delta": {"content": end.text} if end.text else {}} if self._client.is_chat else {"text": end.text}
         frame = self._frame([choice], end.version, is_chunk=True)
         if end.num_swaps:
             frame["swaps"] = end.num_swaps
         usage = self._frame([], end.version, is_chunk=True) | {"usage": self._usage(end)}
-        return [frame, usage] if self._asked.wants_usage else [frame]
+        return [frame, usage] if self._client.wants_usage else [frame]
 
     def add(self, piece: Piece) -> None:
-        """Add a piece to the one object."""
+        """Add a piece of text to the reply."""
         self._texts.append(piece.text)
         self._logprobs.append(self._of(piece))
         self._length += len(piece.text)
 
     def whole(self, end: End) -> dict[str, Any]:
-        """The one object."""
+        """Return the whole reply."""
         text = "".join(self._texts) + end.text
         choice: dict[str, Any] = {"index": 0, "finish_reason": end.reason, "logprobs": _joined(self._logprobs)}
-        choice |= {"message": {"role": "assistant", "content": text}} if self._asked.is_chat else {"text": text}
+        choice |= {"message": {"role": "assistant", "content": text}} if self._client.is_chat else {"text": text}
         frame = self._frame([choice], end.version, is_chunk=False) | {"usage": self._usage(end)}
         return frame | ({"swaps": end.num_swaps} if end.num_swaps else {})
 
     def _frame(self, choices: list[dict[str, Any]], version: Version, is_chunk: bool) -> dict[str, Any]:
-        chat, asked = self._asked.is_chat, self._asked
+        chat, client = self._client.is_chat, self._client
         kind = f"chat.completion{'.chunk' if is_chunk else ''}" if chat else "text_completion"
         return {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{asked.id}", "object": kind, "created": asked.created,
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{client.id}", "object": kind, "created": client.created,
             "model": self._model, "system_fingerprint": version.fingerprint, "choices": choices,
         }  # fmt: skip
 
     def _usage(self, end: End) -> dict[str, int]:
-        num_prompt = len(self._asked.request.prompt)
+        num_prompt = len(self._client.request.prompt)
         total = num_prompt + end.num_tokens
         return {"prompt_tokens": num_prompt, "completion_tokens": end.num_tokens, "total_tokens": total}
 
@@ -236,7 +239,7 @@ class Replies:
         chosen = piece.chosen
         if chosen.logprob is None:
             return None
-        if self._asked.is_chat:
+        if self._client.is_chat:
             return {"content": [self._entry(chosen.token, chosen.logprob) | {
                 "top_logprobs": [self._entry(token, logprob) for token, logprob in chosen.likeliest]
             }]}  # fmt: skip
@@ -252,14 +255,14 @@ class Replies:
 
 
 def _joined(parts: list[Any]) -> dict[str, Any] | None:
-    """The log probabilities of several pieces as those of one."""
+    """Return the log probabilities of all pieces as one object, or None without any."""
     if not parts or parts[0] is None:
         return None
     return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
 
 
 def models(names: list[str], versions: list[tuple[Version, float]]) -> dict[str, Any]:
-    """The list of models: names for the newest version, and each version by itself."""
+    """Return the list of models: the names of the newest version, and each version as RUN@VERSION."""
     listed = [{"id": name, "object": "model", "created": 0, "owned_by": "paramserver"} for name in names]
     for version, age_s in versions:
         entry = {"id": f"{version.run}@{version.number}", "object": "model", "created": 0, "owned_by": "paramserver"}

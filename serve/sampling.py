@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 takes the likeliest; `top_k` 0 leaves no token out."""
+    """The rule that draws tokens. Temperature 0 takes the likeliest token; `top_k` 0 sets no limit."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -19,7 +19,7 @@ class Sampling:
     num_logprobs: int | None = None  # likeliest tokens to name with each; None: no probabilities
 
     def generator(self) -> torch.Generator:
-        """Random numbers of one request, so that other requests of a batch change no draw."""
+        """Return the random numbers of one request. So other requests in a batch change no draw."""
         generator = torch.Generator()
         if self.seed is None:
             generator.seed()
@@ -29,7 +29,7 @@ class Sampling:
 
 
 class Chosen(NamedTuple):
-    """A token; with `logprob` and the likeliest tokens where they were asked for."""
+    """A token, with its log probability and the likeliest tokens if the request wants them."""
 
     token: int
     logprob: float | None = None
@@ -37,7 +37,10 @@ class Chosen(NamedTuple):
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> Chosen:
-    """The next token from logits (V,). Log probabilities are those of the model, before temperature and limits."""
+    """Return the next token from logits (V,).
+
+    Log probabilities are those of the model, before temperature and limits.
+    """
     token = _draw(logits, sampling, generator)
     if sampling.num_logprobs is None:
         return Chosen(token)

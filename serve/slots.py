@@ -1,10 +1,9 @@
-"""Which versions of the weights a process has: a state machine without tensors, threads and time.
+"""The states of the versions that a process has. Pure: no tensors, threads or time.
 
     idle -> arriving -> whole -> serving -> draining -> idle
 
-A version arrives beside the one that serves. It is published between two decode steps: new requests get it, and those
-under way finish on the version that drains. There are three slots, and each of arriving (or whole), serving and
-draining is at most one.
+A version arrives beside the serving one, and is published between two decode steps. New requests get it. Open requests
+finish on the draining version. Of three slots at most one is arriving (or whole), one serving and one draining.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Version:
-    """Weights of a run. `incarnation` is the server's: one that goes back has a greater incarnation."""
+    """A version of a run. The server's `incarnation` grows when the server goes back in the run."""
 
     run: str
     incarnation: int
@@ -34,33 +33,33 @@ class Version:
 
     @property
     def fingerprint(self) -> str:
-        """The name of the version in replies."""
+        """The version's name in replies."""
         return f"{self.run}:{self.number}"
 
     def is_newer(self, than: Version | None) -> bool:
-        """Whether a reader that serves `than` follows to this version: of two incarnations the greater counts."""
+        """Return whether this version replaces `than`. A greater incarnation wins, also with a smaller number."""
         return than is None or (self.incarnation, self.number) > (than.incarnation, than.number)
 
 
 class Slots:
-    """The states of the slots, by index."""
+    """The state and the version of each slot."""
 
     def __init__(self) -> None:
         self.states = [State.IDLE] * NUM_SLOTS
         self.versions: list[Version | None] = [None] * NUM_SLOTS
 
     def find(self, state: State) -> int | None:
-        """The slot in this state; of idle ones the first."""
+        """Return the first slot in this state, or None."""
         return self.states.index(state) if state in self.states else None
 
     def live(self) -> Iterator[int]:
-        """The slots whose version replies, the oldest first."""
+        """Yield the slots whose version replies, the oldest first."""
         for state in (State.DRAINING, State.SERVING):
             if (slot := self.find(state)) is not None:
                 yield slot
 
     def begin(self) -> int | None:
-        """Begin an arrival. Returns its slot; None while another arrives, or one drains."""
+        """Begin an arrival. Return its slot, or None while another version arrives or one drains."""
         busy = (State.ARRIVING, State.WHOLE, State.DRAINING)
         if any(state in busy for state in self.states):
             return None
@@ -69,13 +68,13 @@ class Slots:
         return slot
 
     def arrived(self, slot: int, version: Version | None) -> None:
-        """The last byte of a version is there; None: it cannot be had."""
+        """End an arrival: the version is complete, or None if it could not be fetched."""
         assert self.states[slot] is State.ARRIVING
         self.states[slot] = State.IDLE if version is None else State.WHOLE
         self.versions[slot] = version
 
     def publish(self) -> int | None:
-        """Serve the version that is whole. Returns the slot that drains now, or None."""
+        """Serve the complete version. Return the slot that drains from now on, or None."""
         slot, before = self.find(State.WHOLE), self.find(State.SERVING)
         if slot is None:
             return None
@@ -85,7 +84,7 @@ class Slots:
         return before
 
     def drained(self) -> None:
-        """The last request on the draining version is over."""
+        """Free the slot of the draining version, whose last request is over."""
         slot = self.find(State.DRAINING)
         assert slot is not None
         self.states[slot], self.versions[slot] = State.IDLE, None

@@ -1,4 +1,4 @@
-"""Where the weights come from: a live run, a recorded one, or a file."""
+"""The sources of weights: a live run, a recorded run, or a file; and the thread that follows a source."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _STALE_S = 10.0  # without a server
 
 
 class Source(Protocol):
-    """Versions of weights. `is_stale`: newer ones may exist, and cannot be had."""
+    """Versions of weights. `is_stale`: newer versions may exist, but cannot be fetched."""
 
     @property
     def is_stale(self) -> bool: ...
 
     def newest(self) -> Version | None:
-        """The newest version that is there; None for none yet, or none to be had now."""
+        """Return the newest version, or None if there is none now."""
 
     def load(self, model: nn.Module) -> Version | None:
-        """Write the newest version into a model. Returns it; None where it cannot be had now."""
+        """Write the newest version into a model and return it. Returns None if it cannot be fetched now."""
 
     def close(self) -> None: ...
 
 
 class WeightsFile:
-    """The weights of a safetensors file, which are one version."""
+    """One version: the weights of a safetensors file."""
 
     is_stale = False
 
@@ -61,7 +61,7 @@ class WeightsFile:
 
 
 class LiveRun:
-    """The newest version of a run, while its server is there; then the last one that was fetched."""
+    """The versions of a run whose server is reachable. It follows one run, the first at the address."""
 
     averaged_buffers: Collection[str] = ()  # as the task names them for the run's workers
 
@@ -114,7 +114,10 @@ class LiveRun:
 
 
 class Follower:
-    """A thread that fetches newer versions into a slot that is idle, at most every so many seconds or versions."""
+    """A thread that fetches newer versions into an idle slot.
+
+    `every`: the least seconds or versions between two fetches. `failed` is called with an error that ends the thread.
+    """
 
     def __init__(self, engine: Engine, source: Source, every: Every, failed: Callable[[Exception], None]) -> None:
         self._engine, self._source, self._every, self._failed = engine, source, every, failed

@@ -1,4 +1,4 @@
-"""Turns tokens into text piece by piece: no half characters, nothing of a stop string."""
+"""Turns tokens into text piece by piece, without incomplete characters and without stop strings."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _MOST_PENDING = 4  # tokens of one character: bytes, or a byte-level vocabulary
 
 
 class TextPieces:
-    """The text of one reply. `decode` gives the text of tokens; `stop` are texts that end the reply."""
+    """The text of one reply. `decode` returns the text of tokens. Each text in `stop` ends the reply."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
         self._tokens: list[int] = []
         self._begin = 0  # tokens before it are only context
         self._read = 0  # tokens before it are in the text
-        self._pending = ""  # a text that may be the begin of a stop string
+        self._pending = ""  # text that may be the start of a stop string
         self.is_stopped = False
 
     def push(self, token: int, is_last: bool = False) -> str:
-        """The text that is certain after this token. Sets `is_stopped` where a stop string has come."""
+        """Return the new text that no later token changes. A stop string sets `is_stopped`."""
         self._tokens.append(token)
-        # A decoder may write a token in another way at the begin of a text, so the text before it is decoded too.
+        # A decoder may treat the first token of a text differently, so the tokens before are decoded too.
         before = self._decode(self._tokens[self._begin : self._read])
         text = self._decode(self._tokens[self._begin :])
         is_half = text.endswith(_HALF) and len(self._tokens) - self._read < _MOST_PENDING
@@ -42,13 +42,13 @@ class TextPieces:
         return text[: len(text) - num_pending]
 
     def rest(self) -> str:
-        """The text that was held back, when no more tokens come."""
+        """Return the text that was held back, after the last token."""
         unread, self._read = self._tokens[self._read :], len(self._tokens)
         pending, self._pending = self._pending, ""
         return pending + (self._decode(unread) if unread and not self.is_stopped else "")
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the begin of `stop`."""
+    """Return how many characters at the end of `text` may be the start of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((length for length in range(most, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,4 +1,4 @@
-"""Causal models of transformers write the tokens of their own `generate`, in a batch of prompts of different lengths."""
+"""Causal models of transformers write the tokens of their own `generate`, with prompts of different lengths."""
 
 from __future__ import annotations
 
