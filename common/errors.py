@@ -1,19 +1,19 @@
 """Every way a run can fail, in one tree.
 
-    ParamServerError            1   a bug of ours, unless a subclass says otherwise
+    ParamServerError            1   a bug of this program, unless a subclass says otherwise
     ├── UsageError              2   a flag, key or value the user can correct
     │   └── UnknownNameError    2   no such mode, codec, task or the like
     ├── BindError              10   the address cannot be listened on
-    ├── AuthError              11   TLS or token; or an open address without them
-    ├── MismatchError          12   another model, optimizer or run than the server's
-    ├── NotAdmittedError       13   no place for this rank, or replaced by a newer process
+    ├── AuthError              11   wrong TLS settings or token, or a public address without them
+    ├── MismatchError          12   model, optimizer or run differs from the server's
+    ├── NotAdmittedError       13   no slot for this rank, or a newer process replaced this one
     ├── OutputError            14   a file the run needs cannot be written or read
     │   └── CheckpointError    14   a snapshot that cannot be used
     ├── UnreachableError       15   the peer did not reply within the give-up time
     └── DivergedError          16   too many non-finite contributions in a row
 
 A message says what happened, to whom, the limit and the actual value; `fix` says what to do. Programs print both and
-exit with `exit_code`; nobody sees a traceback for a mistake of theirs.
+exit with `exit_code`. A user's mistake never shows a traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXIT_DRAINED = 143
 
 
 class ParamServerError(Exception):
-    """Base of all errors raised on purpose. `fix` is one sentence: what the reader can do."""
+    """Base of all errors raised on purpose. `fix` is one sentence that tells the reader what to do."""
 
     exit_code = EXIT_BUG
 
@@ -45,7 +45,7 @@ class UsageError(ParamServerError):
 
 
 class UnknownNameError(UsageError, ValueError):
-    """No such mode, codec, task or the like. A field's validator may raise it: it is a ValueError too."""
+    """An unknown mode, codec, task or similar name. It is a ValueError, so that validators may raise it."""
 
 
 def raise_first(*problems: tuple[object, str, str]) -> None:
@@ -88,10 +88,10 @@ class DivergedError(ParamServerError):
 
 
 class Reason(StrEnum):
-    """The machine-readable reason of a refusal, sent as trailing metadata `ps-reason`: with it the gRPC status that the
-    call ends with, and the error it is on both sides.
+    """The machine-readable reason of a refusal, sent as trailing metadata `ps-reason`.
 
-    Clients switch on this, never on the text beside it. What each means is written in proto/parameter_server.proto.
+    Each reason has the gRPC status of the call, and the error class that server and client raise. Clients decide by the
+    reason, never by the message. proto/parameter_server.proto documents each reason.
     """
 
     status: str
@@ -125,18 +125,18 @@ class Reason(StrEnum):
 
 
 def refusal(reason: Reason, message: str, *, fix: str = "") -> ParamServerError:
-    """The error that carries a refusal; the same class on the server that raises it and the client."""
+    """Returns the error of a refusal. Server and client use the same class."""
     return reason.error(message, fix=fix, reason=reason)
 
 
 def shown(text: str, most: int = 80) -> str:
-    """`text` that came from another process, for a sentence: no control characters, and no more than so many."""
+    """Returns text from another process without control characters, cut to `most` characters."""
     text = text if len(text) <= most else f"{text[:most]}..."
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def same_batches(first: int, second: int) -> dict[str, Any]:
-    """What the server and both workers log about two ranks that began with equal gradients."""
+    """Returns the log fields for two ranks whose first gradients are equal."""
     return {
         "ranks": [first, second],
         "meaning": f"the first gradients of ranks {first} and {second} are equal to the bit, from the same weights: "
@@ -147,8 +147,10 @@ def same_batches(first: int, second: int) -> dict[str, Any]:
 
 
 def did_you_mean(wrong: str, known: Iterable[str], before: str = "") -> str:
-    """`did you mean 'ssp'?` with the nearest known name, or the list of all of them. `before` stands before each, and
-    makes no name nearer."""
+    """Returns `did you mean 'ssp'?` with the nearest known name, or the list of all known names.
+
+    `before` is a prefix for display. It does not affect which name is nearest.
+    """
     names = sorted(known)
     near = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
     return f"did you mean '{before}{near[0]}'?" if near else f"known: {before}" + f", {before}".join(names)

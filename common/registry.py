@@ -6,8 +6,8 @@ The file defines one public class named in `ENTRY`. Names can be listed without 
 anything, which is how the launcher refuses an unknown mode without loading torch.
 
 A mode may also be a class in a user's own file, by the name `FILE.py:NAME` (tasks too, see
-`worker/training/tasks/loading.py`). Such a name comes from one's own command line or configuration,
-never from another process: it would let a server run code on whoever asks it.
+`worker/training/tasks/loading.py`). Such a name comes only from the command line or configuration
+of the same process. A name from another process would let that process run code here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .user_code import UserCodeError, is_in_file, line_of, load_from_file, split
 class Family:
     """The implementations found in one package, e.g. `Family("paramserver.ps.policies", "mode")`.
 
-    Files whose name is in `support` hold shared code, not an implementation. Where `base` names a class of the
-    package's `base.py`, a class of a user's own that extends it is an implementation too: `FILE.py:NAME`.
-    `more` are packages with more of them.
+    Files whose name is in `support` have shared code, not an implementation. `base` names a class of the package's
+    `base.py`: a user's class that extends it is an implementation too, named `FILE.py:NAME`. `others` are further
+    packages with implementations.
     """
 
     def __init__(
@@ -53,29 +53,29 @@ class Family:
         return found
 
     def names(self) -> list[str]:
-        """Every name in the family, sorted."""
+        """Returns every name in the family, sorted."""
         return sorted(self._modules)
 
     def check(self, name: str, *others: str) -> str:
-        """`name` itself, or a UsageError that names the nearest known one, of `others` too."""
+        """Returns `name`. Raises UsageError with the nearest known name, or one of `others`, if it is unknown."""
         if name not in self._modules:
             raise UnknownNameError(f"unknown {self.noun} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
         return name
 
     def file(self, name: str) -> Path:
-        """The file of `name`, which is not imported; its packages are. UsageError for an unknown name."""
+        """Returns the file of `name`. It imports the packages, not the file. Raises UsageError for an unknown name."""
         spec = importlib.util.find_spec(self._modules[self.check(name)])
         assert spec is not None and spec.origin is not None  # it was found by its file
         return Path(spec.origin)
 
     def load(self, name: str) -> Any:
-        """Import the file of `name` and return the class its `ENTRY` names, or the one that `FILE.py:NAME` does."""
+        """Import the file of `name` and return the class that `ENTRY` or `FILE.py:NAME` names."""
         if self._base and is_in_file(name):
             return self._load_users(name)
         return importlib.import_module(self._modules[self.check(name)]).ENTRY
 
     def _load_users(self, name: str) -> Any:
-        """The class in a user's file. Raises UsageError, also for what the file raises: it ran at our request."""
+        """Returns the class in a user's file. Raises UsageError, also if the file itself raises an exception."""
         wanted = getattr(importlib.import_module(f"{self.package}.base"), self._base)
         try:
             found = load_from_file(self.noun, name)
@@ -96,11 +96,11 @@ _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", "paramserver.ps.policies.averaging")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}))
-AUTO = "auto"  # as worker.codec: one of them, after what is measured; raw until then
+AUTO = "auto"  # as worker.codec: raw first, then the codec that measurements favor
 
 
 def first_codec(name: str) -> Any:
-    """A codec that worker.codec names; of `auto` the one to begin with."""
+    """Returns the codec that worker.codec names; for `auto` the codec to begin with."""
     return CODECS.load("raw" if name == AUTO else name)()
 
 
@@ -112,8 +112,10 @@ MODE_ALIASES = {"ssgd": "sync", "bsp": "sync", "asgd": "async", "asp": "async", 
 
 
 def canonical_mode(name: str) -> str:
-    """The mode's own name for it or one of its aliases, for `FILE.py:NAME` with the whole path; UsageError with the
-    nearest name otherwise."""
+    """Returns the mode's own name for a name or an alias, or `FILE.py:NAME` with the absolute path.
+
+    Raises UsageError with the nearest name if the mode is unknown.
+    """
     if is_in_file(name):
         path, attribute = split_name(MODES.noun, name)
         MODES.load(name)
@@ -122,12 +124,12 @@ def canonical_mode(name: str) -> str:
 
 
 def mode_anywhere(mode: str) -> str:
-    """A mode's name by which it is known again where its file lies elsewhere: `my_mode.py:Mine`."""
+    """Returns a mode's name without the folder of its file, as in `my_mode.py:Mine`."""
     return PurePath(mode).name
 
 
 def mode_label(mode: str) -> str:
-    """A mode's name where it is short, as in the name of a file: of `FILE.py:NAME` the NAME."""
+    """Returns a mode's short name, for file names: for `FILE.py:NAME` it is NAME."""
     return mode.rpartition(":")[2]
 
 
@@ -149,7 +151,7 @@ def check_mode(mode: str, config: Any) -> None:
 
 
 def check_contributions(mode: str, aggregation: str, max_norm: float | None, clip_norm: float | None = None) -> None:
-    """Refuse an aggregation or a cap that is impossible for what workers of this mode send. Raises UsageError."""
+    """Refuse an aggregation or a norm limit that does not fit the contributions of this mode. Raises UsageError."""
     AGGREGATIONS.check(aggregation)
     policy = MODES.load(mode)
     if not policy.may_aggregate and (aggregation != "mean" or clip_norm is not None):
@@ -170,7 +172,7 @@ WITHIN_WORKER = 3  # the stage of worker.zero that divides the model among the p
 
 
 def check_zero(zero: int, mode: str, has_peers: bool, outstanding: int) -> None:
-    """Refuse a stage of `worker.zero` that workers of this mode cannot have.
+    """Refuse a stage of `worker.zero` that workers of this mode do not support.
 
     Workers divide optimizer state where they average among themselves (`has_peers`) and wait for each mean
     (`outstanding` is 0). The server, the launcher and the worker call it. Raises UsageError.
@@ -217,7 +219,7 @@ def check_fragments(mode: str, options: Any, delayed_update: bool) -> None:
 
 
 def _check_delayed_update(mode: str, options: Any) -> None:
-    """Refuse computing during an exchange in a mode that cannot, or with too small a staleness. Raises UsageError."""
+    """Refuse delayed updates in a mode without them, or with too small a staleness. Raises UsageError."""
     policy, setting = MODES.load(mode), f"--delayed-update (policy.delayed_update) with mode {mode}"
     if not policy.may_delay_update:
         able = _modes_that(lambda policy: policy.may_delay_update)
@@ -231,7 +233,7 @@ def _check_delayed_update(mode: str, options: Any) -> None:
 
 
 def check_codec_of_peers(codec: str, zero: int, outstanding: int) -> None:
-    """Raises UsageError where workers that average among themselves cannot encode gradients so; `codec` is not raw."""
+    """Refuse a codec (not raw) that workers cannot use to average among themselves. Raises UsageError."""
     name, value = ("worker.zero", zero) if zero else ("policy.staleness", outstanding)
     if codec == AUTO:
         message = "worker.codec is auto, which measures the link to the server, and workers average among themselves"

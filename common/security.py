@@ -1,11 +1,11 @@
-"""Credentials: certificates and keys from PEM files, the token from a file or the environment. What they mean:
+"""Credentials: certificates and keys from PEM files, the token from a file or the environment. Rules:
 
 * A server with `security.cert` and `security.key` speaks TLS 1.2 or 1.3, a worker with `security.ca` too.
   With `security.mutual` the server also asks for the worker's certificate, signed by `security.ca`.
-* The common name of a certificate says who may use it: `rank-3` is rank 3 and nobody else, `worker` is any
-  rank, `shard-1` is shard 1 of the server. Other names may read (Pull, Status), and neither join nor attend.
-* The token is one for the whole run. It is never a flag and never a setting, so that it is in no process
-  list, no log and no `--print-config`: `security.token_file`, or PS_TOKEN in the environment.
+* The common name of a certificate decides what it permits: `rank-3` is rank 3 only, `worker` is any
+  rank, `shard-1` is shard 1 of the server. Other names may only read (Pull, Status).
+* A run has one token, from the file `security.token_file` or from PS_TOKEN in the environment. The token is
+  never a flag or a setting, so that no process list, log or `--print-config` shows it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from .config.schema import SecurityConfig
 from .errors import AuthError, shown
 from .reporting.log import get_logger
 
-# cryptography is imported where certificates are read: most runs have none.
+# cryptography is imported only when certificates are read: most runs have none.
 if TYPE_CHECKING:
     from cryptography import x509
 
 log = get_logger()
 
 TOKEN_VARIABLE = "PS_TOKEN"
-WEB_TOKEN_VARIABLE = (
-    "PS_WEB_TOKEN"  # of the page alone; ps-launch gives one, which a server that is started again keeps
-)
+WEB_TOKEN_VARIABLE = "PS_WEB_TOKEN"  # of the dashboard; ps-launch sets one, which a restarted server keeps
 WEB_LOGS_VARIABLE = "PS_WEB_LOGS"  # a folder where ps-launch keeps the last lines of each worker, for the dashboard
 _MAX_TOKEN = 4096  # characters: all metadata of a call must fit into 8 KiB
 ANY_RANK = "worker"  # the common name that may join as any rank
@@ -44,17 +42,17 @@ SHARD_PREFIX = "shard-"
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine can reach it. A name other than localhost may be anybody's."""
+    """Returns whether only this machine can reach `host`. Names other than localhost are not trusted."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The run's token, None when there is none. AuthError for one that cannot be used.
+    """Returns the run's token, or None without one. Raises AuthError for an unusable token.
 
-    An empty PS_TOKEN is none, an empty file is a mistake. Both at once must agree: nobody should have
-    to know which of them wins.
+    An empty PS_TOKEN means no token; an empty file is an error. If both sources are set, they must agree,
+    so that no order of precedence is needed.
     """
     tokens = []
     if text := environ.get(TOKEN_VARIABLE):
@@ -71,7 +69,7 @@ def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) 
 
 
 def _checked(text: str, source: str) -> str:
-    """Without the space around it; the message never shows what was read."""
+    """Returns the token without surrounding space. Raises AuthError, whose message never shows the token."""
     token = text.strip()
     if not token:
         problem = "holds no token: it is empty"
@@ -85,27 +83,27 @@ def _checked(text: str, source: str) -> str:
 
 
 def shows_token(value: str | bytes, token: str) -> bool:
-    """Whether this `authorization` is right; takes as long for a near miss as for any other."""
+    """Returns whether the `authorization` header has the token. The comparison takes constant time."""
     header = value if isinstance(value, bytes) else value.encode("utf-8", errors="replace")
     scheme, _, rest = header.partition(b" ")
     return hmac.compare_digest(rest, token.encode()) and scheme.lower() == b"bearer"
 
 
-_MOST_SHOWN = 200  # characters of a name in somebody's certificate
+_MOST_SHOWN = 200  # characters of a name in a certificate
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a person needs to know of one certificate."""
+    """The names and validity of one certificate."""
 
     name: str  # common name, "" without one
     issuer: str
-    names: tuple[str, ...]  # host names and addresses it is for
+    names: tuple[str, ...]  # host names and addresses for which it is valid
     not_before: datetime
     not_after: datetime
 
     def problem(self, now: datetime) -> str | None:
-        """`expired on 2027-01-01 00:00 UTC`, `is valid only from ...`, or None."""
+        """Returns `expired on 2027-01-01 00:00 UTC`, `is valid only from ...`, or None."""
         if now > self.not_after:
             return f"expired on {utc_text(self.not_after)}"
         if now < self.not_before:
@@ -118,7 +116,7 @@ def utc_text(when: datetime) -> str:
 
 
 def facts_of(pem: bytes) -> Facts:
-    """Of the first certificate. ValueError when there is none."""
+    """Returns the facts of the first certificate. Raises ValueError when there is none."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificates(pem)[0]
@@ -146,23 +144,25 @@ def _common_name(name: x509.Name) -> str:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a program connects with: certificates and a key as PEM, and the token; None for what is not set. The
-    default is in the clear. Secrets are shown nowhere."""
+    """Certificates and a key as PEM, and the token; None if not set.
+
+    The default is plaintext without a token. The repr shows no secrets.
+    """
 
     config: SecurityConfig = field(default_factory=SecurityConfig)
     ca: bytes | None = field(default=None, repr=False)
     cert: bytes | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
-    trusts_network: bool = False  # `server.insecure`: what has no TLS may leave this machine
+    trusts_network: bool = False  # `server.insecure`: plaintext may leave this machine
 
     @classmethod
     def read(cls, config: SecurityConfig) -> Credentials:
-        """AuthError for files, or a PS_TOKEN, that cannot be used."""
+        """Read the files and PS_TOKEN. Raises AuthError if one is unusable."""
         return replace(read_pem(config), token=read_token(config))
 
     def renewed(self) -> Credentials:
-        """With the certificates as they are now; itself while they cannot be used (half of them replaced)."""
+        """Returns credentials with the current files, or itself if they are unusable, as during a replacement."""
         try:
             return replace(read_pem(self.config), token=self.token)
         except AuthError:
@@ -170,7 +170,7 @@ class Credentials:
 
     @property
     def metadata(self) -> list[tuple[str, str]]:
-        """What every call shows the server."""
+        """The gRPC metadata that every call sends."""
         return [("authorization", f"Bearer {self.token}")] if self.token is not None else []
 
 
@@ -178,7 +178,7 @@ PLAINTEXT = Credentials()
 
 
 def read_pem(config: SecurityConfig) -> Credentials:
-    """Certificates and key, no token. AuthError for one that is missing, no PEM, out of date, or not its key's."""
+    """Read certificates and key. Raises AuthError if one is missing, not PEM, expired, or does not match."""
     ca = cert = key = None
     if config.ca is not None:
         ca = _read(config.ca, "security.ca")
@@ -191,7 +191,7 @@ def read_pem(config: SecurityConfig) -> Credentials:
 
 
 def client_context(credentials: Credentials) -> ssl.SSLContext:
-    """For a connection without gRPC that trusts what gRPC would. Raises ssl.SSLError, OSError."""
+    """Returns a TLS context that trusts the same certificates as gRPC. Raises ssl.SSLError, OSError."""
     context = ssl.create_default_context(cadata=(credentials.ca or b"").decode("ascii", errors="ignore"))
     context.verify_flags = ssl.VERIFY_X509_PARTIAL_CHAIN  # no stricter than gRPC, in newer Pythons too
     if credentials.config.cert is not None:
@@ -236,7 +236,7 @@ def _read(path: str, setting: str) -> bytes:
 
 
 def warn_of_readable_secrets(config: SecurityConfig) -> None:
-    """Once at a program's start: a key or a token that every user of the machine can read."""
+    """Log a warning for each key or token file that every user of the machine can read."""
     for path in (config.key, config.token_file):
         with contextlib.suppress(OSError):
             if path is not None and os.stat(path).st_mode & stat.S_IROTH:

@@ -1,9 +1,9 @@
-"""The real reason when a connection fails.
+"""Finds the real reason when a connection fails.
 
-To gRPC a mistake in the TLS settings, or an address where something else replies, is "unavailable", as a server that
-is not there yet. So when a connection has failed, the same is tried once by hand, with Python's socket and ssl. A
-mistake ends the caller (a worker, or a shard of the server) at once with what is wrong and what to do; only what may
-heal by waiting is tried again.
+gRPC reports "unavailable" for a mistake in the TLS settings, for another program at the address, and for a server that
+has not started. After a failed connection, this module therefore connects once with Python's socket and ssl. For a
+mistake the caller (a worker, or a shard of the server) exits at once with the cause and the fix. The caller retries
+only if waiting may help.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from .config.addresses import split_address
 from .errors import AuthError, ParamServerError, UnreachableError
 from .security import RANK_PREFIX, SHARD_PREFIX, Credentials, client_context, facts_of
 
-_PROBE_S = 1.0  # for one connection by hand
-_SURE_AFTER_S = 0.1  # a server that is just ending looks like one that refuses: ask twice
-# The beginning of HTTP/2: a client's first words, and empty SETTINGS.
+_PROBE_S = 1.0  # for one connection
+_SURE_AFTER_S = 0.1  # a server that is shutting down looks like a refusal: try twice
+# The HTTP/2 connection preface of a client, with an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-_SETTINGS = 4  # the type, in the fourth byte, of the frame that a server's first words are
-_SHOWN = 40  # characters of what something else says
+_SETTINGS = 4  # type of the first frame from a server, in its fourth byte
+_SHOWN = 40  # characters of another program's reply
 
 # X509_V_ERR_... of OpenSSL
 _NOT_YET_VALID, _EXPIRED, _NAME_MISMATCH, _ADDRESS_MISMATCH = 9, 10, 62, 64
 _UNKNOWN_ISSUER = (2, 18, 19, 20, 21)
-# Parts of the alerts that are about our certificate. gRPC's own server sends none, it hangs up.
+# TLS alerts about this client's certificate. gRPC's own server closes the connection without an alert.
 _REFUSED = ("ALERT_BAD_CERT", "ALERT_CERT", "ALERT_UNKNOWN_CA", "ALERT_UNSUPPORTED_CERT", "ALERT_ACCESS_DENIED")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 
 def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> ParamServerError | None:
-    """The mistake that keeps `address` from being reached; None when none is to be seen. Raises OSError when nobody
-    is there at all, which may change.
+    """Returns the mistake that prevents a connection to `address`; None if it finds none.
 
-    `caller` is who asks: "worker" or "shard". It blocks: for a few milliseconds where something replies, at most a
-    few times `_PROBE_S` otherwise.
+    Raises OSError if nothing listens, since a server may start later. `caller` is "worker" or "shard". The call blocks
+    for a few milliseconds if something replies, and otherwise for at most a few times `_PROBE_S`.
     """
     server = f"the server at {address}"
     host, port = split_address(address)
@@ -56,8 +55,10 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
 
 
 def _is_served(host: str, port: int, credentials: Credentials) -> bool:
-    """Connect as gRPC would. After the handshake the server's first word follows; one that wants another
-    certificate hangs up. Raises SSLError, OSError."""
+    """Connect as gRPC does, and return whether the server sends data after the handshake.
+
+    A server that refuses the certificate closes the connection instead. Raises SSLError, OSError.
+    """
     context = client_context(credentials)
     context.set_alpn_protocols(["h2"])
     with (
@@ -72,7 +73,7 @@ def _is_served(host: str, port: int, credentials: Credentials) -> bool:
 
 
 def _in_the_clear(server: str, host: str, port: int, caller: str) -> ParamServerError | None:
-    """Whoever replies says SETTINGS to HTTP/2's first words; what speaks TLS says nothing that one could read."""
+    """Check for an HTTP/2 server: it replies to the preface with SETTINGS. A TLS server sends no readable reply."""
     with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
         try:
             connection.sendall(_PREFACE)
@@ -91,14 +92,14 @@ def _in_the_clear(server: str, host: str, port: int, caller: str) -> ParamServer
 
 
 def _untold(server: str, host: str, port: int, caller: str) -> ParamServerError | None:
-    """The server speaks TLS, and should not as far as this caller knows."""
+    """Check whether the server speaks TLS although this caller has no TLS settings."""
     try:
         ssl.get_server_certificate((host, port), timeout=_PROBE_S)
     except ssl.SSLError as error:
         if "ALERT" not in str(error.reason):
             return None
     return AuthError(
-        f"{server} speaks TLS, and this {caller} was told nothing of it",
+        f"{server} speaks TLS, and this {caller} has no CA certificate (security.ca)",
         fix="add --ca FILE: ca.crt of ps-certs init, from the server's machine",
     )
 
@@ -130,7 +131,7 @@ def _failed(server: str, credentials: Credentials, caller: str, reason: str) -> 
         return AuthError(f"{server} broke off the TLS handshake: {reason}")
     if reason in _NO_TLS:
         return AuthError(
-            f"{server} speaks no TLS, and this {caller} was told to (security.ca)",
+            f"{server} speaks no TLS, and security.ca of this {caller} requires it",
             fix="start ps-server with --cert and --key; or drop --ca here",
         )
     return None

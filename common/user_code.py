@@ -1,7 +1,7 @@
-"""Classes and functions in a user's own file, `FILE.py:NAME`: tasks and modes of one's own.
+"""Loads tasks and modes from a user's own file, `FILE.py:NAME`.
 
-A mistake in the name is a UsageError. An exception of the user's own code becomes a UserCodeError, whose
-traceback begins in the user's file: what is ours above it helps nobody.
+A mistake in the name is a UsageError. An exception of the user's code becomes a UserCodeError. Its
+traceback begins in the user's file and leaves out the frames of this program above it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .errors import ParamServerError, UsageError, did_you_mean
 
 
 class UserCodeError(Exception):
-    """An exception of the user's own code; `original` is it. `format_user_traceback` shows where it arose."""
+    """An exception of the user's code. `original` is that exception; `format_user_traceback` shows where it arose."""
 
     def __init__(self, original: Exception) -> None:
         super().__init__(f"{type(original).__name__}: {original}")
@@ -29,7 +29,7 @@ class UserCodeError(Exception):
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Around every call of the user's code: its exceptions become UserCodeError, except the errors raised on purpose.
+    """Wraps a call of the user's code: its exceptions become UserCodeError, except errors raised on purpose.
 
     KeyboardInterrupt, SystemExit, ParamServerError and UserCodeError pass through.
     """
@@ -42,7 +42,7 @@ def user_code() -> Iterator[None]:
 
 
 def format_user_traceback(error: UserCodeError | Exception) -> str:
-    """The traceback as Python prints it, from the first frame of the user's on; frames below stay."""
+    """Returns the traceback as Python prints it, from the first frame of the user's code."""
     original = error.original if isinstance(error, UserCodeError) else error
     shown = _from_first(original.__traceback__, _is_users)
     if shown is None:  # e.g. torch's collate function, given what the user's data set returned
@@ -59,24 +59,24 @@ def _from_first(trace: TracebackType | None, wanted: Callable[[str], bool]) -> T
 
 
 def _is_users(module: str) -> bool:
-    """Whether a frame of `module` is where the reader should begin; for a built-in task that is its file."""
+    """Returns whether a frame of `module` is user code; the file of a built-in task counts as user code."""
     return not _is_machinery(module) and module.partition(".")[0] != "torch"
 
 
 def _is_machinery(module: str) -> bool:
-    """By module name, not by path: a user's file may well lie in a checkout of ours."""
+    """Decides by module name, not by path: a user's file may be inside a checkout of this project."""
     if module.startswith(("paramserver.worker.tasks.", "paramserver.drills.tasks.")):
         return False
     return module.partition(".")[0] in {"paramserver", "importlib"}
 
 
 def is_in_file(name: str) -> bool:
-    """Whether a name is `FILE.py:NAME`, not a built-in one's."""
+    """Returns whether a name is `FILE.py:NAME`, not a built-in name."""
     return ".py:" in name
 
 
 def line_of(error: UserCodeError) -> str:
-    """`FILE.py:7`, where in the user's code an exception arose."""
+    """Returns `FILE.py:7`: where in the user's code an exception arose."""
     original = error.original
     if isinstance(original, SyntaxError):
         return f"{original.filename}:{original.lineno}"
@@ -89,8 +89,10 @@ def line_of(error: UserCodeError) -> str:
 
 
 def split_name(label: str, name: str) -> tuple[Path, str]:
-    """The file, as an absolute path, and what it is to define. UsageError about a `label` ("mode") where there is no
-    such file."""
+    """Returns the absolute path of the file, and the attribute that it should define.
+
+    Raises UsageError about a `label`, such as "mode", if there is no such file.
+    """
     file, _, attribute = name.strip().rpartition(":")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
@@ -102,7 +104,7 @@ def split_name(label: str, name: str) -> tuple[Path, str]:
 
 
 def load_from_file(label: str, name: str) -> Any:
-    """What `FILE.py:NAME`, the name of a `label`, stands for. Raises UsageError and UserCodeError."""
+    """Returns the object that `FILE.py:NAME` names; `label` is its kind. Raises UsageError and UserCodeError."""
     path, attribute = split_name(label, name)
     module = _import(path)
     if attribute not in vars(module):
@@ -135,7 +137,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The file's stem where `import STEM` means this very file, otherwise a name that nothing else has.
+    """The file's stem where `import STEM` means this very file, otherwise a unique name.
 
     The stem lets a DataLoader worker started by spawn, which gets our sys.path but not our
     modules, unpickle objects of the file. A file called e.g. random.py must not take the place

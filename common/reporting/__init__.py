@@ -1,1 +1,1 @@
-"""What programs say of a run: log, history, summary, tables, files of results."""
+"""Reports of a run: log, history, summary, tables and result files."""

@@ -1,1 +1,1 @@
-"""Every run on record: one SQLite file, its tables, how a run is written and how runs are read."""
+"""The run store: one SQLite file with all runs, and the code that writes and reads it."""

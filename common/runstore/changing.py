@@ -1,4 +1,6 @@
-"""What is changed of runs on record, by their keys. StoreError for a file that is not there or newer, sqlite3.Error."""
+"""Renames, tags and deletes runs of the run store by their keys.
+
+Every function raises StoreError if the file is missing or has a newer version, and sqlite3.Error."""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ _WAIT_S = 5.0
 
 
 def rename(path: Path, run: int, name: str | None) -> None:
-    """The run gets a name, or has none any more. Raises sqlite3.IntegrityError for one that is taken."""
+    """Name the run; None removes its name. Raises sqlite3.IntegrityError if another run has the name."""
     with _changing(path) as connection:
         connection.execute("UPDATE runs SET name = ? WHERE key = ?", (name, run))
 
 
 def set_tags(path: Path, run: int, tags: Iterable[str]) -> None:
-    """The run gets these tags, and loses those that it had. A tag has no spaces."""
+    """Replace the tags of the run. A tag has no spaces."""
     with _changing(path) as connection:
         connection.execute("UPDATE runs SET tags = ? WHERE key = ?", (" ".join(tags), run))
 
 
 def remove(path: Path, runs: Iterable[int]) -> None:
-    """The runs, and all that belongs to them; what they took of the disk is given back."""
+    """Delete the runs with all their rows, and return the free pages to the disk."""
     with _changing(path) as connection:
         for run in runs:
             for table in OF_A_RUN:
@@ -37,7 +39,7 @@ def remove(path: Path, runs: Iterable[int]) -> None:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[sqlite3.Connection]:
-    """One transaction."""
+    """Open the file and run the block as one transaction."""
     with closing(open_to_write(path, _WAIT_S)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield connection

@@ -1,4 +1,4 @@
-"""Which process writes a run, so that whoever reads can tell whether it still does; on what machine, of which code."""
+"""Identifies the process, machine and code of a run, so that readers can tell whether the run is alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIT_S = 2.0
 
 @cache
 def this_host() -> str:
-    """What has the same process numbers: a boot of a machine, in it a container."""
+    """Returns a name for this PID namespace: host name, boot id and container namespace."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
@@ -30,13 +30,15 @@ def this_host() -> str:
 
 
 def this_process() -> str:
-    """Its number, and when it started: a number is given again."""
+    """Returns the PID and its start time, because the system reuses PIDs."""
     return f"{os.getpid()} {_started(os.getpid())}"
 
 
 def still_writes(host: str, process: str, heard_at: float, heartbeat_s: float) -> bool:
-    """Whether the process that said so of itself may go on writing: on this host whether it runs, of another one
-    whether it was heard of lately."""
+    """Returns whether the process may still write the run.
+
+    On this host: whether the process runs. On another host: whether its last heartbeat is recent.
+    """
     number, _, started = process.partition(" ")
     if host == this_host() and number.isdecimal():
         return _started(int(number)) == started != ""
@@ -44,7 +46,7 @@ def still_writes(host: str, process: str, heard_at: float, heartbeat_s: float) -
 
 
 def _started(number: int) -> str:
-    """In ticks since the boot; empty for a process that is not there, or a zombie."""
+    """Returns the start time in ticks since boot; empty if the process is missing or a zombie."""
     try:
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -53,7 +55,7 @@ def _started(number: int) -> str:
 
 
 def machine(versions: Mapping[str, str]) -> dict[str, Any]:
-    """Of this process; `versions` of the packages that matter."""
+    """Returns a description of this machine; `versions`: package versions to include."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "host": platform.node(), "system": platform.platform(), "num_cores": os.cpu_count(), "memory_bytes": pages,

@@ -1,13 +1,13 @@
-"""Runs on record, read: finished ones, those that go on, and those that ended without a word. Nothing is changed.
+"""Reads runs from the run store: finished, running and crashed runs. It changes nothing.
 
     with RunStore(Path("runs/paramserver.db")) as store:
         for run in store.runs():
             print(run.id, run.state, run.metrics)
-        one = store.find("sync-baseline")
-        points = store.series(one)
+        baseline = store.find("sync-baseline")
+        points = store.series(baseline)
 
-What is read is as of the moment it is asked; `RunStore` may stay open while runs go on, and is used by one thread at
-a time. Everything that people have named (runs, tasks, lines) is data: who shows it escapes it.
+Each call reads the current state of the file. A `RunStore` may stay open while runs go on. One thread at a time may
+use it. Names of runs, tasks and metrics come from users: code that displays them must escape them.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ _INTERNAL = frozenset({"run", "host", "process", "heartbeat_s", "stride"})  # co
 
 
 class StoredRun(Measured):
-    """A run, without what is long. Times `..._at` are Unix seconds."""
+    """The short columns of a run. Times `..._at` are Unix seconds."""
 
     id: str
     key: int = 0  # in the file
-    name: str | None = None  # that its user gave it
+    name: str | None = None  # given by its user
     tags: list[str] = Field(default_factory=list)
     project: str = ""
     mode: str = ""
     work: str = ""  # the task, or the script
-    model: str = ""  # fingerprint of what was trained; empty: nothing yet
-    state: str = ""  # running, done, stopped, or lost (crashed); on a server's own page live or over
+    model: str = ""  # fingerprint of the trained model; empty: none yet
+    state: str = ""  # running, done, stopped, or lost (crashed); on a server's own dashboard: live or over
     starts: int = 1  # of its server
     started_at: float = 0.0
     heard_at: float = 0.0
     ended_at: float | None = None
-    ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
+    ended_by: str = ""  # who stopped it and why, or the failure; empty: all steps were taken
     waiting: str = ""
     metrics: dict[str, MetricValue] = Field(default_factory=dict)  # final, or of the newest evaluation
     recorded: dict[str, MetricValue] = Field(default_factory=dict)  # as in a status
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Returns the name of the run, or its mode and the start of its id."""
         return self.name or f"{self.mode}-{self.id[:6]}"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """For a notebook; `RunStore.card` has its curves."""
+        """Returns the run for a notebook; `RunStore.card` adds its curves."""
         from ..reporting.pictures.cards import of_stored
 
         return of_stored(self, [], []).bundle()
 
 
 class SeriesPoint(Measured):
-    """The run at one moment; `tick` counts, those in between were not kept."""
+    """The run at one moment. `tick` numbers all statuses; the run store keeps only some of them."""
 
     tick: int
     at: float
@@ -85,7 +85,7 @@ class SeriesPoint(Measured):
 
 
 class WorkerPoint(WorkerStatus):
-    """One rank at the moment of the run's `tick`; sums are since it first joined."""
+    """A worker at the run's `tick`; sums count from the first join of its rank."""
 
     tick: int
 
@@ -96,7 +96,7 @@ class StoredEvent(Event):
 
 
 class RunStore:
-    """The file at `path`. StoreError for one that is not there, cannot be read, or is newer than this program."""
+    """Reads the run store at `path`. Raises StoreError if it is missing, unreadable, or of a newer version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,13 +115,15 @@ class RunStore:
     # ---- runs -------------------------------------------------------------------------------
 
     def runs(self, most: int | None = None) -> list[StoredRun]:
-        """The newest first."""
+        """Returns the runs, the newest first; `most` limits their number."""
         limit = -1 if most is None else most
         return [_run(row) for row in self._rows("SELECT * FROM runs ORDER BY started_at DESC, key DESC LIMIT ?", limit)]
 
     def find(self, wanted: str) -> StoredRun:
-        """By its name, its id or the beginning of one, or the label in a list; `last` is the newest. UsageError
-        names the nearest, or those that it may be."""
+        """Find a run by its name, its id, the beginning of its id, or its label; `last` is the newest run.
+
+        Raises UsageError that names the nearest known name, or all runs that match.
+        """
         runs = self.runs()
         if wanted == "last" and runs:
             return runs[0]
@@ -142,24 +144,24 @@ class RunStore:
         raise UsageError(f"there is no run {wanted} in {self.path}", fix=fix)
 
     def card(self, run: StoredRun) -> Card:
-        """What a notebook shows of a run: its metrics, its loss, its evaluations."""
+        """Returns a notebook card of a run: its metrics, its loss, its evaluations."""
         from ..reporting.pictures.cards import of_stored
 
         return of_stored(run, self.series(run), self.evaluations(run))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """For a notebook: the newest runs."""
+        """Returns the newest runs for a notebook."""
         from ..reporting.pictures.cards import of_list
 
         return of_list(str(self.path), self.runs(20)).bundle()
 
     def run(self, key: int) -> StoredRun | None:
-        """By its key; None when it is there no more."""
+        """Returns the run with this key; None if it was deleted."""
         rows = self._rows("SELECT * FROM runs WHERE key = ?", key)
         return _run(rows[0]) if rows else None
 
     def named(self, wanted: str) -> StoredRun | None:
-        """By its whole id or its name, without a look at the others; the newest of several."""
+        """Returns the run with this id or name, the newest of several; None if there is none."""
         rows = self._rows("SELECT * FROM runs WHERE id = ? OR name = ? ORDER BY key DESC LIMIT 1", wanted, wanted)
         return _run(rows[0]) if rows else None
 
@@ -173,25 +175,28 @@ class RunStore:
     # ---- of a run -----------------------------------------------------------------------------
 
     def series(self, run: StoredRun, after: int = 0) -> list[SeriesPoint]:
-        """What came after a tick, in order; at most a thousand in all."""
+        """Returns the points after a tick, in order; at most a thousand."""
         rows = self._rows("SELECT * FROM series WHERE run = ? AND tick > ? ORDER BY tick", run.key, after)
         return [SeriesPoint.of(**_without_run(row)) for row in rows]
 
     def worker_series(self, run: StoredRun, rank: int | None = None, after: int = 0) -> list[WorkerPoint]:
-        """Of one rank or all, by tick and rank. Of very many, a moment has the 64 that others waited for."""
+        """Returns the points of one rank or of all, by tick and rank.
+
+        With many workers, a tick has only the 64 workers that others waited for.
+        """
         which = "" if rank is None else " AND rank = ?"
         question = f"SELECT * FROM worker_series WHERE run = ? AND tick > ?{which} ORDER BY tick, rank"
         rows = self._rows(question, run.key, after, *(() if rank is None else (rank,)))
         return [WorkerPoint.of(**_without_run(row)) for row in rows]
 
     def newest_workers(self, run: StoredRun) -> list[WorkerPoint]:
-        """The workers at the newest moment that is kept."""
+        """Returns the workers at the newest stored tick."""
         rows = self._rows("SELECT max(tick) AS tick FROM series WHERE run = ?", run.key)
         newest = rows[0]["tick"]
         return [] if newest is None else self.worker_series(run, after=newest - 1)
 
     def events(self, run: StoredRun, after: int = 0) -> list[StoredEvent]:
-        """Those with a number beyond `after`."""
+        """Returns the events whose number is greater than `after`."""
         rows = self._rows("SELECT * FROM events WHERE run = ? AND number > ? ORDER BY number", run.key, after)
         return [_event(row) for row in rows]
 
@@ -204,22 +209,22 @@ class RunStore:
         return [Snapshot(**_without_run(row)) for row in rows]
 
     def summary(self, run: StoredRun) -> Summary | None:
-        """Final metrics as `--summary` writes them; None of a run that goes on or ended without a word."""
+        """Returns the results as `--summary` writes them; None if the run is in progress or crashed."""
         try:
             return Summary.model_validate(document) if (document := self._document(run, "summary")) else None
         except ValidationError:
             return None
 
     def config(self, run: StoredRun) -> dict[str, Any]:
-        """The configuration as it was resolved, by section; without what is secret."""
+        """Returns the resolved configuration by section, without secrets."""
         return self._document(run, "config")
 
     def machine(self, run: StoredRun) -> dict[str, Any]:
-        """Where its server ran last."""
+        """Returns the machine on which the server ran last."""
         return self._document(run, "machine")
 
     def code(self, run: StoredRun) -> dict[str, Any]:
-        """Versions: of this program, and the commit of the folder that the server was started in, where it has one."""
+        """Returns the version of this program, and the Git commit of the server's working directory if it has one."""
         return self._document(run, "code")
 
     # ---- how ----------------------------------------------------------------------------------
@@ -282,7 +287,7 @@ def _without_run(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def _metrics(text: str) -> dict[str, float]:
-    """Null stands for a number that was not finite."""
+    """Returns metrics from JSON, where null stands for a number that is not finite."""
     return {name: math.nan if value is None else value for name, value in _json(text).items()}
 
 

@@ -25,10 +25,10 @@ _PACKAGES = ("torch", "numpy", "grpcio")
 
 
 class Record:
-    """A run store for one run: ticks that `writer` gets are written at `flush`.
+    """Writes one run to the run store. `flush` writes the ticks that were given to `writer`.
 
-    Where the file cannot be made or written, the record is off from then on, with one line in the log: a warning,
-    unless it is the default that cannot be had. A file that others have locked is tried again at the next `flush`.
+    If the file cannot be created or written, the record logs one line and stops writing. The line is a warning unless
+    the file is the default one. If other processes lock the file, the next `flush` tries again.
     """
 
     def __init__(self, config: Config, *, run: str, mode: str, at_version: int = 0) -> None:
@@ -63,14 +63,14 @@ class Record:
 
     @property
     def _is_wanted(self) -> bool:
-        """Somebody has said that runs are kept, or where."""
+        """Returns whether the user asked for a run store or set its folder."""
         return not self._config.output.model_fields_set.isdisjoint({"store", "track_dir"})
 
 
 def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginning:
     script = config.launch.script
     settings = config.model_dump(mode="json", exclude={"security"})
-    settings["run"]["mode"] = mode  # of a worker alone the configuration names another
+    settings["run"]["mode"] = mode  # a single worker's configuration may name another mode
     return Beginning(
         run=run,
         mode=mode,

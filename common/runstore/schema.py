@@ -1,9 +1,9 @@
-"""The file of runs: its tables, its version, and how it is opened.
+"""The run store's file: its tables, its version, and how it is opened.
 
-WAL, so that whoever reads holds up nobody who writes; several runs may write into one file on one machine. (WAL needs
-memory that processes share: the file cannot lie on a network file system that machines write to at once.)
+The file uses SQLite's WAL, so that readers do not block writers. Several runs on one machine may write to one file.
+WAL needs memory shared between processes, so several machines cannot write to one file on a network file system.
 
-What may be long (configuration, summary) has a table of its own: a list of runs reads the short columns only.
+Long documents (configuration, summary) have a table of their own, so that a list of runs reads only short columns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..version import STORE_VERSION
 FILE = "paramserver.db"
 VERSION = STORE_VERSION  # in PRAGMA user_version
 
-# `tick` counts statuses of a run, of which some are kept. Times `at` are Unix seconds; `elapsed_s` is of training.
-# `runs`, `series` and `worker_series` have a column more for each metric of `reporting/metrics.py`; NULL: unknown.
+# `tick` numbers all statuses of a run; some are stored. `at` is in Unix seconds; `elapsed_s` is training time.
+# `runs`, `series` and `worker_series` also have a column for each metric of `reporting/metrics.py`; NULL: unknown.
 _TABLES = """
 CREATE TABLE runs (
     key INTEGER PRIMARY KEY,
@@ -75,30 +75,30 @@ CREATE TABLE snapshots (
 ) WITHOUT ROWID;
 """
 
-# All that belong to a run, by its key.
+# Tables whose rows belong to a run, by its key.
 OF_A_RUN = ("documents", "series", "worker_series", "events", "evaluations", "snapshots")
 
 
 def metrics_in(table: str) -> list[Metric]:
-    """The metrics that a row of the table has."""
+    """Returns the metrics that a row of the table has."""
     record: type[Measured] = WorkerStatus if table == "worker_series" else Status
     return record.declared_metrics()
 
 
 class StoreError(OutputError):
-    """The file is not there, is none of ours, or is newer than this program."""
+    """The file is missing, is not a run store, or has a newer version than this program."""
 
 
 def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
-    """The file, made with its folder if it is not there. It is waited for `wait_s` where others have locked it.
+    """Open the file for writing; create it and its folder if missing. Wait up to `wait_s` seconds for its lock.
 
-    Raises StoreError for tables of a newer version, OSError for a folder that cannot be made, sqlite3.Error.
+    Raises StoreError for tables of a newer version, OSError if the folder cannot be created, and sqlite3.Error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     connection = sqlite3.connect(path, timeout=wait_s, isolation_level=None, check_same_thread=False)
     try:
         _check(connection, path)
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; what is deleted can be given back
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # for a new file: lets it shrink after a deletion
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         if _version_of(connection) == 0 or _lacking(connection):
@@ -110,7 +110,7 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """Never writes into the file. StoreError says why it cannot be read."""
+    """Open the file for reading only. Raises StoreError with the reason if it cannot be read."""
     if not path.is_file():
         raise StoreError(
             f"there is no file of runs {path}",
@@ -120,7 +120,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         connection = connected(path, "mode=ro")
         try:
             _check(connection, path)
-        except sqlite3.OperationalError:  # WAL wants a file beside it, which cannot be made here
+        except sqlite3.OperationalError:  # WAL needs a second file, which cannot be created in this folder
             connection.close()
             connection = connected(path, "immutable=1")
             _check(connection, path)
@@ -159,18 +159,18 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _lacking(connection: sqlite3.Connection) -> list[tuple[str, str, object]]:
-    """Columns that are younger than the file: table, name, default."""
+    """Returns the columns that an older file lacks: table, name, default."""
     found: list[tuple[str, str, object]] = []
     for table in ("runs", "series", "worker_series"):
         known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         defaults: dict[str, object] = {metric.name: metric.default for metric in metrics_in(table)}
-        columns = {**defaults, "recorded": "'{}'"}  # JSON: what scripts record
+        columns = {**defaults, "recorded": "'{}'"}  # JSON: metrics that scripts record
         found += [(table, name, default) for name, default in columns.items() if name not in known]
     return found
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
-    """Make the tables and columns that the file lacks. Of two processes at once one finds them made."""
+    """Create missing tables and columns. If two processes try at once, the second finds them created."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         if _version_of(connection) == 0:

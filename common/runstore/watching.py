@@ -1,7 +1,7 @@
-"""Whether the file of runs is still the one that a writer has open, and whole: SQLite itself would not say so.
+"""Checks that the run store's file was not deleted, replaced or damaged while a writer has it open.
 
-A file that is deleted or replaced is written on, and nobody sees it any more. Of one that is cut or overwritten SQLite
-notices only the parts that it happens to read.
+SQLite does not detect this: it keeps writing to a deleted or replaced file, where no reader sees the rows. It notices
+that a file was cut or overwritten only in the pages that it reads.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..errors import ParamServerError
 from .schema import connected
 
 _MAGIC = b"SQLite format 3\0"
-_HEAD_BYTES = 32  # of which bytes 16 and 17 are the size of a page, the last four the number of pages
+_HEAD_BYTES = 32  # bytes 16 and 17: size of a page; the last four: number of pages
 _FIX = "ps-runs of what is there now; the next run makes a new file if there is none"
 
 
 class FileWatch:
-    """Of a file that has just been opened. `look` is asked before, `wrote` told after each transaction.
+    """Watches a file that was just opened. Call `look` before and `wrote` after each transaction.
 
-    It has one descriptor of its own, which is closed after SQLite's: when a process closes any descriptor of a file, it
-    loses all locks that it has on it (POSIX).
+    The watch has its own descriptor. Close it after SQLite's descriptors: when a process closes any descriptor of a
+    file, it loses all its locks on that file (POSIX).
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class FileWatch:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         found = os.fstat(self._descriptor)
         self._identity = found.st_dev, found.st_ino
-        self._mtime_ns = -1  # not known: tables have been made
+        self._mtime_ns = -1  # unknown, because the tables were just created
         self._is_short = False
 
     def wrote(self) -> None:
@@ -42,7 +42,7 @@ class FileWatch:
         os.close(self._descriptor)
 
     def look(self) -> None:
-        """Raises ParamServerError, which says what has become of the file."""
+        """Check the file. Raises ParamServerError that says what happened to it."""
         if wrong := self._wrong():
             raise ParamServerError(f"{self._path} {wrong} while this run wrote into it", fix=_FIX)
 
@@ -60,7 +60,7 @@ class FileWatch:
             return "was damaged"
         page_bytes = int.from_bytes(head[16:18], "big")
         num_bytes = int.from_bytes(head[28:32], "big") * (65536 if page_bytes == 1 else page_bytes)
-        # Another run that writes back its log begins with the head: twice in a row it is no moment in between.
+        # A checkpoint of another run's WAL writes the header first, so only two short readings in a row are an error.
         was_short, self._is_short = self._is_short, found.st_size < num_bytes
         if was_short and self._is_short:
             return "was cut"
@@ -69,12 +69,12 @@ class FileWatch:
         return self._damage() if is_changed and not self._is_short else ""
 
     def _damage(self) -> str:
-        """Somebody else has written into it: another run, or what does not know what it writes."""
+        """Check a file that another process changed: another run, or a program that damages it. Returns the damage."""
         try:
             with closing(connected(self._path, "mode=ro")) as fresh:
                 (verdict,) = fresh.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.OperationalError:
-            return ""  # locked, say
+            return ""  # for example: locked
         except sqlite3.DatabaseError as error:
             return f"was damaged ({error})"
         return "" if verdict == "ok" else f"was damaged ({str(verdict).splitlines()[-1]})"

@@ -1,8 +1,9 @@
-"""Writes one run into the run store while it goes on. Used by one thread, which may wait for a disk.
+"""Writes one run into the run store while it is in progress. One thread uses it, and may block on the disk.
 
-Ticks are kept until `flush`, which is one transaction. While others have locked the file they stay, within bounds: then
-the oldest statuses go first. Of the series a bounded number is kept: when there are too many, every second one goes,
-and from then on every second one is written (a run of a day has a row every two minutes).
+The writer keeps ticks in memory until `flush`, which is one transaction. While other processes lock the file, ticks
+stay in memory. Above a limit the writer drops the oldest statuses. The series has a limited number of rows: when it is
+full, the writer deletes every second row and stores every second status from then on. A run of a day has a row every
+two minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .watching import FileWatch
 _MOST_TICKS = 1024  # of a run; half as many after thinning
 _MOST_EVENTS = 10_000
 _MOST_PENDING = 2_000
-_WAIT_S = 2.0  # for a file that others have locked; what is not written then is tried again
+_WAIT_S = 2.0  # for a locked file; the next flush tries again
 _LAST_WAIT_S = 5.0  # at the end
 
 _OF_WORKER = ("rank", "state", "waiting_for", "transport", "transport_reason", "codec")
@@ -33,27 +34,29 @@ _OF_WORKER = ("rank", "state", "waiting_for", "transport", "transport_reason", "
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """What is known of a run when it begins, or goes on from `version`."""
+    """The description of a run when it begins, or continues from `version`."""
 
     run: str
     mode: str
     work: str  # the task, or the script
     project: str
     version: int
-    heartbeat_s: float  # at least so often it is heard of
+    heartbeat_s: float  # longest time between two updates of `heard_at`
     config: Mapping[str, Any]  # resolved, as JSON
     code: Mapping[str, Any]
     machine: Mapping[str, Any]
 
 
 class RunWriter:
-    """Writes one run to `path`. `flush` and `end` raise sqlite3.Error, OSError or ParamServerError; after that the
-    writer is of no use any more."""
+    """Writes one run to `path`.
+
+    `flush` and `end` raise sqlite3.Error, OSError or ParamServerError. After an error, close the writer.
+    """
 
     def __init__(self, path: Path, beginning: Beginning) -> None:
         self._path = path
         self._beginning = beginning
-        self._db: sqlite3.Connection | None = None  # once the run is on record
+        self._db: sqlite3.Connection | None = None  # once the run is in the file
         self._watch: FileWatch | None = None  # of the file that is open
         self._key = 0
         self._tick = 0  # of the newest status
@@ -63,7 +66,7 @@ class RunWriter:
         self._pending: list[Tick] = []
         self._ending: tuple[Summary, str] | None = None  # results, and who stopped the run
         self._num_skipped = 0  # pending ticks, from the first, whose status is not kept
-        self.model = ""  # of which the run trains: what tells it from others
+        self.model = ""  # fingerprint of the model that the run trains
 
     def add(self, tick: Tick) -> None:
         """Keep a tick for the next `flush`."""
@@ -72,7 +75,7 @@ class RunWriter:
     # ---- to the file -----------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Write all that is pending, in one transaction; False while others have locked the file."""
+        """Write all pending ticks in one transaction. Returns False while another process locks the file."""
         try:
             if self._db is None:
                 self._db = self._begun()
@@ -89,7 +92,7 @@ class RunWriter:
         return True
 
     def end(self, last: Tick, summary: Summary, ended_by: str) -> bool:
-        """Write the last tick and the results of the run: on the disk when this returns True."""
+        """Write the last tick and the results. They are on the disk when this returns True."""
         self.add(last.model_copy(update={"is_over": True}))
         self._ending = summary, ended_by
         if self._db is not None:
@@ -132,7 +135,7 @@ class RunWriter:
         self._pending, self._num_skipped = [], 0
 
     def _make_room(self) -> None:
-        """Drop the oldest statuses where the file stays locked. The rest stays, it is little."""
+        """Drop the oldest statuses while the file stays locked, but keep their events, evaluations and snapshots."""
         if len(self._pending) > _MOST_PENDING:
             oldest, rest = self._pending[: _MOST_PENDING // 2], self._pending[_MOST_PENDING // 2 :]
             kept = [tick for tick in oldest if tick.events or tick.evaluations or tick.snapshots]
@@ -141,7 +144,7 @@ class RunWriter:
     # ---- rows, within a transaction --------------------------------------------------------------
 
     def _put_on_record(self, db: sqlite3.Connection) -> None:
-        """A run that goes on loses what it had beyond the version that it goes on from."""
+        """Insert the run, or continue it: delete its rows after the version from which it continues."""
         beginning = self._beginning
         db.execute(
             "INSERT INTO runs (id, project, mode, work, starts, started_at, heard_at, heartbeat_s, host, process) "
@@ -212,7 +215,7 @@ class RunWriter:
     def _put_end(self, db: sqlite3.Connection, summary: Summary, ended_by: str) -> None:
         self._put_document(db, "summary", summary.text())
         at = time.time()
-        # Of those that took part: at the end no worker is left.
+        # All workers that took part, because none is left at the end.
         row = [at, at, ended_by, to_json(summary.final), summary.version, len(summary.workers), self._key]
         sets = "ended_at = ?, heard_at = ?, ended_by = ?, metrics = ?, version = ?, num_workers = ?"
         db.execute(f"UPDATE runs SET {sets} WHERE key = ?", row)
@@ -221,7 +224,7 @@ class RunWriter:
         self._insert(db, "documents", [{"name": name, "body": body}])
 
     def _insert(self, db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of the same columns."""
+        """Insert rows, which all have the same columns."""
         for row in rows[:1]:
             names, marks = (", ".join(form % name for name in row) for form in ('"%s"', ":%s"))
             db.executemany(f"INSERT OR REPLACE INTO {table} (run, {names}) VALUES ({self._key}, {marks})", rows)

@@ -107,7 +107,7 @@ def security_of(folder: Path, worker: str | None) -> Credentials:
 @pytest.mark.parametrize(
     ("token", "words", "fix"),
     [
-        (None, "the server at {} speaks TLS, and this shard was told nothing of it", "--ca FILE"),
+        (None, "the server at {} speaks TLS, and this shard has no CA certificate (security.ca)", "--ca FILE"),
         ("", "the server at {} asks for a shard's certificate", "shard-N.crt and shard-N.key"),
         ("stranger", "refused the certificate {folder}/stranger.crt", "has signed for shards"),
     ],

@@ -83,8 +83,8 @@ def register(folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bo
     [
         ("foreign", True, False, "was signed by 'their CA', and not by the CA in"),
         ("expired", True, False, "expired on 20"),
-        (None, True, False, "speaks no TLS, and this shard was told to"),
-        ("shard-0", False, False, "speaks TLS, and this shard was told nothing of it"),
+        (None, True, False, "speaks no TLS, and security.ca of this shard requires it"),
+        ("shard-0", False, False, "speaks TLS, and this shard has no CA certificate"),
         ("shard-2", True, True, "shows the certificate of 'shard-2', and the coordinator is 'shard-0'"),
     ],
 )
