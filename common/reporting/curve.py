@@ -1,4 +1,4 @@
-"""What was measured while a run went on: which was the best, and whether that is enough. Pure."""
+"""The evaluations of a run: the best evaluation, and whether the run may stop. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..config.conditions import condition
 from ..wire.json_text import to_json
 
 TRAINED = "train_loss"  # the metric of training itself, where nothing was evaluated
-_MOST_TRAINED = 1_000  # points of it; from twice as many on every second one goes
-# Of metrics with such a name less is better.
+_MOST_TRAINED = 1_000  # points; at twice as many, every second point is dropped
+# For a metric with one of these words in its name, less is better.
 _DOWN = ("loss", "error", "perplexity", "mse", "mae", "wer")
 
 
 def is_up(metric: str) -> bool:
-    """Whether more of it is better."""
+    """Returns whether a higher value of the metric is better."""
     return not any(word in metric.lower() for word in _DOWN)
 
 
@@ -29,29 +29,29 @@ MetricValue = Annotated[float, BeforeValidator(lambda value: math.nan if value i
 
 
 class Point(BaseModel):
-    """One evaluation, of the weights of one version."""
+    """One evaluation of the weights of one version."""
 
-    step: int  # training steps behind it
+    step: int  # training steps until then
     version: int
-    elapsed_s: float = 0.0  # of training, when its metrics came
+    elapsed_s: float = 0.0  # seconds of training until the metrics arrived
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
-    num_bytes: int | None = None  # that were exchanged until then, where that is known
-    samples: int | None = None  # that had counted by then, likewise
+    num_bytes: int | None = None  # bytes exchanged until then, if known
+    samples: int | None = None  # samples counted until then, if known
 
 
 @dataclass
 class Curve:
     """All evaluations of a run, in the order they came."""
 
-    best_of: str | None = None  # the metric that decides; None: accuracy where there is one, else loss, else the first
+    best_of: str | None = None  # the deciding metric; None: accuracy if there is one, else loss, else the first
     stop_when: str | None = None
-    patience: int | None = None  # evaluations in a row without a better one that end the run
+    patience: int | None = None  # the run stops after this many evaluations without improvement
     points: list[Point] = field(default_factory=list)
     best: Point | None = None
     _num_worse: int = 0
 
     def add(self, point: Point) -> bool:
-        """Whether it is the best so far."""
+        """Add an evaluation. Returns whether it is the best so far."""
         self.points.append(point)
         value, best = self._value(point), None if self.best is None else self._value(self.best)
         is_best = not math.isnan(value) and (best is None or (value > best if is_up(self.metric) else value < best))
@@ -62,13 +62,13 @@ class Curve:
 
     @property
     def metric(self) -> str:
-        """The one that decides."""
+        """The deciding metric."""
         names = list(self.points[0].metrics) if self.points else []
         return self.best_of or next((name for name in ("accuracy", "loss", *names) if name in names), "")
 
     @property
     def why_enough(self) -> str:
-        """Why the run need not go on, as a phrase; or empty."""
+        """The reason to stop the run, as a phrase; empty if it should continue."""
         if not self.points:
             return ""
         newest = self.points[-1]
@@ -80,7 +80,7 @@ class Curve:
         return ""
 
     def lacks(self) -> str:
-        """What is asked for and is in no metric of the newest point, as a phrase; or empty."""
+        """Returns the configured metrics that the newest point lacks, as a phrase; empty if it lacks none."""
         wanted = [self.best_of, condition(self.stop_when).metric if self.stop_when is not None else None]
         measured = self.points[-1].metrics if self.points else {}
         missing = [name for name in wanted if name is not None and name not in measured]
@@ -90,12 +90,12 @@ class Curve:
         return point.metrics.get(self.metric, math.nan)
 
     def saved(self) -> dict[str, Any]:
-        """As JSON, for a snapshot."""
+        """Returns the curve as JSON, for a snapshot."""
         best = self.points.index(self.best) if self.best is not None else None
         return {"points": [point.model_dump() for point in self.points], "best": best, "worse": self._num_worse}
 
     def restore(self, saved: Any) -> None:
-        """Of a snapshot; one that has none, or no whole one, leaves it empty."""
+        """Restore the curve from a snapshot. If the snapshot has no complete curve, the curve is empty."""
         try:
             points = [Point.model_validate(point) for point in saved["points"]]
             self.best = None if saved["best"] is None else points[saved["best"]]
@@ -107,7 +107,7 @@ class Curve:
 def add_trained(points: list[Point], status: Any) -> None:
     """Add the training loss of one more `Status`, or row of the run store, and its other metrics.
 
-    A run that went back to a snapshot loses its points beyond.
+    If the run went back to a snapshot, this removes the points of later steps.
     """
     while points and points[-1].step > status.step:
         points.pop()
@@ -115,7 +115,7 @@ def add_trained(points: list[Point], status: Any) -> None:
         return
     others = {name: value for name, value in status.row().items() if value is not None and name != "loss"}
     recorded = {f"recorded.{name}": value for name, value in status.recorded.items()}
-    metrics = {TRAINED: status.loss, **others, **recorded}  # `loss` is that of evaluations
+    metrics = {TRAINED: status.loss, **others, **recorded}  # `loss` names the loss of evaluations
     at = {name: getattr(status, name) for name in ("step", "version", "elapsed_s", "samples")}
     points.append(Point(**at, metrics=metrics, num_bytes=status.num_bytes or None))
     if len(points) >= 2 * _MOST_TRAINED:
@@ -123,7 +123,7 @@ def add_trained(points: list[Point], status: Any) -> None:
 
 
 def text_of(points: list[Point], path: str) -> str:
-    """A file of them: CSV with a column for each metric, or a JSON object a line."""
+    """Returns the points as text of a file: CSV with a column for each metric, or JSON lines."""
     rows = [{**point.model_dump(exclude={"metrics", "num_bytes", "samples"}), **point.metrics} for point in points]
     if path.endswith(".jsonl"):
         return "".join(to_json(row) + "\n" for row in rows)

@@ -1,7 +1,7 @@
-"""What a comparison of runs says, in sentences that follow from their metrics. Pure.
+"""The findings of a comparison of runs, as sentences made from their metrics. Pure.
 
-Runs of one name are one way of training with several seeds: their metrics are a mean, and the range that they span.
-Where two ranges overlap nothing is said to be better.
+Runs with the same name differ only in their seed: a finding uses the mean and range of their metrics. If two ranges
+overlap, the findings call neither better.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .summary import Summary, price
 
 Runs = Sequence[tuple[str, Summary]]
 
-# Metrics whose least and most are named, and how a sentence calls them.
+# Metrics whose minimum and maximum are reported, and their names in a sentence.
 _RANGES = {
     "wait_share": "Waiting, of the workers' time", "staleness_mean": "Staleness, mean",
     "samples_per_s": "Samples a second", "union_steps_per_s": "Steps of the union batch a second",
@@ -34,7 +34,7 @@ _REASONS = (
 
 
 def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spread]:
-    """By name, in the order of the runs; without those that have no such metric."""
+    """Returns the spread of a metric by run name, in the order of the runs; runs without the metric are left out."""
     values: dict[str, list[float]] = {}
     for name, run in runs:
         if (value := get(run)) is not None:
@@ -43,14 +43,17 @@ def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spr
 
 
 def deciding_metric(runs: Runs) -> str:
-    """The one by which runs are compared: accuracy where all have one, else loss, else the first that all have."""
+    """Returns the metric that compares the runs: accuracy if all have it, else loss, else the first common metric."""
     common = [name for name in runs[0][1].final if all(name in run.final for _, run in runs)] if runs else []
     return next((name for name in ("accuracy", "loss", *common) if name in common), "")
 
 
 def target_of(runs: Runs) -> Condition | None:
-    """What every run has reached, the worst of their best: of the deciding metric where all were evaluated on their
-    way, else of the training loss. None where a run has neither."""
+    """Returns a target that every run reached: the worst of their best values.
+
+    It uses the deciding metric if all runs were evaluated during training, and otherwise the training loss. Returns
+    None if a run has neither.
+    """
     for name in (deciding_metric(runs), TRAINED):
         values = [[v for point in run.points_of(name) if math.isfinite(v := point.metrics[name])] for _, run in runs]
         if values and min(map(len, values)) > 1:
@@ -60,7 +63,7 @@ def target_of(runs: Runs) -> Condition | None:
 
 
 def findings(runs: Runs, target: Condition | None = None) -> list[str]:
-    """What won, by how much, why, and what it cost. Without a `target` it is what every run has reached."""
+    """Returns which run won, by how much, why, and its cost. The default target is `target_of(runs)`."""
     names = list(dict.fromkeys(name for name, _ in runs))
     if len(names) < 2:
         return []
@@ -90,7 +93,7 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
 
 
 def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[str], dict[str, Spread]]:
-    """Who came to it, and when; those of which one run did not are named."""
+    """Returns sentences about which names reached the target and when, and the seconds by name."""
     missed = list(dict.fromkeys(name for name, run in runs if run.reached(target) is None))
     reaching = [(name, run) for name, run in runs if name not in missed]
     sentences = []
@@ -107,7 +110,7 @@ def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[st
 
 
 def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
-    """What the fastest spared or did more of against the slowest; empty where neither is beyond the spread."""
+    """Returns the reasons why the fastest beat the slowest; empty if no difference exceeds the spread."""
     first, last = (choose(took, key=lambda name: took[name].mean) for choose in (min, max))
     if took[first].overlaps(took[last]):
         return ""
@@ -126,7 +129,7 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
 
 
 def _costs(runs: Runs) -> tuple[str, dict[str, Spread]] | None:
-    """Where all have one, in one currency."""
+    """Returns the currency and the costs by name; None unless all runs have costs in one currency."""
     paid = [run.cost for _, run in runs if run.cost is not None]
     if len(paid) < len(runs) or len({cost.currency for cost in paid}) != 1:
         return None
@@ -145,7 +148,7 @@ def _best(words: str, by_name: dict[str, Spread], is_more_better: bool, write: C
 
 
 def _range(words: str, by_name: dict[str, Spread], write: Callable[[float], str]) -> str:
-    """The ends; empty where all are equal."""
+    """Returns a sentence with the minimum and maximum; empty if all are equal."""
     most, least = max(by_name, key=lambda name: by_name[name].mean), min(by_name, key=lambda name: by_name[name].mean)
     if by_name[most].mean == by_name[least].mean:
         return ""

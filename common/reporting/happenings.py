@@ -1,4 +1,4 @@
-"""Events of a run as sentences, made of their kind and fields in the history (docs/robustness.md). Pure."""
+"""Writes events of a run as sentences, from their kind and fields in the history (docs/robustness.md). Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from .view import Event
 
 
 def event(at: float, kind: str, rank: int | None, fields: Mapping[str, Any]) -> Event:
-    """`at` in Unix seconds. An unknown kind, as of a newer version, has its name as the sentence; so has one that
-    lacks a field."""
+    """Returns the event with its sentence; `at` is in Unix seconds.
+
+    The sentence of an unknown kind (from a newer version), or of an event that lacks a field, is the kind's name.
+    """
     try:
         text = _sentence(kind, rank, fields)
     except (KeyError, TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""What was applied when, as JSON lines: one object per line, in the order it happened, never changed.
+"""The history of a run: JSON lines, one object per event, in order, never changed.
 
-A file opened for appending, so what a killed process has written stays, and a server that is started again goes on
-in the same file. A worker writes each line at once; a server's lines come from its bus a moment later, so one that is
-killed may leave out its last few. `drills/check.py` reads it.
+The file is opened for appending: the lines of a killed process stay, and a restarted server continues in the same
+file. A worker writes each line at once. A server's lines come from its event bus a moment later, so a killed server may
+lose its last few lines. `drills/check.py` reads the file.
 
     server  start     run, server_incarnation, mode, staleness, workers, version, seqs {rank: seq}, source,
                       skipped [damaged snapshots], options {name: value} of the mode, common {name: value} of every
@@ -27,8 +27,8 @@ killed may leave out its last few. `drills/check.py` reads it.
 
 Every line also has `op`, `role` ("server" or "worker") and `t`, monotonic seconds of its host.
 
-A file that cannot be written any more (a full disk) ends there for that process: it goes on without, says so once,
-and counts what is missing in the log. A later process may go on in the file.
+If the file cannot be written any more (a full disk), the process continues without it, logs this once, and logs the
+number of missing lines. A later process may continue in the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = get_logger()
 
 
 class HistoryFile:
-    """Lines of one process; several may append to the same file."""
+    """Appends the lines of one process; several processes may append to the same file."""
 
     def __init__(self, path: str, role: str) -> None:
         self._role = role
@@ -59,7 +59,7 @@ class HistoryFile:
         return to_json(line, separators=(",", ":")).encode() + b"\n"
 
     def append(self, lines: bytes) -> None:
-        """Write whole lines; OSError when that cannot be, and half a line may stand in the file."""
+        """Write whole lines. Raises OSError; then the file may have a partial line."""
         while lines:
             lines = lines[os.write(self._file, lines) :]
 

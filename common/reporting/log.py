@@ -41,7 +41,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
-        # A line and its end in one write: torchrun's workers share a file.
+        # One write per line including its newline, because torchrun's workers share a file.
         logger_factory=structlog.WriteLoggerFactory(_Stderr()),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
@@ -75,7 +75,7 @@ class _Routine:
 
 
 class _Stderr:
-    """Whatever standard error is at the moment: a live table puts lines above itself."""
+    """The current standard error, because a live table redirects it to print lines above the table."""
 
     def write(self, text: str) -> None:
         sys.stderr.write(text)
@@ -85,7 +85,7 @@ class _Stderr:
 
 
 class _Logger:
-    """structlog's logger, loaded with its first line: a command line with a mistake in it has none."""
+    """structlog's logger, loaded at the first line, so that a command with a wrong option does not load it."""
 
     @cached_property
     def _logger(self) -> Any:
@@ -97,8 +97,10 @@ class _Logger:
         return getattr(self._logger, name)
 
     def routine(self, event: str, **fields: Any) -> None:
-        """An event of one worker's normal life, of level debug. Programs, which read JSON, get it at level info too:
-        the launcher lives by some."""
+        """Log an event of one worker's normal operation at level debug.
+
+        In JSON format the level is info, because the launcher depends on some of these events.
+        """
         self._logger.info(event, **{_ROUTINE: True}, **fields)
 
 

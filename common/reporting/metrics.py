@@ -56,7 +56,7 @@ class Display(Flag):
 
     NOWHERE = 0
     DASHBOARD = auto()
-    CURVES = auto()  # of the dashboard, for who chooses them
+    CURVES = auto()  # of the dashboard, selected by its user
     TERMINAL = auto()  # the live table
     TRACKERS = auto()
     PROMETHEUS = auto()
@@ -78,14 +78,14 @@ class Metric:
     unit: Unit = Unit.COUNT
     read: Callable[[Any], Value] | None = None
     derive: Callable[[Row], Value] | None = None
-    of_run: bool = False  # it is the run's; else it is a worker's
-    over_workers: Fold | None = None  # of a worker's; None: the run has no such metric
+    of_run: bool = False  # a metric of the run; else of a worker
+    over_workers: Fold | None = None  # how a worker's metric adds up; None: the run has no such metric
     over_time: Fold = Fold.LAST
     display: Display = Display.EVERYWHERE
-    display_run: Display | None = None  # of the run's value, where `over_workers` makes one; None: as `display`
-    default: Value = 0  # where no value was given
-    is_rare: bool = False  # tables leave it out where it is 0 for all
-    differs_from: str = ""  # tables leave it out where it equals this other metric for all
+    display_run: Display | None = None  # for the run's value from `over_workers`; None: as `display`
+    default: Value = 0  # if no value was given
+    is_rare: bool = False  # tables omit it if it is 0 for all
+    differs_from: str = ""  # tables omit it if it equals this other metric for all
 
     @property
     def prometheus_name(self) -> str:
@@ -99,7 +99,7 @@ class Metric:
 
 
 def rate(value: float) -> str:
-    """With a decimal where it is small."""
+    """Returns a rate as text, with one decimal below 100."""
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
@@ -119,7 +119,7 @@ OF_RUN: dict[str, Metric] = {}
 
 
 def register(metric: Metric) -> None:
-    """Add a metric to the table; one of a worker that adds up over workers is a metric of the run as well."""
+    """Add a metric to the table. A worker's metric with `over_workers` becomes a metric of the run too."""
     if not metric.of_run:
         OF_WORKER[metric.name] = metric
     if metric.of_run or metric.over_workers is not None:
@@ -127,7 +127,7 @@ def register(metric: Metric) -> None:
 
 
 def unregister(name: str) -> Metric:
-    """Take a metric out of the table."""
+    """Remove a metric from the table and return it."""
     found = [table.pop(name) for table in (OF_WORKER, OF_RUN) if name in table]
     return found[0]
 
@@ -179,13 +179,13 @@ def over_workers(column: Callable[[Metric], list[Value]]) -> dict[str, Value]:
 
 
 def total_or_unknown(values: Iterable[Number | None]) -> Number | None:
-    """Their sum; None where one of them is unknown."""
+    """Returns the sum; None if a value is unknown."""
     known = list(values)
     return None if None in known else sum(known)  # type: ignore[arg-type]  # there is no None
 
 
 def _mean(values: list[Value]) -> Value:
-    """Mean of the known ones; None where none is known."""
+    """Returns the mean of the known values; None if no value is known."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return sum(known) / len(known) if known else None
 
@@ -208,7 +208,7 @@ def _finite(value: float) -> float | None:
 
 
 def _of_time(name: str) -> Callable[[Row], Value]:
-    """A kind of time as a share of all of the workers' time."""
+    """Derives a kind of time as a share of the workers' total time."""
     return lambda row: _ratio(row[name], total_or_unknown([row["compute_s"], row["transfer_s"], row["wait_s"]]))
 
 
@@ -239,7 +239,7 @@ _RARE: dict[str, Any] = {"is_rare": True, "over_workers": None}
 
 
 def _measured(name: str, label: str, text: str, unit: Unit) -> Metric:
-    """What a worker's process measures, and sends with its heartbeats; of the run the mean of its workers."""
+    """A metric that a worker's process measures and sends with its heartbeats; the run has the mean."""
     return Metric(
         name, label, text, unit, read=lambda worker: worker.traffic.measured.get(name), over_workers=Fold.MEAN,
         default=None, is_rare=True, display=Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS,

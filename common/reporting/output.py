@@ -1,4 +1,4 @@
-"""Files a run leaves behind: checked before training, written whole."""
+"""Result files of a run: checked before training, written atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEMPORARY = ".tmp"
 
 
 def check_writable(path: str) -> None:
-    """Raise OutputError now if `path` could not be written at the end of training."""
+    """Raise OutputError if `path` cannot be written; called before training."""
     target = Path(path)
     parent = target.parent
     if target.is_dir():
@@ -46,26 +46,26 @@ def check_writable(path: str) -> None:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666, is_synced: bool = True) -> None:
-    """What was there stays until the new is whole. `mode` is the file's from its first byte on."""
+    """Write a file atomically: the old file stays until the new file is complete. `mode`: its permissions."""
     with replacing(path, mode, is_synced) as file:
         file.write(data)
 
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, is_synced: bool = True) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of what was there when it is whole."""
+    """Yield a file to write. It replaces the old file when the block ends without an error."""
     if path.exists() and not path.is_file():  # a device, a pipe
         with path.open("wb") as file:
             yield file
         return
-    path = path.resolve()  # what a link names is written, the link stays
+    path = path.resolve()  # replace the target of a link, not the link
     _remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(descriptor, "wb") as file:
-            with suppress(OSError):  # not everywhere
+            with suppress(OSError):  # not supported on all file systems
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield file
             file.flush()
@@ -77,7 +77,7 @@ def replacing(path: Path, mode: int = 0o666, is_synced: bool = True) -> Iterator
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Of processes that were killed while they wrote `path`; one that writes holds a lock."""
+    """Delete temporary files of processes killed while they wrote `path`; a live writer has a lock."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_TEMPORARY}"):
         with suppress(OSError), leftover.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +85,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def write_best(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Weights of an evaluation that was better than all before; a log line where they cannot be written."""
+    """Write the weights of the best evaluation so far; log an error if they cannot be written."""
     from safetensors.torch import save  # loads torch, which the launcher does without
 
     try:
@@ -97,7 +97,7 @@ def write_best(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, 
 
 
 def write_curve(path: str, points: list[Point]) -> None:
-    """All evaluations so far; a log line where they cannot be written."""
+    """Write all evaluations so far; log an error if they cannot be written."""
     try:
         write_whole(Path(path), text_of(points, path).encode(), is_synced=False)
     except OSError as error:
@@ -105,10 +105,10 @@ def write_curve(path: str, points: list[Point]) -> None:
 
 
 def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """The weights, if there are any, and the summary, where `config.output` says; the summary also to whoever looks.
+    """Write the weights, if any, and the summary to the files in `config.output`, and print the summary.
 
-    The weights are safetensors, for `model.load_state_dict(load_file(path))`; `metadata` goes into the same file, its
-    `version` is theirs. OutputError when something cannot be written.
+    The weights are safetensors, for `model.load_state_dict(load_file(path))`. The same file has `metadata`, whose
+    `version` is the version of the weights. Raises OutputError if a file cannot be written.
     """
     output = config.output
     try:

@@ -19,7 +19,7 @@ _STATE_STYLES = {"waiting": "yellow", "gone": "red", "finished": "dim", "computi
 
 
 class TerminalConsole(PipeConsole):
-    """On standard error. It leaves the cursor alone: a program that is killed could not show it again."""
+    """A console on standard error. It does not hide the cursor, because a killed program could not show it again."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True, highlight=False)
@@ -35,9 +35,11 @@ class TerminalConsole(PipeConsole):
 def live_panel(
     console: Console, latest: Callable[[], Status | None], redirects: bool = False, job: Callable[[], str] = str
 ) -> Live:
-    """What `latest` gives, below what `job` says (which run of several it is), drawn by `refresh` only: rich's own
-    refreshing would be a second thread. It `redirects` what the process writes to sys.stderr, so that lines scroll
-    above."""
+    """Returns a live view of the status from `latest`, below the text of `job` (which of several runs it is).
+
+    Only `refresh` draws it, because rich's own refresh needs a second thread. With `redirects`, lines that the process
+    writes to sys.stderr scroll above the view.
+    """
     return Live(
         console=console,
         get_renderable=lambda: status_panel(status, job()) if (status := latest()) else Text(""),
@@ -49,8 +51,8 @@ def live_panel(
 
 
 def status_panel(status: Status, job: str = "") -> RenderableType:
-    """The live view. What must stay visible on a low terminal comes first."""
-    bar = Table.grid()  # by itself a bar does not end its line
+    """Returns the live view. Its most important lines come first, for terminals with few lines."""
+    bar = Table.grid()  # a bar alone does not end its line
     if status.steps:
         bar.add_row(ProgressBar(total=status.steps, completed=status.step, width=60))
     waiting, width = status.waiting_reason(), 78
@@ -66,7 +68,7 @@ def status_panel(status: Status, job: str = "") -> RenderableType:
 
 
 def _reasons(status: Status) -> list[Text]:
-    """What who waits for, below the table: a line that is too long goes on in the next, and loses nothing."""
+    """Returns lines below the table: which workers wait, and why. Long lines wrap and are not cut."""
     waiting: dict[str, list[str]] = {}
     for worker in status.workers:
         if worker.waiting_for:

@@ -1,7 +1,7 @@
-"""What people read of a run: its status in a line, tables of results of one run and of several side by side.
+"""Text reports of runs: a status line, the results of one run, and a table of several runs side by side.
 
-The columns of rare metrics that are zero for every worker (dropped, rejected, restarts) are left out, so that tables
-fit 100 columns. Written to a file or a pipe, nothing is ever cut.
+Tables omit columns of rare metrics that are zero for every worker (dropped, rejected, restarts), so that they fit 100
+columns. Output to a file or a pipe is never cut.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _MOST_GAIN = 4.0  # of an outer momentum; beyond it rounds overshoot
 
 
 class Measure(NamedTuple):
-    """Of a comparison: its name, the metric of a run (None: it has none), how it is written."""
+    """A column of a comparison: its name, a function that gets the value of a run or None, and one that formats it."""
 
     name: str
     get: Callable[[Summary], float | None]
     write: Callable[[float], str]
-    key: str = ""  # of a metric its name, of an evaluation's `eval.NAME`
+    key: str = ""  # the metric's name; for an evaluation `eval.NAME`
     unit: str = Unit.NUMBER.value  # or `price`
 
 
 class Spread(NamedTuple):
-    """Of one metric, of all runs of one name."""
+    """Mean and range of one metric over all runs with the same name."""
 
     mean: float
     low: float
@@ -62,20 +62,20 @@ _FIRST_TO_GO = ("traffic", "version", "stale max", "waiting", "stale mean")  # w
 
 
 class PipeConsole(Console):
-    """rich ends the process where a pipe is broken; here that is the caller's to decide."""
+    """Raises BrokenPipeError for a broken pipe, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def report_console(file: IO[str] | None = None) -> Console:
-    """A console on standard output (or `file`) that cuts nothing when nobody watches."""
+    """Returns a console on standard output or `file`. Without a terminal it cuts no text."""
     file = file or sys.stdout
     return PipeConsole(file=file, highlight=False, width=None if file.isatty() else _FILE_WIDTH)
 
 
 def summary_table(summary: Summary) -> RenderableType:
-    """The end of one run: a headline with the metrics that matter, and a row per worker."""
+    """Returns the results of one run: a headline with its main metrics, and a row per worker."""
     metrics = [metric for metric in shown_of_workers(Display.SUMMARY) if _is_worth_it(metric, summary.workers)]
     table = _table(["worker", *(metric.label.replace(" ", "\n") for metric in metrics)])
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
@@ -106,14 +106,14 @@ def summary_table(summary: Summary) -> RenderableType:
 
 
 def _is_worth_it(metric: Metric, workers: list[WorkerStatus]) -> bool:
-    """Whether a column of it says something that the others do not."""
+    """Returns whether the metric's column adds information to the table."""
     if metric.differs_from:
         return any(getattr(worker, metric.name) != getattr(worker, metric.differs_from) for worker in workers)
     return not metric.is_rare or any(getattr(worker, metric.name) for worker in workers)
 
 
 def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> Table:
-    """One row per run: its final metrics, when it came to the target, then what it cost."""
+    """Returns one row per run: final metrics, the time to the target, then costs."""
     head, rows = comparison_cells(runs, target)
     for name in _FIRST_TO_GO:
         widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
@@ -129,7 +129,7 @@ def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None =
 def comparison_cells(
     runs: Sequence[tuple[str, Summary]], target: Condition | None = None
 ) -> tuple[list[str], list[list[str]]]:
-    """The same as text: names of the columns, rows. Of several runs of one name a row more has mean and range."""
+    """Returns the column names and rows as text. Runs with the same name get an extra row with mean and range."""
     columns = comparison_columns(runs, target)
     rows = [[label, *(_cell(column, [run]) for column in columns)] for label, run in runs]
     for label in dict.fromkeys(label for label, _ in runs):
@@ -172,7 +172,7 @@ def _final(name: str, run: Summary) -> float | None:
 
 
 def _cell(column: Measure, runs: Sequence[Summary]) -> str:
-    """`-` where one of them has none."""
+    """Returns the mean and range as text; `-` if a run lacks the metric."""
     values = [value for run in runs if (value := column.get(run)) is not None]
     return Spread.of(values).text(column.write) if len(values) == len(runs) else "-"
 
@@ -181,8 +181,10 @@ _LINE = 80  # columns of a status
 
 
 def status_line(status: Status, job: str = "") -> str:
-    """`step 118/500  version 472  training loss 0.310  3,250 samples/s  12 s to go`, at most 80 columns. What is waited
-    for stands beside it where it fits, and otherwise on a line of its own. `job` says which run of several it is."""
+    """`step 118/500  version 472  training loss 0.310  3,250 samples/s  12 s to go`, at most 80 columns.
+
+    The reason for waiting is on the same line if it fits, and otherwise on the next. `job`: name of the run among several.
+    """
     line = "  ".join(status_metrics(status, _LINE, job))
     waiting = status.waiting_reason()
     if not waiting:
@@ -192,7 +194,7 @@ def status_line(status: Status, job: str = "") -> str:
 
 
 def status_metrics(status: Status, width: int, job: str = "") -> list[str]:
-    """The parts of `status_line`, as many as fit; what is not known yet is left out."""
+    """Returns the parts of `status_line` that fit the width and are known."""
     total = f"/{status.steps:,}" if status.steps else ""
     parts = {"job": job, "step": f"step {status.step:,}{total}", "version": f"version {status.version:,}"}
     if status.loss is not None:
@@ -205,14 +207,14 @@ def status_metrics(status: Status, width: int, job: str = "") -> list[str]:
         parts["rate"] = f"{status.samples_per_s:,.0f} samples/s"
     if status.eta_s is not None and not job:
         parts["to go"] = f"{duration(status.eta_s)} to go"
-    for name in ("version", "also", "rate", "to go", "held out", "loss"):  # the first that is not needed goes first
+    for name in ("version", "also", "rate", "to go", "held out", "loss"):  # in this order until the rest fits
         if sum(len(part) + 2 for part in parts.values() if part) - 2 > width:
             parts.pop(name, None)
     return [part for part in parts.values() if part]
 
 
 def _direction(cosine: float | None, gain: float | None) -> Text:
-    """How far rounds go the same way, and what becomes of it."""
+    """Returns a line on how similar the directions of successive rounds are, and the gain of outer momentum."""
     assert cosine is not None and gain is not None
     message = f"deltas of successive rounds: cosine {cosine:.2f}, which outer momentum makes {gain:.1f} times as far"
     if gain <= _MOST_GAIN:
@@ -221,8 +223,7 @@ def _direction(cosine: float | None, gain: float | None) -> Text:
 
 
 def _transports(summary: Summary) -> str:
-    """`transport direct, int8`, or which ranks have which; why not a better transport, of those that have the
-    slowest."""
+    """Returns `transport direct, int8`, or the transports by rank; for grpc with the reason."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for worker in summary.workers:
         why = worker.transport_reason if worker.transport == "grpc" else ""
