@@ -50,8 +50,10 @@ def setup_logging(config: LogConfig, program: str) -> None:
 
 
 def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The last that sees text from elsewhere: a value with control characters would begin a line of its own, or tell a
-    terminal what to do. Where it comes in it is checked already (`common/wire/checks.py`). A traceback has lines."""
+    """Escapes control characters in values, which could start a new line or control a terminal.
+
+    Text from other processes is also checked on receipt (`common/wire/checks.py`). A traceback keeps its lines.
+    """
     for name, value in event.items():
         if isinstance(value, str) and not value.isprintable() and name != "exception":
             event[name] = shown(value, len(value))

@@ -183,7 +183,7 @@ _LINE = 80  # columns of a status
 def status_line(status: Status, job: str = "") -> str:
     """`step 118/500  version 472  training loss 0.310  3,250 samples/s  12 s to go`, at most 80 columns.
 
-    The reason for waiting is on the same line if it fits, and otherwise on the next. `job`: name of the run among several.
+    The reason for waiting is on the same line if it fits, and otherwise on the next. `job`: which run it is.
     """
     line = "  ".join(status_metrics(status, _LINE, job))
     waiting = status.waiting_reason()

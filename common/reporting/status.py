@@ -1,6 +1,6 @@
-"""Where a run stands at one moment: one type from the server, or a run without one, to the screen.
+"""The status of a run at one moment: one type from the server (or a run without a server) to the screen.
 
-As the log event `status`, the reply to the call Status (proto/parameter_server.proto), and what the launcher shows. Its
+The log event `status`, the reply to the call Status (proto/parameter_server.proto) and the launcher's view use it. Its
 numbers are the metrics of `metrics.py`, as attributes by their names.
 """
 
@@ -30,7 +30,7 @@ def mean_recorded(workers: Iterable[WorkerStatus]) -> dict[str, float]:
 class Measured(BaseModel):
     """A record with metrics beside its fields: attributes with the names of the table.
 
-    A metric that nobody gave is derived from others, or has its default. Unknown names are ignored.
+    A missing metric is derived from others, or has its default. Unknown names are ignored.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -42,11 +42,11 @@ class Measured(BaseModel):
 
     @classmethod
     def declared_metrics(cls) -> list[Metric]:
-        """The metrics that such a record has: those of a run at one moment."""
+        """Returns the metrics that such a record has."""
         return [metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.STATUS]
 
     def parts(self) -> list[WorkerStatus]:
-        """The workers whose metrics add up to those of this record."""
+        """Returns the workers whose metrics add up to this record's metrics."""
         return []
 
     def row(self) -> dict[str, Value]:
@@ -55,7 +55,7 @@ class Measured(BaseModel):
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """A record of values that need no checks."""
+        """Returns a record of values that need no validation."""
         made: Any = cls.model_construct(**values | completed(cls.declared_metrics(), values))
         return made
 
@@ -78,13 +78,13 @@ class Measured(BaseModel):
 
 
 class WorkerStatus(Measured):
-    """One rank: at one moment in a status, at the end of the run in a summary. Sums are over all its incarnations."""
+    """One rank: at one moment (status) or at the end (summary). Sums are over all its incarnations."""
 
     rank: int
     state: str = ""  # joining, computing, uploading, waiting, away, finished, gone
     waiting_for: str = ""  # a sentence; empty when it does not wait
     transport: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
-    transport_reason: str = ""  # why not in a way that the worker prefers
+    transport_reason: str = ""  # why it is not the transport that the worker prefers
     codec: str = "raw"  # of its newest contribution; auto's choice
     recorded: dict[str, MetricValue] = Field(default_factory=dict)  # by its script: `session.record(name=...)`
 
@@ -100,9 +100,9 @@ class Status(Measured):
     evaluated: Point | None = None  # the newest evaluation
     recorded: dict[str, MetricValue] = Field(default_factory=dict)  # by scripts: mean of the workers that have it
     waiting: str = ""  # a sentence: what everyone waits for; empty when somebody may compute
-    workers: list[WorkerStatus] = Field(default_factory=list)  # of many, those that others wait for first
-    left_out: int = 0  # ranks that are not among them
-    versions: list[int] = Field(default_factory=list)  # of each shard, where there are several
+    workers: list[WorkerStatus] = Field(default_factory=list)  # of many workers, first the workers that others wait for
+    left_out: int = 0  # number of ranks not in `workers`
+    versions: list[int] = Field(default_factory=list)  # of each shard, if there are several
     shard_bytes: list[int] = Field(default_factory=list)  # memory of each shard
 
     def parts(self) -> list[WorkerStatus]:
@@ -110,19 +110,19 @@ class Status(Measured):
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Status | None:
-        """From the fields of an event of the log; None when they are not a status's. Unknown fields are ignored."""
+        """Parse the fields of a log event. Returns None if they are not a status. Unknown fields are ignored."""
         try:
             return cls.model_validate(dict(fields))
         except ValidationError:
             return None
 
     def fields(self) -> dict[str, Any]:
-        """For an event of the log."""
+        """Returns the fields for a log event."""
         return self.model_dump(exclude={name for name in _OFTEN_EMPTY if not getattr(self, name)})
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that have taken part in the run, those that are gone included."""
+        """Number of ranks that took part in the run, including departed ranks."""
         return len(self.workers) + self.left_out
 
     @computed_field  # type: ignore[prop-decorator]
@@ -134,7 +134,7 @@ class Status(Measured):
         return float(self.elapsed_s / self.step * max(0, self.steps - self.step))
 
     def waiting_reason(self) -> str:
-        """What everyone, or else the first waiting worker, waits for; empty when nobody does."""
+        """Returns why all workers wait, or else the first waiting worker; empty if none waits."""
         if self.waiting:
             return self.waiting
         waiting = [worker for worker in self.workers if worker.waiting_for]

@@ -14,7 +14,7 @@ from .status import Measured, WorkerStatus
 
 
 class ShardSummary(BaseModel):
-    """One server process of several; `bytes` it held at the end, by what they are."""
+    """One of several server processes; `bytes`: its memory at the end, by kind."""
 
     shard: int
     version: int = 0
@@ -22,17 +22,17 @@ class ShardSummary(BaseModel):
 
     @property
     def lasting_bytes(self) -> int:
-        """Without the mean of a round, which is there during a round only."""
+        """Memory without the mean of a round, which exists only during a round."""
         return sum(count for name, count in self.bytes.items() if name != "mean")
 
 
 class Cost(BaseModel):
-    """What the run's machines have cost, from its first reply to its last contribution."""
+    """The cost of the run's machines, from the first reply to the last contribution."""
 
     currency: str
     total: float
-    waiting: float  # of that, while workers were held by the mode: their share of waiting
-    per_epoch: float | None = None  # where it is known how many samples an epoch has
+    waiting: float  # part of it for the time that workers wait for the mode
+    per_epoch: float | None = None  # if the number of samples of an epoch is known
 
     @classmethod
     def of(cls, currency: str, per_hour: float, wall_s: float, wait_share: float, epochs: float | None) -> Cost:
@@ -46,12 +46,12 @@ class Cost(BaseModel):
 
 
 def price(amount: float) -> str:
-    """Two decimals, or two digits of what is less than a cent."""
+    """Returns a price with two decimals, or two digits below a cent."""
     return f"{amount:,.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
 def _rate(steady: tuple[int, float], whole: tuple[int, float]) -> float:
-    """In a second, of the steady part, where it is known, or of the whole run."""
+    """Returns a rate per second over the steady part of the run if known, else over the whole run."""
     count, seconds = steady if steady[1] > 0 else whole
     return count / seconds if seconds > 0 else 0.0
 
@@ -68,27 +68,27 @@ class Summary(Measured):
     local_steps: int = 1
     version: int = 0
     cosine: float | None = None  # between mean deltas of successive rounds, mean over them (diloco); of shard 0's part
-    gain: float | None = None  # what the outer momentum makes of a direction that goes on so
+    gain: float | None = None  # how much outer momentum amplifies a constant direction
     wall_s: float = 0.0  # from the first reply with weights to the last contribution
-    step_s: float = 0.0  # of a training step of each worker, once all had taken their first; 0: not known
+    step_s: float = 0.0  # per training step of each worker, after the first; 0: unknown
     # From the moment when every worker had taken its first training step, which loads much, to the last contribution:
     # seconds, and what all workers did in them. 0: not known.
     steady_s: float = 0.0
     steady_samples: int = 0
     steady_steps: int = 0
-    staleness: dict[int, int] = Field(default_factory=dict)  # contributions by versions behind; 64: and more
-    ended_by: str = ""  # who stopped it and why, or what failed; empty: all steps were taken
+    staleness: dict[int, int] = Field(default_factory=dict)  # number of contributions by staleness; 64: 64 or more
+    ended_by: str = ""  # who stopped it and why, or the failure; empty: all steps were taken
     final: dict[str, MetricValue] = Field(default_factory=dict)  # what the task's evaluation returned
-    curve: list[Point] = Field(default_factory=list)  # evaluations, the final one included where there were others
+    curve: list[Point] = Field(default_factory=list)  # evaluations, with the final evaluation if there were others
     best: Point | None = None  # of them
-    trained: list[Point] = Field(default_factory=list, exclude=True)  # training loss on its way, for reports
+    trained: list[Point] = Field(default_factory=list, exclude=True)  # training loss over time, for reports
     workers: list[WorkerStatus] = Field(default_factory=list)
-    cost: Cost | None = None  # where prices are known
-    shards: list[ShardSummary] = Field(default_factory=list)  # where the server is several processes
+    cost: Cost | None = None  # if prices are known
+    shards: list[ShardSummary] = Field(default_factory=list)  # if the server has several processes
 
     @classmethod
     def declared_metrics(cls) -> list[Metric]:
-        # Those that are fields or properties of this class are not beside them.
+        # Without metrics that are fields or properties of this class.
         return [
             metric
             for metric in OF_RUN.values()
@@ -106,7 +106,7 @@ class Summary(Measured):
         return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode
 
     def points_of(self, metric: str) -> list[Point]:
-        """The evaluations that have it; of `curve.TRAINED` statuses."""
+        """Returns the evaluations with this metric; for `curve.TRAINED` the points of training."""
         return [point for point in (*self.curve, *self.trained) if metric in point.metrics]
 
     def reached(self, target: Condition) -> Point | None:
@@ -120,16 +120,18 @@ class Summary(Measured):
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples of all workers in a second, once every worker had taken its first training step. None: nobody said
-        how many a step has."""
+        """Samples of all workers per second, after every worker's first training step. None: batch size unknown."""
         if self.samples is None:
             return None
         return _rate((self.steady_samples, self.steady_s), (self.samples, self.wall_s))
 
     @property
     def union_steps_per_s(self) -> float:
-        """Steps of the union batch in a second, from the same moment: one has a training step of each worker. A worker
-        alone that takes the batches of N as one (`single`) is compared with N workers by it."""
+        """Steps of the union batch per second, after every worker's first training step.
+
+        A union batch has one training step of each worker. The metric compares N workers with a single worker that
+        trains on the batches of N (`single`).
+        """
         steps = _rate((self.steady_steps, self.steady_s), (self.training_steps, self.wall_s))
         return steps / max(1, len(self.workers))
 
@@ -139,11 +141,11 @@ class Summary(Measured):
         return float(self.num_bytes) / max(1, len(self.workers))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """For a notebook."""
+        """Returns the summary for a notebook."""
         from .pictures.cards import of_summary
 
         return of_summary(self).bundle()
 
     def text(self) -> str:
-        """As JSON, for a file."""
+        """Returns the summary as JSON, for a file."""
         return to_json(self.model_dump(), indent=2) + "\n"

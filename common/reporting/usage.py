@@ -1,4 +1,4 @@
-"""What this process uses of its machine, without a package beside the standard library."""
+"""CPU and memory use of this process, measured with the standard library only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Usage:
         self._cpu: float | None = None
 
     def cpu(self) -> float | None:
-        """Returns CPU time as a share of one core, since the reading before; None at first."""
+        """Returns CPU time as a share of one core since the previous reading; None at first."""
         now = time.monotonic()
         if (passed_s := now - self._at) >= _LEAST_S:
             used_s = time.process_time()
@@ -29,7 +29,7 @@ class Usage:
         return self._cpu
 
     def memory(self) -> int:
-        """Returns the bytes that are resident; without /proc the most that were."""
+        """Returns the resident bytes; without /proc the peak."""
         try:
             return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
-"""What somebody who looks at a run gets, a status at a time: one type from the server to the page and the run store.
+"""The state of a run for viewers: one type from the server to the dashboard and the run store.
 
-A `Tick` is a status with what has happened since the one before. A `View` gathers ticks into what a page needs that is
-opened in the middle of a run, and stays bounded however long the run is. Pure.
+A `Tick` is a status with the events since the tick before. A `View` collects ticks, so that a dashboard opened in the
+middle of a run has all it needs. Its size is limited, however long the run is. Pure.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .metrics import Display, Value, shown_of_run
 from .status import RECORDED, Status
 from .summary import Cost
 
-_MOST_ROWS = 1_000  # of the series; from twice as many on every second one goes
+_MOST_ROWS = 1_000  # of the series; at twice as many, every second row is dropped
 _MOST_EVENTS = 300
 _MOST_SNAPSHOTS = 100
 _MOST_SPANS = 4_000  # of the time line
-_AT_ONCE_S = 0.05  # within which a page and the run store are told of one start
+_AT_ONCE_S = 0.05  # one start reaches the dashboard and the run store within this time
 
 
 class Event(BaseModel):
@@ -48,9 +48,9 @@ class EvaluatedPoint(Point):
 
 
 class Span(BaseModel):
-    """Where a worker's time between two contributions went: first waiting, then transfer, then computing.
+    """A worker's time between two contributions: first waiting, then transfer, then computing.
 
-    Rank -1 is the server: the time its tensor work took. Where contributions come often one span covers several.
+    Rank -1 is the server: the time of its tensor work. If contributions arrive often, a span covers several.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class Wait(BaseModel):
 
 
 class Tick(BaseModel):
-    """A run at one moment, with what has happened since the tick before."""
+    """A run at one moment, with the events since the tick before."""
 
     at: float  # Unix seconds
     clock_s: float = 0.0  # as in `Span`
@@ -88,7 +88,7 @@ class Tick(BaseModel):
 
 
 class About(BaseModel):
-    """Which run it is."""
+    """Description of the run."""
 
     run: str
     mode: str = ""
@@ -103,19 +103,19 @@ class About(BaseModel):
 
 
 def series_columns() -> list[str]:
-    """The names of the metrics whose course the page draws."""
+    """Returns the names of the metrics that the dashboard draws over time."""
     return [metric.name for metric in shown_of_run(Display.DASHBOARD | Display.CURVES)]
 
 
 def series_of(statuses: Sequence[Any], names: Iterable[str] | None = None) -> dict[str, list[Value]]:
-    """Their metrics in columns, and what scripts recorded as `recorded.NAME`. `names`: as `series_columns`."""
+    """Returns the metrics in columns; metrics of scripts are `recorded.NAME`. `names`: as from `series_columns`."""
     columns = {name: [getattr(status, name) for status in statuses] for name in names or series_columns()}
     recorded = dict.fromkeys(name for status in statuses for name in status.recorded)
     return columns | {f"{RECORDED}{name}": [status.recorded.get(name) for status in statuses] for name in recorded}
 
 
 class View(BaseModel):
-    """All that a page shows of one run."""
+    """All data that the dashboard shows of one run."""
 
     about: About
     newest: Tick | None = None
@@ -142,15 +142,15 @@ class View(BaseModel):
                 self.series = {name: values[::2] for name, values in self.series.items()}
 
     def add_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
-        """Keep as many as the run keeps on its disk."""
+        """Add snapshots, and keep as many as the run keeps on its disk."""
         of_version = {snapshot.version: snapshot for snapshot in (*self.snapshots, *snapshots)}
         most = self.about.settings.get("checkpoint", {}).get("keep") or _MOST_SNAPSHOTS
         self.snapshots = list(of_version.values())[-min(most, _MOST_SNAPSHOTS) :]
 
     def continue_from(self, before: View, version: int) -> None:
-        """Take over what the run was before its server was started again from `version`; later versions are gone.
+        """Load the data from before the server restarted from `version`, without later versions.
 
-        The run store may have the first events of this start already.
+        The run store may already have the first events of this start.
         """
         versions = enumerate(before.series["version"])
         rows = [at for at, reached in versions if reached is not None and reached <= version]

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..security import WEB_LOGS_VARIABLE
 
 MAX_LINES = 200
-_MAX_BYTES = 256 << 10  # that are read of a file
+_MAX_BYTES = 256 << 10  # read from the end of a file
 _STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -19,7 +19,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def last_lines(rank: int) -> list[str] | None:
-    """Returns the last lines of a worker, without colors; None where ps-launch keeps none for this process."""
+    """Returns the last lines of a worker, without colors; None if ps-launch keeps no lines for this process."""
     folder = os.environ.get(WEB_LOGS_VARIABLE)
     if not folder:
         return None

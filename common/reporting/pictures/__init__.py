@@ -1,6 +1,6 @@
-"""Curves as pictures: SVG without anything, PNG of curves where matplotlib is installed (the extra `bench`).
+"""Curves as pictures: SVG without dependencies, PNG if matplotlib is installed (the extra `bench`).
 
-Curves of one name are one way of training with several seeds: of one color, over the band that they span.
+Curves with the same name are runs that differ only in their seed. They share a color, and a band shows their range.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#1
 
 
 def svg(curves: Curves, unit: str, line: float | None = None) -> str:
-    """An SVG as it stands in HTML (a file wants xmlns). `line`: a value to be marked."""
+    """Returns an SVG element for HTML (a file also needs xmlns). `line`: a value to mark."""
     xs, ys = zip(*(point for _, points in curves for point in points), strict=True)
     last, low, high = max(xs) or 1.0, min(ys), max(ys)
     span = high - low or 1.0
@@ -59,7 +59,7 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
 
 
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
-    """(x, lowest, highest) of several curves where all have a value, between their points along a line; x ascends."""
+    """Returns (x, lowest, highest) where all curves have a value, with linear interpolation; x ascends."""
     if len(curves) < 2:
         return []
     first, last = max(points[0][0] for points in curves), min(points[-1][0] for points in curves)
@@ -76,7 +76,7 @@ def _at(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = None) -> bool:
-    """The same into a file; False where there is no matplotlib. OutputError where it cannot be written."""
+    """Write the picture as PNG. Returns False without matplotlib. Raises OutputError if it cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -106,5 +106,5 @@ def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = 
 
 
 def _literal(name: str) -> str:
-    """What matplotlib would take for mathematics, or leave out of a legend."""
+    """Escapes `$`, which matplotlib reads as mathematics, and `_`, which hides a name from the legend."""
     return name.replace("$", r"\$").lstrip("_")

@@ -1,4 +1,4 @@
-"""The cards of what a notebook may be asked to show: a session, the summary of a run, runs on record."""
+"""Notebook cards of a session, the summary of a run, and runs of the run store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import Curves
 from .notebook import Card
 from .words import duration, short_number
 
-# What is shown (`summary.py`, `common/runstore/reading.py`) imports this file, which knows it by its attributes alone.
+# `summary.py` and `common/runstore/reading.py` import this file, so it uses their classes only by attributes.
 
 
 def of_session(
@@ -19,7 +19,7 @@ def of_session(
     losses: Sequence[tuple[float, float]],
     metrics: Mapping[str, float],
 ) -> Card:
-    """A worker of a script. `where`: rank, number of workers, step, whether it is done; None before its optimizer."""
+    """Returns the card of a session. `where`: rank, number of workers, step, is done; None before it joins."""
     if where is None:
         return Card(f"session: {mode}", [], notes=["no step yet: session.optimizer() joins the run"])
     rank, num_workers, step, is_done = where
@@ -30,7 +30,7 @@ def of_session(
 
 
 def of_summary(summary: Any) -> Card:
-    """The end of a run."""
+    """Returns the card of a finished run."""
     shown = [(name, short_number(value)) for name, value in summary.final.items()]
     shown += [*_metrics(summary), ("workers", str(len(summary.workers)))]
     shown += [("cost", str(summary.cost))] if summary.cost is not None else []
@@ -39,7 +39,7 @@ def of_summary(summary: Any) -> Card:
 
 
 def of_stored(run: Any, series: Sequence[Any], evaluations: Sequence[Any]) -> Card:
-    """A run on record."""
+    """Returns the card of a run in the run store."""
     shown = [("state", run.state), ("task", run.work), ("step", f"{run.step:,}"), ("time", duration(run.elapsed_s))]
     shown += [(name, short_number(value)) for name, value in run.metrics.items()]
     shown += [*_metrics(run), ("workers", str(run.num_workers))]
@@ -49,13 +49,13 @@ def of_stored(run: Any, series: Sequence[Any], evaluations: Sequence[Any]) -> Ca
 
 
 def _metrics(run: Any) -> list[tuple[str, str]]:
-    """The metrics of the run that it has, as the table of metrics displays them."""
+    """Returns the known notebook metrics of the run, as label and text."""
     values = [(metric, getattr(run, metric.name, None)) for metric in shown_of_run(Display.NOTEBOOK)]
     return [(metric.label, metric.text(value)) for metric, value in values if value is not None]
 
 
 def of_list(path: str, runs: Sequence[Any]) -> Card:
-    """What a file has, the newest first."""
+    """Returns the card of a run store, the newest run first."""
     notes = [f"{run.label}: {run.mode}, {run.work}, {run.state}, step {run.step:,}" for run in runs]
     return Card(f"{path}: {len(runs)} runs", [], notes=notes)
 

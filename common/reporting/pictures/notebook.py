@@ -1,8 +1,7 @@
-"""How runs show themselves in a notebook: text for a terminal, HTML with a picture for a page, nothing from outside.
+"""Displays runs in a notebook: text for a terminal, HTML with pictures for a page, no external resources.
 
-IPython asks an object for `_repr_mimebundle_`. What people have named (tasks, runs, metrics, who stopped it) is data,
-and escaped. A `Card` that was shown with an id is shown anew in its place as the run goes on; only then is IPython
-asked for anything, and it is never imported where the process is no notebook.
+IPython calls `_repr_mimebundle_` of an object. Names from users (tasks, runs, metrics) are escaped. `Shown` updates a
+`Card` in place while the run goes on. It uses IPython only in a notebook, and never imports it elsewhere.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from typing import Any
 from . import Curves, svg
 
 _SHOWN_EVERY_S = 0.5
-_MOST_POINTS = 512  # of the losses a session remembers; from there on every second one goes
+_MOST_POINTS = 512  # losses that a session keeps; then every second point is dropped
 
 
 @dataclass(frozen=True)
 class Card:
-    """A title, metrics by name, and curves, each picture with what it is over."""
+    """A title, metrics by name, and pictures of curves with the name of their x axis."""
 
     title: str
     metrics: Sequence[tuple[str, str]]
-    pictures: Sequence[tuple[str, Curves, str]] = ()  # (what, curves, over)
+    pictures: Sequence[tuple[str, Curves, str]] = ()  # (caption, curves, x axis)
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """One line, and another for each note."""
+        """Returns one line, and another line for each note."""
         return "\n".join(["  ".join([self.title, *(f"{name} {value}" for name, value in self.metrics)]), *self.notes])
 
     def html(self) -> str:
@@ -47,7 +46,7 @@ class Card:
         return self.bundle()
 
     def bundle(self) -> dict[str, str]:
-        """What IPython's display takes."""
+        """Returns the formats for IPython's display."""
         return {"text/plain": self.text(), "text/html": self.html()}
 
 
@@ -57,7 +56,7 @@ def _picture(caption: str, curves: Curves, over: str) -> str:
 
 
 class Shown:
-    """A card in an output of a notebook, shown anew at most twice a second."""
+    """A card in a notebook's output, updated at most twice a second."""
 
     def __init__(self, card: Callable[[], Card]) -> None:
         self._card = card
@@ -65,7 +64,7 @@ class Shown:
         self._at = 0.0
 
     def show(self) -> None:
-        """Here, from now on. Where there is no IPython a line of text."""
+        """Display the card in the current output cell. Without IPython, print it as text."""
         ipython = sys.modules.get("IPython")
         if ipython is None or ipython.get_ipython() is None:
             print(self._card().text())
@@ -75,7 +74,7 @@ class Shown:
         self._handle = display(self._card().bundle(), raw=True, display_id=True)
 
     def look_again(self, is_last: bool = False) -> None:
-        """Something has changed."""
+        """Update the card after a change."""
         if self._handle is not None and (is_last or time.monotonic() - self._at >= _SHOWN_EVERY_S):
             self._at = time.monotonic()
             self._handle.update(self._card().bundle(), raw=True)
@@ -83,7 +82,7 @@ class Shown:
 
 @dataclass
 class Losses:
-    """What a script has recorded, thinned: (step, loss)."""
+    """The losses that a script recorded, thinned: (step, loss)."""
 
     points: list[tuple[float, float]] = field(default_factory=list)
     _every: int = 1

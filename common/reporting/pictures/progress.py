@@ -1,6 +1,6 @@
-"""How far a command is that takes a while, and about how much longer it takes: a bar on a terminal, lines elsewhere.
+"""Shows the progress of a long command and the remaining time: a bar on a terminal, lines elsewhere.
 
-It goes to standard error, so that results on standard output stay what they are.
+It writes to standard error, so that standard output has only the results.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from .words import duration
 
-_LEAST_PART, _LEAST_S = 0.05, 1.0  # before that nothing is said about the time left
+_LEAST_PART, _LEAST_S = 0.05, 1.0  # earlier the remaining time is unknown
 
 
 class Steps:
-    """A context manager; `at` says where the command is."""
+    """A context manager that displays progress; `at` updates it."""
 
     def __init__(self, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream or sys.stderr, clock
@@ -54,7 +54,7 @@ class Steps:
         self._activity = activity
 
     def left(self, part: float) -> str:
-        """About how much longer, in words; empty where that cannot be said yet."""
+        """Returns the remaining time in words; empty if it is not known yet."""
         passed_s = self._clock() - self._began
         if part < _LEAST_PART or passed_s < _LEAST_S:
             return ""

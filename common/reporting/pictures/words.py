@@ -1,10 +1,10 @@
-"""Metrics as people read them."""
+"""Formats numbers, durations and sizes for people."""
 
 from __future__ import annotations
 
 
 def short_number(value: float) -> str:
-    """A loss or an accuracy: three decimals, or an exponent where they would hide it."""
+    """Returns a loss or an accuracy with three decimals, or with an exponent if it is very small or large."""
     return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 10_000 else f"{value:.2e}"
 
 
