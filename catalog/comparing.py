@@ -62,7 +62,7 @@ def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | 
 
 
 def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
-    """Returns what a run that is in progress, or crashed, has come to."""
+    """Returns the results so far of a run that is in progress or crashed."""
     found = Summary.model_validate({
         **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.metrics, "ended_by": run.ended_by,
         "curve": list(store.evaluations(run)), "workers": list(store.newest_workers(run)),
@@ -75,7 +75,7 @@ def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
 
 
 def _labels(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
-    """Returns each run's name, or its mode and what sets it apart from the others of that mode.
+    """Returns each run's name, or its mode and its settings that differ from other runs of that mode.
 
     Runs that differ only in their seed get the same label.
     """

@@ -3,13 +3,13 @@
 Examples
 
   ps-runs list                                the newest first
-  ps-runs show last                           one run; also by name, id or the first of its id
-  ps-runs tag last baseline                   call it something
-  ps-runs compare baseline sync-3f02 last     side by side, and what differs in their settings
-  ps-runs compare baseline last --report out  the same as out/report.html and out/report.md
-  ps-runs plot last --metric accuracy         in the terminal; --out FILE.svg or .png
-  ps-runs export last --out last.csv          its series
-  ps-runs ui                                  the dashboard with all runs, also those in progress
+  ps-runs show last                           one run, by `last`, name, id or start of its id
+  ps-runs tag last baseline                   give a run a name
+  ps-runs compare baseline sync-3f02 last     side by side, with the settings that differ
+  ps-runs compare baseline last --report out  also writes out/report.html and out/report.md
+  ps-runs plot last --metric accuracy         plot in the terminal, or to --out FILE.svg or .png
+  ps-runs export last --out last.csv          the series of a run
+  ps-runs ui                                  the dashboard with all runs, also runs in progress
 
 Servers record their runs in output.track_dir (runs/paramserver.db); --no-store switches it off.
 """
@@ -76,7 +76,7 @@ def compare(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show runs side by side, and what differs in their settings."""
+    """Show runs side by side, with the settings that differ."""
     from . import comparing
 
     comparing.compare(_file(db), runs, report, target, as_json=as_json)
@@ -99,7 +99,7 @@ def plot(
 
 @app.command("export")
 def export(run: RunArgument, out: OutOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Export a run's series as CSV, or with --json (or FILE.json) everything recorded of it."""
+    """Export a run's series as CSV, or all its data with --json or FILE.json."""
     from . import showing
 
     showing.export(_file(db), run, out, as_json=as_json)

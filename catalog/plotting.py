@@ -17,7 +17,7 @@ _OVER = {"step": "step", "time": "elapsed_s", "samples": "samples", "bytes": "nu
 
 
 def plot(path: Path, name: str, axes: tuple[str, str], out: Path | None, *, as_json: bool) -> None:
-    """Plot a metric over an axis (`what`) as text, JSON, SVG or PNG. Raises UsageError."""
+    """Plot a metric over an x axis (`axes`) as text, JSON, SVG or PNG. Raises UsageError."""
     metric, over = axes
     if over not in _OVER:
         raise UsageError(f"--over {over} is not one of {', '.join(_OVER)}", fix="--over step")
@@ -39,7 +39,7 @@ def plot(path: Path, name: str, axes: tuple[str, str], out: Path | None, *, as_j
 
 
 def _points(store: RunStore, run: StoredRun, metric: str, over: str) -> list[tuple[float, float]]:
-    """Returns (x, value) of a series, or of evaluations. UsageError names the metrics there are."""
+    """Returns (x, value) of a series or of evaluations. Raises UsageError that names the known metrics."""
     metrics = [metric.name for metric in shown_of_run(Display.STATUS)]
     if metric in metrics:
         found = [(getattr(row, _OVER[over]), getattr(row, metric)) for row in store.series(run)]

@@ -168,7 +168,7 @@ def _when(at: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns `text` without control characters, which a terminal would carry out."""
+    """Returns `text` without control characters, which a terminal would execute."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
