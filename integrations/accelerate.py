@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: the prepared optimizer's step becomes the run's.
+"""Hugging Face Accelerate: the prepared optimizer's step becomes a step of the run.
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 session = join(accelerator, model, optimizer, loader)
@@ -27,7 +27,7 @@ log = get_logger()
 
 
 def take_place(session: Session) -> None:
-    """Accelerate's idea of who saves and prints. UsageError where it has made a process group of its own."""
+    """Set Accelerate's rank, so that rank 0 saves and prints. Raises UsageError if it has its own process group."""
     states = PartialState(), AcceleratorState()
     if states[0].num_processes > 1:
         raise UsageError(
@@ -40,8 +40,10 @@ def take_place(session: Session) -> None:
 
 
 def take_step(session: Session, model: nn.Module, optimizer: AcceleratedOptimizer, goes_on: bool) -> None:
-    """Joins the run with what Accelerate has prepared, when weights and memory are what they are going to be.
-    `goes_on`: from a checkpoint of the trainer's."""
+    """Join the run with the objects that Accelerate prepared, once weights and optimizer state are loaded.
+
+    `goes_on`: the trainer continues from its checkpoint.
+    """
     goes_on |= bool(optimizer.state)
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]
@@ -70,8 +72,10 @@ def join(
     address: str | None = None,
     rank: int | None = None,
 ) -> Session:
-    """Join the run (`connect()`) with what `accelerator.prepare` has returned. `loader` gives this rank's share from
-    here on, and ends with the run. UsageError for what cannot be."""
+    """Join the run (`connect()`) with the objects that `accelerator.prepare` returned.
+
+    From then on `loader` yields this rank's share and ends with the run. Raises UsageError for unsupported settings.
+    """
     session = connect(address, rank)
     take_place(session)
     take_step(session, accelerator.unwrap_model(model), optimizer, goes_on=False)

@@ -1,4 +1,4 @@
-"""A rank's share of the batches that a trainer's own loader makes."""
+"""Divides the batches of a trainer's own loader among the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACE = "paramserver"
 
 
 def num_ranks(session: Session) -> int:
-    """Workers the data is divided among: trainers want to know before they begin. UsageError where nobody has said."""
+    """Returns the number of workers that share the data. Raises UsageError if it is not configured."""
     if not session.settings.num_workers:
         raise UsageError(
             "a trainer divides its data before it begins, and the server takes any number of workers",
@@ -31,9 +31,11 @@ def num_ranks(session: Session) -> int:
 
 
 class RankSampler(Sampler[int]):
-    """Every W-th of what another sampler draws, from the rank-th on, as DistributedSampler: filled up with samples
-    from the beginning, so that all shares are equal. The ranks' batches at a step are then what one process with
-    batches W times as large trains on. Ends with the run."""
+    """Draws every W-th sample of another sampler, beginning with the rank-th, as DistributedSampler does.
+
+    It repeats samples from the beginning, so that all shares are equal. The batches of all ranks at a step equal one
+    batch of a single process that is W times as large. The sampler ends with the run.
+    """
 
     def __init__(self, base: Sampler[int], session: Session) -> None:
         self._base, self._session, self._num_ranks = base, session, num_ranks(session)
@@ -44,19 +46,21 @@ class RankSampler(Sampler[int]):
         return -(-len(self._base) // self._num_ranks)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Trainers say which one comes."""
+        """Set the epoch; trainers call this before each epoch."""
         self.epoch = epoch
 
     def go_to(
         self, step: int, own_step: int, num_batches: int, batch_size: int, accumulate: int, is_first: bool = True
     ) -> None:
-        """This rank is at training step `step` of the run, and the trainer counts `own_step`: the next epoch is the one
-        that this rank was in. The next one after it where that would end between two steps. `is_first`: none has
-        gone by since."""
+        """Move to training step `step` of the run, while the trainer counts `own_step`.
+
+        The next epoch is then the epoch of `step`, or the epoch after it if it would end between two steps.
+        `is_first`: no epoch has passed since.
+        """
         per_epoch = -(-num_batches // accumulate)
         if num_batches % accumulate and step % per_epoch != own_step % per_epoch:
             step += per_epoch - step % per_epoch
-        if step != own_step and own_step % per_epoch:  # the trainer skips what its checkpoint has behind it
+        if step != own_step and own_step % per_epoch:  # the trainer skips the batches before its checkpoint
             self._shift = (step - own_step) * accumulate * batch_size
             return
         self._first_epoch = step // per_epoch - own_step // per_epoch
@@ -82,7 +86,7 @@ class RankSampler(Sampler[int]):
         return order[self._session.rank :: self._num_ranks]
 
     def _draw(self, epoch: int) -> list[int]:
-        """The same on all ranks, whatever each has seeded and drawn before."""
+        """Returns the same order on all ranks, independent of their random state."""
         seed = self._session.settings.seed + epoch
         if hasattr(self._base, "set_epoch"):
             self._base.set_epoch(epoch)
@@ -96,7 +100,7 @@ class RankSampler(Sampler[int]):
 
 
 def say_clipping(session: Session, setting: str) -> None:
-    """Where a trainer clips what this rank sends."""
+    """Log a warning if a trainer clips the gradients that this rank sends."""
     if not session.settings.kind.worker_steps and session.settings.num_workers > 1:
         log.warning(
             "clips_each_rank",
@@ -106,19 +110,21 @@ def say_clipping(session: Session, setting: str) -> None:
 
 
 def place_in(session: Session) -> dict[str, Any]:
-    """What a trainer's checkpoint says of the run, under `PLACE`."""
+    """Returns the state of the run for a trainer's checkpoint, stored under `PLACE`."""
     return {"run": session.run_name, "steps": session.step}
 
 
 def step_of_trainer(session: Session, own_step: int, saved: dict[str, Any] | None) -> int:
-    """Where a trainer is that comes with a checkpoint of `own_step`: the run may have been begun with it, or be the one
-    it was written in."""
+    """Returns the trainer's step for a checkpoint of `own_step`.
+
+    The checkpoint may be from this run, or the run may have begun with it.
+    """
     is_same = saved is not None and saved["run"] == place_in(session)["run"]
     return own_step + session.step - (saved["steps"] if saved is not None and is_same else 0)
 
 
 def say_lost(session: Session, num_steps: int) -> None:
-    """At the end of a trainer that has taken so many of the run's steps, by its own count."""
+    """Log a warning if the trainer counts more steps (`num_steps`) than the run has."""
     if (lost := num_steps - session.step) > 0:
         log.warning(
             "steps_not_in_the_weights",
@@ -128,16 +134,19 @@ def say_lost(session: Session, num_steps: int) -> None:
 
 
 def catch_up(scheduler: Any, num_steps: int) -> None:
-    """A schedule that a trainer's checkpoint left where the run no longer is. Not one that needs a metric."""
+    """Step a scheduler to the run's step. A scheduler that needs a metric is left alone."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not stepped
+        warnings.simplefilter("ignore")  # torch warns that the optimizer has not stepped
         while not isinstance(scheduler, ReduceLROnPlateau) and scheduler.last_epoch < num_steps:
             scheduler.step()
 
 
 def divide(loader: Any, session: Session) -> RankSampler | None:
-    """Let a loader have this rank's share; None where that is not to be done: the loader divides already, or has no
-    map-style data set (an iterable one divides itself)."""
+    """Give a loader this rank's share of the data, and return its sampler.
+
+    Returns None if the loader already divides the data or has no map-style data set. An iterable data set divides
+    itself.
+    """
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
     if sampler is None or isinstance(sampler, (DistributedSampler, RankSampler)):
@@ -147,5 +156,5 @@ def divide(loader: Any, session: Session) -> RankSampler | None:
 
 
 def samples_of(loader: DataLoader[Any] | None) -> int:
-    """In a batch of a rank."""
+    """Returns the number of samples in a batch of this rank."""
     return int(getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1)

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: joins when training begins, so weights are those of the checkpoint it goes on from.
+"""Hugging Face's Trainer: joins when training begins, after the Trainer has loaded its checkpoint.
 
 trainer = Trainer(...)
 trainer.add_callback(ParameterServerCallback(trainer))
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 class ParameterServerCallback(TrainerCallback):
-    """Connects when it is made (`connect()`), leaves the run when training ends. Rank 0 saves and logs."""
+    """Connects in its constructor (`connect()`), and leaves the run when training ends. Rank 0 saves and logs."""
 
     def __init__(self, trainer: Trainer, address: str | None = None, rank: int | None = None) -> None:
         self.session = connect(address, rank)
@@ -48,12 +48,12 @@ class ParameterServerCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         session, own_step = self.session, state.global_step
-        remembered: Any = state.stateful_callbacks  # of a checkpoint: what was there
+        remembered: Any = state.stateful_callbacks  # restored from a checkpoint
         take_step(session, model, optimizer, goes_on=own_step > 0)
         session.expect(state.max_steps)
         if args.max_grad_norm:
             say_clipping(session, f"max_grad_norm={args.max_grad_norm:g}")
-        if not own_step:  # otherwise its checkpoint has loaded what there is to remember
+        if not own_step:  # otherwise the checkpoint restored scheduler and scaler
             session.state(scheduler=lr_scheduler, **({"scaler": optimizer.scaler} if optimizer.scaler else {}))
         step = step_of_trainer(session, own_step, remembered.get(PLACE))
         catch_up(lr_scheduler, step)
@@ -61,7 +61,7 @@ class ParameterServerCallback(TrainerCallback):
         if step != own_step and (share := divide(train_dataloader, session)) is not None:
             accumulate, batch = args.gradient_accumulation_steps, samples_of(train_dataloader)
             share.go_to(step, own_step, len(train_dataloader), batch, accumulate)
-        state.global_step = step  # another worker's, which this one replaces, or later than its checkpoint
+        state.global_step = step  # of the worker that it replaces, or later than its checkpoint
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

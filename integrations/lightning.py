@@ -1,4 +1,4 @@
-"""Lightning: a strategy, so the module and its optimizer stay as they are.
+"""Lightning: a strategy, so that the module and its optimizer need no change.
 
 trainer = L.Trainer(strategy=ParameterServerStrategy(), ...)
 """
@@ -45,11 +45,11 @@ class ParameterServerStrategy(ParallelStrategy):
         super().__init__(**options)
         self._connection_options = address, rank
         self._batch_size = 1
-        self._begins: tuple[int, int, int] | None = None  # its step, that it goes on from, and that of the run
-        self._saved: dict[str, Any] | None = None  # of the run, in the checkpoint
+        self._begins: tuple[int, int, int] | None = None  # steps: of the trainer, its new step, of the run
+        self._saved: dict[str, Any] | None = None  # state of the run in the checkpoint
         self.session: Session | None = None
 
-    # ---- its place --------------------------------------------------------------------------
+    # ---- rank and device --------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -96,7 +96,7 @@ class ParameterServerStrategy(ParallelStrategy):
         if trainer.max_steps > 0:
             self.session.expect(trainer.max_steps)
         self._saved = (trainer._checkpoint_connector._loaded_checkpoint or {}).get(PLACE)
-        if not trainer.ckpt_path:  # which would load them after this
+        if not trainer.ckpt_path:  # the checkpoint would load them later
             remembered: dict[str, Any] = {
                 f"scheduler{n}": config.scheduler for n, config in enumerate(self.lr_scheduler_configs)
             }
@@ -105,7 +105,7 @@ class ParameterServerStrategy(ParallelStrategy):
             self.session.state(**remembered)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Training data is divided; what is validated on is not: nobody would put the parts together."""
+        """Divide training data. Validation data is not divided, because no process would combine the results."""
         if self._trainer.training and self.session is not None:
             share, self._batch_size = None, samples_of(dataloader)
             if self._trainer._accelerator_connector.use_distributed_sampler:
@@ -114,10 +114,10 @@ class ParameterServerStrategy(ParallelStrategy):
         return dataloader
 
     def _begin(self, share: RankSampler | None, num_batches: int) -> None:
-        """Be where the run is with this rank: another worker's place, or later than the checkpoint."""
+        """Move the trainer to this rank's step of the run, which may differ from its checkpoint."""
         assert self.session is not None
         trainer, accumulate = self._trainer, self._trainer.accumulate_grad_batches
-        if self._begins is None:  # which other loaders, and those loaded again, come after
+        if self._begins is None:  # only for the first loader
             own_step, trainer.should_stop = trainer.global_step, self.session.is_done
             step = step_of_trainer(self.session, own_step, self._saved)
             self._begins = own_step, step, self.session.step
@@ -156,7 +156,7 @@ class ParameterServerStrategy(ParallelStrategy):
             _, step, step_of_run = self._begins
             say_lost(self.session, self._trainer.global_step - step + step_of_run)
 
-    # ---- what a process group would do: each rank has its own word --------------------------
+    # ---- collectives, which return this rank's own value ------------------------------------
 
     def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
         return tensor
