@@ -94,7 +94,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., metrics: _Optional[_Union[EvaluationMetrics, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., out_of_band: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "replies_taken")
+    __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "replies_taken", "num_workers")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class Join(_message.Message):
     SEATED_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     REPLIES_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     incarnation: int
@@ -119,7 +120,8 @@ class Join(_message.Message):
     seated: bool
     resumed: bool
     replies_taken: int
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., replies_taken: _Optional[int] = ...) -> None: ...
+    num_workers: int
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., program_version: _Optional[str] = ..., server_incarnation: _Optional[int] = ..., process: _Optional[str] = ..., seated: _Optional[bool] = ..., resumed: _Optional[bool] = ..., replies_taken: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("tensors", "fingerprint", "optimizer", "segment", "reply_codec", "direct", "contribution", "transport_reason", "rendezvous", "codecs")
@@ -278,16 +280,18 @@ class Contribution(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., payload: _Optional[_Union[PayloadInfo, _Mapping]] = ..., training: _Optional[_Union[TrainingInfo, _Mapping]] = ..., residual: _Optional[_Union[ResidualInfo, _Mapping]] = ..., completion: _Optional[_Union[CompletionInfo, _Mapping]] = ..., first: _Optional[_Union[FirstInfo, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class Counts(_message.Message):
-    __slots__ = ("num_samples", "num_training_steps", "num_batches", "part")
+    __slots__ = ("num_samples", "num_training_steps", "num_batches", "part", "num_workers")
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     num_samples: int
     num_training_steps: int
     num_batches: int
     part: int
-    def __init__(self, num_samples: _Optional[int] = ..., num_training_steps: _Optional[int] = ..., num_batches: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+    num_workers: int
+    def __init__(self, num_samples: _Optional[int] = ..., num_training_steps: _Optional[int] = ..., num_batches: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class Base(_message.Message):
     __slots__ = ("version", "has_all", "reference")

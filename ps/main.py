@@ -155,7 +155,13 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
     from .server import Server
     from .shards.server import ShardServer
 
-    server: Server | ShardServer = Server(config) if config.server.shard == 0 else ShardServer(config)
+    server: Server | ShardServer
+    if config.upstream.server is not None:
+        from ..relay.server import relay_server
+
+        server = await relay_server(config)
+    else:
+        server = Server(config) if config.server.shard == 0 else ShardServer(config)
     signals.server = server
     await server.start()
     await server.serve()

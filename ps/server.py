@@ -133,6 +133,7 @@ class Server:
         config, engine, run, model = self._config, self.engine, self._run, self._model
         if config.checkpoint.dir is not None:
             engine.snapshots = Snapshots(model, self._tensors, config, engine.tell)
+        self._restored()
         engine.tell(
             RunStarted(
                 run.name, run.incarnation, run.mode, run.policy.version, run.policy.num_committed(),
@@ -151,6 +152,9 @@ class Server:
                 weights=f"{model.source}/weights.safetensors",
                 fix="raise --steps or --epochs to continue, or use another --checkpoint-dir for a new run",
             )
+
+    def _restored(self) -> None:
+        """Called before the run begins, after it was restored from a snapshot."""
 
     # ---- several shards ---------------------------------------------------------------------
 

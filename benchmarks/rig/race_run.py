@@ -79,6 +79,7 @@ def race_once(race: Race, side: Ours | None, hosts: Sequence[Host], shards: int,
             home = hosts[0] if len(hosts) == len(race.addresses) else hosts[-1]
             environment |= {f"PS_WORKER__{key.upper()}": value for key, value in side.worker_settings.items()}
             environment |= {"PS_WORKER__SERVER": f"{home.address}:{port}", "PS_LOG__LEVEL": "warning"}
+            environment["PS_SERVER__INSECURE"] = "true"  # torch's own connections between peers
         for rank in range(len(race.addresses)):
             argv = [str(folder), str(rank)]
             program = Program("paramserver.benchmarks.rig.racer", argv, environment, folder / f"log{rank}")

@@ -23,12 +23,13 @@ from .sections.processes import (
 from .sections.run import TASK_STEPS, RunConfig, TaskConfig
 from .sections.serving import ServeConfig
 from .sections.training import LoaderConfig, OptimizerConfig, StoreConfig, TrainConfig
+from .sections.upstream import UpstreamConfig
 
 __all__ = [
     "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "CheckpointConfig", "Config", "CostConfig",
     "LaunchConfig", "LimitsConfig", "LoaderConfig", "LogConfig", "OptimizerConfig", "OutputConfig", "PolicyConfig",
     "RunConfig", "SecurityConfig", "ServerConfig", "SlowdownConfig", "StoreConfig", "TaskConfig", "TrainConfig",
-    "WorkerConfig", "mode_options", "own_modes",
+    "UpstreamConfig", "WorkerConfig", "mode_options", "own_modes",
 ]  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class Config(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     cost: CostConfig = Field(default_factory=CostConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
+    upstream: UpstreamConfig = Field(default_factory=UpstreamConfig)
 
     @field_validator("policy")
     @classmethod

@@ -90,6 +90,8 @@ def _write_counts(counts: Counts, message: pb.Counts) -> None:
         message.num_batches = counts.num_batches
     if counts.part:
         message.part = counts.part
+    if counts.num_workers > 1:
+        message.num_workers = counts.num_workers
 
 
 def _read_counts(message: pb.Counts) -> Counts:
@@ -98,6 +100,7 @@ def _read_counts(message: pb.Counts) -> Counts:
         message.num_training_steps if message.HasField("num_training_steps") else None,
         message.num_batches if message.HasField("num_batches") else None,
         message.part,
+        message.num_workers or 1,
     )
 
 

@@ -61,6 +61,7 @@ class Counts:
     num_training_steps: int | None = None  # None: as many as the server's last reply requested
     num_batches: int | None = None  # batches that the worker used; None: one for each training step
     part: int = 0  # number of the optimizer that steps a part of the model, from 1; 0: one optimizer steps all
+    num_workers: int = 1  # workers whose mean this is; several in a contribution of a region's relay
 
     @property
     def continues_step(self) -> bool:

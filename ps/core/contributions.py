@@ -127,6 +127,8 @@ class Contributions:
             stats.note_residual(residual)
         worker.waiting_since, worker.wants_weights = at - event.looked_s, training.wants_weights
         worker.evaluates = training.evaluates
+        if contribution.counts.num_workers > 1:
+            self._roster.num_behind[rank] = contribution.counts.num_workers
         if training.hyperparameters:
             worker.hyperparameters = training.hyperparameters
         if event.judgement is not SOUND and event.judgement.action in ("reject", "halt"):
@@ -285,6 +287,7 @@ class Contributions:
             policy.version, taken, policy.committed_by or (),
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
             clip_norm if policy.kind.holds_gradients else 0.0,
+            sum([pending.contribution.counts.num_samples or 1 for pending in in_mean if pending.judgement.is_taken]),
         ))  # fmt: skip
 
     def _commit_drawn(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:

@@ -173,7 +173,7 @@ class Ending(Saving):
             return
         self.is_done = True
         live = list(roster.workers.values())
-        able = [worker.rank for worker in live if worker.can_evaluate and self.failure is None]
+        able = [worker.rank for worker in live if worker.can_evaluate and self.failure is None and self.may_evaluate]
         self.evaluator = min(able, default=None)
         recipients = tuple((worker.rank, worker.incarnation) for worker in live)
         yield effects.TellDone(recipients, self.evaluator, self.policy.version)
@@ -197,7 +197,7 @@ class Ending(Saving):
 
     def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
         """Close the run, so that nothing more is decided: the last workers to leave must not close a round alone."""
-        self.is_closed = True
+        self.is_closed, self.rhythm.needs_final = True, False
         for worker in self.roster.workers.values():
             yield effects.Refuse(worker.rank, worker.incarnation, error)
         has_newest = self.has_weights and self.policy.has_newest_weights

@@ -45,6 +45,7 @@ class Joined(Event):
     incarnation: int = 0
     server_incarnation: int = 0
     process: str = ""
+    num_workers: int = 0  # that stand behind it, if it is the relay of a region
 
 
 @dataclass(slots=True)
@@ -206,6 +207,17 @@ class Stored(Event):
 
 
 @dataclass(slots=True)
+class UpstreamReplied(Event):
+    """The run above, of which this run is one worker, has replied to its relay."""
+
+    num_before: int = 0  # workers of other regions that come before this region's in the division of the data
+    num_others: int = 0  # workers of all other regions
+    is_over: bool = False  # the run above takes no more contributions
+    is_final: bool = False  # the final weights are here
+    evaluates: bool = False  # and a worker of this region is to evaluate them
+
+
+@dataclass(slots=True)
 class Controlled(Event):
     """A user controls the run (`controls.py`). The result carries `number`."""
 
@@ -241,7 +253,7 @@ class Failed(Event):
 KINDS: tuple[type[Event], ...] = (
     Joined, Disconnected, Left, Expelled, Finished, StopAsked, MetricsReceived, CopyAsked, HeartbeatBegan,
     HeartbeatStopped, Heartbeat,
-    Offered, Brought, Contributed, AskedAgain, Measured, Stored, Controlled, Ticked, Stopped,
+    Offered, Brought, Contributed, AskedAgain, Measured, Stored, UpstreamReplied, Controlled, Ticked, Stopped,
     Failed,
 )  # fmt: skip
 

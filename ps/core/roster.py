@@ -88,6 +88,9 @@ class Roster:
         self._standstill = Standstill(_LOOK_S)
         self.was_anyone_here = False
         self.evicted: set[int] = set()  # ranks that may not come back
+        self.num_behind: dict[int, int] = {}  # by rank: workers of a region whose relay has the rank; otherwise 1
+        # Of a region: workers of other regions that come before this one's, and workers of all other regions.
+        self.elsewhere = 0, 0
 
     def restore(self, num_joins: Mapping[int, int]) -> None:
         """Continue from a snapshot. Only the workers know of joins after it."""
@@ -135,6 +138,8 @@ class Roster:
         insort(self._ranks, rank)
         self._ranks_of.setdefault(joined.process, {})[rank] = None
         self.num_joins[rank], self._processes[rank] = worker.incarnation, joined.process
+        if joined.num_workers > 1:
+            self.num_behind[rank] = joined.num_workers
         stats = self.stats.setdefault(rank, WorkerStats(rank))
         if not previous:  # a join of the same process is not a restart
             stats.joined_anew()
@@ -173,8 +178,14 @@ class Roster:
     def division(self, rank: int) -> tuple[int, int]:
         """Returns (num_workers, index): this rank's share of the data."""
         if self.num_workers is not None:
-            return self.num_workers, rank
-        return len(self._ranks), bisect_left(self._ranks, rank)
+            num_workers, index = self.num_workers, rank
+        else:
+            num_workers, index = len(self._ranks), bisect_left(self._ranks, rank)
+        if self.num_behind:
+            ranks = self._ranks if self.num_workers is None else range(self.num_workers)
+            sizes = [self.num_behind.get(other, 1) for other in ranks]
+            num_workers, index = sum(sizes), sum(sizes[:index])
+        return num_workers + self.elsewhere[1], index + self.elsewhere[0]
 
     def find(self, rank: int, incarnation: int) -> Worker | None:
         """Returns the worker of this incarnation, if it holds the rank."""

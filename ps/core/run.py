@@ -60,6 +60,7 @@ class Run(Ending):
             events.CopyAsked: self._copy_asked,
             events.Measured: lambda event: [effects.Clip(event.version, event.norm)],
             events.Stored: self._stored,
+            events.UpstreamReplied: self._upstream_replied,
             events.Controlled: partial(controls.follow, self),
             events.Ticked: self._ticked,
             events.Stopped: lambda event: self._close(stopping(), event.at),
@@ -210,7 +211,7 @@ class Run(Ending):
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
         """Admit a worker. Its reply comes when the mode allows it to start."""
-        if self.policy.is_stopping:
+        if self.policy.is_stopping and not self.options.is_region:
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
         if not self.policy.members and not self.policy.has_newest_weights:
@@ -258,6 +259,17 @@ class Run(Ending):
         if self.is_holding:
             yield from self._enter_all(event.at)
         yield from self._end_if_over(event.at)
+
+    def _upstream_replied(self, event: events.UpstreamReplied) -> Iterable[Effect]:
+        """The run above decides the division of the data and the end of the run."""
+        self.roster.elsewhere = event.num_before, event.num_others
+        if event.is_final:
+            self.rhythm.needs_final, self.may_evaluate = False, event.evaluates
+        ranks = self.policy.num_counted
+        is_through = ranks and all(map(self.policy.is_through, ranks))
+        if event.is_over and not (is_through or self.policy.is_stopping):
+            return self.stop("the run of the server above is over", event.at)
+        return ()
 
     # ---- workers that are lost -------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ class Rhythm:
         self.is_writing = False
         self.is_asked = False  # a user wants one with the next commit
         self.durable_version = 0
+        self.needs_final = False  # the run above has not sent the final weights to this region yet
         self._every_steps = every_steps
         self._every_s = every_s or (None if every_steps else DEFAULT_EVERY_S)
         self._attempt = 0
@@ -62,7 +63,7 @@ class Rhythm:
 
     def wants_last(self, version: int) -> bool:
         """Whether the run's end needs a snapshot: the newest version is not durable, and no attempt at it failed."""
-        return self.is_kept and (self.is_writing or self._attempted_version < version)
+        return self.is_kept and (self.is_writing or self.needs_final or self._attempted_version < version)
 
     def give_up(self) -> None:
         """Take no more snapshots."""

@@ -35,6 +35,7 @@ class Options:
     every_s: float | None = None
     policy_of: Callable[[str], Policy] | None = None  # makes the policy of another mode; raises UsageError
     waits_for_first_snapshot: bool = False  # several shards: without a snapshot a lost shard ends the run
+    is_region: bool = False  # this run is one worker of another: a snapshot is an exchange with that run
 
 
 class RunState:
@@ -48,6 +49,7 @@ class RunState:
         self.incarnation = incarnation
         self.roster = Roster(options.num_workers, options.max_workers, options.lease_s)
         self.rhythm = Rhythm(options.keeps_snapshots, options.every_steps, options.every_s)
+        self.rhythm.needs_final = options.is_region
         self.contributions = Contributions(policy, self.roster, options.mode, options.max_rejected)
         self.model: tuple[str, str] | None = None  # names of the model and optimizer of all workers
         self.may_change_optimizer = False  # the first worker of a resumed run sets its hyperparameters
@@ -57,6 +59,7 @@ class RunState:
         self.is_closed = False  # events have no effect any more
         self.is_done = False  # all workers were notified that the run is over
         self.evaluator: int | None = None  # the rank that then evaluates the final weights
+        self.may_evaluate = True  # False: a worker of another region evaluates them
         self.has_finished = False  # some worker takes no more steps
         self.ended_by = ""  # why the run ended early; empty: all steps were taken
         self.failure: ParamServerError | None = None  # of a worker, after the last training step

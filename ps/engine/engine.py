@@ -24,7 +24,7 @@ from ..core.replication import Sequencer
 from ..core.run import Run
 from ..core.state import Options
 from ..policies.base import Policy
-from ..snapshots.snapshots import Snapshots
+from ..snapshots.common import Keeper
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .best import Best
@@ -72,7 +72,7 @@ class Engine:
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
-        self.snapshots: Snapshots | None = None
+        self.snapshots: Keeper | None = None
         self.dashboard = ""  # its address
         self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
         self.skipped_snapshots: list[str] = []  # damaged snapshots, newer than the one that was loaded
@@ -179,7 +179,10 @@ class Engine:
 
     def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
         """Returns the reason that each of these workers (None: all) waits, by rank; empty for one that does not."""
-        return reasons(self.run, self.peers, self.sequencer, now, ranks)
+        found = reasons(self.run, self.peers, self.sequencer, now, ranks)
+        if self.folding.above is not None and (why := self.folding.above.reason()):
+            found = {rank: text or why for rank, text in found.items()}
+        return found
 
     async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Wait until `condition` holds; it is checked after every event. Raises TimeoutError after `timeout_s`."""
@@ -291,13 +294,16 @@ class Engine:
     def _reply(self, reply: effects.SendReply) -> None:
         if reply.is_evaluated and self.run.options.keeps_best:
             self.best.keep(reply.reply.result.version)
-        self.streams.reply(reply)
+        if self.folding.above is not None and self.tensors.is_paused:  # the worker waits for the server above
+            self.tensors.then(partial(self.streams.reply, reply))
+        else:
+            self.streams.reply(reply)
 
     def _begin(self, begin: effects.Begin) -> None:
         weights = self.peers[begin.rank, begin.incarnation].weights
         assert weights is not None
         if self.model.has_weights:
-            self.model.replace(weights, self.run.policy.version)
+            self.model.replace(weights.payload, self.run.policy.version)
             return
         self.model.begin(weights)
         self._make_room()
@@ -362,19 +368,20 @@ class Engine:
     def _take_snapshot(self, effect: effects.TakeSnapshot) -> None:
         if self.snapshots is None or self.is_broken:
             return
-        stats = {rank: dict(values) for rank, values in effect.saved["training"]["stats"].items()}
+        saved, states = self.complete(effect.saved)
+        self.snapshots.take(saved, lambda durable: self.offer(events.Stored(effect.attempt, durable)), states)
+
+    def complete(self, saved: dict[str, Any]) -> tuple[dict[str, Any], dict[int, bytes]]:
+        """Add what the run does not know to `Run.saved`: traffic and positions. Also returns the scripts' states."""
+        stats = {rank: dict(values) for rank, values in saved["training"]["stats"].items()}
         for rank, traffic in self.traffic.items():
             if str(rank) in stats:
                 stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
                 stats[str(rank)]["peer_bytes"] = traffic.num_peers
-        states = self.states.saved(effect.saved["contributions"])
+        states = self.states.saved(saved["contributions"])
         places = {str(rank): kept.position for rank, kept in states.items()}
-        training = {**effect.saved["training"], "stats": stats, "places": places}
-        self.snapshots.take(
-            {**effect.saved, "training": training},
-            lambda durable: self.offer(events.Stored(effect.attempt, durable)),
-            {rank: kept.payload for rank, kept in states.items()},
-        )
+        training = {**saved["training"], "stats": stats, "places": places}
+        return {**saved, "training": training}, {rank: kept.payload for rank, kept in states.items()}
 
     # ---- how it stands ----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from ..core.judgement import overflowed
 from ..tensors.codec_memory import CodecMemory
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
+from ..tensors.replies.publication import Publication
 from ..tensors.sanity import Unsound
 from ..tensors.store import Step
 from ..tensors.tables import Rows
@@ -27,6 +28,21 @@ log = get_logger()
 _FEW = "too few contributions to leave out so many (policy.aggregation): fewer faulty workers are tolerated"
 
 _NOT_COMPENSATED = "the weights it was computed on are not here any more: it was taken as it came"
+
+
+class Above(Protocol):
+    """The server above, of which this run is a region: it takes the commits (`relay/region.py`)."""
+
+    def commit(
+        self, commit: effects.Commit, step: Callable[..., list[torch.Tensor]], publication: Publication,
+        without: frozenset[str],
+    ) -> None:  # fmt: skip
+        """Make this version. `step(progress=...)` steps the store, and returns payloads that may be reused.
+
+        `without` names parameters that have no gradient in any contribution."""
+
+    def reason(self) -> str:
+        """Why workers wait for the server above, as a phrase; empty: they do not."""
 
 
 class Staged(NamedTuple):
@@ -88,6 +104,7 @@ class Folding:
         self._staged: dict[ContributionId, Staged] = {}  # that came here whole
         self._kept: dict[ContributionId, Staged] = {}  # of contributions that count and are to be folded
         self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
+        self.above: Above | None = None
         self._without: frozenset[str] | None = None  # parameters without a gradient in all folded contributions
         self._are_few = False  # contributions of the newest commit
         self._measured = measured
@@ -164,9 +181,10 @@ class Folding:
         log.debug("commit", version=commit.version, reason=commit.reason)
         publication = self._model.publisher.next(commit.version)
         self._model.references.committed(len(commit.contributions), len(commit.members), self._without)
-        if self._without is not None:
-            self._model.changes.made(commit.version, self._without if store.optimizer is not None else ())
-            self._without = None
+        without, self._without = self._without, None
+        if without is not None:
+            steps_here = store.optimizer is not None and self.above is None
+            self._model.changes.made(commit.version, without if steps_here else ())
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         num_live = 1 if self._model.kind.has_peers else len(commit.members)
         # With all-reduce peers the worker that uploads the weights has the lowest rank's buffers.
@@ -174,7 +192,11 @@ class Folding:
         step = Step(
             num_live, lowest_live, commit.hyperparameters, commit.lr_scale, commit.momentum_among, commit.clip_norm
         )
-        work = partial(_sound, commit, partial(store.commit, step, publication.segment.payload, publication.made))
+        work = partial(_sound, commit, partial(store.commit, step, publication.segment.payload))
+        if self.above is not None:
+            self.above.commit(commit, work, publication, without or frozenset())
+            return
+        work = partial(work, progress=publication.made)
         if not (self._model.clips_parts(commit.clip_norm) and commit.contributions):
             self._tensors.submit(work, self._model.staging.reclaim)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -92,7 +93,8 @@ def with_mode(config: Config, mode: str) -> Config:
 
 def options_of(config: Config) -> Options:
     """Returns the run's options from the configuration."""
-    keeps = config.checkpoint.dir is not None
+    is_region = config.upstream.server is not None
+    keeps = config.checkpoint.dir is not None or is_region
     return Options(
         mode=config.run.mode,
         num_workers=config.run.workers,
@@ -106,8 +108,9 @@ def options_of(config: Config) -> Options:
         keeps_best=config.output.best is not None,
         stop_when=config.run.stop_when,
         patience=config.run.patience,
-        every_steps=config.checkpoint.every_steps,
+        every_steps=sys.maxsize if is_region else config.checkpoint.every_steps,
         every_s=config.checkpoint.every_s,
         policy_of=lambda mode: make_policy(with_mode(config, mode)),
-        waits_for_first_snapshot=keeps and config.server.shards > 1,
+        waits_for_first_snapshot=keeps and (config.server.shards > 1 or is_region),
+        is_region=is_region,
     )

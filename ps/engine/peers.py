@@ -226,7 +226,7 @@ def reasons(
         elif shard := sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
             found[rank] = shard
         elif run.is_holding:
-            found[rank] = "the first snapshot on all shards"
+            found[rank] = "" if run.options.is_region else "the first snapshot on all shards"
         elif not run.has_weights:
             initializer = run.initializer
             found[rank] = f"initial weights from rank {initializer.rank}" if initializer not in (None, worker) else ""

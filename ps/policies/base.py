@@ -214,7 +214,8 @@ class Policy(Gates, ABC):
         self._waiting.add(member.rank)
 
     def _weight(self, contribution: Contribution) -> float:
-        return float(contribution.counts.num_samples or 1) if self.common.weighting == "samples" else 1.0
+        counts = contribution.counts
+        return float((counts.num_samples or 1) if self.common.weighting == "samples" else counts.num_workers)
 
     def staleness(self, rank: int, contribution: Contribution) -> int:
         """Returns the versions between a contribution's base weights and the newest ones."""

@@ -6,14 +6,32 @@ as initial weights, and the samples in them would count twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from ...common.errors import CheckpointError, UsageError
 
 # Pattern of a run's name. Trackers use the name for a folder.
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"
 _MOST_NAMED = 5
+
+
+class Keeper(Protocol):
+    """Keeps versions of a run outside of its server: on a disk, or in the run above (`relay/region.py`)."""
+
+    num_written: int  # by this process
+
+    def take(self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes]) -> None:
+        """Keep the newest version. `done` gets the newest version that is kept. See `Snapshots.take`."""
+
+    def prune(self, least_common: int) -> None:
+        """All shards have this version."""
+
+    def drop(self) -> None:
+        """The newest version is not to be used."""
+
+    def close(self) -> None:
+        """Wait until all is kept."""
 
 
 class SnapshotName(NamedTuple):

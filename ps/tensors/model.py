@@ -323,11 +323,11 @@ class Model:
             self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)
         self.has_weights = True
 
-    def replace(self, weights: Segment, version: int) -> None:
+    def replace(self, weights: torch.Tensor, version: int) -> None:
         """Publish these weights, uint8 [total_bytes], as those of the newest version, which were not here."""
         publication = self.publisher.next(version)
         self._small_payload = -1, b""
-        self._tensors.submit(partial(self.store.replace, weights.payload, publication.segment.payload))
+        self._tensors.submit(partial(self.store.replace, weights, publication.segment.payload))
         self._tensors.then(partial(publication.made, self.store.layout.exchange_bytes))
 
     def small_payload(self) -> bytes:

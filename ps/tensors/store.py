@@ -194,6 +194,20 @@ class Store:
             self.direction.close()
         return round_.close() if round_.result is not None else []
 
+    def mean(self) -> torch.Tensor | None:
+        """Complete and return the mean of the round, uint8 [exchange_bytes]; None: nothing was folded."""
+        if self.aggregator.result is not None:
+            for window in self.windows:
+                self.aggregator.complete(window)
+        return self.aggregator.result
+
+    def receive(self, weights: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+        """Make the next version of these weights, uint8 [total_bytes], in `target`, and end the round. Returns the
+        payloads that may be reused."""
+        self.replace(weights, target)
+        self.version += 1
+        return self.aggregator.close() if self.aggregator.result is not None else []
+
     def measure(self) -> float:
         """Complete the mean of the round, and return the 2-norm of its parameters and rows on this shard."""
         mean = self.aggregator.result

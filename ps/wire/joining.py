@@ -71,7 +71,7 @@ class Joining:
 
     def _join(self, join: pb.Join, rank: int | None) -> Peer:
         peer = self._engine.join(
-            events.Joined(0, rank, join.run, join.incarnation, join.server_incarnation, join.process)
+            events.Joined(0, rank, join.run, join.incarnation, join.server_incarnation, join.process, join.num_workers)
         )
         log.routine(
             "joined", rank=peer.rank, incarnation=peer.incarnation, resumed=peer.is_resumed, host=join.host,

@@ -45,8 +45,14 @@ class Exchange:
     """One worker's conversation with the server (an `Exchanger`). Blocks. Raises the errors of `common/errors.py`."""
 
     def __init__(
-        self, config: WorkerConfig, rank: int | None, history: str | None = None, credentials: Credentials = PLAINTEXT
+        self,
+        config: WorkerConfig,
+        rank: int | None,
+        history: str | None = None,
+        credentials: Credentials = PLAINTEXT,
+        num_behind: int = 0,
     ) -> None:
+        """`num_behind`: workers of a region, if this process is its relay."""
         self.config, self.credentials = config, credentials
         self._limit = Limit(config.max_mbit)
         self._traces: ExchangeTraces | None = None
@@ -57,6 +63,7 @@ class Exchange:
         self.group_view = GroupView()
         self.shards = ShardSet(self._make_shard)
         self._membership = Membership(config, rank, self.shards, credentials, self.group_view)
+        self._membership.num_behind = num_behind
         self.progress = self._membership.progress
         self.codec_choice = CodecChoice(config, self.shards)
         self._membership.join()
@@ -64,6 +71,10 @@ class Exchange:
         self.shards.codec = "raw" if self.settings.kind.has_peers else config.codec  # peers encode among themselves
         self.shards.has_fragments = self.settings.fragments > 1
         self.shards.replaced = lambda: self.codec_choice.count_lost(self.progress.rank)
+
+    def wait_forever(self) -> None:
+        """Wait for a lost server without an end from now on, instead of `worker.give_up_s`."""
+        self._membership.retry.give_up_s = math.inf
 
     def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
         """Send what it returns with each heartbeat."""

@@ -64,6 +64,7 @@ class Membership:
     """Joins and rejoins the run. `welcome` is the newest Welcome, `progress` the worker's progress in the run."""
 
     welcome: Welcome
+    num_behind = 0  # workers of a region, if this process is its relay
 
     def __init__(
         self, config: WorkerConfig, rank: int | None, shards: ShardSet, credentials: Credentials, group: GroupView
@@ -80,7 +81,9 @@ class Membership:
         return {"rank": self.progress.rank, "incarnation": self.progress.incarnation}
 
     def _message(self, seated: Welcome | None = None) -> object:
-        return join_message(self.progress, socket.gethostname(), os.getpid(), self._device, seated)
+        join = join_message(self.progress, socket.gethostname(), os.getpid(), self._device, seated)
+        join.num_workers = self.num_behind
+        return join
 
     def join(self) -> None:
         """Connect until the server welcomes this worker. Raises UnreachableError after the give-up time."""

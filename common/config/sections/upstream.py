@@ -1,0 +1,32 @@
+"""A server that is the relay of a region: a server for its workers, and one worker of the run above."""
+
+# No `from __future__ import annotations`: see __init__.py.
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ..option import SERVER, Flag, Panel, Section
+from .processes import Codec, Reached
+
+
+class UpstreamConfig(Section):
+    """The run above (docs/regions.md)."""
+
+    server: Annotated[Reached | None, Flag(Panel.HOSTS, (SERVER,), name="upstream", metavar="HOST:PORT")] = Field(
+        None, description="HOST:PORT of the server above; this server is then the relay of a region"
+    )
+    rank: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-rank")] = Field(
+        None, ge=0, description="rank of the region in the run above; none: the server above gives a free rank"
+    )
+    every: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-every", metavar="K")] = Field(
+        None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
+    )
+    ahead: int | None = Field(
+        None, ge=1, description="steps that the region takes at most without a reply from above; none: 4 K"
+    )
+    codec: Codec = Field("raw", description="codec of contributions to the server above")
+    reply_codec: Codec = Field("raw", description="codec of weights from the server above")
+    merge: Literal["shift", "blend"] = Field(
+        "shift", description="how new weights from above meet the steps taken since: shift or blend; docs/diloco.md"
+    )
+    merge_alpha: float = Field(0.5, ge=0, le=1, description="part of the region's weights that blend keeps")

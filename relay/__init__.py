@@ -1,0 +1,1 @@
+"""A relay: the server of a region, which is one worker of the run above (`ps-server --upstream`)."""

@@ -1,0 +1,45 @@
+"""When a region exchanges with the run above. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+_AHEAD = 4  # contributions
+
+
+@dataclass
+class Pace:
+    """Counts a region's training steps, those of its slowest worker.
+
+    `every`: steps of one contribution to the run above. `waits`: the region waits for each reply. Otherwise it goes on,
+    at most `ahead` steps beyond the oldest contribution without a reply; None: 4 times `every`. A contribution that is
+    due while another is in flight is queued.
+    """
+
+    every: int
+    waits: bool
+    ahead: int | None = None
+    steps: int = 0  # of the newest contribution, sent or queued
+    unanswered: deque[int] = field(default_factory=deque)  # steps of contributions without a reply; the first is sent
+
+    def is_due(self, steps: int) -> bool:
+        """Whether the version after so many steps is to be contributed."""
+        return steps - self.steps >= self.every
+
+    def must_wait(self, steps: int) -> bool:
+        """Whether the region waits, after so many steps, for the oldest reply."""
+        most = self.every * _AHEAD if self.ahead is None else self.ahead
+        return bool(self.unanswered) and (self.waits or steps - self.unanswered[0] >= most)
+
+    def contribute(self, steps: int) -> bool:
+        """Note that the version after so many steps is contributed. Returns whether it is to be sent now."""
+        self.steps = steps
+        self.unanswered.append(steps)
+        return len(self.unanswered) == 1
+
+    def replied(self, every: int) -> bool:
+        """Note the oldest reply, after which contributions have `every` steps. Returns whether another is queued."""
+        self.unanswered.popleft()
+        self.every = max(1, every)
+        return bool(self.unanswered)

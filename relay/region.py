@@ -1,0 +1,344 @@
+"""The region's run as contributions to the run above.
+
+    first weights ----> join the run above, and begin from its weights
+    every K steps ----> weights (or the mean gradient) and the state of the region's run, one contribution
+    reply ------------> merged with the steps taken since, in the next version
+    end --------------> the final weights of the run above
+
+The state travels with the contribution and counts when it counts. So a new relay process gets the weights of the run
+above, and the region's counts that belong to them. Workers compute again what came later: every sample counts once.
+The relay writes no file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..common.config.schema import Config
+from ..common.errors import ParamServerError, UsageError
+from ..common.reporting.log import get_logger
+from ..common.tensors.layout import Kind
+from ..common.wire.records import TrainingInfo
+from ..ps.core import effects, events
+from ..ps.engine.engine import Engine
+from ..ps.tensors.model import names_of
+from ..ps.tensors.replies.publication import Publication
+from ..ps.tensors.store import Store
+from ..worker.tensors.local_steps import RULES
+from ..worker.tensors.packed import pack, unpack
+from .link import Cut, Link
+from .pace import Pace
+
+log = get_logger()
+
+_SAY_AFTER_S = 1.0
+
+
+class Region:
+    """Passes the versions of one run to the server above. It is the run's `Keeper`, and takes its commits (`Above`).
+
+    `goes_back` is called when the run above has another position of this region: a new server has to begin there.
+    """
+
+    num_written = 0
+
+    def __init__(self, config: Config, engine: Engine, link: Link, goes_back: Callable[[], object]) -> None:
+        self._config, self._engine, self._link, self._goes_back = config.upstream, engine, link, goes_back
+        self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
+        self._passes_gradients = link.settings.kind.holds_gradients
+        waits = self._passes_gradients or config.upstream.every == 0
+        self.pace = Pace(max(1, link.progress.local_steps), waits, config.upstream.ahead)
+        self._num_samples = 0  # since the newest contribution
+        self._queue: deque[Cut] = deque()  # contributions that are due, without their payloads
+        self._sent: torch.Tensor | None = None  # the weights that were contributed, until their reply comes
+        # Used on the tensor thread: payloads of the queue; (weights that were contributed, weights of their reply) of
+        # replies that no version has yet.
+        self._payloads: list[torch.Tensor] = []
+        self._replies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._publication: Publication | None = None  # of the version that waits for a reply
+        self._asked_at: float | None = None  # when the server above was asked; None: nothing is pending
+        self._finish: Callable[[], None] | None = None  # called after the pending replies
+        self._done: Callable[[], object] = lambda: None  # ends the `take` that is under way
+        self._is_over = False  # the run above takes no more contributions
+
+    def restore(self) -> None:
+        """Continue the region's run from the weights and the state in the newest START."""
+        link, model, run = self._link, self._model, self._run
+        assert link.table is not None and link.model is not None and link.optimizer is not None
+        table, weights = unpack(link.table), link.model.payload
+        saved: dict[str, Any] = table["run"]
+
+        def fill(store: Store) -> None:
+            store.weights.copy_(weights)
+            store.version = saved["version"]
+
+        model.source = f"the server above, at {link.address}"
+        model.adopt(link.model.layout, link.optimizer)
+        model.may_change = True
+        model.begin(model.new_memory(), fill)
+        run.restore(saved["version"], names_of(link.model.layout, link.optimizer), saved, model.source)
+        run.incarnation = link.incarnation + 1
+        payloads = {int(rank): bytes(state.numpy()) for rank, state in table["states"].items()}
+        self._engine.states.restore(saved["contributions"], saved["training"]["places"], payloads)
+        self.pace.steps = run.policy.min_steps_done
+        log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
+        if model.store.optimizer is not None and not self._passes_gradients:
+            log.warning("moments_began_anew", meaning="the run above keeps no state of the region's optimizer")
+        self._say()
+
+    # ---- every version ------------------------------------------------------------------------
+
+    def commit(
+        self, commit: effects.Commit, step: Callable[..., list[torch.Tensor]], publication: Publication,
+        without: frozenset[str],
+    ) -> None:  # fmt: skip
+        """Make a version. See `Above`."""
+        self._num_samples += commit.num_samples
+        steps = self._run.policy.min_steps_done
+        if self._is_over:
+            self._tensors.submit(partial(self._receive, publication), self._model.staging.reclaim)
+        elif self._passes_gradients:
+            self._publication = publication
+            training = TrainingInfo(commit.hyperparameters or (), commit.clip_norm, self._loss())
+            cut = self._cut(steps, training, without)
+            self._tensors.submit(
+                self._model.store.mean, lambda mean: self._send(cut._replace(payload=mean)), pauses=True
+            )
+        else:
+            due = self._cut(steps) if self.pace.is_due(steps) else None
+            is_sent = due is not None and len(self.pace.unanswered) == 1
+            if due is not None and not is_sent:
+                self._queue.append(due)
+            waits = self.pace.must_wait(steps)
+            self._publication = publication if waits else None
+            work = partial(self._step, step, None if waits else publication, due is not None, is_sent)
+            self._tensors.submit(work, partial(self._stepped, due), pauses=waits)
+
+    def _step(
+        self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, is_due: bool, is_sent: bool
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """On the tensor thread: step, merge replies, publish, and copy weights that are due."""
+        store = self._model.store
+        reusable = step(progress=lambda _: None)
+        self._merge(store)
+        if publication is not None:
+            publication.made(store.layout.exchange_bytes)
+        weights = store.weights.clone() if is_due else None
+        if weights is not None and not is_sent:
+            self._payloads.append(weights)
+        return reusable, weights if is_sent else None
+
+    def _stepped(self, cut: Cut | None, found: tuple[list[torch.Tensor], torch.Tensor | None]) -> None:
+        reusable, weights = found
+        self._model.staging.reclaim(reusable)
+        if cut is not None and weights is not None:
+            self._send(cut._replace(payload=weights))
+
+    def _merge(self, store: Store) -> None:
+        """On the tensor thread: bring replies into the region's weights."""
+        for sent, new in self._replies:
+            self._bring(store.weights, sent, new)
+        self._replies.clear()
+
+    def _bring(self, now: torch.Tensor, sent: torch.Tensor, new: torch.Tensor) -> None:
+        """Merge new weights of the run above into weights of the region, uint8 [total_bytes], in place. Buffers that
+        are not averaged stay the region's."""
+        rule, layout = RULES[self._config.merge], self._model.store.layout
+        for flat in (*layout.runs_of(Kind.PARAMETER), *layout.runs_of(Kind.BUFFER)):
+            if flat.kind is Kind.PARAMETER or (flat.is_float and flat.is_averaged):
+                rule(flat.view(now), flat.view(sent), flat.view(new), self._config.merge_alpha)
+
+    def _receive(self, publication: Publication) -> list[torch.Tensor]:
+        """On the tensor thread: the weights of the run above are this version."""
+        store = self._model.store
+        assert self._link.model is not None
+        reusable = store.receive(self._link.model.payload, publication.segment.payload)
+        publication.made(store.layout.exchange_bytes)
+        return reusable
+
+    # ---- the exchange -------------------------------------------------------------------------
+
+    def _cut(self, steps: int, training: TrainingInfo | None = None, without: frozenset[str] = frozenset()) -> Cut:
+        """Describe the version after so many steps as a contribution."""
+        num_samples, self._num_samples = self._num_samples, 0
+        num_steps, first = steps - self.pace.steps, self.pace.steps
+        self.pace.contribute(steps)
+        num_workers = self._run.options.num_workers or len(self._run.policy.members)
+        training = training or TrainingInfo(loss=self._loss())
+        return Cut(None, self._table(), first, num_samples, num_workers, num_steps, training, without)
+
+    def _send(self, cut: Cut) -> None:
+        if not self._passes_gradients:
+            self._sent = cut.payload
+        if self._run.ended_by:
+            self._link.stop(self._run.ended_by)
+        self._ask(partial(self._link.send, cut), self._replied)
+
+    def _ask(self, job: Callable[[], Any], replied: Callable[[Any], None]) -> None:
+        """Run a job on the link's thread, and `replied` with its result on the loop. An error ends the run."""
+        self._asked_at = time.monotonic()
+        loop = self._engine.finished.get_loop()
+        future = self._link.submit(job)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._came, done, replied))
+
+    def _came(self, done: Any, replied: Callable[[Any], None]) -> None:
+        self._asked_at = None
+        try:
+            replied(done.result())
+        except ParamServerError as error:
+            self._engine.end_with(error)
+        except Exception as error:
+            self._engine.broke("upstream", error)
+
+    def _replied(self, has_counted: bool) -> None:
+        if not has_counted:
+            self._goes_back()
+            return
+        self._is_over = self._link.progress.is_done
+        has_queue = self.pace.replied(self._link.progress.local_steps) and not self._is_over
+        if self._is_over:
+            self.pace.unanswered.clear()
+        self._say()
+        publication, self._publication = self._publication, None
+        if self._passes_gradients:
+            assert publication is not None
+            self._tensors.go_on(partial(self._receive, publication), self._model.staging.reclaim)
+            self._after_replies(None)
+            return
+        assert self._sent is not None
+        work = partial(self._take_reply, self._sent, publication, has_queue)
+        if publication is not None:
+            self._tensors.go_on(work, self._after_replies)
+        else:
+            self._tensors.submit(work, self._after_replies)
+
+    def _take_reply(self, sent: torch.Tensor, publication: Publication | None, has_queue: bool) -> torch.Tensor | None:
+        """On the tensor thread: merge a reply into queued contributions, and into the version that waits for it.
+        Returns the payload of the next contribution."""
+        assert self._link.model is not None
+        new = self._link.model.payload.clone()
+        for payload in self._payloads:
+            self._bring(payload, sent, new)
+        self._replies.append((sent, new))
+        if publication is not None:
+            self._merge(self._model.store)
+            publication.made(self._model.store.layout.exchange_bytes)
+        return self._payloads.pop(0) if has_queue else None
+
+    def _after_replies(self, payload: torch.Tensor | None) -> None:
+        if payload is not None:
+            self._send(self._queue.popleft()._replace(payload=payload))
+        elif self._finish is not None:
+            self._finish()
+
+    def _say(self, is_final: bool = False, evaluates: bool = False) -> None:
+        """Let the run know what the run above has decided."""
+        progress = self._link.progress
+        num_here = self._run.options.num_workers or max(1, len(self._run.policy.members))
+        self._engine.offer(
+            events.UpstreamReplied(
+                progress.worker_index, max(0, progress.num_workers - num_here), progress.is_done, is_final, evaluates
+            )
+        )
+
+    def _table(self) -> bytes:
+        """The state of the region's run at its newest version."""
+        saved, states = self._engine.complete(self._run.saved(self._engine.now()))
+        payloads = {str(rank): torch.frombuffer(bytearray(state), dtype=torch.uint8) for rank, state in states.items()}
+        return pack({"run": {**saved, "version": self._run.policy.version}, "states": payloads})
+
+    def _loss(self) -> float:
+        """The mean of the workers' newest losses; NaN without one."""
+        losses = [self._run.roster.stats[rank].loss for rank in self._run.policy.members]
+        losses = [loss for loss in losses if math.isfinite(loss)]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    def reason(self) -> str:
+        if self._asked_at is None or not (self._tensors.is_paused or self._run.is_holding or self._finish):
+            return ""
+        waited_s = time.monotonic() - self._asked_at
+        said = f"has not replied for {waited_s:.0f} s" if waited_s >= _SAY_AFTER_S else "is being asked"
+        ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
+        rest = f"; this region is {ahead} steps ahead" if ahead else ""
+        return f"the server above, at {self._link.address}, {said}{rest}"
+
+    # ---- the beginning and the end (`Keeper`) -----------------------------------------------------
+
+    def take(self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes]) -> None:
+        version = self._run.policy.version
+        self._done = partial(done, version)
+        if self._link.model is None:
+            self._start(self._done)
+        elif self._run.is_closed or self._run.roster.num_finished < len(self._run.roster.workers):
+            done(version)  # a stop, or a snapshot that a user asked for
+        else:
+            self._finish = partial(self._end, self._done)
+            if not self.pace.unanswered:
+                self._finish()
+
+    def _start(self, done: Callable[[], object]) -> None:
+        """Join the run above with the model and the weights of the region's first worker."""
+        whole, optimizer = self._model.whole, self._model.whole_optimizer
+        assert whole is not None and optimizer is not None
+
+        def started(_: None) -> None:
+            assert self._link.model is not None
+            if self._link.table is not None:
+                self._goes_back()
+                return
+            every, above = self._config.every, self._link.progress.local_steps
+            if every and above and every != above:
+                message = (
+                    f"--upstream-every {every}, and the run above exchanges every {above} steps (policy.local_steps)"
+                )
+                raise UsageError(message, fix=f"leave it out, or start the server above with --local-steps {every}")
+            self.pace.every = max(1, above)
+            self._model.replace(self._link.model.payload, self._run.policy.version)
+            self._say()
+            done()
+
+        self._ask(partial(self._link.start, whole, optimizer, self._model.store.weights), started)
+
+    def _end(self, done: Callable[[], object]) -> None:
+        """All workers of the region have finished: contribute what is left, and wait for the final weights."""
+        steps = self._run.policy.min_steps_done
+        if steps > self.pace.steps and not self._link.progress.is_done and not self._passes_gradients:
+            cut = self._cut(steps)
+            work = partial(self._step, lambda progress: [], None, True, True)
+            self._tensors.submit(work, partial(self._stepped, cut))
+            return  # its reply calls this again
+
+        def finished(final: Any) -> None:
+            if final is None:
+                self._goes_back()
+                return
+            assert self._link.model is not None
+            self._model.replace(self._link.model.payload, self._run.policy.version)
+            self._say(is_final=True, evaluates=final.evaluate)
+            done()
+
+        can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
+        if self._run.ended_by:
+            self._link.stop(self._run.ended_by)
+        self._ask(partial(self._link.finish, can_evaluate), finished)
+
+    def give_up(self) -> None:
+        """The server stops: wait for nothing any more."""
+        if self._engine.is_writing:
+            self._done()
+
+    def prune(self, least_common: int) -> None:
+        pass
+
+    def drop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,157 @@
+"""The relay's server: `ps-server --upstream`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ..common.config.addresses import split_address
+from ..common.config.schema import Config
+from ..common.errors import UsageError
+from ..common.kinds import ContributionKind
+from ..common.registry import MODES
+from ..common.reporting.log import get_logger
+from ..ps.core.effects import Evaluated, Fact
+from ..ps.engine.clock import Clock
+from ..ps.server import Server
+from .link import Link
+from .region import Region
+
+log = get_logger()
+
+
+class RelayServer(Server):
+    """A server for the workers of a region, which is one worker of the run above."""
+
+    def __init__(self, config: Config, link: Link, before: Server | None = None, clock: Clock | None = None) -> None:
+        super().__init__(config, before=before, clock=clock)
+        self._link = link
+        self._run.name, self._run.incarnation = link.run_name, link.incarnation
+        if before is None:
+            self._run.roster.restore({})  # its workers may know an earlier relay
+        publish = self.engine.publish
+
+        def passed_on(at: float, fact: Fact) -> None:
+            publish(at, fact)
+            if isinstance(fact, Evaluated) and not self._run.is_done:
+                link.measured(fact.metrics)
+
+        self.engine.publish = passed_on
+
+    def after(self, config: Config) -> Server:
+        return RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)
+
+    def _restored(self) -> None:
+        self._region = Region(self._config, self.engine, self._link, self._go_back)
+        if self._link.table is not None:
+            self._region.restore()
+        self.engine.snapshots = self.engine.folding.above = self._region
+
+    def _go_back(self) -> None:
+        log.warning("region_goes_back", meaning="the run above has an earlier or a new position of this region")
+        self.goes_back = True
+        self.engine.notify()
+
+    async def _wind_down(self) -> None:
+        asyncio.get_running_loop().call_soon(self._region.give_up)  # after the run is closed
+        await super()._wind_down()
+
+    async def serve(self) -> None:
+        try:
+            await super().serve()
+        finally:
+            if not self.goes_back:
+                is_finished = self.engine.error is None and self._run.is_done
+                if is_finished:
+                    leave = self._link.submit(lambda: self._link.leave(self._run.final, is_finished))
+                    await asyncio.wait([asyncio.wrap_future(leave)])
+                self._link.close()
+
+
+async def relay_server(config: Config) -> RelayServer:
+    """Join the run above. Returns the region's server, whose settings are those of that run."""
+    check(config)
+    link = await asyncio.to_thread(Link, config)
+    _check_modes(config, link)
+    settings = link.settings
+    every = "each version" if settings.kind.holds_gradients else "policy.local_steps of the run above"
+    log.info("region", rank=link.progress.rank, above=link.address, mode_above=settings.mode, every=every)
+    return RelayServer(with_settings(config, link), link)
+
+
+def with_settings(config: Config, link: Link) -> Config:
+    """Returns the configuration with the settings of the run above, which hold for all its workers."""
+    settings = link.settings
+    run = {
+        "steps": settings.steps, "epochs": settings.epochs, "batch_size": settings.batch_size, "seed": settings.seed,
+        "eval_every": settings.eval_every,
+    }  # fmt: skip
+    changes: dict[str, Any] = {"run": config.run.model_copy(update=run), "train": settings.train}
+    if settings.task:
+        task = {"name": settings.task, "args": settings.task_args or {}}
+        changes["task"] = config.task.model_copy(update=task)
+    return config.model_copy(update=changes)
+
+
+def check(config: Config) -> None:
+    """Raises UsageError for settings that a region cannot have."""
+    upstream, server = config.upstream, config.server
+    assert upstream.server is not None
+    problems = (
+        (
+            server.shards > 1,
+            f"--upstream with --shards {server.shards}: a region is one server",
+            "put the shards above",
+        ),
+        (
+            config.checkpoint.dir is not None,
+            f"--upstream with --checkpoint-dir {config.checkpoint.dir}: the run above keeps the state of a region",
+            "give --checkpoint-dir to the server above",
+        ),
+        (
+            _is_same(server.listen, upstream.server),
+            f"--upstream {upstream.server} is this server's own address (--listen {server.listen})",
+            "give the address of the server above",
+        ),
+        (config.store.polyak is not None, "--upstream with store.polyak", "set store.polyak for the server above"),
+    )
+    for is_wrong, message, fix in problems:
+        if is_wrong:
+            raise UsageError(message, fix=fix)
+    policy = MODES.load(config.run.mode)
+    if policy.kind.has_peers:
+        message = (
+            f"a region in mode {config.run.mode}: its workers have the weights, and would not get those from above"
+        )
+        raise UsageError(message, fix="--mode sync for the region")
+    if config.policy.option("fragments", 1) > 1:
+        raise UsageError("a region with policy.fragments", fix="set policy.fragments=1 for the region")
+
+
+def _is_same(listen: str, other: str) -> bool:
+    (host, port), (other_host, other_port) = split_address(listen), split_address(other)
+    everywhere = ("0.0.0.0", "::")
+    return port == other_port and (host == other_host or (host in everywhere and other_host in ("127.0.0.1", "::1")))
+
+
+def _check_modes(config: Config, link: Link) -> None:
+    """Raises UsageError if the region's mode and that of the run above do not fit."""
+    above, mode, every = link.settings, config.run.mode, config.upstream.every
+    kind = MODES.load(mode).kind
+    in_what = f"a region in mode {mode} below mode {above.mode}"
+    if above.kind.has_peers:
+        raise UsageError(f"the run above is in mode {above.mode}, whose workers average among themselves",
+                         fix="use sync, localsgd, diloco or async_diloco above")  # fmt: skip
+    if above.delayed_update or above.fragments > 1:
+        name = "policy.delayed_update" if above.delayed_update else "policy.fragments"
+        raise UsageError(
+            f"the run above has {name}: a relay overlaps its exchanges by itself", fix=f"leave out {name} above"
+        )
+    if above.kind is ContributionKind.GRADIENT:
+        if kind is not ContributionKind.GRADIENT or not MODES.load(mode).has_rounds:
+            raise UsageError(
+                f"{in_what}, which takes the mean gradient of each round", fix="--mode sync for the region"
+            )
+        if every:
+            raise UsageError(f"--upstream-every {every}: mode {above.mode} above takes the gradients of every version",
+                             fix="leave it out, or use localsgd, diloco or async_diloco above")  # fmt: skip

@@ -1,0 +1,35 @@
+"""Worker I's gradient at its step k is SCALE times the unit vector I * STEPS + k, in double precision.
+
+With SGD at lr 1 the weights end at minus the sum of the weights of each contribution. argv: I STEPS SCALE [DELAY_S]
+"""
+
+import sys
+import time
+
+import torch
+
+import paramserver
+
+MAX_WORKERS = 8
+
+
+def main() -> None:
+    index, steps, scale = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    delay_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
+    model = torch.nn.Module()
+    model.seen = torch.nn.Parameter(torch.zeros(MAX_WORKERS * steps, dtype=torch.float64))
+    with paramserver.connect() as session:
+        optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        print("workers", session.num_workers, "index", optimizer.progress.worker_index, flush=True)
+        while not session.is_done:
+            step = session.step
+            time.sleep(delay_s)
+            optimizer.zero_grad()
+            model.seen.grad = torch.zeros_like(model.seen)
+            model.seen.grad[index * steps + step] = scale
+            session.record(num_samples=1, loss=float(step))
+            optimizer.step()
+        session.finish()
+
+
+main()

@@ -1,0 +1,150 @@
+"""Regions: relays, their workers and the server above in processes of their own; every contribution counts once."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramserver.tests.cluster import Cluster, Process
+
+STEPS = 24
+COUNTING = Path(__file__).with_name("counting.py")
+
+
+class World:
+    """A server above, and relays with two workers each."""
+
+    def __init__(self, cluster: Cluster, above: str, *flags: str, num_regions: int = 2) -> None:
+        self.cluster, self.above_flags = cluster, ("--mode", above, *flags)
+        self.num_regions = num_regions
+        self.above = self._start_above()
+        self.address = cluster.address
+        self.relays: list[Process] = []
+        self.addresses: list[str] = []
+
+    def _start_above(self, *flags: str) -> Process:
+        return self.cluster.server(
+            *self.above_flags, "--workers", str(self.num_regions), "--steps", str(STEPS), "--save", "w.safetensors",
+            "--set", "policy.weighting=equal", "--set", f"policy.min_workers={self.num_regions}",
+            "--history", "above.jsonl", *flags,
+        )  # fmt: skip
+
+    def restart_above(self) -> None:
+        self.above = self._start_above("--listen", self.address)
+
+    def relay(self, rank: int, *flags: str, mode: str = "sync") -> Process:
+        """Start the relay of a region, at the address of an earlier one."""
+        again = ("--listen", self.addresses[rank]) if rank < len(self.addresses) else ()
+        relay = self.cluster.server(
+            "--mode", mode, "--workers", "2", "--upstream", self.address, "--upstream-rank", str(rank),
+            "--set", "policy.weighting=equal", *again, *flags,
+        )  # fmt: skip
+        self.addresses[rank : rank + 1] = [self.cluster.address]
+        self.relays[rank : rank + 1] = [relay]
+        return relay
+
+    def workers(self, scale: float, delay_s: float = 0.0) -> list[Process]:
+        found = []
+        for rank, address in enumerate(self.addresses):
+            self.cluster.address = address
+            for worker in range(2):
+                argv = (str(2 * rank + worker), str(STEPS), str(scale), str(delay_s))
+                found.append(self.cluster.script(worker, COUNTING, *argv))
+        return found
+
+    def weights(self) -> torch.Tensor:
+        """[4, STEPS]: the weight with which each contribution was applied."""
+        num_workers = 2 * self.num_regions
+        return -load_file(self.cluster.folder / "w.safetensors")["seen"].view(-1, STEPS)[:num_workers]
+
+
+# The mode above, its flags, those of a relay, and by how much the run above divides a region's mean.
+ABOVE = {
+    "sync": ("sync", (), (), 4.0),
+    "localsgd, waiting": ("localsgd", ("--local-steps", "1"), ("--upstream-every", "0"), 4.0),
+    "localsgd": ("localsgd", ("--local-steps", "4"), (), 4.0),
+    "diloco": ("diloco", ("--local-steps", "4", "--outer-lr", "1", "--outer-momentum", "0"), (), 4.0),
+    "async_diloco": ("async_diloco", ("--local-steps", "4", "--outer-lr", "1", "--outer-momentum", "0"), (), 4.0),
+}
+
+
+@pytest.mark.parametrize("name", ABOVE)
+def test_every_contribution_of_two_regions_counts_once(cluster: Cluster, name: str) -> None:
+    mode, flags, relay_flags, scale = ABOVE[name]
+    world = World(cluster, mode, *flags)
+    relays = [world.relay(rank, *relay_flags) for rank in range(2)]
+    workers = world.workers(scale)
+    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    assert [process.wait() for process in (*relays, world.above)] == [0, 0, 0]
+    weights = world.weights()
+    # async_diloco also steps along the delta of one region alone, which is then not halved.
+    expected = torch.ones_like(weights) if mode != "async_diloco" else weights.round().clamp(1, 2)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
+    shares = [line for worker in workers for line in worker.output.split("\n") if line.startswith("workers")]
+    assert sorted(shares) == [f"workers 4 index {index}" for index in range(4)]
+
+
+@pytest.mark.parametrize("name", ["sync", "localsgd"])
+def test_a_killed_relay_goes_on_exactly_once(cluster: Cluster, name: str) -> None:
+    mode, flags, relay_flags, scale = ABOVE[name]
+    world = World(cluster, mode, *flags)
+    for rank in range(2):
+        world.relay(rank, *relay_flags)
+    workers = world.workers(scale, delay_s=0.05)
+    relay = world.relays[1]
+    relay.until(lambda: any(event["version"] >= 6 for event in relay.events("status")), "version 6")
+    relay.kill()
+    world.relay(1, *relay_flags)
+    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
+    torch.testing.assert_close(world.weights(), torch.ones(4, STEPS, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["sync", "localsgd"])
+def test_a_server_above_that_goes_back_takes_its_regions_with_it(cluster: Cluster, name: str) -> None:
+    mode, flags, relay_flags, scale = ABOVE[name]
+    world = World(cluster, mode, *flags, "--checkpoint-dir", "snapshots", "--checkpoint-every", "4")
+    for rank in range(2):
+        world.relay(rank, *relay_flags)
+    workers = world.workers(scale, delay_s=0.05)
+    above = world.above
+    above.until(lambda: any(event["version"] for event in above.events("snapshot")), "a later snapshot")
+    above.kill()
+    world.restart_above()
+    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
+    torch.testing.assert_close(world.weights(), torch.ones(4, STEPS, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_one_region_that_waits_has_the_bits_of_a_flat_run(cluster: Cluster) -> None:
+    flags = ("--workers", "2", "--steps", "20")
+    cluster.server("--mode", "sync", *flags, "--save", "flat.safetensors")
+    assert [worker.wait() for worker in [cluster.worker(rank) for rank in range(2)]] == [0, 0]
+    cluster.server("--mode", "sync", "--workers", "1", "--steps", "20", "--save", "above.safetensors")
+    relay = cluster.server("--mode", "sync", "--workers", "2", "--upstream", cluster.address)
+    assert [worker.wait() for worker in [cluster.worker(rank) for rank in range(2)]] == [0, 0]
+    assert relay.wait() == 0
+    flat, above = (load_file(cluster.folder / f"{name}.safetensors") for name in ("flat", "above"))
+    assert all(torch.equal(flat[name], above[name]) for name in flat)
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_relay_that_is_asked_to_end_ends(cluster: Cluster, is_waiting: bool) -> None:
+    """While its workers train, and while all of them wait for the other region."""
+    world = World(cluster, "sync")
+    relay = world.relay(0)
+    if not is_waiting:
+        world.relay(1)
+    workers = world.workers(4.0, delay_s=0.05)
+    if is_waiting:
+        workers[0].until(
+            lambda: any("the server above" in line["reason"] for line in workers[0].events("waiting")), "wait"
+        )
+    else:
+        relay.until(lambda: any(event["version"] >= 2 for event in relay.events("status")), "version 2")
+    relay.signal(signal.SIGTERM)
+    assert relay.wait() == 143
