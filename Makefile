@@ -86,7 +86,7 @@ lint: .venv/installed  ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: .venv/installed  ## mypy
-	$(BIN)/mypy ps worker common launch integrations drills simulate benchmarks web catalog serve
+	$(BIN)/mypy ps worker common launch integrations drills simulate benchmarks web catalog serve relay
 
 # -Iparamserver/proto=proto gives the generated module its real import path.
 proto: .venv/installed  ## generate the protobuf code again

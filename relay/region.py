@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..common.config.schema import Config
-from ..common.errors import ParamServerError, UsageError
+from ..common.errors import ParamServerError, Reason, UsageError
 from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind
 from ..common.wire.records import TrainingInfo
@@ -100,6 +100,10 @@ class Region:
         without: frozenset[str],
     ) -> None:  # fmt: skip
         """Make a version. See `Above`."""
+        if self._run.policy.in_step:
+            message = "a region whose workers step a model with several optimizers"
+            self._engine.end_with(_refused(message, "let the workers join the server above"))
+            return
         self._num_samples += commit.num_samples
         steps = self._run.policy.min_steps_done
         if self._is_over:
@@ -264,10 +268,10 @@ class Region:
         if self._asked_at is None or not (self._tensors.is_paused or self._run.is_holding or self._finish):
             return ""
         waited_s = time.monotonic() - self._asked_at
-        said = f"has not replied for {waited_s:.0f} s" if waited_s >= _SAY_AFTER_S else "is being asked"
+        state = f"has not replied for {waited_s:.0f} s" if waited_s >= _SAY_AFTER_S else "is being asked"
         ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
         rest = f"; this region is {ahead} steps ahead" if ahead else ""
-        return f"the server above, at {self._link.address}, {said}{rest}"
+        return f"the server above, at {self._link.address}, {state}{rest}"
 
     # ---- the beginning and the end (`Keeper`) -----------------------------------------------------
 
@@ -287,6 +291,10 @@ class Region:
         """Join the run above with the model and the weights of the region's first worker."""
         whole, optimizer = self._model.whole, self._model.whole_optimizer
         assert whole is not None and optimizer is not None
+        if optimizer.tables:
+            message = "a region whose workers use tables of rows (session.rows): the run above would not get the rows"
+            self._engine.end_with(_refused(message, "let the workers join the server above"))
+            return
 
         def started(_: None) -> None:
             assert self._link.model is not None
@@ -298,7 +306,7 @@ class Region:
                 message = (
                     f"--upstream-every {every}, and the run above exchanges every {above} steps (policy.local_steps)"
                 )
-                raise UsageError(message, fix=f"leave it out, or start the server above with --local-steps {every}")
+                raise _refused(message, f"leave it out, or start the server above with --local-steps {every}")
             self.pace.every = max(1, above)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._say()
@@ -342,3 +350,8 @@ class Region:
 
     def close(self) -> None:
         pass
+
+
+def _refused(message: str, fix: str) -> UsageError:
+    """Returns the error of a region that cannot be; its workers get the same sentence."""
+    return UsageError(message, fix=fix, reason=Reason.BAD_REQUEST)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..common.config.addresses import split_address
 from ..common.config.schema import Config
-from ..common.errors import UsageError
-from ..common.kinds import ContributionKind
+from ..common.errors import raise_first
 from ..common.registry import MODES
 from ..common.reporting.log import get_logger
 from ..ps.core.effects import Evaluated, Fact
@@ -95,37 +94,24 @@ def with_settings(config: Config, link: Link) -> Config:
 
 def check(config: Config) -> None:
     """Raises UsageError for settings that a region cannot have."""
-    upstream, server = config.upstream, config.server
+    upstream, server, mode = config.upstream, config.server, config.run.mode
     assert upstream.server is not None
-    problems = (
-        (
-            server.shards > 1,
-            f"--upstream with --shards {server.shards}: a region is one server",
-            "put the shards above",
-        ),
-        (
-            config.checkpoint.dir is not None,
-            f"--upstream with --checkpoint-dir {config.checkpoint.dir}: the run above keeps the state of a region",
-            "give --checkpoint-dir to the server above",
-        ),
-        (
-            _is_same(server.listen, upstream.server),
-            f"--upstream {upstream.server} is this server's own address (--listen {server.listen})",
-            "give the address of the server above",
-        ),
+    raise_first(
+        (server.shards > 1, f"--upstream with --shards {server.shards}: a region is one server",
+         "put the shards above"),
+        (config.checkpoint.dir is not None,
+         f"--upstream with --checkpoint-dir {config.checkpoint.dir}: the run above keeps the state of a region",
+         "give --checkpoint-dir to the server above"),
+        (_is_same(server.listen, upstream.server),
+         f"--upstream {upstream.server} is this server's own address (--listen {server.listen})",
+         "give the address of the server above"),
         (config.store.polyak is not None, "--upstream with store.polyak", "set store.polyak for the server above"),
-    )
-    for is_wrong, message, fix in problems:
-        if is_wrong:
-            raise UsageError(message, fix=fix)
-    policy = MODES.load(config.run.mode)
-    if policy.kind.has_peers:
-        message = (
-            f"a region in mode {config.run.mode}: its workers have the weights, and would not get those from above"
-        )
-        raise UsageError(message, fix="--mode sync for the region")
-    if config.policy.option("fragments", 1) > 1:
-        raise UsageError("a region with policy.fragments", fix="set policy.fragments=1 for the region")
+        (MODES.load(mode).kind.has_peers,
+         f"a region in mode {mode}: its workers have the weights, and would not get those of the run above",
+         "--mode sync for the region"),
+        (config.policy.option("fragments", 1) > 1, f"a region in mode {mode} with policy.fragments",
+         "--set policy.fragments=1 for the region"),
+    )  # fmt: skip
 
 
 def _is_same(listen: str, other: str) -> bool:
@@ -137,21 +123,17 @@ def _is_same(listen: str, other: str) -> bool:
 def _check_modes(config: Config, link: Link) -> None:
     """Raises UsageError if the region's mode and that of the run above do not fit."""
     above, mode, every = link.settings, config.run.mode, config.upstream.every
-    kind = MODES.load(mode).kind
-    in_what = f"a region in mode {mode} below mode {above.mode}"
-    if above.kind.has_peers:
-        raise UsageError(f"the run above is in mode {above.mode}, whose workers average among themselves",
-                         fix="use sync, localsgd, diloco or async_diloco above")  # fmt: skip
-    if above.delayed_update or above.fragments > 1:
-        name = "policy.delayed_update" if above.delayed_update else "policy.fragments"
-        raise UsageError(
-            f"the run above has {name}: a relay overlaps its exchanges by itself", fix=f"leave out {name} above"
-        )
-    if above.kind is ContributionKind.GRADIENT:
-        if kind is not ContributionKind.GRADIENT or not MODES.load(mode).has_rounds:
-            raise UsageError(
-                f"{in_what}, which takes the mean gradient of each round", fix="--mode sync for the region"
-            )
-        if every:
-            raise UsageError(f"--upstream-every {every}: mode {above.mode} above takes the gradients of every version",
-                             fix="leave it out, or use localsgd, diloco or async_diloco above")  # fmt: skip
+    policy, passes_gradients = MODES.load(mode), above.kind.holds_gradients
+    name = "policy.delayed_update" if above.delayed_update else "policy.fragments"
+    raise_first(
+        (above.kind.has_peers, f"the run above is in mode {above.mode}, whose workers average among themselves",
+         "use sync, localsgd, diloco or async_diloco above"),
+        (above.delayed_update or above.fragments > 1,
+         f"the run above has {name}: a relay overlaps its exchanges by itself", f"leave out {name} above"),
+        (passes_gradients and not (policy.kind.holds_gradients and policy.has_rounds),
+         f"a region in mode {mode} below mode {above.mode}, which takes the mean gradient of each round",
+         "--mode sync for the region, or localsgd, diloco or async_diloco above"),
+        (passes_gradients and bool(every),
+         f"--upstream-every {every}, and mode {above.mode} above takes the gradients of every version",
+         "leave it out, or use localsgd, diloco or async_diloco above"),
+    )  # fmt: skip

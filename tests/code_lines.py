@@ -8,7 +8,20 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("proto", "ps", "worker", "common", "launch", "simulate", "web", "drills", "catalog", "integrations", "serve")
+PRODUCT = (
+    "proto",
+    "ps",
+    "worker",
+    "common",
+    "launch",
+    "simulate",
+    "web",
+    "drills",
+    "catalog",
+    "integrations",
+    "serve",
+    "relay",
+)
 _HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -24,7 +24,7 @@ from paramserver.tests.code_lines import PRODUCT, code_lines, lines_by_package
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "proto", "common", "ps", "worker", "launch", "integrations", "drills", "simulate", "benchmarks", "web", "catalog",
-    "serve",
+    "serve", "relay",
 )  # fmt: skip
 GENERATED = {"proto/parameter_server_pb2.py", "proto/parameter_server_pb2_grpc.py"}
 
@@ -44,7 +44,7 @@ EVERY_FILE = [*FILES, *sorted(path.relative_to(ROOT).as_posix() for path in (ROO
 PURE = [
     "common/config/option.py", "common/kinds.py", "common/wire/records.py", "ps/policies/*", "ps/core/*",
     "worker/session.py", "worker/transports/auto/rule.py", "launch/plan/*", "launch/supervise/*",
-    "ps/snapshots/common.py", "simulate/machines/links.py",
+    "ps/snapshots/common.py", "simulate/machines/links.py", "relay/pace.py",
 ]  # fmt: skip
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 
@@ -179,11 +179,24 @@ def test_messages_are_independent_of_the_transport() -> None:
 
 # What starts and tries the programs; the programs know nothing of it.
 OUTSIDE = {"paramserver.launch", "paramserver.drills", "paramserver.benchmarks", "paramserver.integrations"}
-OUTSIDE |= {"paramserver.catalog", "paramserver.simulate", "paramserver.serve"}
+OUTSIDE |= {"paramserver.catalog", "paramserver.simulate", "paramserver.serve", "paramserver.relay"}
 
 
 def test_the_server_knows_no_worker_and_no_launcher() -> None:
-    assert breaches(in_folder("ps"), {"paramserver.worker", *OUTSIDE}) == {}
+    found = breaches(in_folder("ps"), {"paramserver.worker", *OUTSIDE})
+    # With --upstream the program is a relay, which is loaded then.
+    assert found.pop("ps/main.py") == ["paramserver.relay.server", "paramserver.relay.server.relay_server"]
+    assert found == {}
+
+
+def test_a_relay_knows_a_server_and_how_a_worker_talks() -> None:
+    allowed = ("ps", "worker.conversation", "worker.strategies.direct", "worker.tensors", "common", "relay")
+    imported = {item for name in in_folder("relay") for item in imports_of(name) if item.startswith("paramserver.")}
+    assert [
+        item for item in sorted(imported) if not item.startswith(tuple(f"paramserver.{name}" for name in allowed))
+    ] == []
+    others = [name for name in FILES if not name.startswith("relay/") and name != "ps/main.py"]
+    assert breaches(others, {"paramserver.relay"}) == {}
 
 
 def test_the_worker_knows_no_server_and_no_launcher() -> None:

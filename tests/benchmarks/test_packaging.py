@@ -53,6 +53,7 @@ def test_a_wheel_holds_every_package_but_the_benchmarks(lib: Path) -> None:
         "proto",
         "ps",
         "serve",
+        "relay",
         "simulate",
         "web",
         "worker",

@@ -18,7 +18,7 @@ class UpstreamConfig(Section):
     rank: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-rank")] = Field(
         None, ge=0, description="rank of the region in the run above; none: the server above gives a free rank"
     )
-    every: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-every", metavar="K")] = Field(
+    every: Annotated[int | None, Flag(Panel.HOSTS, name="upstream-every", metavar="K")] = Field(
         None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
     )
     ahead: int | None = Field(
