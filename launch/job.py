@@ -26,9 +26,10 @@ from ..common.reporting.summary import Summary
 from ..common.security import WEB_TOKEN_VARIABLE
 from .backends.base import Backend, Site
 from .hosts.connection import watched
-from .plan.process import SERVER, Child, ProcessSpec
+from .plan.process import SERVE, SERVER, Child, ProcessSpec
 from .plan.runs import Plan
 from .supervise.blame import Blame
+from .supervise.exits import describe_exit
 from .supervise.supervisor import Decision, Finish, JobSettings, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event
 from .view.logs import WorkerLogs
@@ -77,6 +78,7 @@ class Job:
             JobSettings(
                 num_workers=plan.num_workers,
                 num_shards=plan.num_shards if plan.server is not None else 0,
+                has_serve=bool(plan.serves_at),
                 is_script=plan.is_script,
                 keeps_snapshots=plan.checkpoint_dir is not None,
                 grace_s=plan.config.launch.grace_s,
@@ -162,6 +164,9 @@ class Job:
             self._screen.line(child, line, event)
         if child.role == SERVER.role:
             self._on_server_event(child, event)
+        elif child == SERVE and event.name == "serve":
+            token = os.environ.get(WEB_TOKEN_VARIABLE)
+            self._screen.secret(f"the page to type into: {event.fields.get('url')}?token={token}")
 
     def _understood(self, line: str, event: Event) -> bool:
         """Use a status or summary event; returns False for any other."""
@@ -225,7 +230,10 @@ class Job:
         raised = self._blame.last.get(child) if code == EXIT_BUG else None
         if code > _SIGNALLED and code not in (EXIT_INTERRUPTED, EXIT_DRAINED):
             self._num_killed[child] += 1
-        self._carry_out(self._supervisor.exited(child, code, self._now, raised))
+        decisions = self._supervisor.exited(child, code, self._now, raised)
+        if child == SERVE and not decisions and not self._supervisor.is_ending:
+            self._screen.note("serve_ended", f"{child} failed: {describe_exit(code)}; the run goes on", "warning")
+        self._carry_out(decisions)
 
     def _on_output_lost(self) -> None:
         # Later, because a callback finds this out in the middle of its work.
@@ -258,7 +266,7 @@ class Job:
         if child in self._addresses:
             has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
             spec = self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)
-        if child.role != SERVER.role:
+        if child.role == "worker":
             spec = self._plan.with_fewer(spec, self._num_killed[child])
         return self._plan.with_dashboard(spec, self.dashboard) if child == SERVER and self.dashboard else spec
 
@@ -272,7 +280,7 @@ class Job:
                     in_s=attempt.in_s, restart=attempt.number, of=decision.max_restarts,
                 )  # fmt: skip
         for kind, event, verb in ((Terminate, "draining", "asked to end"), (Kill, "killing", "killed")):
-            chosen = [decision for decision in decisions if isinstance(decision, kind)]
+            chosen = [found for found in decisions if isinstance(found, kind) and found.child != SERVE]
             if chosen:
                 who = ", ".join(str(decision.child) for decision in chosen[:4])
                 more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""

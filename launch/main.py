@@ -44,6 +44,7 @@ def launch(
       ps-launch -n 4 --script train.py -- --epochs 3   your own script, 4 times
       ps-launch configs/digits.yaml --checkpoint-dir D once more: continues from the newest snapshot
       ps-launch configs/digits.yaml --hosts hosts.yaml on the machines of that file
+      ps-launch configs/gpt.yaml --serve               reply to requests with its weights
       ps-launch configs/digits.yaml --dry-run          only show the commands
       ps-launch doctor configs/digits.yaml             measure machines and links
 
@@ -77,7 +78,7 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:
         command = importlib.import_module(_COMMANDS[sys.argv.pop(1)], __package__)
         run_app(command.app, command.PROGRAM)
-    sys.argv[1:] = fold_script_arguments(sys.argv[1:])
+    sys.argv[1:] = with_port(fold_script_arguments(sys.argv[1:]))
     run_command(LAUNCHER, launch)
 
 
@@ -90,3 +91,12 @@ def fold_script_arguments(arguments: list[str]) -> list[str]:
         return arguments
     cut = arguments.index("--")
     return arguments[:cut] + [f"--script-arg={argument}" for argument in arguments[cut + 1 :]]
+
+
+def with_port(arguments: list[str]) -> list[str]:
+    """Returns `--serve` without a port as `--serve=0`, because Typer's options have a value always or never."""
+    following = [*arguments[1:], ""]
+    return [
+        "--serve=0" if word == "--serve" and not after.isdigit() else word
+        for word, after in zip(arguments, following, strict=True)
+    ]

@@ -76,6 +76,9 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
          "leave one of the two out; hosts mean --backend ssh"),
         (backend.takes_hosts and launch.hosts is None, f"{origin}: backend {launch.backend} needs hosts",
          "--hosts hosts.yaml"),
+        (backend.spans_hosts and launch.serve is not None,
+         f"{origins.get('launch.serve')}: with backend {config.launch.backend or 'ssh'} no host is known for ps-serve",
+         "start it where clients reach it: ps-serve --server HOST:PORT"),
     )  # fmt: skip
     site = Site(config=config, hosts=hosts_of(config), folder=os.getcwd())
     check_remote(resolved, site.hosts, num_workers)
@@ -145,7 +148,9 @@ def run(plans: list[Plan], site: Site) -> int:
         prepare_report(report)
     with tempfile.TemporaryDirectory(prefix="ps-logs-") as logs:
         os.environ.pop(WEB_LOGS_VARIABLE, None)
-        if site.config.launch.web or site.config.server.web is not None:  # a restarted server keeps the token
+        config = site.config
+        if config.launch.web or config.server.web is not None or config.launch.serve is not None:
+            # a process that is started again keeps the token
             os.environ.setdefault(WEB_TOKEN_VARIABLE, secrets.token_urlsafe(16))
             os.environ[WEB_LOGS_VARIABLE] = logs
         outcomes = start(plans, site)

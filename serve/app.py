@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..common.reporting.log import get_logger
-from ..web.app import static_routes
+from ..web.files import static_routes
+from ..web.guard import Rules
 from .engine import End, Engine, Job, Piece, Refused
 from .infer import described_inputs, read_inputs, write_outputs
-from .openai import ClientRequest, Replies, Requests, error_response, models
+from .openai import ClientRequest, Replies, Requests, error_response, models, refused_by_guard
 from .slots import Version
 from .source import Follower, Source
 
 log = get_logger()
 
+RULES = Rules(1 << 20, ("/", "/chat"), writes_need_token=False, refusal=refused_by_guard)
 _SSE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -80,8 +83,8 @@ class Service:
                 response = await handle(request)
             except Refused as refused:
                 response = error_response(refused.status, refused.message, refused.code, refused.param)
-            except ClientDisconnect:
-                return Response(status_code=499)
+            except ClientDisconnect:  # or a body of unknown length that the guard has cut
+                response = error_response(413, f"the body is not whole, or has more than {RULES.max_body_bytes} bytes")
             if request.method == "POST":
                 self._meters.replies.labels(str(response.status_code)).inc()
             return response
@@ -103,7 +106,7 @@ class Service:
         client = self._requests.read(await _json(request), is_chat)
         stream = Stream(self._engine, client, self._meters)
         replies = Replies(client, self._name, self._engine.task.decode)
-        async with _Disconnected(request, stream):
+        async with _watched(request, stream):
             found = await stream.next()
             while isinstance(found, Piece) and not client.is_streamed:
                 replies.add(found)
@@ -240,30 +243,29 @@ def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode(errors="replace") + b"\n\n"
 
 
-class _Disconnected:
-    """Ends the request of a client that leaves before the reply begins, or before a reply without a stream is whole."""
+@asynccontextmanager
+async def _watched(request: Request, stream: Stream) -> AsyncIterator[None]:
+    """End the request of a client that leaves before the reply begins, or before a reply without a stream is whole."""
 
-    def __init__(self, request: Request, stream: Stream) -> None:
-        self._request, self._stream = request, stream
-
-    async def _watch(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
             pass
-        self._stream.close()
+        stream.close()
 
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._watch())
-
-    async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._task.cancel()
-        if error is not None:
-            self._stream.close()
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except BaseException:
+        stream.close()
+        raise
+    finally:
+        watching.cancel()
 
 
 async def _json(request: Request) -> Any:
     try:
         return await request.json()
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON: {error}", "invalid_json") from None
 
 

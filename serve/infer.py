@@ -46,6 +46,10 @@ def _tensor(entry: Any) -> tuple[str, torch.Tensor]:
 
 
 def write_outputs(outputs: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """Return the tensors of a reply. Raises Refused for values that JSON does not have."""
+    for name, tensor in outputs.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise Refused(500, f"the model failed: {name} has values that are not finite", "model_failed")
     return [
         {"name": name, "shape": list(tensor.shape), "datatype": _NAMES[tensor.dtype],
          "data": tensor.flatten().tolist()}

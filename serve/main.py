@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ..common.runstore.reading import RunStore, StoredRun
     from .source import Source
 
-_RETRY_S = 0.5
-
 
 def serve(
     flags: Flags,
@@ -92,20 +90,17 @@ def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
     import torch
 
     from ..common.user_code import UserCodeError, format_user_traceback, user_code
-    from ..web.guard import Rules
     from ..web.http import HttpServer
-    from .app import Service, make_app
+    from .app import RULES, Service, make_app
     from .engine import Engine, Options
     from .models import language_model
-    from .openai import refused_by_guard
     from .slots import NUM_SLOTS
     from .source import Follower
 
     after_torch()
     config, log = resolved.config, get_logger()
     torch.set_num_threads(config.serve.threads)
-    rules = Rules(1 << 20, ("/", "/chat"), writes_need_token=False, refusal=refused_by_guard)
-    http = HttpServer(config.serve.listen, config, rules, name="ps-serve", flag="--listen")
+    http = HttpServer(config.serve.listen, config, RULES, name="ps-serve", flag="--listen")
     stopped, failures = threading.Event(), list[Exception]()
 
     def failed(error: Exception) -> None:
@@ -144,18 +139,17 @@ def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str
     from .source import LiveRun, WeightsFile
 
     if file is not None:
-        _check_file(file)
         name = resolved.config.task.name
         return name, _task(resolved, name, {}), WeightsFile(file, file.stem)
     if run is not None:
         return _recorded(resolved, run)
-    source = LiveRun(Reader(resolved.config, secrets.token_hex(8)))
-    log, is_waiting = get_logger(), False
+    reader = Reader(resolved.config, secrets.token_hex(8))
+    source, log, is_waiting = LiveRun(reader), get_logger(), False
     while (standing := source.look()) is None:
         if not is_waiting:
             log.info("waiting_for_server", address=resolved.config.worker.server)
             is_waiting = True
-        threading.Event().wait(_RETRY_S)
+        reader.check_connection()
     settings = standing.settings
     task = _task(resolved, settings.task, settings.task_args or {})
     source.averaged_buffers = getattr(task, "averaged_buffers", ())
@@ -189,16 +183,6 @@ def _newest(store: RunStore, run: StoredRun) -> tuple[Path, int]:
         return Path(saved), run.version or 0
     fix = "train with --checkpoint-dir DIR or --save FILE.safetensors; or serve a live run: --server HOST:PORT"
     raise CheckpointError(f"run {run.label} has no weights on this disk: no snapshot, and no saved file", fix=fix)
-
-
-def _check_file(file: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file} cannot be read: {error}", fix="give a file that --save has written") from None
 
 
 def _task(resolved: Resolved, name: str, args: dict[str, Any]) -> Any:

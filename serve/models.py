@@ -1,9 +1,13 @@
-"""Runs the forward pass of a language model: with our cache, through transformers, or without a cache."""
+"""Runs the forward pass of a language model: with our cache, through transformers, or without a cache.
+
+A task whose model writes text has encode(text), decode(tokens) and `context`, the tokens that the model reads at most.
+`end` (a token) and `cache_shape` (layers, heads, channels) are optional.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +17,6 @@ from ..common.reporting.log import get_logger
 from .cache import CacheView, KvCache
 
 log = get_logger()
-
-
-class TextTask(Protocol):
-    """A task whose model writes text. `end` (a token) and `cache_shape` (layers, heads, channels) are optional."""
-
-    context: int  # tokens that the model reads at most
-
-    def model(self) -> nn.Module: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
 
 
 class LanguageModel:

@@ -93,7 +93,7 @@ class Requests:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            return list(self._task.encode(prompt))
+            return self._encoded(prompt, "prompt")
         if isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt):
             return prompt
         raise Refused(400, "prompt is a text or a list of tokens; several prompts are several requests",
@@ -117,7 +117,14 @@ class Requests:
         if callable(getattr(self._task, "chat", None)):
             return list(self._task.chat(checked))
         text = "".join(f"{message['role']}: {message['content']}\n" for message in checked)
-        return list(self._task.encode(f"{text}assistant: "))
+        return self._encoded(f"{text}assistant: ", "messages")
+
+    def _encoded(self, text: str, param: str) -> list[int]:
+        try:
+            return list(self._task.encode(text))
+        except Exception as error:  # the task's own; half of a UTF-16 pair, most often
+            message = f"{param} cannot be encoded: {type(error).__name__}: {error}"
+            raise Refused(400, message, "invalid_value", param) from None
 
     def _sampling(self, body: dict[str, Any], is_chat: bool) -> Sampling:
         seed = body.get("seed")
@@ -126,8 +133,9 @@ class Requests:
         if is_chat:
             num = _number(body, "top_logprobs", 0, 0, _MOST_LOGPROBS, whole=True) if _switch(body, "logprobs") else None
         else:
-            wanted = body.get("logprobs") not in (None, False)
-            num = _number(body, "logprobs", 0, 0, _MOST_LOGPROBS, whole=True) if wanted else None
+            wanted = body.get("logprobs")
+            is_off = wanted is None or wanted is False
+            num = None if is_off else _number(body, "logprobs", 0, 0, _MOST_LOGPROBS, whole=True)
         return Sampling(
             temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
             top_p=_number(body, "top_p", 1.0, 0.0, 1.0) or 1e-9,

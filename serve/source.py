@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol
 
 from torch import nn
 
@@ -26,33 +25,20 @@ _LOOK_S = 0.5  # between two looks at a server
 _STALE_S = 10.0  # without a server
 
 
-class Source(Protocol):
-    """Versions of weights. `is_stale`: newer versions may exist, but cannot be fetched."""
-
-    @property
-    def is_stale(self) -> bool: ...
-
-    def newest(self) -> Version | None:
-        """Return the newest version, or None if there is none now."""
-
-    def load(self, model: nn.Module) -> Version | None:
-        """Write the newest version into a model and return it. Returns None if it cannot be fetched now."""
-
-    def close(self) -> None: ...
-
-
 class WeightsFile:
     """One version: the weights of a safetensors file."""
 
-    is_stale = False
+    is_stale = False  # newer versions may exist, and cannot be fetched
 
     def __init__(self, path: Path, run: str, version: int = 0) -> None:
         self._path, self._version = path, Version(run, 0, version)
 
     def newest(self) -> Version | None:
+        """Return the newest version, or None if there is none now."""
         return self._version
 
     def load(self, model: nn.Module) -> Version | None:
+        """Write the newest version into a model and return it; None if it cannot be fetched now."""
         load_weights(model, str(self._path), "")
         return self._version
 
@@ -111,6 +97,9 @@ class LiveRun:
 
     def close(self) -> None:
         self._reader.close()
+
+
+Source = WeightsFile | LiveRun
 
 
 class Follower:

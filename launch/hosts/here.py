@@ -29,6 +29,7 @@ def check_here(plans: Sequence[Plan], config: Config) -> None:
     wanted = [(key, listen), ("server.web", server.web), ("server.metrics", server.metrics)]
     if server.direct and server.direct_port:
         wanted.append(("server.direct_port", f"{host}:{server.direct_port}"))
+    wanted += [("launch.serve", address) for address in {plan.serves_at for plan in plans} if address]
     for key, address in wanted:
         if address is not None:
             check_listening(address, key)

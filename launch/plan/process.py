@@ -12,16 +12,17 @@ WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # with the addresses at w
 class Child(NamedTuple):
     """The stable name of a process of the run. Server 0 is the coordinator."""
 
-    role: str  # "server" or "worker"
+    role: str  # "server", "worker" or "serve"
     rank: int
 
     def __str__(self) -> str:
         if self.role == "server":
             return f"server shard {self.rank}" if self.rank else "server"
-        return f"{self.role} {self.rank}"
+        return self.role if self == SERVE else f"{self.role} {self.rank}"
 
 
 SERVER = Child("server", 0)
+SERVE = Child("serve", 0)  # ps-serve beside the run
 
 
 @dataclass(frozen=True)

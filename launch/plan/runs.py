@@ -24,7 +24,7 @@ from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.registry import MODES
 from .placement import Place
-from .process import SERVER, WILDCARDS, Child, ProcessSpec
+from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
 from .settings import (
     DEFAULT_HOST,
     SINGLE,
@@ -49,6 +49,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "server": ("-m", "paramserver.ps"),
     "worker": ("-m", "paramserver.worker"),
     "group": ("-m", "paramserver.worker.replica_group"),  # several processes of one worker
+    "serve": ("-m", "paramserver.serve"),
 }
 
 # Files and directories that each run of several has its own of.
@@ -116,13 +117,16 @@ class Plan:
 
     def process(self, child: Child, address: str | None) -> ProcessSpec:
         """Returns how to start a process. `address`: the coordinator's; None where there is no server."""
+        if child == SERVE:
+            return self.serve(address or "")
         return self._server(child, address or "") if child.role == SERVER.role else self._worker(child, address)
 
     def processes(self, address: str = "") -> list[ProcessSpec]:
         """Returns how to start each process."""
         if self.server is None:
             return self.workers(None)
-        return [self.server, *self.shards(address), *self.workers(address)]
+        serve = [self.serve(address)] if self.serves_at else []
+        return [self.server, *self.shards(address), *self.workers(address), *serve]
 
     def hosts(self) -> dict[Child, str]:
         """Returns the host of each process that has a placement."""
@@ -134,6 +138,19 @@ class Plan:
     def shards(self, address: str) -> list[ProcessSpec]:
         """Returns how to start the shards beside the coordinator."""
         return [self._server(Child("server", rank), address) for rank in range(1, self.num_shards)]
+
+    @property
+    def serves_at(self) -> str:
+        """The address of ps-serve beside the run; empty: there is none."""
+        (host, _, port), wanted = self.config.serve.listen.rpartition(":"), self.config.launch.serve
+        return "" if wanted is None or self.mode == SINGLE else f"{host}:{wanted or port}"
+
+    def serve(self, address: str) -> ProcessSpec:
+        """Returns how to start ps-serve, with the settings of the server."""
+        settings = self.server_argv[1 + len(PROGRAMS["server"]) :]
+        settings_of_serve = {"serve.listen": self.serves_at, **self.identities.get(SERVE, {})}
+        where = (*arguments(None, settings_of_serve), "--server", address)
+        return ProcessSpec(SERVE, (self.server_argv[0], *PROGRAMS["serve"], *settings, *where), self.server_env)
 
     def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool) -> ProcessSpec:
         """Returns how to start a server again: at its old address, from this run's newest snapshot if there is one.
@@ -167,6 +184,8 @@ class Plan:
                 settings["cost.total_per_hour"] = self.per_hour
             if self.config.launch.web and self.config.server.web is None:
                 settings["server.web"] = f"{DEFAULT_HOST}:0"
+            if self.serves_at:  # the dashboard links to it
+                settings["launch.serve"] = self.serves_at.rpartition(":")[2]
         else:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
             listen = placement.listen if placement is not None and host not in WILDCARDS else host
@@ -276,6 +295,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         settings |= {key: path for key, path in paths.items() if path}
     children = [Child("worker", rank) for rank in range(num_workers)]
     children += [Child("server", shard) for shard in range(num_shards)] if num_shards > 1 else []
+    children += [SERVE] if config.launch.serve is not None else []
     group = config.launch.group
     if mode == SINGLE:
         settings = {key: value for key, value in settings.items() if not key.startswith(("run.mode", "checkpoint."))}

@@ -2,7 +2,7 @@
 
 Where several modes run, each has its own weights, history and snapshots. The configured certificate is the server's.
 Workers have none, or with mutual TLS those that `ps-certs init` wrote beside it: `rank-N.crt`, or `worker.crt` for
-all. Each of several shards then has `shard-N.crt`.
+all. Each of several shards then has `shard-N.crt`, and ps-serve `serve.crt`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
              f"{origin} together with --mode {SINGLE}: a worker alone has no server that takes snapshots",
              "train with a server, e.g. -n 1 --mode sync"),
         )  # fmt: skip
+    raise_first(
+        (config.launch.serve is not None and is_alone,
+         f"{origins.get('launch.serve')} together with --mode {SINGLE}: a worker alone has no server to follow",
+         "leave one of them out; ps-serve FILE.safetensors --task NAME serves what --save has written"),
+        (config.launch.serve is not None and script is not None,
+         f"{origins.get('launch.serve')} together with the script {script}: ps-serve needs the model as a task",
+         "start it beside the run: ps-serve --server HOST:PORT --task FILE.py:NAME"),
+    )  # fmt: skip
     several = f"mode, and {len(modes)}" if len(modes) > 1 else f"seed, and {num_seeds}"
     raise_first(
         (config.launch.web and is_alone,
@@ -161,19 +169,20 @@ def own_identity(security: SecurityConfig, child: Child, exists: Callable[[str],
 
     Raises UsageError where the process needs a certificate of its own and there is none.
     """
-    is_worker = child.role == "worker"
+    is_worker, is_serve = child.role == "worker", child.role == "serve"
     if security.cert is None or not security.mutual:
         return {"security.cert": None, "security.key": None} if security.cert and is_worker else {}
     folder = PurePath(security.cert).parent
-    names = (f"rank-{child.rank}", "worker") if is_worker else (f"shard-{child.rank}",)
+    names = (f"rank-{child.rank}", "worker") if is_worker else ("serve" if is_serve else f"shard-{child.rank}",)
     for name in names:
         if exists(str(folder / f"{name}.crt")):
             return {"security.cert": str(folder / f"{name}.crt"), "security.key": str(folder / f"{name}.key")}
     files = " or ".join(f"{name}.crt" for name in names)
-    option = "--workers N makes one for each rank" if is_worker else "--shards S makes one for each shard"
-    message = f"{'worker' if is_worker else 'shard'} {child.rank} needs a certificate, and there is no {files}"
+    option = " --workers N makes one for each rank" if is_worker else " --shards S makes one for each shard"
+    who = child if is_worker or is_serve else f"shard {child.rank}"
     raise UsageError(
-        f"security.mutual: {message} beside {security.cert}", fix=f"ps-certs init {folder} --renew {option}"
+        f"security.mutual: {who} needs a certificate, and there is no {files} beside {security.cert}",
+        fix=f"ps-certs init {folder} --renew{'' if is_serve else option}",
     )
 
 

@@ -13,7 +13,7 @@ One process, while the job is STARTING or RUNNING:
 
 Events go in (`begin`, `listening`, `may_train`, `exited`, `abort`, `interrupt`, `tick`), decisions come out, each with
 its reason as a sentence. The coordinator starts first. The other shards start when it listens. The workers start when
-all shards listen and the caller has called `may_train`.
+all shards listen and the caller has called `may_train`, and ps-serve with them. The end of ps-serve ends no job.
 
 A failed process is started again if that may help (`restarts.py`): a worker as long as there is a server to join, a
 server (each shard alike) only when it keeps snapshots to continue from. Any other failure is final. Its exit code
@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..plan.process import SERVER, Child
+from ..plan.process import SERVE, SERVER, Child
 from .blame import Raised
 from .exits import BUDGET_SPENT, UNREACHABLE, describe_exit, shell_code, signal_name
 from .restarts import Attempt, Failure, Restarts, can_mend
@@ -111,6 +111,7 @@ class JobSettings:
 
     num_workers: int
     num_shards: int = 1  # server processes; 0: workers without a server
+    has_serve: bool = False  # ps-serve runs beside the job
     is_script: bool = False  # workers run the user's script
     keeps_snapshots: bool = False
     grace_s: float = 10.0  # from the request to end until a process is killed
@@ -127,8 +128,10 @@ class Supervisor:
         self._workers = [Child("worker", rank) for rank in range(job.num_workers)]
         self._servers = [Child("server", shard) for shard in range(job.num_shards)]
         self._listening: set[Child] = set()  # servers that have listened
-        self._states = dict.fromkeys([*self._servers, *self._workers], State.PLANNED)
+        self._serve = [SERVE] if job.has_serve else []
+        self._states = dict.fromkeys([*self._servers, *self._workers, *self._serve], State.PLANNED)
         self._restarts = Restarts(job.max_restarts, job.backoff_s)
+        self._serve_restarts = Restarts(job.max_restarts, job.backoff_s)  # its failures explain no other's
         self._pending: dict[Child, _Pending] = {}
         self._evicted: set[Child] = set()
         self._is_out: dict[Child, Finish] = {}  # failed and not admitted again, with the job's end if that stays so
@@ -159,6 +162,10 @@ class Supervisor:
         return [self._start(shard, "the coordinator is listening", now) for shard in missing]
 
     @property
+    def is_ending(self) -> bool:
+        return self.phase not in (Phase.STARTING, Phase.RUNNING)
+
+    @property
     def all_listen(self) -> bool:
         """Whether every server has listened, and only `may_train` is missing."""
         return self.phase is Phase.STARTING and self._listening.issuperset(self._servers)
@@ -169,7 +176,7 @@ class Supervisor:
             return []
         self.phase = Phase.RUNNING
         subject = "the server is" if len(self._servers) == 1 else "every shard of the server is"
-        return [self._start(child, f"{subject} listening", now) for child in self._workers]
+        return [self._start(child, f"{subject} listening", now) for child in (*self._workers, *self._serve)]
 
     def admitted(self, worker: Child) -> None:
         """The server has admitted a worker: its earlier failure is over."""
@@ -186,7 +193,8 @@ class Supervisor:
         self._states |= {worker: State.ENDED for worker in self._workers if self._states[worker] is State.PLANNED}
         self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self._job.grace_s
         self._outcome = Finish(0, reason)
-        return list(self._ask_to_end([*self._servers, *self._workers], reason))
+        self._pending.pop(SERVE, None)
+        return list(self._ask_to_end([*self._states], reason))
 
     def abort(self, exit_code: int, reason: str, now: float) -> list[Decision]:
         """End the job for a reason that is no process's failure."""
@@ -206,6 +214,8 @@ class Supervisor:
         was, self._states[child] = self._states[child], State.ENDED
         if self.phase is Phase.DRAINING:
             return self._finish_when_empty()
+        if child == SERVE:
+            return self._serve_ended(code, now)
         if was is State.STOPPING and code in (0, 143, -15):
             code = 0  # asked to end after its workers, and it did
         if child in self._evicted:
@@ -224,8 +234,21 @@ class Supervisor:
             down = next((server for server in self._servers if server in self._pending), None)
             if down is not None:  # it would have no worker to serve
                 return self._drain(self._pending[down].otherwise, now)
+            self._give_up_restarts()
             self.phase, self._patience = Phase.ENDING, now + _SERVER_END_S
         return [*ending, *self._finish_when_empty()]
+
+    def _serve_ended(self, code: int, now: float) -> list[Decision]:
+        """Start ps-serve again if that may help. The job goes on in any case."""
+        failure = Failure(SERVE, describe_exit(code))
+        self._serve_restarts.failed(failure, now)
+        may_restart = self.phase is Phase.RUNNING and can_mend(SERVE, code, has_listened=False)
+        attempt = self._serve_restarts.next(SERVE) if may_restart else None
+        if attempt is None:
+            return self._finish_when_empty()
+        self._states[SERVE] = State.WAITING
+        self._pending[SERVE] = _Pending(now + attempt.in_s, attempt, _COMPLETE)
+        return [self._restart(failure, attempt)]
 
     def interrupt(self, signal_number: int, now: float) -> list[Decision]:
         """The launcher got SIGINT, SIGTERM or the like: the first one drains, the next one kills."""
@@ -304,9 +327,12 @@ class Supervisor:
         self._pending[child] = _Pending(now + attempt.in_s, attempt, final)
         if child != SERVER:
             self._is_out[child] = final
+        return [self._restart(failure, attempt)]
+
+    def _restart(self, failure: Failure, attempt: Attempt) -> Restart:
         of = self._restarts.max_restarts
         reason = f"{failure}; started again in {attempt.in_s:g} s (restart {attempt.number} of {of})"
-        return [Restart(child, reason, attempt, of)]
+        return Restart(failure.child, reason, attempt, of)
 
     def _is_everyones(self, child: Child, raised: Raised) -> bool:
         """Whether all other workers have failed the same way, and none has been admitted again."""
@@ -335,7 +361,7 @@ class Supervisor:
         self._outcome = outcome
         self.phase, self._patience = Phase.DRAINING, now + self._job.grace_s
         self._write_until = now + _SERVER_WRITE_GRACES * self._job.grace_s
-        ending = self._ask_to_end([*self._servers, *self._workers], reason or outcome.reason)
+        ending = self._ask_to_end([*self._states], reason or outcome.reason)
         return [*ending, *self._finish_when_empty()]
 
     def _ask_to_end(self, children: list[Child], reason: str) -> list[Terminate]:
@@ -349,15 +375,19 @@ class Supervisor:
         self._pending.clear()
 
     def _finish_when_empty(self) -> list[Decision]:
-        """Finish once no process runs and none will start."""
-        if self._alive() or self.phase in (Phase.STARTING, Phase.RUNNING):
+        """Finish once no process runs and none will start. ps-serve is ended last: it writes nothing."""
+        alive = self._alive()
+        if not self.is_ending or (alive and alive != [SERVE]):
             return []
-        self.phase, self._patience = Phase.OVER, None
+        self._patience = None
+        if alive:
+            return [Kill(SERVE, self._outcome.reason)]
+        self.phase = Phase.OVER
         return [self._outcome]
 
     def _start(self, child: Child, reason: str, now: float) -> Start:
         self._states[child] = State.RUNNING
-        self._restarts.started(child, now)
+        (self._serve_restarts if child == SERVE else self._restarts).started(child, now)
         return Start(child, reason)
 
     def _alive(self) -> list[Child]:

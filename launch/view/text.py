@@ -17,7 +17,7 @@ _NUM_LAST_LINES = 20
 
 def child_line(child: Child, line: str, event: Event | None, host: str = "") -> Text:
     """`[worker 2] ...`, or `[worker 2 on gpu1] ...`: an event as `name key=value`, any other line unchanged."""
-    style = "bold" if child.role == "server" else RANK_COLOURS[child.rank % len(RANK_COLOURS)]
+    style = "bold" if child.role != "worker" else RANK_COLOURS[child.rank % len(RANK_COLOURS)]
     prefix = (f"[{child} on {host}] " if host else f"[{child}] ", style)
     if event is None:
         return Text.assemble(prefix, Text.from_ansi(line))

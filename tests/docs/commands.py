@@ -14,7 +14,7 @@ from unittest import mock
 
 from paramserver.common.errors import ParamServerError, UsageError
 from paramserver.docs.making.programs import CONFIGURED, OTHERS, command
-from paramserver.launch.main import fold_script_arguments
+from paramserver.launch.main import fold_script_arguments, with_port
 from paramserver.tests.docs.blocks import ROOT
 
 _WORDS = {"until", "while", "do", "done", "if", "then", "fi", "!", "wait", "true", "sleep", "test", "cat", "ls", "kill"}
@@ -111,7 +111,7 @@ def _check_ours(argv: tuple[str, ...]) -> None:
 def _resolve(program: str, arguments: list[str]) -> None:
     """All sources merged and validated, as by --print-config."""
     if program == "ps-launch":
-        arguments = fold_script_arguments(arguments)
+        arguments = with_port(fold_script_arguments(arguments))
     found = command(program, arguments)
     found.make_context(program, [*arguments])
     arguments = [word for word in arguments if word != "--estimate"]  # it would take its few steps

@@ -21,7 +21,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.launch.backends.base import Site
 from paramserver.launch.hosts.remote import hosts_of
-from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.plan.process import SERVE, SERVER, Child
 from paramserver.launch.supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from paramserver.tests.engines.slurm import SlurmCluster, missing
 from paramserver.tests.late import come_late
@@ -202,6 +202,8 @@ def _play(supervisor: Supervisor, words: list[str]) -> list[Decision]:
             return supervisor.listening(SERVER, now) + supervisor.may_train(now)
         case ["exit", "shard", shard, code, *_]:
             return supervisor.exited(Child("server", int(shard)), int(code), now)
+        case ["exit", "serve", code, *_]:
+            return supervisor.exited(SERVE, int(code), now)
         case ["exit", "server", code, *_]:
             return supervisor.exited(SERVER, int(code), now)
         case ["exit", "worker", rank, code, *_]:

@@ -104,3 +104,34 @@ def test_a_run_that_is_done_already_starts_nobody_and_is_no_failure(have_listene
     assert supervisor.listening(SERVER, 1.1) == supervisor.may_train(1.1) == []
     *_, finish = [found for child in running[::-1] for found in supervisor.exited(child, 143, 2.0)]
     assert (finish.exit_code, finish.reason) == (0, "all is done")
+
+
+def test_the_end_of_ps_serve_ends_no_job_and_it_ends_last(check_transcript) -> None:
+    transcript = """
+        begin                    -> start server (the workers need its address)
+        listening                -> start worker 0, start serve (the server is listening)
+        exit serve -9 at 1       -> await serve for 0.5 s, restart 1 of 1
+        tick at 1.5              -> start serve (restart 1 of 1)
+        exit worker 0 0 at 3     ->
+        exit server 0 at 4       -> kill serve (every process ended with exit code 0)
+        exit serve -9 at 4       -> finish 0 (every process ended with exit code 0)
+    """
+    settings = {"num_workers": 1, "has_serve": True, "max_restarts": 1, "backoff_s": 0.5}
+    check_transcript(Supervisor(JobSettings(**settings)), transcript)
+    spent = """
+        exit serve -9 at 2       ->
+        exit worker 0 0 at 3     ->
+        exit server 0 at 4       -> finish 0 (every process ended with exit code 0)
+    """
+    check_transcript(Supervisor(JobSettings(**settings)), "\n".join(transcript.splitlines()[:5]) + spent)
+
+
+def test_a_failure_of_ps_serve_is_no_reason_of_another_s(check_transcript) -> None:
+    transcript = """
+        begin                    -> start server (the workers need its address)
+        listening                -> start worker 0, start serve (the server is listening)
+        exit serve 12 at 1       ->
+        exit server -9 at 2      -> end worker 0 (server failed: killed by SIGKILL; no snapshots)
+        exit worker 0 143 at 2   -> finish 137 (server failed: killed by SIGKILL; no snapshots)
+    """
+    check_transcript(Supervisor(JobSettings(num_workers=1, has_serve=True)), transcript)

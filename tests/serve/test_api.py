@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -27,6 +29,21 @@ SIZES = {"num_layers": 1, "num_heads": 2, "width": 16, "context": 2000, "max_byt
 FLAGS = [word for name, size in SIZES.items() for word in ("--set", f"task.args.{name}={size}")]
 
 
+def ask(
+    url: str, path: str, body: Any = None, token: str = "", tls: ssl.SSLContext | None = None
+) -> tuple[int, Any, dict[str, str]]:
+    """The status, JSON and headers of a reply."""
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url + path, data, headers), timeout=60, context=tls
+        ) as reply:
+            return reply.status, json.loads(reply.read()), dict(reply.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read()), dict(error.headers)
+
+
 class Client:
     """Asks one ps-serve."""
 
@@ -36,14 +53,7 @@ class Client:
         process.event("serving")  # a version has arrived
 
     def ask(self, path: str, body: Any = None) -> tuple[int, Any, dict[str, str]]:
-        """The status, JSON and headers of a reply."""
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return reply.status, json.loads(reply.read()), dict(reply.headers)
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read()), dict(error.headers)
+        return ask(self.url, path, body)
 
     def openai(self) -> Any:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
@@ -97,6 +107,12 @@ def test_the_official_client_reads_both_endpoints(gpt: Client) -> None:
         ({"prompt": ""}, "prompt"),
         ({"stop": [""]}, "stop"),
         ({"stream": "yes"}, "stream"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"seed": 1.5}, "seed"),
+        ({"top_p": 7}, "top_p"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stream_options": 3}, "stream_options"),
     ],
 )
 def test_a_field_that_cannot_be_followed_is_named(gpt: Client, fields: dict[str, Any], param: str) -> None:
@@ -111,14 +127,22 @@ def test_other_mistakes_have_the_same_shape(gpt: Client) -> None:
         ("/v1/completions", {"model": "other", "prompt": "a"}, 404),
         ("/v1/completions", b"{", 400),
         ("/v1/completions", b"[]", 400),
+        ("/v1/completions", b"[" * 100_000, 400),
+        ("/v1/completions", b'{"seed": ' + b"9" * 5000 + b"}", 400),
+        ("/v1/completions", b"\xff", 400),
         ("/v1/nothing", None, 404),
         ("/v2/models/other/infer", {}, 404),
     ):
         found, reply, _ = gpt.ask(path, body)
         assert (found, set(reply["error"])) == (status, {"message", "type", "param", "code"}), path
     connection = http.client.HTTPConnection(gpt.url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/v1/completions", b"{}", {"content-length": str((1 << 20) + 1)})
+    connection.request("POST", "/v1/completions", b"{}", {"content-length": str(1 << 30)})
     reply = connection.getresponse()
+    assert reply.status == 413 and "1048576 bytes" in json.loads(reply.read())["error"]["message"]
+    connection.close()
+    connection = http.client.HTTPConnection(gpt.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", iter([bytes(1 << 19)] * 3), encode_chunked=True)
+    reply = connection.getresponse()  # of a body whose length nobody said
     assert reply.status == 413 and "1048576 bytes" in json.loads(reply.read())["error"]["message"]
     connection.close()
     assert "w:0" in gpt.ask("/v1/completions", {"model": "w@7", "prompt": "a"})[1]["error"]["message"]
@@ -165,6 +189,9 @@ def test_a_model_of_tensors_answers_the_inference_protocol(cluster: Cluster, tmp
     assert output["shape"] == [2, 10] and output["data"][:10] == output["data"][10:]
     wrong = {**tensor, "data": [0.5]}
     assert client.ask("/v2/models/digits/infer", {"inputs": [wrong]})[1]["error"]["param"] == "input"
+    large = {**tensor, "data": [3e38] * num_values}  # sums are beyond float32
+    status, reply, _ = client.ask("/v2/models/digits/infer", {"inputs": [large]})
+    assert status == 500 and "output has values that are not finite" in reply["error"]["message"]
     assert client.ask("/v1/completions", {"prompt": "a"})[0] == 404
 
 
@@ -174,13 +201,32 @@ def test_no_weights_or_two_sources_of_them_are_a_sentence(cluster: Cluster) -> N
     done = cluster.command("serve", "--run", "last", "x.safetensors", "--task", "gpt")
     assert done.returncode == 2 and "weights come from one place" in done.stderr
     done = cluster.command("serve", "x.safetensors", "--task", "gpt")
-    assert done.returncode == 2 and "x.safetensors cannot be read" in done.stderr
+    assert done.returncode == 2 and "x.safetensors: cannot be read" in done.stderr
 
 
 def test_a_port_that_is_taken_is_a_sentence(gpt: Client, cluster: Cluster) -> None:
     file = weights_of(cluster.folder / "w.safetensors", Gpt(**SIZES).model())
     done = cluster.command("serve", file, "--task", "gpt", *FLAGS, "--listen", gpt.url.removeprefix("http://"))
     assert done.returncode == 10 and "cannot listen" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_clients_that_read_nothing_keep_no_slot(gpt: Client) -> None:
+    """A hundred of them; those beyond slots and queue are refused, and others get replies meanwhile."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1024, "stream": True, "logprobs": 20}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+    address = gpt.url.removeprefix("http://").split(":")
+    sockets = []
+    for _ in range(100):
+        silent = socket.socket()
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect((address[0], int(address[1])))
+        silent.sendall(request + body)
+        sockets.append(silent)
+    gpt.process.until(lambda: gpt.ask("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200, "reply")
+    gpt.process.until(lambda: gpt.ask("/health")[1]["active"] == 0, "idle engine")
+    for silent in sockets:
+        silent.close()
 
 
 def test_a_token_that_the_model_does_not_have_is_the_client_s_mistake(gpt: Client) -> None:

@@ -69,6 +69,9 @@ function gotWhole(event) {
   $('title').title = $('title').textContent;
   $('program').textContent = `paramserver ${state.about.version}`;
   $('settings').textContent = JSON.stringify(state.about.settings, null, 2);
+  const port = state.about.settings.launch?.serve; // of the ps-serve that ps-launch started on this host
+  $('try').hidden = !port;
+  if (port) $('try').href = `${location.protocol}//${location.hostname}:${port}/`;
   showControls(state.about, mayControl);
   if (state.newest) show(state.newest, true, state.spans);
 }

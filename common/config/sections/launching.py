@@ -150,6 +150,9 @@ class LaunchConfig(Section):
     web: Annotated[bool, Flag(Panel.OUTPUT, (LAUNCHER,))] = Field(
         False, description="serve a live dashboard of the run, at server.web or at a free port of this machine"
     )
+    serve: Annotated[int | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="[PORT]")] = Field(
+        None, ge=0, le=65535, description="start ps-serve beside the run; without PORT, or 0: that of serve.listen"
+    )
     backend: Annotated[str | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="NAME")] = Field(
         None, description="backend that starts processes: local, slurm, ray, ssh; none: ssh with --hosts, else local"
     )

@@ -88,9 +88,8 @@ def _read(path: str, flag: str) -> dict[str, torch.Tensor]:
         return {name.replace("_orig_mod.", ""): tensor for name, tensor in load_file(path).items()}
     except OSError as error:
         why = error.strerror or "there is no such file"
-        raise UsageError(
-            f"{flag}{path}: cannot be read: {why}", fix="put the file where every worker can read it"
-        ) from None
+        fix = "put the file where every worker can read it" if flag else "give a file that --save has written"
+        raise UsageError(f"{flag}{path}: cannot be read: {why}", fix=fix) from None
     except SafetensorError as error:
         raise UsageError(
             f"{flag}{path}: is no safetensors file: {error}", fix="give a file that --save has written"
