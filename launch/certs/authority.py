@@ -62,13 +62,13 @@ def make_ca(name: str, days: int = _CA_DAYS) -> Identity:
 
 
 def issue(ca: Identity, name: str, days: int, hosts: Iterable[str] = (), begins: datetime | None = None) -> Identity:
-    """For `server`, which is reached by `hosts`; `shard-N`, to the other shards a client too; and of no use to a
-    server: `rank-N`, or `worker` for any rank. Valid from now on, or from `begins`."""
+    """For `server`, which is reached by `hosts`; `shard-N` and `serve`, to the run's server clients too; and of no use
+    to a server: `rank-N`, or `worker` for any rank. Valid from now on, or from `begins`."""
     if name == "server":
         return _sign(ca, "ps-server", days, [ExtendedKeyUsageOID.SERVER_AUTH], hosts, begins)
-    if name.startswith(SHARD_PREFIX):
+    if name == "serve" or name.startswith(SHARD_PREFIX):
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        return _sign(ca, name, days, both, hosts, begins)
+        return _sign(ca, "ps-serve" if name == "serve" else name, days, both, hosts, begins)
     return _sign(ca, name, days, [ExtendedKeyUsageOID.CLIENT_AUTH], begins=begins)
 
 

@@ -18,7 +18,7 @@ from ...common.reporting.report import report_console
 from ...common.security import ANY_RANK, RANK_PREFIX, SHARD_PREFIX, facts_of
 from .authority import Identity, host_name, is_signed_by, issue, load_ca, make_ca
 
-_OURS = ("ca.*", "server.*", "worker.*", "rank-*.*", "shard-*.*")
+_OURS = ("ca.*", "server.*", "serve.*", "worker.*", "rank-*.*", "shard-*.*")
 
 Files = dict[str, bytes]  # by name
 
@@ -50,7 +50,7 @@ def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int
         ca, known = make_ca(f"paramserver {socket.gethostname()}"[:64]), _local_names()
     ranks = ranks or [ANY_RANK]
     files: Files = {}
-    for name in ("server", *ranks, *shard_names):
+    for name in ("server", "serve", *ranks, *shard_names):
         files |= _pair(name, issue(ca, name, days, dict.fromkeys([*known, *hosts])))
     if not renew:
         files |= _pair("ca", ca) | {"token": f"{secrets.token_urlsafe(32)}\n".encode()}

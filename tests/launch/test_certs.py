@@ -61,8 +61,8 @@ def shake_hands(server_files: tuple[Path, str], client_files: tuple[Path, str], 
 
 def test_files_and_their_modes(made: Path) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()}
-    private = {"ca.key", "server.key", "rank-0.key", "rank-1.key", "token"}
-    public = {"ca.crt", "server.crt", "rank-0.crt", "rank-1.crt"}
+    private = {"ca.key", "server.key", "serve.key", "rank-0.key", "rank-1.key", "token"}
+    public = {"ca.crt", "server.crt", "serve.crt", "rank-0.crt", "rank-1.crt"}
     assert modes == dict.fromkeys(private, 0o600) | dict.fromkeys(public, 0o644)
     assert made.stat().st_mode & 0o777 == 0o700
     assert len((made / "token").read_text().strip()) >= 40
@@ -98,6 +98,11 @@ def test_a_shard_is_a_server_to_workers_and_a_client_to_shards(tmp_path: Path) -
     assert not list(tmp_path.glob("shard-*"))
 
 
+def test_ps_serve_is_a_server_to_browsers_and_a_client_to_the_run(made: Path) -> None:
+    assert shake_hands((made, "server"), (made, "serve"), "127.0.0.1") == "ps-serve"
+    assert shake_hands((made, "serve"), (made, "rank-0"), "127.0.0.1") == "rank-0"
+
+
 def test_keys_are_on_p256(made: Path) -> None:
     from cryptography import x509
 
@@ -119,7 +124,7 @@ def test_renewal_keeps_ca_token_hosts_and_ranks(tmp_path: Path) -> None:
     after, renewed = contents(tmp_path), facts_of((tmp_path / "server.crt").read_bytes())
     changed = {name for name in before if before[name] != after[name]}
     assert after.keys() == before.keys()
-    assert changed == {f"{name}.{kind}" for name in ("server", "rank-0", "rank-1") for kind in ("crt", "key")}
+    assert changed == {f"{name}.{kind}" for name in ("server", "serve", "rank-0", "rank-1") for kind in ("crt", "key")}
     assert set(renewed.names) == {*facts.names, "10.9.9.9"}
     assert (renewed.not_after - facts.not_after).days == 364
     assert shake_hands((tmp_path, "server"), (tmp_path, "rank-0"), "a.lab") == "rank-0"
@@ -136,7 +141,8 @@ def test_nothing_is_overwritten_unless_told_to(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
     certs("init", tmp_path, "--force")
     after = contents(tmp_path)
-    assert after.keys() == {"ca.crt", "ca.key", "server.crt", "server.key", "worker.crt", "worker.key", "token"}
+    pairs = {f"{name}.{kind}" for name in ("ca", "server", "serve", "worker") for kind in ("crt", "key")}
+    assert after.keys() == {*pairs, "token"}
     assert all(after[name] != before[name] for name in after.keys() & before.keys())
 
 
@@ -221,7 +227,7 @@ def test_show_lists_every_certificate_and_what_is_wrong_with_it(tmp_path: Path, 
     capsys.readouterr()
     certs("show", tmp_path)
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert list(rows) == ["file", "ca.crt", *(f"rank-{rank}.crt" for rank in range(11)), "server.crt"]
+    assert list(rows) == ["file", "ca.crt", *(f"rank-{rank}.crt" for rank in range(11)), "serve.crt", "server.crt"]
     assert "29 days" in rows["rank-10.crt"] and "signed" not in rows["rank-10.crt"]
     assert "far.lab" in rows["server.crt"] and "not signed by ca.crt" in rows["server.crt"]
     assert "no certificate" in rows["rank-4.crt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 from ...common.config.schema import Config
@@ -14,6 +15,8 @@ from .channel import Channel, Lost
 from .messages import Settings, read_settings
 from .rpc_client import RpcClient
 from .security import worker_credentials
+
+_CONNECT_S = 1.0
 
 
 class Standing(NamedTuple):
@@ -49,6 +52,11 @@ class Reader:
         status = self.client.status()
         self._run = status.run
         return Standing(status.run, status.incarnation, status.step, status.version, read_settings(status.settings))
+
+    def check_connection(self) -> None:
+        """Wait for the server. Raises AuthError for wrong TLS settings, UnreachableError for another service."""
+        with suppress(Lost):
+            self._channels[""].connect(_CONNECT_S)
 
     def pull(self, model: ModelTensors) -> int | None:
         """Write the weights of the newest version into the model; returns the version, or None when there are none to
