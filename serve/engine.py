@@ -187,9 +187,11 @@ class Engine:
             return [version for slot in reversed([*self.slots.live()]) if (version := self.slots.versions[slot])]
 
     def begin_arrival(self) -> int | None:
-        """Return the slot to write a new version to, or None while no slot is free."""
+        """Return the slot to write a new version to, or None while it could not be published."""
         with self._changed:
-            return self.slots.begin()
+            old = self.slots.find(State.DRAINING)
+            must_wait = old is not None and self._is_used(old) and time.monotonic() < self._drains_until
+            return None if must_wait else self.slots.begin()
 
     def arrived(self, slot: int, version: Version | None) -> None:
         """Note that the version in this slot is complete. None: it could not be fetched."""
@@ -236,24 +238,29 @@ class Engine:
             self._end(sequence, "cancelled")
 
     def _has_work(self) -> bool:
-        is_swapping = any(self.slots.find(state) is not None for state in (State.WHOLE, State.DRAINING))
+        is_swapping = self.slots.find(State.WHOLE) is not None
         return bool(self._active or self._waiting or self._inferring or is_swapping)
 
+    def _is_used(self, slot: int) -> bool:
+        return any(sequence.slot == slot for sequence in self._active)
+
     def _swap(self) -> None:
-        """Publish a complete version, and free the slot of a version that no sequence uses any more."""
-        if self.slots.find(State.WHOLE) is not None and self.slots.find(State.DRAINING) is None:
-            draining = self.slots.publish()
-            version = self.slots.versions[self._serving()]
-            assert version is not None
-            log.info("serving", version=version.number, run=version.run)
-            self._drains_until = time.monotonic() + self.options.drain_s
-            if draining is not None and self.options.swap != "pinned":
-                self._move(draining, self.options.swap == "recompute")
-        draining = self.slots.find(State.DRAINING)
-        if draining is not None and time.monotonic() > self._drains_until:
-            self._move(draining, True)
-        if draining is not None and not any(sequence.slot == draining for sequence in self._active):
+        """Publish a complete version, once no sequence uses the version before the serving one."""
+        if self.slots.find(State.WHOLE) is None:
+            return
+        if (old := self.slots.find(State.DRAINING)) is not None:
+            if time.monotonic() > self._drains_until:
+                self._move(old, True)
+            if self._is_used(old):
+                return
             self.slots.drained()
+        draining = self.slots.publish()
+        version = self.slots.versions[self._serving()]
+        assert version is not None
+        log.info("serving", version=version.number, run=version.run)
+        self._drains_until = time.monotonic() + self.options.drain_s
+        if draining is not None and self.options.swap != "pinned":
+            self._move(draining, self.options.swap == "recompute")
 
     def _move(self, draining: int, computes_again: bool) -> None:
         """Move the sequences of a version to the serving one. Keep their keys and values, or compute these again."""

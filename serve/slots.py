@@ -3,7 +3,8 @@
     idle -> arriving -> whole -> serving -> draining -> idle
 
 A version arrives beside the serving one, and is published between two decode steps. New requests get it. Open requests
-finish on the draining version. Of three slots at most one is arriving (or whole), one serving and one draining.
+finish on the draining version. That version stays, for requests that name it, until the next one is published. Of three
+slots at most one is arriving (or whole), one serving and one draining.
 """
 
 from __future__ import annotations
@@ -59,9 +60,8 @@ class Slots:
                 yield slot
 
     def begin(self) -> int | None:
-        """Begin an arrival. Return its slot, or None while another version arrives or one drains."""
-        busy = (State.ARRIVING, State.WHOLE, State.DRAINING)
-        if any(state in busy for state in self.states):
+        """Begin an arrival. Return its slot, or None while another version arrives."""
+        if any(state in (State.ARRIVING, State.WHOLE) for state in self.states):
             return None
         slot = self.states.index(State.IDLE)
         self.states[slot] = State.ARRIVING
@@ -74,9 +74,9 @@ class Slots:
         self.versions[slot] = version
 
     def publish(self) -> int | None:
-        """Serve the complete version. Return the slot that drains from now on, or None."""
+        """Serve the complete version, once no other one drains. Return the slot that drains from now on, or None."""
         slot, before = self.find(State.WHOLE), self.find(State.SERVING)
-        if slot is None:
+        if slot is None or self.find(State.DRAINING) is not None:
             return None
         self.states[slot] = State.SERVING
         if before is not None:
@@ -84,7 +84,7 @@ class Slots:
         return before
 
     def drained(self) -> None:
-        """Free the slot of the draining version, whose last request is over."""
+        """Free the slot of the draining version, which no request uses."""
         slot = self.find(State.DRAINING)
         assert slot is not None
         self.states[slot], self.versions[slot] = State.IDLE, None

@@ -19,7 +19,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        is_busy = {State.ARRIVING, State.WHOLE, State.DRAINING} & {*self.slots.states}
+        is_busy = {State.ARRIVING, State.WHOLE} & {*self.slots.states}
         assert (self.slots.begin() is None) == bool(is_busy)
 
     @precondition(lambda self: self.slots.find(State.ARRIVING) is not None)
@@ -34,8 +34,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         whole, before = self.slots.find(State.WHOLE), self.slots.find(State.SERVING)
-        assert self.slots.publish() == (None if whole is None else before)
-        if whole is not None:
+        may_publish = whole is not None and self.slots.find(State.DRAINING) is None
+        assert self.slots.publish() == (before if may_publish else None)
+        if may_publish:
             self.served.append(self.number)
 
     @precondition(lambda self: self.slots.find(State.DRAINING) is not None)
