@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def test_the_image_has_every_program_and_every_module(image: str) -> None:
         " if not any(one in m.name for one in ('.benchmarks', '.integrations.', '.trackers.', '.tracing'))];"
         "[importlib.import_module(n) for n in names if not n.endswith('__main__')];"
         "[subprocess.run([c, '--help'], check=True, capture_output=True)"
-        " for c in ('ps-server', 'ps-worker', 'ps-launch', 'ps-certs')];"
+        " for c in ('ps-server', 'ps-worker', 'ps-launch', 'ps-certs', 'ps-serve')];"
         "print(len(names))"
     )
     done = run_rm(image, "python", "-c", code)
@@ -148,6 +149,37 @@ def test_with_tls_and_a_token_nobody_else_comes_in(up: Up, image: str) -> None:
     project.until_all_exited("certs")
     assert project.exit_codes("certs") == [0]
     assert "certificates for" not in project("logs", "--no-color", "certs")
+
+
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.tls.yaml"]], ids=["plain", "tls"])
+def test_the_weights_reply_to_requests_while_they_train(up: Up, files: list[str]) -> None:
+    is_tls = len(files) > 1
+    settings = {"STEPS": FOR_EVER, "SERVE_TOKEN": "secret", "SERVE_PORT": "0"}
+    project = up(*files, extra=CALM, flags=("--profile", "serve"), **settings)
+    token = "$(cat /certs/token)" if is_tls else "secret"
+    tensor = {"name": "input", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}
+
+    def version(token: str = token) -> int:
+        """The version that replies; as a status below 0 where the request is refused."""
+        code = (
+            "import sys, json, ssl, urllib.request as u, urllib.error as e;"
+            f"c = ssl.create_default_context(cafile='/certs/ca.crt') if {is_tls} else None;"
+            f"r = u.Request('http{'s' if is_tls else ''}://127.0.0.1:8000/v2/models/live/infer',"
+            f" json.dumps(dict(inputs=[{tensor}])).encode(), dict(authorization='Bearer ' + sys.argv[1]));"
+            "f = lambda: json.load(u.urlopen(r, timeout=20, context=c))['model_version'];\n"
+            "try: print(f())\n"
+            "except e.HTTPError as error: print(-error.code)\n"
+            "except OSError: print(0)\n"
+        )
+        command = f'exec python -c {shlex.quote(code)} "{token}"'
+        return int(docker("exec", project.ids("serve")[0], "sh", "-c", command))
+
+    project.until(lambda: version() > 0, "version that replies")
+    first = version()
+    project.until(lambda: version() > first, "newer version")
+    assert version("another") == -401
+    log = project("logs", "--no-color", "serve")
+    assert "secret" not in log and "Traceback" not in log
 
 
 def test_monitoring_sees_the_run_and_its_death(up: Up, prometheus_image: str) -> None:

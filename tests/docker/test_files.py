@@ -86,7 +86,7 @@ def test_compose_accepts_it(files: list[str]) -> None:
         pytest.skip("no docker-compose on this machine: install docker-compose")
     flags = [flag for name in files for flag in ("-f", str(DOCKER / name))]
     done = subprocess.run(
-        ["docker-compose", *flags, "--profile", "monitoring", "--profile", "grafana", "config"],
+        ["docker-compose", *flags, "--profile", "monitoring", "--profile", "grafana", "--profile", "serve", "config"],
         capture_output=True,
         text=True,
         check=False,
@@ -97,7 +97,7 @@ def test_compose_accepts_it(files: list[str]) -> None:
         assert services[name]["init"] is True
         assert services[name]["restart"] == "on-failure:10"  # "always" would start a finished run again for ever
     published = [port for service in services.values() for port in service.get("ports", [])]
-    assert sorted(published) == ["127.0.0.1:3000:3000/tcp", "127.0.0.1:9090:9090/tcp"]
+    assert sorted(published) == [f"127.0.0.1:{port}:{port}/tcp" for port in (3000, 8000, 9090)]
 
 
 def test_what_the_containers_say_is_what_alloy_reads(tmp_path: Path) -> None:
