@@ -15,6 +15,7 @@ Examples
   ps-bench step --task digits           compute, transfer, wait and apply
   ps-bench memory --workers 1,4 --mode sync,async
   ps-bench zero                         what each worker holds, by stage of ZeRO
+  ps-bench serve                        tokens, swaps of versions, and what following costs
   ps-bench shards --mb 400              a server of 1, 2 and 4 processes
   ps-bench codecs --codec int8,q4       encoding and decoding on one core
   ps-bench policies --workers 64,10000  what deciding costs, by mode
@@ -265,6 +266,30 @@ def step(
     from .measures.step import StepOptions, measure_step
 
     show(measure_step(StepOptions(task, workers, steps, batch_size, mode, optimizer, transport)), json_path, keep)
+
+
+@app.command(help="ps-serve: tokens/s with and without a cache, versions that change under load, what following costs.")
+def serve(
+    parts: Annotated[
+        str, typer.Option(help="speed,swaps,training,equal", rich_help_panel=_RUN)
+    ] = "speed,swaps,training,equal",
+    tokens: Annotated[int, typer.Option(min=16, max=4096, help="Of a reply.", rich_help_panel=_SIZE)] = 512,
+    clients: Annotated[int, typer.Option(min=2, max=32, help="At once.", rich_help_panel=_RUN)] = 8,
+    swaps: Annotated[int, typer.Option(min=1, help="Versions that are swapped.", rich_help_panel=_RUN)] = 100,
+    mb: MbOption = 100,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each turn without swaps.", rich_help_panel=_RUN)] = 30,
+    prompts: Annotated[int, typer.Option(min=1, help="Compared with and without a cache.", rich_help_panel=_RUN)] = 200,
+    runs: Annotated[int, typer.Option(min=1, help="Turns.", rich_help_panel=_RUN)] = 5,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    known, chosen = ("speed", "swaps", "training", "equal"), tuple(parts.split(","))
+    if unknown := [part for part in chosen if part not in known]:
+        raise UsageError(f"--parts: '{unknown[0]}' is no part", fix=f"--parts {','.join(known)}")
+    checked("async", "sgd", json_path, keep)
+    from .measures.serving import ServingOptions, measure_serving
+
+    show(measure_serving(ServingOptions(chosen, tokens, clients, swaps, mb, seconds, prompts, runs)), json_path, keep)
 
 
 @app.command(help="A server of one and of several shards: time of a step, and what each shard holds.")

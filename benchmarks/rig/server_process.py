@@ -24,10 +24,10 @@ _STOP_S = 10.0
 class ServerProcess:
     """A started server: its address, and the events it writes. Made by `running_server`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], name: str) -> None:
         self.pid = process.pid
         self.events: list[dict[str, Any]] = []
-        self._process = process
+        self._process, self._name = process, name
         self._texts: list[str] = []  # lines that are no events: a message for a person
         self._changed = threading.Condition()
         self._has_ended = False
@@ -51,7 +51,7 @@ class ServerProcess:
                 if self._has_ended or left_s <= 0:
                     problem = "ended" if self._has_ended else f"said nothing for {timeout_s:g} s"
                     output = "".join(f"\n{line}" for line in self._texts[-20:])
-                    raise ParamServerError(f"ps-server {problem} before '{event}'{output}")
+                    raise ParamServerError(f"{self._name} {problem} before '{event}'{output}")
                 self._changed.wait(left_s)
 
     def _read(self) -> None:
@@ -84,6 +84,14 @@ def running_server(*flags: str) -> Iterator[ServerProcess]:
     """`ps-server` on a free port of loopback with these flags, stopped at the end of the block.
 
     It keeps nothing on record unless they say so.
+    """
+    with running("paramserver.ps", "--listen", "127.0.0.1:0", "--no-store", *flags) as server:
+        yield server
+
+
+@contextmanager
+def running(module: str, *flags: str) -> Iterator[ServerProcess]:
+    """A program of ours with these flags, stopped at the end of the block.
 
     It may still be starting when the block begins, so that several start side by side.
     """
@@ -91,14 +99,14 @@ def running_server(*flags: str) -> Iterator[ServerProcess]:
     try:
         with undisturbed():
             process = subprocess.Popen(
-                [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--no-store", *flags],
+                [sys.executable, "-m", module, *flags],
                 env={**clean_environment(), "PS_LOG__FORMAT": "json"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            server = ServerProcess(process)
+            server = ServerProcess(process, module)
         yield server
     finally:
         if server is not None:
