@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from ...common.config.documents import built, items, read_document, refusal
+from ...common.config.documents import built, items, read_document, refusal, scalar_text
 from ...common.config.option import Section
 from ...common.errors import UsageError, did_you_mean
 
@@ -29,14 +30,15 @@ class Host(Section):
     venv: str | None = Field(None, description="virtual environment with that interpreter")
     workdir: str | None = Field(None, description="where processes start; none: the launcher's directory")
     per_hour: float | None = Field(None, ge=0, description="price of an hour; none: cost.per_hour")
+    region: str | None = Field(None, min_length=1, description="its region: hosts that are close to each other")
     env: dict[str, str] = Field(default_factory=dict, description="variables of its processes")
     devices: tuple[int | str, ...] = Field((), description="its GPUs; each worker sees one, in turn")
 
-    @field_validator("host")
+    @field_validator("host", "region")
     @classmethod
-    def _is_no_option(cls, value: str) -> str:
-        if value.startswith("-") or any(character.isspace() for character in value):
-            raise ValueError("is not the name of a host")
+    def _is_no_option(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and (value.startswith("-") or any(character.isspace() for character in value)):
+            raise ValueError(f"is not the name of a {info.field_name}: no spaces, and no - at its beginning")
         return value
 
     @field_validator("env", mode="before")
@@ -72,6 +74,51 @@ class Host(Section):
 
 def load_hosts(path: str) -> tuple[Host, ...]:
     """Returns the hosts of a file, in its order. Raises UsageError with file:line."""
+    nodes, defaults = _hosts_nodes(path)
+    hosts: dict[str, Host] = {}
+    for node in nodes:
+        host = _host(node, defaults, path)
+        if host.host in hosts:
+            raise UsageError(
+                f"{path}:{node.start_mark.line + 1}: {host.host} is there already",
+                fix=f"give it more slots, it has {hosts[host.host].slots}",
+            )
+        hosts[host.host] = host
+    return tuple(hosts.values())
+
+
+def text_with_regions(path: str, regions: Mapping[str, str]) -> str:
+    """Returns the text of a hosts file with the region of each host. All else stays as it is. Raises UsageError."""
+    text = Path(path).read_text(encoding="utf-8")
+    for node in reversed(_hosts_nodes(path)[0]):
+        try:
+            start, end, new = _region_edit(node, regions, text)
+        except KeyError:  # the name is among the defaults
+            raise UsageError(f"{path}:{node.start_mark.line + 1}: has no 'host:'", fix="give it one") from None
+        text = text[:start] + new + text[end:]
+    return text
+
+
+def _region_edit(node: yaml.Node, regions: Mapping[str, str], text: str) -> tuple[int, int, str]:
+    """Returns where an entry's text changes, and the new text."""
+    if not isinstance(node, yaml.MappingNode):  # only the name of a host
+        start, end = node.start_mark.index, node.end_mark.index
+        return start, end, f"{{host: {text[start:end]}, region: {scalar_text(regions[node.value])}}}"
+    entries = {key.value: (key, value) for key, value in node.value}
+    key, value = entries["host"]
+    region = scalar_text(regions[value.value])
+    if "region" in entries:
+        found = entries["region"][1]
+        return found.start_mark.index, found.end_mark.index, region
+    at = value.end_mark.index
+    if node.flow_style:
+        return at, at, f", region: {region}"
+    at = text.find("\n", at) if "\n" in text[at:] else len(text)
+    return at, at, f"\n{' ' * key.start_mark.column}region: {region}"
+
+
+def _hosts_nodes(path: str) -> tuple[list[yaml.Node], dict[str, Any]]:
+    """Returns the entries of a hosts file, and the defaults for each. Raises UsageError."""
     entries = read_document(path, "the hosts", f"see {_EXAMPLE}")
     defaults: dict[str, Any] = {}
     if isinstance(entries, yaml.MappingNode):
@@ -81,16 +128,7 @@ def load_hosts(path: str) -> tuple[Host, ...]:
         entries = parts.get("hosts")
     if not isinstance(entries, yaml.SequenceNode) or not entries.value:
         raise UsageError(f"{path}: names no hosts", fix=f"write a list below 'hosts:', see {_EXAMPLE}")
-    hosts: dict[str, Host] = {}
-    for node in entries.value:
-        host = _host(node, defaults, path)
-        if host.host in hosts:
-            raise UsageError(
-                f"{path}:{node.start_mark.line + 1}: {host.host} is there already",
-                fix=f"give it more slots, it has {hosts[host.host].slots}",
-            )
-        hosts[host.host] = host
-    return tuple(hosts.values())
+    return list(entries.value), defaults
 
 
 def _host(node: yaml.Node, defaults: Mapping[str, Any], path: str) -> Host:

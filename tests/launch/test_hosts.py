@@ -14,7 +14,7 @@ from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.launch.hosts.agent import Agent
 from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
-from paramserver.launch.plan.hosts import Host, load_hosts
+from paramserver.launch.plan.hosts import Host, load_hosts, text_with_regions
 from paramserver.launch.plan.placement import Place, place_processes
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
@@ -41,6 +41,8 @@ def hosts_of(tmp_path: Path, text: str) -> tuple[Host, ...]:
         ("hosts:\n  - a\n  - a\n", ["hosts.yaml:3: a is there already", "more slots"]),
         ("hosts:\n  - {host: a, python: p, venv: v}\n", ["hosts.yaml:2: python and venv"]),
         ("hosts:\n  - -oProxyCommand=x\n", ["hosts.yaml:2: host: is not the name of a host"]),
+        ("hosts:\n  - {host: a, region: -x}\n", ["hosts.yaml:2: region: is not the name of a region: no spaces"]),
+        ("hosts:\n  - {host: a, region: 1}\n", ["hosts.yaml:2: region: input should be a valid string, got 1"]),
         ("hosts:\n  - [a]\n", ["hosts.yaml:2: expected keys such as 'host:'"]),
         ("hosts: []\n", ["names no hosts", "hosts.example.yaml"]),
         ("hosts: a\n", ["names no hosts"]),
@@ -53,6 +55,61 @@ def test_a_mistake_in_the_file_is_shown_where_it_is(text: str, words: list[str],
         hosts_of(tmp_path, text)
     for word in words:
         assert word in f"{raised.value.message}\n{raised.value.fix}"
+
+
+WITHOUT = """# the lab
+defaults: {venv: ~/v}
+hosts:
+  - host: a      # the first
+    env:
+      X: 1
+    region: old  # stale
+  - {slots: 2, host: 'b'}
+  - c            # only a name
+
+  - host: d
+    slots: 3"""
+WITH = """# the lab
+defaults: {venv: ~/v}
+hosts:
+  - host: a      # the first
+    env:
+      X: 1
+    region: b  # stale
+  - {slots: 2, host: 'b', region: b}
+  - {host: c, region: "1"}            # only a name
+
+  - host: d
+    region: "1"
+    slots: 3"""
+
+
+def test_regions_are_written_and_all_else_stays(tmp_path: Path) -> None:
+    before = hosts_of(tmp_path, WITHOUT)
+    regions = {"a": "b", "b": "b", "c": "1", "d": "1"}
+    text = text_with_regions(str(tmp_path / "hosts.yaml"), regions)
+    assert text == WITH
+    assert hosts_of(tmp_path, text) == tuple(host.model_copy(update={"region": regions[host.host]}) for host in before)
+    assert text_with_regions(str(tmp_path / "hosts.yaml"), regions) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a, b]", "[{host: a, region: a}, {host: b, region: a}]"),
+        ("hosts: [a, {host: b}]\n", "hosts: [{host: a, region: a}, {host: b, region: a}]\n"),
+        ("- host: a\n- host: b", "- host: a\n  region: a\n- host: b\n  region: a"),
+    ],
+)
+def test_regions_are_written_into_other_forms_of_the_file(text: str, expected: str, tmp_path: Path) -> None:
+    hosts_of(tmp_path, text)
+    assert text_with_regions(str(tmp_path / "hosts.yaml"), {"a": "a", "b": "a"}) == expected
+
+
+def test_an_entry_without_a_name_of_its_own_gets_no_region(tmp_path: Path) -> None:
+    hosts_of(tmp_path, "defaults: {host: a}\nhosts:\n  - {slots: 2}\n  - b\n")
+    with pytest.raises(UsageError, match=r"hosts.yaml:3: has no 'host:'"):
+        text_with_regions(str(tmp_path / "hosts.yaml"), {"a": "a", "b": "a"})
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
