@@ -27,6 +27,9 @@ def doctor(
     transports: Annotated[str, typer.Option(metavar="NAME,...", help="Measure only these.")] = ",".join(TRANSPORTS),
     verify: Annotated[bool, typer.Option("--verify", help="Also run each mode for a moment, and compare.")] = False,
     pipeline: Annotated[bool, typer.Option("--pipeline", help="Measure stages of a pipeline instead.")] = False,
+    regions: Annotated[bool, typer.Option("--regions", help="Find regions of close hosts instead.")] = False,
+    num_regions: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of regions.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write the regions into the hosts file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     sets: SetOption = None,
 ) -> int:
@@ -41,6 +44,9 @@ def doctor(
       ps-launch doctor configs/digits.yaml --verify    also measure the error of the advice, by real runs
       ps-launch doctor configs/gpt.yaml --pipeline --set launch.group=2
                                                        the layers of the model as stages of a pipeline
+      ps-launch doctor --hosts hosts.yaml --regions    round trips between all hosts, and which are close
+      ps-launch doctor --hosts hosts.yaml --regions --num-regions 2 --write
+                                                       two regions, written into the hosts file
 
     Real processes exchange real frames: the model over each transport, the way up alone and both ways,
     round by round until three rounds agree within 5 %, or until --budget seconds are over. Ctrl-C shows
@@ -50,6 +56,12 @@ def doctor(
     from ...simulate.machines.units import seconds as parsed
     from .run import Request, examine, examine_stages
 
+    if regions:
+        raise_first((hosts is None, "flag --regions: there are no hosts to measure", "--hosts hosts.yaml"))
+        from .regions import examine_regions
+
+        return examine_regions(config, str(hosts), num_regions, write, sets or [], as_json)
+    raise_first((write or num_regions, "flags --write and --num-regions belong to --regions", "add --regions"))
     compute_s = parsed("--compute", compute) if compute is not None else None
     chosen = [name.strip() for name in transports.split(",")]
     unknown = [name for name in chosen if name not in TRANSPORTS]

@@ -24,7 +24,7 @@ from ..hosts.host_check import INSTALLED, REACHES, check_installed, check_reache
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
-from .base import Backend, OnExit, OnLine, Running, Site, command_text, handed_on
+from .base import Backend, OnExit, OnLine, Running, Site, T, command_text, handed_on
 
 _REACH_S = 5.0
 
@@ -98,6 +98,10 @@ class SshBackend(Backend):
 
     # ---- hosts
 
+    async def connections(self) -> list[Connection]:
+        """Returns a connection to each host. Raises one ParamServerError for all that have none."""
+        return await _all(self._connected(host) for host in self._site.hosts)
+
     def _host(self, spec: ProcessSpec) -> Host:
         return self._hosts[spec.host] if spec.host else self._site.hosts[0]
 
@@ -169,16 +173,19 @@ def _shell_path(path: str) -> str:
     return home + slash + (shlex.quote(rest) if rest else "")
 
 
-async def _all(checks: Iterable[Awaitable[None]]) -> None:
-    """Run the checks concurrently. Raises one error for all their ParamServerErrors."""
-    problems = []
-    for result in await asyncio.gather(*checks, return_exceptions=True):
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Returns the results of concurrent work. Raises one error for all its ParamServerErrors."""
+    problems, results = [], []
+    for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, ParamServerError):
             problems.append(result)
-        elif result is not None:
+        elif isinstance(result, BaseException):
             raise result
+        else:
+            results.append(result)
     if problems:
         raise joined(problems)
+    return results
 
 
 ENTRY = SshBackend

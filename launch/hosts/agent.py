@@ -12,6 +12,8 @@ Standard input and output are one conversation in JSON lines. The launcher sends
     {"do": "start", "id": 1, "argv": [...], "env": {...}, "folder": "~/x", "sharing": 2}
     {"do": "end" | "kill", "id": 1}
     {"do": "write", "id": 2, "path": "task.py", "folder": "~/x", "size": 100}, then 100 bytes
+    {"do": "listen", "id": 3, "port": 0}                  a socket to measure by; the output is its port
+    {"do": "ping", "id": 4, "address": "10.0.0.1:4711", "num": 7, "limit_s": 2.5}    the output: seconds, or Infinity
     {"do": "sweep", "pid": 4711, "since": "..."}          the agent of an earlier connection
     {"do": "took", "size": 65536}                         output that the launcher has handled, in bytes
     {"heartbeat": 1}
@@ -19,7 +21,7 @@ Standard input and output are one conversation in JSON lines. The launcher sends
 and the agent, after a first line with MAGIC,
 
     {"out": 1, "size": 20}, then 20 bytes        output, as it was written
-    {"exit": 1, "code": -9, "why": ""}           of a process, or of a write
+    {"exit": 1, "code": -9, "why": ""}           of a process, a write, a listen or a ping
     {"heartbeat": 1}
 
 Each process leads a session and a process group of its own: a terminal's Ctrl-C does not reach it, and killing the
@@ -38,10 +40,12 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +101,10 @@ class Agent:
         elif action == "write":
             problem = write_file(message["folder"], message["path"], sys.stdin.buffer.read(message["size"]))
             self._send({"exit": number, "code": 0, "why": problem})
+        elif action == "listen":
+            self._result(number, listen, message["port"])
+        elif action == "ping":
+            in_thread(self._result, number, ping, message["address"], message["num"], message["limit_s"])
         elif action == "took":
             with self._handled:
                 self._num_ahead -= message["size"]
@@ -111,6 +119,20 @@ class Agent:
 
     def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
         self._outbox.put(json.dumps(message).encode() + b"\n" + data)
+
+    def _send_output(self, number: int, data: bytes) -> None:
+        self._send({"out": number, "size": len(data)}, data)
+        with self._handled:
+            self._num_ahead += len(data)
+
+    def _result(self, number: int, work: Callable[..., float], *args: Any) -> None:
+        """Send what `work` returns as output, or the problem."""
+        why = ""
+        try:
+            self._send_output(number, json.dumps(work(*args)).encode())
+        except OSError as error:
+            why = error.strerror or str(error)
+        self._send({"exit": number, "code": 0, "why": why})
 
     def _start(self, message: dict[str, Any]) -> None:
         number = message["id"]
@@ -138,9 +160,8 @@ class Agent:
         num_last = 0
         with popen.stdout as pipe:
             while num_last < _NUM_LAST_READS and (data := os.read(pipe.fileno(), _MAX_READ)):
-                self._send({"out": number, "size": len(data)}, data)
+                self._send_output(number, data)
                 with self._handled:
-                    self._num_ahead += len(data)
                     self._handled.wait_for(lambda: self._num_ahead < _MAX_AHEAD or popen.returncode is not None)
                 num_last += popen.returncode is not None
 
@@ -254,6 +275,37 @@ def write_file(folder: str, name: str, content: bytes) -> str:
     except OSError as error:
         return f"{path}: {error.strerror}"
     return ""
+
+
+def listen(port: int) -> int:
+    """Accept connections and close them, on all addresses of this host, for as long as the agent lives. Returns the
+    port."""
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    server = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    in_thread(accept)
+    return int(server.getsockname()[1])
+
+
+def ping(address: str, num: int, limit_s: float) -> float:
+    """Returns the least seconds of `num` connects, each a round trip; infinity if the address cannot be reached."""
+    least_s = float("inf")
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        family, kind, _, _, there = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        for _ in range(num):
+            with socket.socket(family, kind) as client:
+                client.settimeout(limit_s)
+                began = time.perf_counter()
+                client.connect(there)
+                least_s = min(least_s, time.perf_counter() - began)
+    return least_s
 
 
 def num_cores() -> int:

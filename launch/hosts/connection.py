@@ -171,6 +171,21 @@ class Connection:
         message = {"do": "write", "path": path, "folder": folder, "size": len(content)}
         return (await self._done(message, content))[1]
 
+    async def listen(self, port: int) -> int:
+        """Open a port there to measure round trips by (0: a free one), and return it. Raises Unreachable."""
+        return int(await self._measured({"do": "listen", "port": port}))
+
+    async def ping(self, address: str, num: int, limit_s: float) -> float:
+        """Returns the least seconds of `num` connects from there; infinity for an address that it does not reach.
+        Raises Unreachable."""
+        return await self._measured({"do": "ping", "address": address, "num": num, "limit_s": limit_s})
+
+    async def _measured(self, message: dict[str, Any]) -> float:
+        output, why = await self._done(message)
+        if why:
+            raise Unreachable(None, [why])
+        return float(output)
+
     async def _done(self, message: dict[str, Any], content: bytes = b"") -> tuple[str, str]:
         """Returns the output of a process, and the reason if it did not start."""
         done: asyncio.Future[str] = self._loop.create_future()

@@ -60,7 +60,7 @@ def place_processes(
     """
     workers = place_workers(hosts, num_workers)
     servers = list({host.host: host for host in workers}.values()) if colocate else place_servers(hosts, num_shards)
-    _check_addresses(servers, workers)
+    check_addresses(servers, workers)
     places = {}
     for role, chosen in (("server", servers), ("worker", workers)):
         sharing, seen = Counter(host.host for host in chosen), Counter[str]()
@@ -72,7 +72,7 @@ def place_processes(
             places[Child(role, rank)] = Place(
                 host=host.host,
                 python=host.interpreter(folder),
-                listen=_listen(host),
+                listen=listen_host(host),
                 sharing=sharing[host.host],
                 env=env,
                 per_hour=host.per_hour,
@@ -92,17 +92,18 @@ def _devices_of(host: Host, worker: int, group: int) -> str:
     return ",".join(map(str, host.devices[first : first + group]))
 
 
-def _listen(host: Host) -> str:
+def listen_host(host: Host) -> str:
+    """Returns the host part of the address of its servers."""
     address = host.address or ("127.0.0.1" if host.host == THIS_MACHINE else host.host)
     return f"[{address}]" if ":" in address else address
 
 
-def _check_addresses(servers: Sequence[Host], workers: Sequence[Host]) -> None:
+def check_addresses(servers: Sequence[Host], workers: Sequence[Host]) -> None:
     """Raise UsageError for servers on this machine without an address that the other hosts know."""
     elsewhere = next((host.host for host in [*workers, *servers] if host.host != THIS_MACHINE), None)
     for host in servers:
         if host.host == THIS_MACHINE and host.address in (None, THIS_MACHINE) and elsewhere is not None:
             raise UsageError(
-                f"a server runs on {THIS_MACHINE}, and {elsewhere} could not find it by that name",
+                f"servers on {THIS_MACHINE}: {elsewhere} could not find them by that name",
                 fix="give the entry an address that the other hosts can reach, address: 10.0.0.1",
             )

@@ -37,11 +37,9 @@ class Region:
 def find_regions(hosts: Sequence[str], trips: Trips, upstream: str, num: int | None = None) -> list[Region]:
     """Returns the regions in the order of their first hosts. Raises UsageError.
 
-    `upstream`: the host of the server above the relays. `num`: the number of regions; None: as many as the round trips
-    show.
+    `upstream`: the host of the server above the relays. `num`: the number of regions, at most one for each host; None:
+    as many as the round trips show.
     """
-    if num is not None and not 1 <= num <= len(hosts):
-        raise UsageError(f"--num-regions {num}: there are {len(hosts)} hosts", fix=f"1 to {len(hosts)} regions")
     known = distances(hosts, trips)
     groups: dict[int, list[str]] = {}
     for host, label in zip(hosts, _labels(hosts, _with_detours(hosts, known), num), strict=True):

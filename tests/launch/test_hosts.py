@@ -197,7 +197,7 @@ def test_devices_are_dealt_out_in_turn(tmp_path: Path) -> None:
 
 def test_this_machine_must_be_known_to_others_by_an_address(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path, "hosts: [localhost, far]\n")
-    with pytest.raises(UsageError, match="a server runs on localhost, and far could not find it") as raised:
+    with pytest.raises(UsageError, match="servers on localhost: far could not find them by that name") as raised:
         place_processes(hosts, 2, 1, colocate=False, folder="/here")
     assert "address:" in raised.value.fix
     assert place_processes(hosts, 1, 1, colocate=False, folder="/here")[SERVER].listen == "127.0.0.1"

@@ -165,12 +165,6 @@ def test_a_region_is_named_after_its_relay() -> None:
     assert Region(("a", "b"), None).name == "a"
 
 
-@pytest.mark.parametrize("num", [0, 4])
-def test_more_regions_than_hosts_are_an_error(num: int) -> None:
-    with pytest.raises(UsageError, match=f"--num-regions {num}: there are 3 hosts"):
-        find_regions("abc", trips_of({"abc": 1.0}, 1.0), "a", num)
-
-
 def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.cluster", None)
     with pytest.raises(UsageError, match="needs scipy") as raised:

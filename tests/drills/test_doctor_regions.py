@@ -1,0 +1,91 @@
+"""`ps-launch doctor --regions`: its sentences and its matrix, and hosts files that it cannot change. As values."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.errors import UsageError
+from paramserver.common.reporting.report import report_console
+from paramserver.drills.doctor.regions import matrix, sentences, write_regions
+from paramserver.launch.plan.hosts import load_hosts
+from paramserver.launch.plan.regions import find_regions
+
+
+def trips_of(*groups: str, far_s: float = 0.041) -> dict[tuple[str, str], float]:
+    """Hosts of one group are 0.3 ms apart, the others `far_s`."""
+    hosts = "".join(groups)
+    return {
+        (a, b): 0.0003 if any(a in group and b in group for group in groups) else far_s
+        for a, b in permutations(hosts, 2)
+    }
+
+
+def found_in(trips: dict[tuple[str, str], float], upstream: str = "a") -> list[str]:
+    hosts = sorted({host for pair in trips for host in pair})
+    return sentences(hosts, trips, find_regions(hosts, trips, upstream), upstream)
+
+
+def test_regions_and_their_relays() -> None:
+    trips = trips_of("ab", "c", "de")
+    trips["a", "c"] = 0.088
+    trips["d", "e"] = 0.00114
+    assert found_in(trips) == [
+        "3 regions: a, b | c | d, e; between 41 to 88, within 0.3 to 1.1 ms",
+        "The relays belong on a, d.",
+        "A relay saves nothing in a region of one host: c.",
+    ]
+
+
+def test_one_region() -> None:
+    first, second = found_in(trips_of("abc"))
+    assert first == "1 region: a, b, c; within 0.3 ms"
+    assert second.endswith("relays would gain nothing. --num-regions N divides the hosts anyway.")
+
+
+def test_pairs_that_do_not_reach_each_other() -> None:
+    trips = trips_of("abc", "defg")
+    trips |= {pair: math.inf for pair in trips if set(pair) <= set("abc") or ("d" in pair and set(pair) & set("efg"))}
+    trips["a", "b"] = trips["c", "b"] = 0.0003
+    texts = found_in(trips, "g")
+    assert texts[1] == ("These do not reach each other: a and c, d and e, d and f, d and g.")
+    assert texts[-1].startswith("A relay saves nothing in a region of one host: d.")
+    trips = trips_of("abc", "defg")
+    trips |= {pair: math.inf for pair in trips if pair[0] in "abc" and pair[1] in "defg"}
+    trips |= {pair: math.inf for pair in trips if pair[1] in "abc" and pair[0] in "defg"}
+    texts = found_in(trips, "g")
+    assert texts[0] == "2 regions: a, b, c | d, e, f, g; within 0.3 ms"
+    assert texts[1].endswith("a and d, a and e, a and f, a and g, b and d and 7 more pairs.")
+    assert texts[2:] == [
+        "The relays belong on d.",
+        "Region a has no host for a relay: all others of the region must reach it, and it must reach g, where the "
+        "server runs.",
+    ]
+
+
+def test_the_matrix_shows_hosts_region_by_region() -> None:
+    trips = trips_of("ac", "bd")
+    trips |= {("a", "b"): math.inf, ("d", "b"): 0.00004}
+    out = io.StringIO()
+    report_console(out).print(matrix(trips, find_regions("abcd", trips, "a")))
+    assert [line.split() for line in out.getvalue().splitlines()] == [
+        ["ms", "from", "region", "1", "2", "3", "4"],
+        ["1", "a", "a", "0.3", "-", "41"],
+        ["2", "c", "a", "0.3", "41", "41"],
+        ["3", "b", "b", "41", "41", "0.3"],
+        ["4", "d", "b", "41", "41", "0.04"],
+    ]
+
+
+def test_a_file_of_an_unusual_form_stays_as_it_is(tmp_path: Path) -> None:
+    """The same text stands for the regions of two hosts."""
+    path = tmp_path / "hosts.yaml"
+    path.write_text("hosts: [{host: a, region: &r eu}, {host: b, region: *r}]\n")
+    with pytest.raises(UsageError, match="its form is one that --write cannot change") as raised:
+        write_regions(str(path), {"a": "a", "b": "b"})
+    assert raised.value.fix == "write the regions by hand: a: a, b: b"
+    assert [host.region for host in load_hosts(str(path))] == ["eu", "eu"]
