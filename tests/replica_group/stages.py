@@ -71,14 +71,19 @@ def make_large() -> nn.Sequential:
 
 def limit_memory() -> None:
     """This process may have less than the model more than it has now."""
-    status = Path("/proc/self/status").read_text()
-    now = int(status.partition("VmData:")[2].split()[0]) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (now + int(0.95 * LARGE_BYTES), resource.RLIM_INFINITY))
+    most = memory("VmData") + int(0.95 * LARGE_BYTES)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+
+
+def memory(name: str) -> int:
+    """Bytes of this process, as /proc/self/status has them."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) * 1024
 
 
 def train_large(folder: Path, words: tuple[str, ...]) -> None:
     with paramserver.connect() as session:
         limit_memory()
+        before = memory("VmHWM"), memory("RssFile")
         with torch.device("meta" if "meta" in words else "cpu"):
             layers = make_large()
         model = session.pipeline(layers, F.mse_loss, init=str(folder / "init.safetensors"))
@@ -89,6 +94,8 @@ def train_large(folder: Path, words: tuple[str, ...]) -> None:
             model(inputs, targets)
             optimizer.step()
         session.finish()
+    files = memory("RssFile") - before[1]  # a forked process maps them again, page by page
+    print("peak", memory("VmHWM") - before[0] - files, flush=True)
 
 
 def plain_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from paramserver.tests.forks import STAGES, Run
-from paramserver.tests.replica_group.stages import LARGE_WIDTH, NUM_LAYERS, make_large
+from paramserver.tests.replica_group.stages import LARGE_BYTES, LARGE_WIDTH, NUM_LAYERS, make_large
 
 STEPS, BATCH, MICROBATCHES = 50, 16, 8
 LOCAL = {"localsgd": ("--local-steps", "5"), "diloco": ("--local-steps", "5")}
@@ -127,11 +127,11 @@ def test_the_moments_of_a_stage_that_is_killed_begin_anew_and_a_line_says_so(run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [pytest.param(("large", "meta"), marks=pytest.mark.xfail(reason="not yet within 95 % of it")), ("large",)]
-)
+@pytest.mark.parametrize("words", [("large", "meta"), ("large",)])
 def test_stages_train_a_model_that_is_larger_than_the_memory_of_each_process(run: Run, words: tuple[str, ...]) -> None:
-    """Each reads its own layers. A process that builds the whole model, not on the meta device, has no memory."""
+    """Each reads its own layers. A process that builds the whole model, not on the meta device, has no memory.
+
+    A plain process with 2 of the 8 layers has at most these, their gradients, and one that is being added."""
     run.folder = run.folder / "large"
     run.folder.mkdir()
     run.serve("--mode", "sync", "--workers", "1", "--steps", "2", "--save", str(run.folder / "w.safetensors"))
@@ -144,6 +144,8 @@ def test_stages_train_a_model_that_is_larger_than_the_memory_of_each_process(run
         return
     assert codes == [0] * 4, [process.output for process in run.processes]
     assert run.processes[0].wait() == 0
+    peaks = [int(process.output.split("peak ")[1].split()[0]) for process in run.processes[1:]]
+    assert max(peaks) <= 1.1 * (2 + 2 + 1) / NUM_LAYERS * LARGE_BYTES, peaks
     saved = load_file(run.folder / "w.safetensors")
     layers = make_large()
     layers.load_state_dict(init)

@@ -22,7 +22,7 @@ from ...common.tensors.layout import as_bytes
 from ..tensors.transfer import DirectTransfer, Indices, ModelTensors, Stretch
 from .group import Channel
 
-_WINDOW_BYTES = 8 << 20  # a multiple of what a message holds
+_WINDOW_BYTES = 4 << 20  # a multiple of what a message holds
 
 # Returns this process's part of a tensor, by kind ("": the tensor itself) and index in the model. None means zeros, for
 # a missing gradient.
@@ -55,6 +55,7 @@ class Redistribution:
         self._num_requests = 0
         # Works by request. torch aborts a work without a reference, and the peer would wait forever.
         self._under_way: dict[int, list[Any]] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)  # of the others
 
     @property
     def rank(self) -> int:
@@ -90,9 +91,11 @@ class Redistribution:
             tag, coming = self._request("fill", ranges, kind), []
             for rank in range(1, self._channel.size):
                 if pieces := self._pieces(ranges, rank, is_down=False):
-                    part = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
+                    part = _together(window, pieces)
+                    if part is None:
+                        part = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
+                        coming.append((part, pieces))
                     self._under_way[tag].append(self._channel.receive(part, rank, tag))
-                    coming.append((part, pieces))
         for piece in self._pieces(ranges, 0, is_down=False):
             self._copy(window[piece.at :][: piece.end - piece.first], piece, kind)
 
@@ -110,8 +113,10 @@ class Redistribution:
             tag = self._request("spread", ranges)
             for rank in range(1, self._channel.size):
                 if pieces := self._pieces(ranges, rank, is_down=True):
-                    flat = torch.cat([window[piece.at :][: piece.end - piece.first] for piece in pieces])
-                    self._under_way[tag].append(self._channel.send(flat, rank, tag))
+                    part = _together(window, pieces)
+                    if part is None:
+                        part = torch.cat([window[piece.at :][: piece.end - piece.first] for piece in pieces])
+                    self._under_way[tag].append(self._channel.send(part, rank, tag))
         for piece in self._pieces(ranges, 0, is_down=True):
             self._tensor_at(piece).copy_(window[piece.at :][: piece.end - piece.first])
         return partial(self._done, tag)
@@ -135,10 +140,13 @@ class Redistribution:
             pieces = self._pieces([Range(*item) for item in message["ranges"]], self._channel.rank, is_down)
             if not pieces:
                 continue
-            flat = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
+            flat = self._memory_for(pieces, kind, is_down)
+            is_apart = flat is self._memory
+            if is_apart:
+                flat = flat[: _num_bytes(pieces)]
             if is_down:
                 self._channel.wait([self._channel.receive(flat, 0, self._num_requests)])
-            for here, piece in zip(_split(flat, pieces), pieces, strict=True):
+            for here, piece in zip(_split(flat, pieces), pieces, strict=True) if is_apart else ():
                 if is_down:
                     self._tensor_at(piece).copy_(here)
                 else:
@@ -146,6 +154,15 @@ class Redistribution:
             if not is_down:
                 self._channel.wait([self._channel.send(flat, 0, self._num_requests)])
         return message
+
+    def _memory_for(self, pieces: Sequence[Range], kind: str, is_down: bool) -> torch.Tensor:
+        """The bytes of a single piece on the CPU; else `_memory`, which is kept, as memory of freed windows may be."""
+        part = self.find("" if is_down else kind, pieces[0].tensor) if len(pieces) == 1 else None
+        if part is not None and part.device.type == "cpu" and part.is_contiguous():
+            return _bytes(part)[pieces[0].first : pieces[0].end]
+        if len(self._memory) < _num_bytes(pieces):
+            self._memory = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
+        return self._memory
 
     # ---- where bytes lie ----------------------------------------------------------------------
 
@@ -301,6 +318,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _num_bytes(pieces: Iterable[Range]) -> int:
     return sum(piece.end - piece.first for piece in pieces)
+
+
+def _together(window: torch.Tensor, pieces: Sequence[Range]) -> torch.Tensor | None:
+    """The bytes of neighbouring pieces in a window; None: there are others between them."""
+    num_bytes = _num_bytes(pieces)
+    is_stretch = pieces[-1].at + pieces[-1].end - pieces[-1].first - pieces[0].at == num_bytes
+    return window[pieces[0].at :][:num_bytes] if is_stretch else None
 
 
 def _split(flat: torch.Tensor, pieces: Sequence[Range]) -> Sequence[torch.Tensor]:

@@ -16,6 +16,7 @@ from .position.stream import check_stream
 from .position.taken import Hand, Taken
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
+_SUMMED = 1 << 20  # elements of a tensor that are summed at once
 
 
 @runtime_checkable
@@ -204,7 +205,9 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     dense = [tensor.detach().flatten() for tensor in tensors if not tensor.is_sparse]
     begins = [tensor[:_NUM_DIGESTED].double() for tensor in dense]
     # needed because many batches do not touch the first rows
-    sums = [tensor.sum(dtype=torch.float64).reshape(1) for tensor in dense]
+    # On the CPU torch copies what it sums in another dtype.
+    parts = [torch.stack([part.sum(dtype=torch.float64) for part in tensor.split(_SUMMED)]) for tensor in dense]
+    sums = [part.sum().reshape(1) for part in parts]
     seen = torch.cat([*begins, *sums]).cpu() if dense else torch.zeros(1)
     if not seen.any():
         return 0
