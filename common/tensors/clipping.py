@@ -24,7 +24,11 @@ def clip(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
     norms = [
         torch.linalg.vector_norm(gradient.to_dense() if gradient.is_sparse else gradient) for gradient in gradients
     ]
-    norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    scale(gradients, torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])), max_norm)
+
+
+def scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients in place, which are of a gradient with this 2-norm, so that it is at most `max_norm`."""
     factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     for item in gradients:
         item.mul_(factor.to(item.device))

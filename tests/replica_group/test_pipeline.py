@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -69,14 +70,15 @@ EXPECTED: dict[str, dict[str, torch.Tensor]] = {}  # of one process, by mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "localsgd", "diloco"])
+@pytest.mark.parametrize("mode", ["sync", "localsgd", "diloco", "allreduce"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_one_process(run: Run, mode: str, size: int, schedule: str) -> None:
-    """LoopedBFS adds the gradients in another order."""
-    found = train(run, mode, size, "clips", PS_WORKER__SCHEDULE=schedule)
+    """LoopedBFS adds the gradients in another order. In allreduce two workers average, stage by stage."""
+    num_workers = 2 if mode == "allreduce" else 1
+    found = train(run, mode, size, "clips", num_workers=num_workers, PS_WORKER__SCHEDULE=schedule)
     if mode not in EXPECTED:
-        EXPECTED[mode] = train(run, mode, 1, "plain", "clips")
+        EXPECTED[mode] = train(run, mode, 1, "plain", "clips", num_workers=num_workers)
     assert_same(found, EXPECTED[mode], 1e-6 if schedule == "LoopedBFS" else 0.0)
 
 
@@ -124,6 +126,40 @@ def test_the_moments_of_a_stage_that_is_killed_begin_anew_and_a_line_says_so(run
     start(run, 0, 2, life=1)
     ended(run)
     assert run.processes[1].output.count("moments begin anew") == 1
+
+
+@pytest.mark.slow
+def test_in_allreduce_others_go_on_without_a_stage_and_teach_the_next_one(run: Run) -> None:
+    """Each stage gets weights and moments from the same stage of the other worker."""
+    serve(run, "allreduce", "killed", 2, "--set", "server.absent_s=60", "--history", str(run.folder / "h.jsonl"))
+    for rank in range(2):
+        start(run, rank, 2, PS_SLOWDOWN__BASE_S="0.05")
+    _, *others, first, second = run.processes
+    second.until(lambda: "step 15 " in second.output, "step 15")
+    os.kill(second.popen.pid, signal.SIGKILL)
+    assert [first.wait(), second.wait()] == [15, -9], first.output
+    others[0].until(lambda: others[0].events("group")[-1]["members"] == 1, "a group without it")
+    del run.processes[3:]
+    start(run, 1, 2, life=1)
+    ended(run)
+    taught = [process.events("taught") for process in run.processes[3:]]
+    assert [(event["rank"], event["by"]) for (event,) in taught] == [(1, 0), (1, 0)]
+    committed = [json.loads(line) for line in (run.folder.parent / "h.jsonl").read_text().splitlines()]
+    sizes = [len(line["contributions"]) for line in committed if line["op"] == "commit"]
+    assert sizes[0] == sizes[-1] == 2
+    assert 1 in sizes
+
+
+@pytest.mark.slow
+def test_in_allreduce_a_worker_with_another_cut_is_refused(run: Run) -> None:
+    serve(run, "allreduce", "cuts", 2)
+    start(run, 0, 2)
+    start(run, 1, 2, PS_WORKER__CUT="[3,5]")
+    _, *first, third, fourth = run.processes
+    assert {third.wait(), fourth.wait()} <= {2, 15}
+    message = "rank 1 has cut the layers into [3, 5], and rank 0, with which it averages stage by stage, in another way"
+    assert any(message in process.output for process in (third, fourth)), third.output + fourth.output
+    assert [process.wait() for process in first] == [0, 0], first[0].output
 
 
 @pytest.mark.slow

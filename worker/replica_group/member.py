@@ -85,7 +85,7 @@ class GroupMember:
         """Run `work` in group rank 0. Returns its result, or raises its error, in all processes."""
         if self._exchange is None:
             message = self._redistribution.follow()
-            self._link.take(message)
+            self._take(message)
             return None if message["result"] is None else kind.FromString(b64decode(message["result"]))
         exchange = self._exchange
         self._redistribution.begin()
@@ -95,8 +95,14 @@ class GroupMember:
             self._redistribution.fail(error)
             raise
         payload = None if result is None else b64encode(result.SerializeToString()).decode()
-        self._redistribution.end(self._link.message(lambda: exchange.begun, result=payload))
+        self._redistribution.end(self._message(exchange, result=payload))
         return result
+
+    def _message(self, exchange: Exchange, **fields: Any) -> dict[str, Any]:
+        return self._link.message(lambda: exchange.begun, **fields)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        self._link.take(message)
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._local = model

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.func import functional_call
 
+from ...common.config.schema import Config
 from ...common.config.sections.processes import WorkerConfig
 from ...common.errors import UnreachableError, UsageError
 from ...common.kinds import ContributionKind
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Entry
+from ..conversation.exchange import Exchange
+from ..conversation.messages import Settings
+from ..strategies.base import Strategy
 from ..tensors.transfer import named_tensors
 from ..training.evaluation import untouched
 from ..training.pipeline import (
@@ -48,6 +52,7 @@ from ..training.tasks.init import read_tensors
 from .cut import Costs, Stage, bubble, cut
 from .group import Group
 from .sharded import Local, Sharded
+from .staged_all_reduce import Placement, StagedAllReduce, StageMember
 
 log = get_logger()
 
@@ -56,13 +61,6 @@ _ALL_UNDER_WAY = ("gpipe", "loopedbfs")  # they keep the activations of all micr
 _REPEATS = 5  # of a measurement
 _TIMEOUT = timedelta(hours=6)  # of one message; the watch notices a dead process long before
 _WATCH_S = 1.0
-
-
-class Placement(NamedTuple):
-    """Where the pieces of a model are: layers [first, end) of each piece, and its group rank."""
-
-    ranges: Sequence[tuple[int, int]]
-    ranks: Sequence[int]
 
 
 def num_pieces(schedule: str) -> int:
@@ -197,6 +195,7 @@ class StagedPipeline(Pipeline):
 
     def _assign(self, config: WorkerConfig, kind: ContributionKind, example: Example | None) -> Placement:
         group, num = self._group, len(self.layers)
+        example = None if kind.has_peers else example  # all workers have the same cut
         ranks = ranks_of(config.schedule, group.size)
         if num < len(ranks):
             stages = f"{len(ranks)} stages" if len(ranks) == group.size else f"{len(ranks)} stages, 2 in each process"
@@ -209,7 +208,8 @@ class StagedPipeline(Pipeline):
         )
         times = group.gather(here.seconds)
         medians = [statistics.median(item) for item in zip(*times, strict=True)]
-        factor = 2 + 2 * kind.worker_steps + kind.holds_differences  # weights, gradients, moments, anchor
+        extra = kind.holds_differences or kind.has_peers  # the anchor, or the mean
+        factor = 2 + 2 * kind.worker_steps + extra  # weights, gradients, moments
         costs = Costs(medians, [factor * item for item in here.kept_bytes], here.batch_bytes)
         speeds = [sum(medians) / max(1e-9, sum(item)) for item in times]
         if config.cut == "auto":
@@ -238,8 +238,8 @@ class StagedPipeline(Pipeline):
         if not group.rank:
             log.info(
                 "pipeline", stages=" + ".join(map(str, counts)), schedule=config.schedule,
-                microbatches=self._microbatches, cut="by hand" if config.cut != "auto" else
-                "by parameters, without an example" if example is None else "measured",
+                microbatches=self._microbatches,
+                cut="by hand" if config.cut != "auto" else "by parameters" if example is None else "measured",
                 ms=None if example is None else [round(1000 * sum(medians[first:end]), 1) for first, end in ranges],
                 bytes=[int(sum(costs.kept_bytes[first:end])) for first, end in ranges],
                 bubble=round(bubble(group.size, self._microbatches, len(ranks) // group.size), 3),
@@ -404,6 +404,12 @@ class Staged(Sharded):
     ) -> None:
         self._pipeline = pipeline
         super().__init__(pipeline, group, stepped, averaged_buffers)
+
+    def strategy(self, exchange: Exchange | None, settings: Settings, config: Config) -> Strategy:
+        if not settings.kind.has_peers:
+            return super().strategy(exchange, settings, config)
+        member = StageMember(exchange, config, self.whole, self._redistribution, settings)
+        return StagedAllReduce(member, self._group, self._pipeline.placement)
 
     def _shape(self, name: str, item: torch.Tensor) -> torch.Size:
         return self._pipeline.whole[name].shape

@@ -16,12 +16,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Entry, Layout
 from ...common.tensors.statistics import statistics_of
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings
+from ..strategies.base import Strategy
+from ..strategies.choice import make_server_strategy
 from ..tensors.transfer import ModelTensors, check_still, homes_of, named_tensors
 from .group import Group
 from .member import GroupMember
@@ -66,9 +69,9 @@ class Sharded:
     def _local(self, *arguments: Any) -> Local:
         return Local(*arguments)
 
-    def exchanger(self, exchange: Exchange | None, settings: Settings) -> GroupMember:
-        """Return the exchanger of all processes. `exchange` is group rank 0's."""
-        return GroupMember(exchange, self.whole, self._redistribution, settings)
+    def strategy(self, exchange: Exchange | None, settings: Settings, config: Config) -> Strategy:
+        """Return this process's strategy. `exchange` is group rank 0's."""
+        return make_server_strategy(GroupMember(exchange, self.whole, self._redistribution, settings))
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int] | None:
         """Where each process's bytes of a tensor begin, as torch.chunk splits rows.

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...common.config.schema import Config
 from ...common.errors import MismatchError, ParamServerError, UsageError
+from ...common.registry import WITHIN_WORKER
 from ...common.security import read_token
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec, is_elementwise
@@ -32,14 +33,15 @@ from ...common.wire.records import Position
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings, settings_from
 from ..session import Progress
+from ..strategies.all_reduce import AllReduceStrategy
 from ..strategies.base import Strategy, check_takes_dense, divided_tensor
-from ..strategies.choice import make_server_strategy
 from ..tensors.transfer import ModelTensors
 from ..training.pipeline import Example, LossFn, Pipeline
 from .batch_norm import synchronize
 from .group import Group
 from .member import ProgressLink, no_optimizer_here
 from .rendezvous import find_member
+from .staged_all_reduce import joint_norm
 
 if TYPE_CHECKING:
     from ...common.config.sections.processes import WorkerConfig
@@ -77,7 +79,7 @@ def join(config: Config) -> Group:
     return Group(find_member(os.environ), device, shared, config.worker.give_up_s, token, trusts_network)
 
 
-def check_sharded(settings: Settings, name: str | None) -> None:
+def check_sharded(settings: Settings, name: str | None, worker: WorkerConfig) -> None:
     """Raises UsageError for a run that cannot train a sharded model.
 
     `name` is that of a sharded tensor, None for a pipeline.
@@ -85,9 +87,13 @@ def check_sharded(settings: Settings, name: str | None) -> None:
     message = f"'{name}' is sharded over the processes of this worker (fully_shard), but "
     if name is None:
         message = "the model is cut into stages in the processes of this worker (session.pipeline), but "
-    if settings.kind.has_peers:
+    if settings.kind.has_peers and name is not None:
         fix = "--mode sync, in which the server steps; or DistributedDataParallel or the unwrapped model in the group"
         raise UsageError(f"{message}workers of mode {settings.mode} step whole models", fix=fix)
+    if settings.kind.has_peers and (settings.outstanding or worker.zero or worker.codec != "raw"):
+        given = f"policy.staleness is {settings.outstanding}, worker.zero {worker.zero}, worker.codec {worker.codec}"
+        fix = "leave them out: --staleness 0 --set worker.zero=0 --set worker.codec=raw"
+        raise UsageError(f"{message}{given}, and in mode {settings.mode} these are of whole models", fix=fix)
     if settings.fragments > 1:
         fix = "--fragments 1; or DistributedDataParallel or the unwrapped model in the group"
         raise UsageError(f"{message}policy.fragments is {settings.fragments}", fix=fix)
@@ -101,14 +107,13 @@ class Grouped(Strategy):
 
     may_skip = False
 
-    def __init__(
-        self, group: Group, open_exchange: Callable[[], tuple[Exchange, Strategy]], divides: bool = False
-    ) -> None:
+    def __init__(self, group: Group, open_exchange: Callable[[], tuple[Exchange, Strategy]], config: Config) -> None:
         """Open the exchange in group rank 0.
 
-        An error there is raised in all processes. `divides`: the model is sharded.
+        An error there is raised in all processes.
         """
-        self._group, self._divides = group, divides
+        self._group, self._config = group, config
+        self._divides = config.worker.zero == WITHIN_WORKER
         self._sharded: Sharded | None = None  # set if the model is sharded
         self._stage: LocalStage | None = None  # set if the model is a pipeline
         self._inner: Strategy | None = None
@@ -209,7 +214,7 @@ class Grouped(Strategy):
         if self._is_averaged or (is_synchronized and divided is None):
             self._weigh_outputs(model)
         if divided is not None or is_pipeline:
-            check_sharded(self.settings, divided)
+            check_sharded(self.settings, divided, self._config.worker)
         elif self._divides:
             raise UsageError(
                 "worker.zero is 3, but this script's model is whole in each process",
@@ -224,13 +229,12 @@ class Grouped(Strategy):
         return divide(model, self._group)
 
     def pipeline(
-        self, module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, config: WorkerConfig,
-        example: Example | None, init: str | None,
-    ) -> StagedPipeline:  # fmt: skip
+        self, module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, example: Example | None, init: str | None
+    ) -> StagedPipeline:
         """The layers of a model as stages, one or two in each process."""
         from .pipeline import StagedPipeline
 
-        return StagedPipeline(module, layers, loss, self._group, config, self.kind, example, init)
+        return StagedPipeline(module, layers, loss, self._group, self._config.worker, self.kind, example, init)
 
     def tensors(
         self, model: nn.Module, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
@@ -248,7 +252,9 @@ class Grouped(Strategy):
             self._stage = staged.stage
         else:
             self._sharded = Sharded(model, self._group, stepped, averaged_buffers)
-        self._inner = make_server_strategy(self._sharded.exchanger(self._server, self.settings))
+        if isinstance(self._inner, AllReduceStrategy):  # group rank 0's, for a whole model
+            self._inner.end()
+        self._inner = self._sharded.strategy(self._server, self.settings, self._config)
         self.progress = self._inner.progress
         self.takes_whole, self.evaluates = False, True
         if not is_pipeline:
@@ -319,14 +325,8 @@ class Grouped(Strategy):
         if self._stage is None:
             super().clip(parameters, max_norm)
             return
-        gradients = [parameter.grad for parameter in parameters]
-        mine = [float(item.norm()) if item is not None else 0.0 for item in gradients]
-        norms = [sum(column) for column in zip(*self._group.gather(mine), strict=True)]  # one of them is not 0
-        has = [
-            any(column) for column in zip(*self._group.gather([float(g is not None) for g in gradients]), strict=True)
-        ]
-        total = torch.tensor([norm for norm, is_there in zip(norms, has, strict=True) if is_there]).norm()
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        norm = joint_norm(self._group, [parameter.grad for parameter in parameters])
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def agreed(self, is_due: bool) -> bool:
         return is_due if self._sharded is None else bool(self._group.gather([float(is_due)])[0][0])

@@ -53,13 +53,13 @@ class AllReduceStrategy(Strategy):
     _transfer: StateTransfer
     _check: ConsistencyCheck
 
-    def __init__(self, exchange: Exchange, may_leave_early: bool) -> None:
-        """`may_leave_early`: gradients may be averaged during backward."""
+    def __init__(self, exchange: Exchange, may_leave_early: bool, stage: int = 0) -> None:
+        """`may_leave_early`: gradients may be averaged during backward. `stage`: that of a pipeline."""
         super().__init__(exchange)
-        self._codec = exchange.codec_choice.configured
+        self._codec = exchange.config.codec
         self._encoded: EncodedMean | None = None  # set if worker.codec encodes gradients
         self._may_leave_early = may_leave_early and self._codec == "raw"
-        self._lifecycle = GroupLifecycle(exchange)
+        self._lifecycle = GroupLifecycle(exchange, stage)
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         self._exchange.start(model, optimizer)
@@ -169,8 +169,22 @@ class AllReduceStrategy(Strategy):
 
     def _round(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Reply:
         """Average the gradients, complete the round, and step if the reply says that all members have the mean."""
-        if not self._form_group():
+        if not self._form_group() or (mean := self._mean_of(gradients, outgoing, is_right)) is None:
             return self._complete_failed(outgoing)
+        group = self._lifecycle.group
+        assert group is not None
+        if clip_norm := outgoing.contribution.training.clip_norm:  # the clipped mean has the same bits on all members
+            self._clip([mean[index] for index in self._trained], clip_norm)
+        outgoing = outgoing.changed(completion=CompletionInfo(group.generation.number))
+        if self._uploads(group, outgoing):
+            return self._upload(outgoing, mean)
+        reply = self._complete(ContributionKind.COMPLETION, outgoing)
+        if reply.result.outcome in COUNTED:
+            self._take_step(mean)
+        return reply
+
+    def _mean_of(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Mean | None:
+        """The mean over the group; None: the group has ended."""
         group = self._lifecycle.group
         assert group is not None
         try:
@@ -181,16 +195,11 @@ class AllReduceStrategy(Strategy):
             raise self._diverged(unsound.index) from None
         except Broken as broken:
             self._lifecycle.log_broken(broken)
-            return self._complete_failed(outgoing)
-        if clip_norm := outgoing.contribution.training.clip_norm:  # the clipped mean has the same bits on all members
-            clip([item for item in map(mean.__getitem__, self._trained) if item is not None], clip_norm)
-        outgoing = outgoing.changed(completion=CompletionInfo(group.generation.number))
-        if self._uploads(group, outgoing):
-            return self._upload(outgoing, mean)
-        reply = self._complete(ContributionKind.COMPLETION, outgoing)
-        if reply.result.outcome in COUNTED:
-            self._take_step(mean)
-        return reply
+            return None
+        return mean
+
+    def _clip(self, mean: Mean, max_norm: float) -> None:
+        clip([item for item in mean if item is not None], max_norm)
 
     def _average(
         self, group: Group, gradients: Mean, num_samples: int, metadata: Sequence[int], is_right: bool
@@ -271,9 +280,13 @@ class AllReduceStrategy(Strategy):
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
         self._lifecycle.close_group()
         super().leave(goodbye, is_interrupted)
-        self._lifecycle.end()
+        self.end()
 
     def drop(self) -> None:
         self._lifecycle.close_group()
         super().drop()
+        self.end()
+
+    def end(self) -> None:
+        """Other workers do not reach this one any more."""
         self._lifecycle.end()

@@ -49,7 +49,7 @@ class Plan:
             by_dtype.setdefault(tensor.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             size = sum(like[index].numel() for index in indices)
-            if len(memory.get(dtype, ())) != size:
+            if dtype not in memory or len(memory[dtype]) != size:
                 memory[dtype] = torch.empty(size, dtype=dtype, device=device)
             self._divide(memory[dtype], indices, like)
 
@@ -64,7 +64,7 @@ class Plan:
             if (end - begun) * flat.itemsize >= full:
                 self.buckets.append((bucket, flat[begun:end]))
                 bucket, begun = [], end
-        if bucket:
+        if begun < end:
             self.buckets.append((bucket, flat[begun:end]))
 
     def gather(self, number: int, tensors: Mapping[int, torch.Tensor | None]) -> torch.Tensor:

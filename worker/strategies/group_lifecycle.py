@@ -34,12 +34,11 @@ class GroupLifecycle:
     Collectives run on a helper thread, so that signals can interrupt the calling thread.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._rank = exchange.progress.rank or 0
+    def __init__(self, exchange: Exchange, stage: int = 0) -> None:
+        self._exchange, self._stage = exchange, stage
         host = own_address(exchange.server)
         check_plaintext(
-            host, f"rank {self._rank} and the workers that it averages with", exchange.credentials.trusts_network,
+            host, "this worker and the workers that it averages with", exchange.credentials.trusts_network,
             "or use --mode sync, in which workers connect to the server only",
         )  # fmt: skip
         self._rendezvous = Rendezvous(host)
@@ -54,6 +53,10 @@ class GroupLifecycle:
         self._forming: list[Helper] = []  # helpers of abandoned groups
         if exchange.credentials.ca is not None:
             log.warning("group_in_plaintext", meaning=_IN_PLAINTEXT)
+
+    @property
+    def _rank(self) -> int:
+        return self._exchange.progress.rank or 0
 
     def form(self, device: torch.device, joined: Callable[[Group], None]) -> bool:
         """Form the newest generation's group if needed, and call `joined`. Returns False if that failed.
@@ -70,7 +73,8 @@ class GroupLifecycle:
         if self._rank not in info.members or not info.rendezvous:
             description = f"a group of {len(info.members)} members without it, or without GroupInfo.rendezvous"
             raise refusal(Reason.BAD_REQUEST, f"the server sent rank {self._rank} {description}")
-        generation = Generation(info.generation, info.members, split_address(info.rendezvous), name, info.secret)
+        address = split_address(info.rendezvous)
+        generation = Generation(info.generation, info.members, address, name, info.secret, self._stage)
         self._generation = generation
         try:
             group = self.group = self.run(lambda: Group(generation, self._rank, self._rendezvous, device))

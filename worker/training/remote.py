@@ -92,14 +92,13 @@ class RemoteSession(Session):
         """
         from ..replica_group.strategy import Grouped, join  # loads torch.distributed
 
-        divides = self._config.worker.zero == WITHIN_WORKER
-        if divides:
+        if self._config.worker.zero == WITHIN_WORKER:
             from ..replica_group import sharded  # noqa: F401  (takes seconds, and must be loaded before a server waits)
         if self._worker.pipeline:
             from ..replica_group import pipeline  # noqa: F401  (likewise)
         group = join(self._config)
         self._inner = self._data_share = group.rank, group.size
-        return Grouped(group, self._open_for_group, divides)
+        return Grouped(group, self._open_for_group, self._config)
 
     def _open_for_group(self) -> tuple[Exchange, Strategy]:
         strategy = self._open(may_overlap=False)
@@ -147,7 +146,7 @@ class RemoteSession(Session):
         if not isinstance(self._strategy, Grouped):
             return super()._make_pipeline(layers, loss, example, init)
         self._data_share = (0, 1)
-        return self._strategy.pipeline(*layers_of(layers), loss, self._worker, example, init)
+        return self._strategy.pipeline(*layers_of(layers), loss, example, init)
 
     def _begin(self, offer: Offer) -> tuple[ExchangeOptimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer
@@ -175,7 +174,8 @@ class RemoteSession(Session):
         self._strategy.num_samples_now = taken.num_samples_now
         self._memory = Memory(self._strategy, taken, optimizers)
         self._restarted.optimizers = optimizers
-        if self._was_before and self._strategy.kind.worker_steps and isinstance(model, Pipeline) and not self._inner[0]:
+        steps_alone = self._strategy.kind.worker_steps and not self._strategy.kind.has_peers
+        if self._was_before and steps_alone and isinstance(model, Pipeline) and not self._inner[0]:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
             log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
         others = (self._tables, self.evaluation, self._restarted)

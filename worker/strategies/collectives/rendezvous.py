@@ -39,6 +39,7 @@ class Generation(NamedTuple):
     store: Address  # of the lowest rank's `Rendezvous`
     name: str = ""  # unique at this store
     secret: bytes = b""  # known only to the members
+    stage: int = 0  # of a pipeline; each averages in a group of its own
 
     @property
     def full_name(self) -> str:
@@ -93,7 +94,8 @@ def store_of(generation: Generation, rank: int, timeout_s: float) -> Store:
     # store.
     reach(rank, generation.members[0], generation.store, HERE if len(generation.members) == 2 else ELSEWHERE)
     try:
-        return Store(lambda: (generation.store, generation.secret), generation.full_name, rank, timeout_s)
+        found = generation.store, generation.secret
+        return Store(lambda: found, generation.full_name, rank, timeout_s, f"{generation.stage}/")
     except TimeoutError:  # the store is there and does not know this generation yet
         raise _missing([generation.members[0]], rank, generation, timeout_s) from None
     except OSError as error:

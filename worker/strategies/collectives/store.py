@@ -295,10 +295,15 @@ class Store(_Base):
     no reference to this object, so the caller must keep one.
     """
 
-    def __init__(self, find: Callable[[], tuple[Address, bytes]], name: str, rank: int, timeout_s: float) -> None:
-        """`find`, `name`: as in `connect`. `timeout_s`: for the connection, and for each key. Raises OSError."""
+    def __init__(
+        self, find: Callable[[], tuple[Address, bytes]], name: str, rank: int, timeout_s: float, prefix: str = ""
+    ) -> None:
+        """`find`, `name`: as in `connect`. `timeout_s`: for the connection, and for each key. `prefix`: of all keys.
+
+        Raises OSError.
+        """
         super().__init__()
-        self._timeout_s, self._lock = timeout_s, threading.Lock()
+        self._timeout_s, self._prefix, self._lock = timeout_s, prefix, threading.Lock()
         self._connection = connect(find, Kind.STORE, rank, name, timeout_s)
 
     def close(self) -> None:
@@ -335,6 +340,7 @@ class Store(_Base):
         return int(self._request("count", []))
 
     def _request(self, op: str, keys: Sequence[str], *, timeout_s: float = 0.0, value: str = "") -> Any:
+        keys = [self._prefix + key for key in keys]
         request = _framed({"op": op, "keys": keys, "timeout_s": float(timeout_s), "value": value})
         try:
             with self._lock:
