@@ -54,16 +54,18 @@ def examine_regions(
     upstream = place_servers(hosts, 1)[0].host
     names = [host.host for host in hosts]
     regions = find_regions(names, trips, upstream, num)
-    texts = [*sentences(names, trips, regions, upstream), _in_file(hosts_path, hosts, regions, writes)]
+    texts = sentences(names, trips, regions, upstream)
     if as_json:
+        texts.append(_in_file(hosts_path, hosts, regions, writes))
         seconds = [[0.0 if a == b else trips[a, b] for b in names] for a in names]
         groups = [{"name": region.name, **vars(region)} for region in regions]
         print(to_json({"hosts": names, "round_trips_s": seconds, "regions": groups, "sentences": texts}, indent=2))
-    else:
-        console = report_console()
-        console.print(matrix(trips, regions))
-        for text in texts:
-            console.print(text, highlight=False)
+        return 0
+    console = report_console()
+    console.print(matrix(trips, regions))
+    for text in texts:
+        console.print(text, highlight=False)
+    console.print(_in_file(hosts_path, hosts, regions, writes), highlight=False)
     return 0
 
 
@@ -118,9 +120,8 @@ def sentences(hosts: Sequence[str], trips: Trips, regions: Sequence[Region], ups
     within = _span(known[pair] for pair in combinations(hosts, 2) if of[pair[0]] is of[pair[1]])
     between = _span(known[pair] for pair in combinations(hosts, 2) if of[pair[0]] is not of[pair[1]])
     spans = ", ".join(f"{name} {span}" for name, span in (("between", between), ("within", within)) if span)
-    texts = [
-        f"{len(regions)} region{'s' if len(regions) > 1 else ''}: {_groups(regions)}" + f"; {spans} ms" * bool(spans)
-    ]
+    groups = " | ".join(", ".join(region.hosts) for region in regions)
+    texts = [f"{len(regions)} region{'s' * (len(regions) > 1)}: {groups}" + f"; {spans} ms" * bool(spans)]
     blocked = [f"{a} and {b}" for a, b in combinations(hosts, 2) if math.isinf(known[a, b])]
     if blocked:
         others = f" and {len(blocked) - _MAX_PAIRS} more pairs" if len(blocked) > _MAX_PAIRS else ""
@@ -165,13 +166,12 @@ def _in_file(path: str, hosts: Sequence[Host], regions: Sequence[Region], writes
 
 def write_regions(path: str, names: Mapping[str, str]) -> None:
     """Write the region of each host into the hosts file. Raises UsageError."""
-    text = text_with_regions(path, names)
-    with tempfile.TemporaryDirectory() as folder:
+    text = ""
+    found: tuple[Host, ...] = ()
+    with tempfile.TemporaryDirectory() as folder, suppress(UsageError, KeyError):
         trial = Path(folder, "hosts.yaml")
-        trial.write_text(text, encoding="utf-8")
-        found: tuple[Host, ...] = ()
-        with suppress(UsageError):
-            found = load_hosts(str(trial))
+        trial.write_text(text := text_with_regions(path, names), encoding="utf-8")
+        found = load_hosts(str(trial))
     wanted = tuple(host.model_copy(update={"region": names[host.host]}) for host in load_hosts(path))
     if found != wanted:
         raise UsageError(
@@ -182,10 +182,6 @@ def write_regions(path: str, names: Mapping[str, str]) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _groups(regions: Sequence[Region]) -> str:
-    return " | ".join(", ".join(region.hosts) for region in regions)
 
 
 def _span(distances_s: Iterable[float]) -> str:

@@ -88,13 +88,14 @@ def load_hosts(path: str) -> tuple[Host, ...]:
 
 
 def text_with_regions(path: str, regions: Mapping[str, str]) -> str:
-    """Returns the text of a hosts file with the region of each host. All else stays as it is. Raises UsageError."""
+    """Returns the text of a hosts file with the region of each host. All else stays as it is.
+
+    Raises UsageError, and KeyError for an entry that takes its name from the defaults. Other unusual forms, such as
+    aliases, give a text with another meaning.
+    """
     text = Path(path).read_text(encoding="utf-8")
     for node in reversed(_hosts_nodes(path)[0]):
-        try:
-            start, end, new = _region_edit(node, regions, text)
-        except KeyError:  # the name is among the defaults
-            raise UsageError(f"{path}:{node.start_mark.line + 1}: has no 'host:'", fix="give it one") from None
+        start, end, new = _region_edit(node, regions, text)
         text = text[:start] + new + text[end:]
     return text
 

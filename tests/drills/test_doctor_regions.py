@@ -81,11 +81,17 @@ def test_the_matrix_shows_hosts_region_by_region() -> None:
     ]
 
 
-def test_a_file_of_an_unusual_form_stays_as_it_is(tmp_path: Path) -> None:
-    """The same text stands for the regions of two hosts."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hosts: [{host: a, region: &r eu}, {host: b, region: *r}]\n",  # the same text stands for both
+        "defaults: {host: a, region: eu}\nhosts: [{slots: 2}, {host: b}]\n",
+    ],
+)
+def test_a_file_of_an_unusual_form_stays_as_it_is(text: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts.yaml"
-    path.write_text("hosts: [{host: a, region: &r eu}, {host: b, region: *r}]\n")
+    path.write_text(text)
     with pytest.raises(UsageError, match="its form is one that --write cannot change") as raised:
         write_regions(str(path), {"a": "a", "b": "b"})
     assert raised.value.fix == "write the regions by hand: a: a, b: b"
-    assert [host.region for host in load_hosts(str(path))] == ["eu", "eu"]
+    assert path.read_text() == text and [host.region for host in load_hosts(str(path))] == ["eu", "eu"]

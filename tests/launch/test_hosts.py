@@ -106,12 +106,6 @@ def test_regions_are_written_into_other_forms_of_the_file(text: str, expected: s
     assert text_with_regions(str(tmp_path / "hosts.yaml"), {"a": "a", "b": "a"}) == expected
 
 
-def test_an_entry_without_a_name_of_its_own_gets_no_region(tmp_path: Path) -> None:
-    hosts_of(tmp_path, "defaults: {host: a}\nhosts:\n  - {slots: 2}\n  - b\n")
-    with pytest.raises(UsageError, match=r"hosts.yaml:3: has no 'host:'"):
-        text_with_regions(str(tmp_path / "hosts.yaml"), {"a": "a", "b": "a"})
-
-
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read the hosts"):
         load_hosts(str(tmp_path / "none.yaml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -79,6 +80,19 @@ def test_hosts_that_are_close_are_one_region_unless_a_number_is_given(remote) ->
     assert text.splitlines()[3] == "  - {host: node2, region: node2, slots: 2}  # with two"
     run = doctor(remote, "--num-regions", "3", "--write")
     assert run.stdout.splitlines()[-1] == "hosts.yaml has these regions." and path.read_text() == text
+
+
+def test_ctrl_c_leaves_nothing_on_the_hosts(remote, wait_until) -> None:
+    with socket.create_server(("127.0.0.3", 0)) as silent:  # the doctor waits for this host
+        port = silent.getsockname()[1]
+        hosts_yaml(remote.folder / "hosts.yaml", "node2", f"{{host: 127.0.0.3, port: {port}, address: 127.0.0.3}}")
+        command = ("-m", "paramserver.launch", "doctor", "--hosts", "hosts.yaml", "--regions")
+        process = remote.marked.start(*command, PS_LAUNCH__SSH=remote.sshd.ssh)
+        wait_until(lambda: remote.sshd.running() != [])
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, "Traceback" in err) == (130, False), err
+    assert remote.left() == []
 
 
 def test_mistakes_of_the_command_line(remote) -> None:
