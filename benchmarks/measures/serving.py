@@ -25,7 +25,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...common.config.schema import LogConfig
 from ...common.errors import ParamServerError
+from ...common.reporting.log import setup_logging
 from ..output.report import Report, median, percentile
 from ..output.tables import number_table, page
 from ..rig.server_process import ServerProcess, running, running_server
@@ -262,6 +264,7 @@ def _equal(options: ServingOptions) -> dict[str, float]:
     from ...worker.tasks.gpt import Gpt
     from ..rig.served import WithoutCache
 
+    setup_logging(LogConfig(level="error"), "ps-bench")
     draw, length = random.Random(1), min(64, options.tokens)
     prompts = [bytes(draw.choices(b"abcdef ():\n", k=draw.randint(1, 300))) for _ in range(options.prompts)]
     sampling = Sampling(temperature=0, num_logprobs=2)
