@@ -440,6 +440,9 @@ def race(
     unequal: Annotated[
         bool, typer.Option("--unequal", help="The last worker is three times slower.", rich_help_panel=_RUN)
     ] = False,
+    regions: Annotated[
+        int, typer.Option(min=0, max=8, help="Hosts that the workers share, each a region.", rich_help_panel=_RUN)
+    ] = 0,
     seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each run.", rich_help_panel=_RUN)] = 120,
     lr: Annotated[str, typer.Option(help="Tried by every side.", rich_help_panel=_RUN)] = "0.001,0.002,0.004",
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs with the best rate.", rich_help_panel=_RUN)] = 3,
@@ -477,10 +480,15 @@ def race(
     if min(rate, server_rate or 1) < 1:
         raise UsageError("a link below 1 Mbit/s carries not one exchange in these seconds", fix="--bandwidth 10mbit")
     checked("sync", "adamw", json_path, keep)
-    from .measures.race import OURS, RaceOptions, measure_race
+    from .measures.race import FLAT_BESIDE_REGIONS, OF_REGIONS, OURS, RaceOptions, measure_race
     from .rig.links import check_links
 
-    modes = tuple(OURS) if mode == "all" else tuple(dict.fromkeys(part.strip() for part in mode.split(",")))
+    everything = (*FLAT_BESIDE_REGIONS, *OF_REGIONS) if regions else [name for name in OURS if name not in OF_REGIONS]
+    if regions:
+        names, server_rate = [], server_rate or 0.0
+        if workers % regions:
+            raise UsageError(f"--regions {regions} and --workers {workers}: not equal", fix=f"--workers {2 * regions}")
+    modes = tuple(everything) if mode == "all" else tuple(dict.fromkeys(part.strip() for part in mode.split(",")))
     for name in modes:
         if name not in OURS:
             raise UsageError(f"--mode: no side of a race is '{name}'", fix=did_you_mean(name, OURS))
@@ -489,7 +497,7 @@ def race(
         rates, seeds = rates[len(rates) // 2 :][:1], 1
     num_shards = 1 if server_rate is not None else shards or workers
     options = RaceOptions(
-        rate, server_rate, ping, workers, seconds, rates, seeds, unequal, target, modes, num_shards, resume
+        rate, server_rate, ping, workers, seconds, rates, seeds, unequal, target, modes, num_shards, resume, regions
     )
     show(measure_race(options, names), json_path, keep, plot)
 

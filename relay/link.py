@@ -77,8 +77,12 @@ class Link:
             "reply_codec": upstream.reply_codec, "device": "cpu",
         }  # fmt: skip
         worker = config.worker.model_copy(update=changes)
-        credentials = worker_credentials(config.model_copy(update={"worker": worker}))
-        self._exchange = Exchange(worker, upstream.rank, None, credentials, config.run.workers or 0)
+        of_worker: dict[str, Any] = {"worker": worker}
+        if upstream.cert is not None:
+            names = {"cert": upstream.cert, "key": upstream.key}
+            of_worker["security"] = config.security.model_copy(update=names)
+        credentials = worker_credentials(config.model_copy(update=of_worker))
+        self._exchange = Exchange(worker, upstream.rank, None, credentials, config.run.workers or 1)
         self._exchange.wait_forever()
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
         self._strategy = Direct(self._exchange)

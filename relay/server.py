@@ -105,6 +105,8 @@ def check(config: Config) -> None:
         (_is_same(server.listen, upstream.server),
          f"--upstream {upstream.server} is this server's own address (--listen {server.listen})",
          "give the address of the server above"),
+        ((upstream.cert is None) != (upstream.key is None), "upstream.cert and upstream.key go together",
+         "give both: a certificate and its private key"),
         (config.store.polyak is not None, "--upstream with store.polyak", "set store.polyak for the server above"),
         (MODES.load(mode).kind.has_peers,
          f"a region in mode {mode}: its workers have the weights, and would not get those of the run above",

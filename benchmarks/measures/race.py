@@ -45,6 +45,15 @@ OURS = {
     "allreduce-q4": Ours("allreduce", "q4", has_peers=True),
     "auto": Ours("sync", "auto"),
 }
+# With --regions: sync within each, which exchanges with the run above.
+OF_REGIONS = {
+    "regions-sync": Ours("sync", above="sync"),
+    "regions-sync-q4": Ours("sync", "q4", "q4", above="sync"),
+    "regions-diloco-q4": Ours("sync", "q4", "q4", above="diloco", every=32),
+    "regions-async_diloco-q4": Ours("sync", "q4", "q4", above="async_diloco", every=32),
+}
+FLAT_BESIDE_REGIONS = ("sync", "async_diloco", "async_diloco-q4")
+OURS |= OF_REGIONS | {"async_diloco-q4": Ours("async_diloco", "q4", "q4")}
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,10 @@ class RaceOptions:
     modes: tuple[str, ...]
     shards: int = 1  # of a server on the workers' hosts
     resume: str | None = None
+    regions: int = 0  # hosts that the workers share; 0: a host for each
 
 
-_SAME = ("bandwidth_mbit", "server_mbit", "latency_ms", "workers", "seconds", "unequal", "shards")
+_SAME = ("bandwidth_mbit", "server_mbit", "latency_ms", "workers", "seconds", "unequal", "shards", "regions")
 
 
 @dataclass
@@ -131,7 +141,7 @@ def measure_race(options: RaceOptions, baseline_names: Sequence[str]) -> Report:
     own_host = [] if options.server_mbit is None else [options.server_mbit]
     with ExitStack() as stack:
         stack.enter_context(forking())
-        rates = [options.bandwidth_mbit] * options.workers + own_host
+        rates = [options.bandwidth_mbit] * (options.regions or options.workers) + own_host
         hosts = stack.enter_context(linked_hosts(rates, options.latency_ms))
         _announce(options, len(sides))
         for number, (name, lr, seed) in enumerate(_turns(options, list(sides), record), 1):
@@ -167,9 +177,11 @@ def _outcome(
     options: RaceOptions, hosts: Sequence[Host], side: Ours | str, chosen: tuple[float, int], number: int
 ) -> Run | str:
     """The run, or why there is none."""
-    addresses, slow = [host.address for host in hosts[: options.workers]], SLOW if options.unequal else 1.0
+    slow, regions, has_relays = SLOW if options.unequal else 1.0, options.regions, bool(getattr(side, "above", ""))
+    ranks = range(options.workers)
+    addresses = [hosts[rank * regions // options.workers if regions else rank].address for rank in ranks]
     peer = side if isinstance(side, str) else None
-    race = Race(peer, addresses, *chosen, options.seconds, slow)
+    race = Race(peer, addresses, *chosen, options.seconds, slow, regions, has_relays)
     try:
         return race_once(race, side if isinstance(side, Ours) else None, hosts, options.shards, number)
     except ParamServerError as error:
@@ -179,8 +191,9 @@ def _outcome(
 def summed_up(runs: dict[str, list[Run]], target: float | None, seeds: int) -> dict[str, Any]:
     """The sides, best first, each with its best learning rate; and the target: as asked, else plain DDP's best mean."""
     best = {name: chosen for name, found in runs.items() if (chosen := best_rate(found, seeds))}
-    if target is None and "ddp" in best:
-        target = mean(run.loss for run in best["ddp"])
+    reference = next((name for name in ("ddp", "sync") if name in best), "")
+    if target is None and reference:
+        target = mean(run.loss for run in best[reference])
     sides = {name: _of_side(found, target) for name, found in best.items()}
     ordered = dict(sorted(sides.items(), key=lambda item: float(item[1]["loss"])))
     for name, side in ordered.items():

@@ -37,16 +37,25 @@ class Ours:
     codec: str = "raw"
     reply_codec: str = "raw"
     has_peers: bool = False
+    above: str = ""  # regions: the mode of the run above; `mode` and no codec are those within a region
+    every: int = 1  # steps between two exchanges with the run above
 
     @property
     def server_settings(self) -> dict[str, str]:
         """All else is as it is by default."""
-        return {"run.mode": self.mode, "server.insecure": "true", "server.join_timeout_s": "120"}
+        found = {"run.mode": self.above or self.mode, "server.insecure": "true", "server.join_timeout_s": "120"}
+        return found | ({"policy.local_steps": str(self.every)} if self.above and self.every > 1 else {})
+
+    @property
+    def relay_settings(self) -> dict[str, str]:
+        codecs = {"upstream.codec": self.codec, "upstream.reply_codec": self.reply_codec}
+        codecs["worker.transports"] = "direct,grpc"
+        return codecs | {"run.mode": self.mode, "server.insecure": "true", "server.join_timeout_s": "120"}
 
     @property
     def worker_settings(self) -> dict[str, str]:
         """The processes are on one machine and stand for hosts, so no memory is shared. `overlap` as DDP does."""
-        codecs = {"codec": self.codec, "reply_codec": self.reply_codec}
+        codecs = {} if self.above else {"codec": self.codec, "reply_codec": self.reply_codec}
         return codecs | {"transports": "direct,grpc", "threads": "1", "overlap": "true"}
 
 
@@ -76,14 +85,17 @@ def race_once(race: Race, side: Ours | None, hosts: Sequence[Host], shards: int,
         programs = [] if side is None else _servers(side, race, hosts, shards, number, folder)
         if side is not None:
             port = _port(number, 0)
-            home = hosts[0] if len(hosts) == len(race.addresses) else hosts[-1]
+            home = hosts[0] if len(hosts) == (race.regions or len(race.addresses)) else hosts[-1]
             environment |= {f"PS_WORKER__{key.upper()}": value for key, value in side.worker_settings.items()}
             environment |= {"PS_WORKER__SERVER": f"{home.address}:{port}", "PS_LOG__LEVEL": "warning"}
             environment["PS_SERVER__INSECURE"] = "true"  # torch's own connections between peers
         for rank in range(len(race.addresses)):
-            argv = [str(folder), str(rank)]
-            program = Program("paramserver.benchmarks.rig.racer", argv, environment, folder / f"log{rank}")
-            programs.append((hosts[rank], program))
+            argv, host = [str(folder), str(rank)], hosts[race.host_of(rank)]
+            of_rank = dict(environment)
+            if side is not None and side.above:
+                of_rank["PS_WORKER__SERVER"] = f"{host.address}:{_port(number, 1 + race.host_of(rank))}"
+            program = Program("paramserver.benchmarks.rig.racer", argv, of_rank, folder / f"log{rank}")
+            programs.append((host, program))
         with running(programs) as processes:
             workers = processes[-len(race.addresses) :]
             servers = processes[: -len(race.addresses)]
@@ -107,10 +119,11 @@ def _servers(
     side: Ours, race: Race, hosts: Sequence[Host], shards: int, number: int, folder: Path
 ) -> list[tuple[Host, Program]]:
     found = []
-    has_home = len(hosts) > len(race.addresses)
+    has_home = len(hosts) > (race.regions or len(race.addresses))
     shards = 1 if has_home or side.has_peers else shards  # gradients between peers do not pass a server
     homes = hosts[-1:] if has_home else hosts[:shards]
-    settings = {**side.server_settings, "run.workers": str(len(race.addresses)), "server.shards": str(shards)}
+    num_workers = race.regions if side.above else len(race.addresses)
+    settings = {**side.server_settings, "run.workers": str(num_workers), "server.shards": str(shards)}
     for shard, home in enumerate(homes):
         argv = ["--no-store", "--listen", f"{home.address}:{_port(number, shard)}", "--shard", str(shard)]
         if shard:
@@ -119,6 +132,13 @@ def _servers(
         log = folder / f"server{shard}"
         environment = {**clean_environment(), "PS_LOG__LEVEL": "warning"}
         found.append((home, Program("paramserver.ps.main", argv, environment, log)))
+    for region, home in enumerate(hosts[: race.regions] if side.above else ()):
+        argv = ["--no-store", "--listen", f"{home.address}:{_port(number, 1 + region)}"]
+        argv += ["--upstream", f"{homes[0].address}:{_port(number, 0)}", "--upstream-rank", str(region)]
+        settings = {**side.relay_settings, "run.workers": str(len(race.addresses) // race.regions)}
+        argv += [f"--set={key}={value}" for key, value in settings.items()]
+        environment = {**clean_environment(), "PS_LOG__LEVEL": "warning"}
+        found.append((home, Program("paramserver.ps.main", argv, environment, folder / f"server{1 + region}")))
     return found
 
 

@@ -45,6 +45,11 @@ class Race:
     seed: int
     seconds: float
     slow: float
+    regions: int = 0  # the workers share so many hosts; 0: each has its own
+    has_relays: bool = False  # a worker's rank is that in its region
+
+    def host_of(self, rank: int) -> int:
+        return rank if not self.regions else rank * self.regions // len(self.addresses)
 
     def write(self, folder: Path) -> None:
         (folder / "race.json").write_text(json.dumps(asdict(self)))
@@ -103,7 +108,9 @@ def race_task() -> Any:
 def _ours(racer: Racer) -> Iterator[tuple[Any, Any]]:
     import paramserver
 
-    with paramserver.connect(rank=racer.rank) as session:
+    race = racer.race
+    rank = racer.rank % (racer.workers // race.regions) if race.has_relays else racer.rank
+    with paramserver.connect(rank=rank) as session:
         yield racer.model, session.optimizer(racer.model, racer.optimizer())
 
 

@@ -64,6 +64,7 @@ class Joining:
         while engine.why_not_ready():  # workers join only once all shards are present
             await stream.wait(engine.until(lambda: not engine.why_not_ready()), engine.why_not_ready)
         peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
+        peer.is_relay = join.num_workers > 0
         stream.rank, peer.hang_up = peer.rank, stream.end
         if peer.is_resumed:
             self._tensors.submit(partial(self._folding.codec_memories.of(peer.rank).resumed, join.replies_taken))
@@ -122,7 +123,9 @@ class Joining:
             welcome.direct.port, welcome.direct.ticket = self._port.number, ticket.secret
         try:
             await stream.say(pb.ServerMessage(welcome=welcome))
-            second = await stream.read_within(self._config.server.join_timeout_s, "model", "leave")
+            # A relay has the model when the first worker of its region has come.
+            limit_s = None if peer.is_relay else self._config.server.join_timeout_s
+            second = await stream.read_within(limit_s, "model", "leave")
             if second is not None and second.kind == "model" and second.of(pb.Model).direct:
                 if ticket is None or not ticket.arrived.done():
                     raise refusal(Reason.BAD_REQUEST, "Model.direct without a direct connection")

@@ -160,8 +160,8 @@ class Stream:
         is_gone = isinstance(error, _GONE) or (self._direct is not None and self._direct.is_closed)
         return StreamLost() if is_gone else StreamBroken()
 
-    async def read_within(self, timeout_s: float, *kinds: str) -> Frame | None:
-        """Return the next frame, as `read` does. Raises a BAD_REQUEST refusal after `timeout_s` seconds."""
+    async def read_within(self, timeout_s: float | None, *kinds: str) -> Frame | None:
+        """Return the next frame, as `read` does. Raises a BAD_REQUEST refusal after `timeout_s` s; None: never."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.read(*kinds)

@@ -52,7 +52,7 @@ class Exchange:
         credentials: Credentials = PLAINTEXT,
         num_behind: int = 0,
     ) -> None:
-        """`num_behind`: workers of a region, if this process is its relay."""
+        """`num_behind`: workers of a region, if this process is its relay; 0: it is none."""
         self.config, self.credentials = config, credentials
         self._limit = Limit(config.max_mbit)
         self._traces: ExchangeTraces | None = None

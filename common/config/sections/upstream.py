@@ -26,6 +26,8 @@ class UpstreamConfig(Section):
     )
     codec: Codec = Field("raw", description="codec of contributions to the server above")
     reply_codec: Codec = Field("raw", description="codec of weights from the server above")
+    cert: str | None = Field(None, description="certificate (PEM) for the server above; none: security.cert")
+    key: str | None = Field(None, description="private key (PEM) of upstream.cert")
     merge: Literal["shift", "blend"] = Field(
         "shift", description="how new weights from above meet the steps taken since: shift or blend; docs/diloco.md"
     )
