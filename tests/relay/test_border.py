@@ -22,6 +22,7 @@ def border_bytes(cluster: Cluster, above: tuple[str, ...], num_regions: int, rel
     top, relays, addresses = cluster.address, [], []
     for region in range(num_regions):
         argv = ("--mode", "sync", "--workers", "3", "--upstream", top, "--upstream-rank", str(region))
+        argv += ("--set", "worker.transports=grpc")  # as over a border, where no memory is shared
         relays.append(cluster.server(*argv, *relay))
         addresses.append(cluster.address)
     workers = []
