@@ -19,6 +19,7 @@ from ..worker.conversation.security import worker_credentials
 from ..worker.conversation.threads import Helper
 from ..worker.strategies.direct import Direct
 from ..worker.tensors.transfer import ModelTensors
+from ..worker.training.readings import Readings
 
 
 class Cut(NamedTuple):
@@ -86,6 +87,8 @@ class Link:
         self._exchange.wait_forever()
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
         self._strategy = Direct(self._exchange)
+        self.readings = Readings()  # of the region, which the server above shows beside this rank
+        self._exchange.measures(self.readings.taken)
         self._thread = Helper("upstream")
         self.model: RegionTensors | None = None
         self.optimizer: OptimizerSpec | None = None

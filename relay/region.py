@@ -171,12 +171,20 @@ class Region:
 
     def _cut(self, steps: int, training: TrainingInfo | None = None, without: frozenset[str] = frozenset()) -> Cut:
         """Describe the version after so many steps as a contribution."""
+        self._record()
         num_samples, self._num_samples = self._num_samples, 0
         num_steps, first = steps - self.pace.steps, self.pace.steps
         self.pace.contribute(steps)
         num_workers = self._run.options.num_workers or len(self._run.policy.members)
         training = training or TrainingInfo(loss=self._loss())
         return Cut(None, self._table(), first, num_samples, num_workers, num_steps, training, without)
+
+    def _record(self) -> None:
+        """Let the server above show this region: workers, steps ahead of the oldest reply, bytes within."""
+        ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
+        num_bytes = sum(item.num_sent + item.num_received for item in self._engine.traffic.values())
+        workers = len(self._run.policy.members)
+        self._link.readings.record({"region_workers": workers, "region_ahead": ahead, "region_mb": num_bytes / 1e6})
 
     def _send(self, cut: Cut) -> None:
         if not self._passes_gradients:

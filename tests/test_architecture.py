@@ -190,7 +190,15 @@ def test_the_server_knows_no_worker_and_no_launcher() -> None:
 
 
 def test_a_relay_knows_a_server_and_how_a_worker_talks() -> None:
-    allowed = ("ps", "worker.conversation", "worker.strategies.direct", "worker.tensors", "common", "relay")
+    allowed = (
+        "ps",
+        "worker.conversation",
+        "worker.strategies.direct",
+        "worker.tensors",
+        "common",
+        "relay",
+        "worker.training.readings",
+    )
     imported = {item for name in in_folder("relay") for item in imports_of(name) if item.startswith("paramserver.")}
     assert [
         item for item in sorted(imported) if not item.startswith(tuple(f"paramserver.{name}" for name in allowed))
