@@ -37,6 +37,7 @@ from .view.screen import Screen, make_screen
 from .view.series import Series
 
 _TICK_S = 0.1
+_OF_THE_RUN = ("status", "summary")  # the server above reports them; a relay's are of its region alone
 _SIGNALLED = 128  # exit codes above it are signals'
 
 
@@ -78,6 +79,7 @@ class Job:
             JobSettings(
                 num_workers=plan.num_workers,
                 num_shards=plan.num_shards if plan.server is not None else 0,
+                relays=plan.relays,
                 has_serve=bool(plan.serves_at),
                 is_script=plan.is_script,
                 keeps_snapshots=plan.checkpoint_dir is not None,
@@ -101,6 +103,8 @@ class Job:
             self._screen.note("starting", self._series.before(self._plan.headline()))
             if self._plan.config.launch.web and self._plan.server is None:
                 self._screen.note("no_dashboard", f"{self._plan.mode} has no server, and so no dashboard")
+            if len(regions := {host.region for host in self._site.hosts}) == 1 and (name := regions.pop()):
+                self._screen.note("one_region", f"{name} is the only region: a relay gains nothing, and none starts")
             self._backend = self._make_backend(self._on_line, self._on_exit, self._site)
             try:
                 if await self._is_prepared():
@@ -160,7 +164,7 @@ class Job:
             return
         if child == self._plan.reporter and self._understood(line, event):
             return
-        if event.is_at_least(self._shown_level):
+        if event.is_at_least(self._shown_level) and not (child.region and event.name in _OF_THE_RUN):
             self._screen.line(child, line, event)
         if child.role == SERVER.role:
             self._on_server_event(child, event)
@@ -187,7 +191,7 @@ class Job:
 
     def _on_server_event(self, child: Child, event: Event) -> None:
         fields, supervisor = event.fields, self._supervisor
-        worker = Child("worker", fields.get("rank", 0))
+        worker = self._plan.worker_of(child, fields.get("rank", 0))
         match event.name:
             case "snapshot":
                 self._has_snapshot.add(child)
@@ -213,8 +217,12 @@ class Job:
                     self._checking = watched(self._let_workers_start())
 
     async def _let_workers_start(self) -> None:
+        workers, relays = self._plan.workers(self._reached[SERVER]), self._plan.relays
+        reached = [{relay: self._reached[relay]} for relay in relays] or [self._reached]
         try:
-            await self._backend.check_reach(self._reached, self._plan.workers(self._reached[SERVER]))
+            for servers in reached:
+                theirs = [spec for spec in workers if not relays or self._plan.server_of(spec.child) in servers]
+                await self._backend.check_reach(servers, theirs)
         except ParamServerError as error:
             self._screen.note("unreachable", error.message, "error")
             reason = "; ".join(filter(None, [error.message.splitlines()[0], error.fix]))
@@ -262,7 +270,7 @@ class Job:
             self._loop.call_at(deadline, self._decide)
 
     def _spec(self, child: Child) -> ProcessSpec:
-        spec = self._plan.process(child, self._reached.get(SERVER))
+        spec = self._plan.process(child, self._reached.get(self._plan.server_of(child)))
         if child in self._addresses:
             has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
             spec = self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)

@@ -24,6 +24,7 @@ from ..common.wire.json_text import to_json
 from .backends.base import Backend, Site
 from .hosts.agent import num_cores
 from .hosts.remote import check_exposure, check_remote, hosts_of, places_of
+from .plan.relays import regions_of
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
 from .plan.settings import SINGLE
 
@@ -79,9 +80,13 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
         (backend.spans_hosts and launch.serve is not None,
          f"{origins.get('launch.serve')}: with backend {config.launch.backend or 'ssh'} no host is known for ps-serve",
          "start it where clients reach it: ps-serve --server HOST:PORT"),
+        (backend.spans_hosts and launch.regions is not None,
+         f"{origins.get('launch.regions')}: these regions are on this machine, and backend "
+         f"{launch.backend or 'ssh'} uses other machines", "leave it out; hosts have a region each, region: NAME"),
     )  # fmt: skip
     site = Site(config=config, hosts=hosts_of(config), folder=os.getcwd())
     check_remote(resolved, site.hosts, num_workers)
+    regions = regions_of(resolved, site.hosts, num_workers)
     if launch.script is not None and not backend.spans_hosts and not os.path.isfile(launch.script):
         raise UsageError(
             f"{origins['launch.script']}: no file {launch.script}", fix="the path is relative to where you are"
@@ -93,6 +98,7 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
         exists=(lambda path: True) if backend.spans_hosts else os.path.exists,  # the hosts check their own files
         spans_hosts=backend.spans_hosts,
         places=places_of(config, site.hosts, num_workers, site.folder),
+        regions=regions,
     )
     plans = plan_runs(resolved, request, machine)
     from ..common.reporting.output import check_writable

@@ -2,7 +2,8 @@
 
 Servers go to the first host, or in turn to the hosts with `server: true`. Workers fill the slots of the first host,
 then those of the next. With `colocate` each host with workers also has one server shard, the coordinator on the first
-of them.
+of them. With several regions, the relay of each goes to the host that the region is named after, else to its
+first host. Workers fill region after region.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Place:
 
 def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
     """Returns the host of each rank, slot after slot. Raises UsageError for too few slots."""
-    slots = [host for host in hosts for _ in range(host.slots)]
+    regions = [host.region for host in hosts]
+    by_region = sorted(hosts, key=lambda host: regions.index(host.region))
+    slots = [host for host in by_region for _ in range(host.slots)]
     if len(slots) < num_workers:
         each = ", ".join(f"{host.host} {host.slots}" for host in hosts)
         raise UsageError(
@@ -46,6 +49,13 @@ def place_servers(hosts: Sequence[Host], num_shards: int) -> list[Host]:
     return [chosen[shard % len(chosen)] for shard in range(num_shards)]
 
 
+def place_relays(hosts: Sequence[Host]) -> list[Host]:
+    """Returns the host of the relay of each region; none for one region."""
+    regions = dict.fromkeys(host.region for host in hosts)
+    of_regions = [[host for host in hosts if host.region == region] for region in regions]
+    return [max(found, key=lambda host: host.host == host.region) for found in of_regions] if len(regions) > 1 else []
+
+
 def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
     """Returns the number of shards with `colocate`."""
     return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
@@ -59,7 +69,9 @@ def place_processes(
     `folder`: where the launcher was started. `group`: processes of each worker, which take as many devices.
     """
     workers = place_workers(hosts, num_workers)
-    servers = list({host.host: host for host in workers}.values()) if colocate else place_servers(hosts, num_shards)
+    servers = list({host.host: host for host in workers}.values())
+    if not colocate:
+        servers = [*place_servers(hosts, num_shards), *place_relays(hosts)]
     check_addresses(servers, workers)
     places = {}
     for role, chosen in (("server", servers), ("worker", workers)):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # with the addresses at which this machine reaches them
 
 
-class Child(NamedTuple):
-    """The stable name of a process of the run. Server 0 is the coordinator."""
+@dataclass(frozen=True)
+class Child:
+    """The stable name of a process of the run. Server 0 is the coordinator. The others are shards, or relays."""
 
     role: str  # "server", "worker" or "serve"
     rank: int
+    region: str = field(default="", compare=False)  # of a relay
 
     def __str__(self) -> str:
+        if self.region:
+            return f"relay {self.region}"
         if self.role == "server":
             return f"server shard {self.rank}" if self.rank else "server"
         return self.role if self == SERVE else f"{self.role} {self.rank}"

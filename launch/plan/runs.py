@@ -6,7 +6,7 @@ One run is one `Plan`: a server and N workers. The mode `single` is one worker t
 Children read the same `--config FILE`. Settings from the launcher's flags follow as `--set key=value`, so there is one
 mechanism for all of them; children inherit `PS_SECTION__KEY` variables. A user's script has no such flags and gets all
 settings as variables. Workers and the other shards of the server need its address, which is known once it listens:
-`Plan.workers(address)`, `Plan.shards(address)`.
+`Plan.workers(address)`, `Plan.shards(address)`. With regions (`relays.py`) relays take the place of shards.
 
 Where processes may run on other machines (`Machine.spans_hosts`), the settings of CONFIG follow as --set too, and the
 launcher writes the summary. `placement.py` decides which process runs where.
@@ -25,6 +25,7 @@ from ...common.config.sources import Resolved
 from ...common.registry import MODES
 from .placement import Place
 from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
+from .relays import WorkerRegion, check_regions, mode_above, settings_above, settings_of_relay, settings_of_relays
 from .settings import (
     DEFAULT_HOST,
     SINGLE,
@@ -78,6 +79,7 @@ class Machine:
     exists: Callable[[str], bool] = lambda path: False
     spans_hosts: bool = False  # processes may land on other machines
     places: Mapping[Child, Place] = field(default_factory=dict)  # of processes whose host is known beforehand
+    regions: tuple[WorkerRegion, ...] = ()  # several, or none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +97,29 @@ class Plan:
     summary: str | None  # and the summary where the launcher writes it instead of the server
     listen: str  # the coordinator's address
     server_argv: tuple[str, ...]
+    relay_argv: tuple[str, ...]
     server_env: Mapping[str, str]
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
     identities: Mapping[Child, Mapping[str, Any]]  # certificate settings that differ from the configured ones
     places: Mapping[Child, Place]
+    regions: tuple[WorkerRegion, ...]
+
+    @property
+    def relays(self) -> tuple[Child, ...]:
+        """The relay of each region."""
+        return tuple(Child("server", rank, region.name) for rank, region in enumerate(self.regions, 1))
+
+    def server_of(self, child: Child) -> Child:
+        """Returns the server that a process connects to."""
+        mine = (relay for relay in self.relays if child.rank in self.regions[relay.rank - 1].workers)
+        return next(mine, SERVER) if child.role == "worker" else SERVER
+
+    def worker_of(self, server: Child, rank: int) -> Child:
+        """Returns the process that has a rank in the run of a server."""
+        if server in self.relays:
+            return Child("worker", self.regions[server.rank - 1].workers.start + rank)
+        return dict(enumerate(self.relays)).get(rank, Child("worker", rank))
 
     @property
     def is_script(self) -> bool:
@@ -136,8 +156,9 @@ class Plan:
         return [self._worker(Child("worker", rank), address) for rank in range(self.num_workers)]
 
     def shards(self, address: str) -> list[ProcessSpec]:
-        """Returns how to start the shards beside the coordinator."""
-        return [self._server(Child("server", rank), address) for rank in range(1, self.num_shards)]
+        """Returns how to start the shards, or the relays, beside the coordinator."""
+        shards = self.relays or [Child("server", rank) for rank in range(1, self.num_shards)]
+        return [self._server(child, address) for child in shards]
 
     @property
     def serves_at(self) -> str:
@@ -189,12 +210,17 @@ class Plan:
         else:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
             listen = placement.listen if placement is not None and host not in WILDCARDS else host
-            settings |= {"server.shard": child.rank, "server.coordinator": address, "server.listen": f"{listen}:0"}
+            settings |= {"server.listen": f"{listen}:0"}
+            if child.region:
+                settings |= settings_of_relay(self.config, child, address, len(self.regions[child.rank - 1].workers))
+            else:
+                settings |= {"server.shard": child.rank, "server.coordinator": address}
             if self.config.server.direct_port:
                 settings["server.direct_port"] = 0
             if placement is None and self.config.server.metrics is not None:
                 settings["server.metrics"] = None  # the coordinator has that port on this host
-        argv = (*self.server_argv, *arguments(None, {**settings, **identity}))
+        argv = self.relay_argv if child.region else self.server_argv
+        argv = (*argv, *arguments(None, {**settings, **identity}))
         needs = read_files(self.config.security, identity, file_of(self.mode))
         leaves = tuple(path for path in (self.save, self.history) if path and child == SERVER)
         return _at(placement, ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves), self.config)
@@ -204,13 +230,16 @@ class Plan:
         needs = read_files(self.config.security, identity, code_file(self.config))
         if child == self.reporter and self.per_hour is not None:
             identity["cost.total_per_hour"] = self.per_hour
-        argv, env, rank = self.worker_argv, self.worker_env, str(child.rank)
+        argv, env, rank, workers = self.worker_argv, self.worker_env, str(child.rank), str(self.num_workers)
+        if relay := self.server_of(child).rank:
+            region = self.regions[relay - 1].workers
+            rank, workers = str(region.index(child.rank)), str(len(region))
+            identity |= {"run.workers": len(region)} | ({"output.history": None} if self.history else {})
         if self.is_script:
-            workers = str(self.num_workers)
             env = {**env, **{variable(key): scalar_text(value) for key, value in identity.items()}}
             env |= {variable("worker.rank"): rank, variable("run.workers"): workers, "PS_SERVER": address}
             if self.config.launch.torch_variables:
-                env |= {"RANK": rank, "WORLD_SIZE": workers}
+                env |= {"RANK": str(child.rank), "WORLD_SIZE": str(self.num_workers)}
         else:
             argv = (*argv, *arguments(None, identity), "--server", address, "--rank", rank)
             needs += (self.config.task.init,) if self.config.task.init is not None else ()
@@ -247,6 +276,11 @@ class Plan:
             mode = f"{self.mode} ({options})" if options else self.mode
             mode += ", delayed_update" if self.config.policy.delayed_update else ""
             servers = "a server" if self.num_shards == 1 else f"a server in {self.num_shards} shards"
+            if self.relays:
+                above = mode_above(self.config, self.mode)
+                every = f" every {self.config.upstream.every} steps" if self.config.upstream.every else ""
+                mode += f" in {len(self.relays)} regions, {above} above{every}"
+                servers = f"a server, {len(self.relays)} relays"
             workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}"
             workers += f" of {group} processes" if group > 1 else ""
             num_hosts = len(set(self.hosts().values()))
@@ -264,6 +298,7 @@ class Plan:
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:
     """Returns a plan for each mode and seed. The configuration must name `run.workers`. Raises UsageError."""
     check_together(resolved, request.modes, request.script_args)
+    check_regions(resolved, [mode for mode in request.modes if mode != SINGLE], machine.regions)
     run, num_seeds = resolved.config.run, resolved.config.launch.seeds
     seeds = [run.seed + index for index in range(num_seeds)] if num_seeds > 1 else [None]
     return [_plan(resolved, request, machine, mode, seed) for mode in request.modes for seed in seeds]
@@ -277,7 +312,9 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     several, label = num_runs > 1, mode if seed is None else f"{mode}-seed{seed}"
     paths = {key: own_path(value_of(config, key), label, num_runs) for key in _OWN_PATHS}
     settings = passed_settings(resolved, with_files=machine.spans_hosts)
-    num_shards = sum(child.role == SERVER.role for child in machine.places) or config.server.shards
+    regions = machine.regions if mode != SINGLE else ()
+    num_servers = sum(child.role == SERVER.role for child in machine.places)
+    num_shards = num_servers - len(machine.regions) if machine.places else config.server.shards
     settings["run.workers"] = num_workers
     is_script = config.launch.script is not None
     if not is_script and config.run.task_steps != config.run.steps:
@@ -313,6 +350,9 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     if group > 1:
         worker_argv = (*PROGRAMS["group"], str(group), *worker_argv)
         worker_env = worker_env | {variable("worker.group"): "true"}
+    above = settings_above(config, mode, settings, len(regions)) if regions else settings
+    relays = settings_of_relays(config, mode, settings) if regions else {}
+    num_servers = num_shards + len(regions)
     return Plan(
         mode=mode,
         seed=seed,
@@ -324,12 +364,14 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         checkpoint_dir=paths["checkpoint.dir"],
         summary=config.output.summary if machine.spans_hosts and not several else None,
         listen=listen_address(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts),
-        server_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, settings)),
-        server_env=env | (_thread_env(config, machine, num_shards) if num_shards > 1 else {}),
+        server_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, above)),
+        relay_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, relays)),
+        server_env=env | (_thread_env(config, machine, num_servers) if num_servers > 1 else {}),
         worker_argv=(machine.python, *worker_argv),
         worker_env=worker_env | _thread_env(config, machine, num_workers * group),
         identities={child: own_identity(config.security, child, machine.exists) for child in children},
         places=machine.places,
+        regions=regions,
     )
 
 

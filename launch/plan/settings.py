@@ -25,7 +25,7 @@ DEFAULT_HOST = DEFAULT_ADDRESS.rpartition(":")[0]
 # Sections that the launcher does not pass on. Children log JSON, with the events that the launcher needs.
 _NOT_PASSED_ON = ("launch.", "log.")
 # The launcher gives each server of a job its own.
-_OF_ONE_SERVER = ("server.shard", "server.coordinator", "server.advertise")
+_OF_ONE_SERVER = ("server.shard", "server.coordinator", "server.advertise", "upstream.server", "upstream.rank")
 
 
 def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tuple[str, ...]) -> None:
@@ -35,7 +35,8 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
     batch, group, is_alone = config.run.batch_size, config.launch.group, modes == (SINGLE,)
     worker = config.worker
     if not is_alone:
-        resolved.check_options(modes, also="--set ")
+        above = (config.upstream.mode,) if config.upstream.every else ()
+        resolved.check_options((*modes, *above), also="--set ")
     for key, origin in origins.items():
         raise_first(
             (key in _OF_ONE_SERVER, f"{origin}: {key} belongs to one server, and this job has all of them",

@@ -11,7 +11,7 @@ A worker:
 
 A server, each shard alike, is the same except for two codes. 10 (cannot listen) is final at the first start, but not
 later: the port was its own a moment ago and will be free soon. A server that somebody asked to end (130, 143) has sent
-its workers away: that ends the job.
+its workers away: that ends the job. A relay is started again.
 
 An exception that recurs at the same place after a restart would recur for ever: it ends the job. So does one that
 every worker has raised, if it is a mistake in the program, before any of them was admitted again.
@@ -58,7 +58,7 @@ class Failure(NamedTuple):
 
 def can_mend(child: Child, code: int, *, has_listened: bool) -> bool:
     """Returns whether a restart may help. `has_listened`: this server has listened before."""
-    if child.role == SERVER.role and code in _ASKED_TO_END:
+    if child.role == SERVER.role and not child.region and code in _ASKED_TO_END:
         return False
     if code == _CANNOT_LISTEN:
         return child.role == SERVER.role and has_listened

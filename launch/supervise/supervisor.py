@@ -16,7 +16,8 @@ its reason as a sentence. The coordinator starts first. The other shards start w
 all shards listen and the caller has called `may_train`, and ps-serve with them. The end of ps-serve ends no job.
 
 A failed process is started again if that may help (`restarts.py`): a worker as long as there is a server to join, a
-server (each shard alike) only when it keeps snapshots to continue from. Any other failure is final. Its exit code
+server (each shard alike) only when it keeps snapshots to continue from, and a relay always: the server above keeps its
+state. Any other failure is final. Its exit code
 becomes the launcher's, or 17 if the budget of restarts is spent. The others are drained and, after the grace time,
 killed; processes that write results (the servers, or workers without one) have ten times as long. Their exit codes are
 then ignored. No process starts once the job is ENDING or DRAINING, or the coordinator has ended with 0.
@@ -111,6 +112,7 @@ class JobSettings:
 
     num_workers: int
     num_shards: int = 1  # server processes; 0: workers without a server
+    relays: tuple[Child, ...] = ()  # servers of regions, beside one server above
     has_serve: bool = False  # ps-serve runs beside the job
     is_script: bool = False  # workers run the user's script
     keeps_snapshots: bool = False
@@ -126,7 +128,7 @@ class Supervisor:
         self.phase = Phase.STARTING
         self._job = job
         self._workers = [Child("worker", rank) for rank in range(job.num_workers)]
-        self._servers = [Child("server", shard) for shard in range(job.num_shards)]
+        self._servers = [*(Child("server", shard) for shard in range(job.num_shards)), *job.relays]
         self._listening: set[Child] = set()  # servers that have listened
         self._serve = [SERVE] if job.has_serve else []
         self._states = dict.fromkeys([*self._servers, *self._workers, *self._serve], State.PLANNED)
@@ -175,7 +177,8 @@ class Supervisor:
         if not self.all_listen:
             return []
         self.phase = Phase.RUNNING
-        subject = "the server is" if len(self._servers) == 1 else "every shard of the server is"
+        servers = "every relay is" if self._job.relays else "every shard of the server is"
+        subject = "the server is" if len(self._servers) == 1 else servers
         return [self._start(child, f"{subject} listening", now) for child in (*self._workers, *self._serve)]
 
     def admitted(self, worker: Child) -> None:
@@ -231,7 +234,8 @@ class Supervisor:
         self._restarts.ended_well(child)
         ending = self._complete() if child == SERVER and self._is_out else []
         if all(self._states[worker] is State.ENDED for worker in self._workers):
-            down = next((server for server in self._servers if server in self._pending), None)
+            shards = [server for server in self._servers if server not in self._job.relays]
+            down = next((server for server in shards if server in self._pending), None)
             if down is not None:  # it would have no worker to serve
                 return self._drain(self._pending[down].otherwise, now)
             self._give_up_restarts()
@@ -314,7 +318,7 @@ class Supervisor:
             return self._drain(self._final(shell_code(code), failure, same), now)
         if raised is not None and raised.is_mistake and self._is_everyones(child, raised):
             return self._drain(Finish(code, f"every worker failed: {raised}", child), now)
-        if child in self._servers and not self._job.keeps_snapshots:
+        if child in self._servers and child not in self._job.relays and not self._job.keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
             return self._drain(self._final(shell_code(code), failure, hint), now)

@@ -166,6 +166,9 @@ class LaunchConfig(Section):
     hosts: Annotated[str | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="FILE.yaml")] = Field(
         None, description="YAML file of the machines to use, see docs/remote.md"
     )
+    regions: Annotated[int | None, Flag(Panel.HOSTS, (LAUNCHER,), metavar="N")] = Field(
+        None, ge=2, description="regions on this machine, each with a relay and equally many workers; to try relays"
+    )
     colocate: Annotated[bool, Flag(Panel.HOSTS, (LAUNCHER,))] = Field(
         False, description="run one server shard on each host that has workers"
     )

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from ..option import SERVER, Flag, Panel, Section
 from .processes import Codec, Reached
+from .run import Mode
 
 
 class UpstreamConfig(Section):
@@ -21,6 +22,7 @@ class UpstreamConfig(Section):
     every: Annotated[int | None, Flag(Panel.HOSTS, name="upstream-every", metavar="K")] = Field(
         None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
     )
+    mode: Mode = Field("diloco", description="mode of the run above with ps-launch and every of at least 1")
     ahead: int | None = Field(
         None, ge=1, description="steps that the region takes at most without a reply from above; none: 4 K"
     )

@@ -1,0 +1,138 @@
+"""Decides which regions a run has, and which settings its relays and the server above get. Pure.
+
+The server above is server 0, and its workers are the relays, servers 1, 2, ... Workers keep their numbers; their ranks
+count from 0 in each region. `--mode` is the mode of the regions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ...common.config.schema import Config
+from ...common.config.sources import Resolved, of_mode
+from ...common.errors import raise_first
+from ...common.registry import MODES
+from .hosts import Host
+from .placement import place_workers
+from .process import Child
+from .settings import is_flag, value_of
+
+# What belongs to the server above, or would have no effect in a relay.
+_NOT_FOR_RELAYS = (
+    "output.save", "output.history", "output.curve", "output.summary", "output.best_weights", "output.track",
+    "output.save_averaged", "output.store", "checkpoint.dir", "checkpoint.every_steps", "checkpoint.every_s",
+    "checkpoint.resume", "server.web", "server.metrics", "store.polyak",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WorkerRegion:
+    """A region, and the numbers of its workers."""
+
+    name: str
+    workers: range
+
+
+def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> tuple[WorkerRegion, ...]:
+    """Returns the regions of the hosts, or those of launch.regions; none where there is only one. Raises UsageError."""
+    origins, num = resolved.origins, resolved.config.launch.regions
+    sizes = Counter(dict.fromkeys((host.region for host in hosts if host.region), 0))
+    without = [host.host for host in hosts if not host.region]
+    raise_first(
+        (sizes and without, f"{' and '.join(without)} has no region, and other hosts have one",
+         "region: NAME for each host; ps-launch doctor --regions --write measures them"),
+        (num and num_workers % num,
+         f"{origins.get('launch.regions')}: {num_workers} workers cannot be divided equally among {num} regions",
+         f"a number of workers that is a multiple of {num}, such as -n {-(-num_workers // (num or 1)) * (num or 1)}"),
+    )  # fmt: skip
+    if num:
+        sizes = Counter({str(rank): num_workers // num for rank in range(num)})
+    elif sizes:
+        sizes.update(str(host.region) for host in place_workers(hosts, num_workers))
+    if len(sizes) < 2:
+        return ()
+    empty = next((name for name, size in sizes.items() if not size), None)
+    slots = sum(host.slots for host in hosts)
+    raise_first((
+        empty, f"region {empty} has no worker: {num_workers} workers fill the regions before it",
+        f"-n {slots}, or fewer slots in hosts.yaml",
+    ))  # fmt: skip
+    ends = accumulate(sizes.values())
+    return tuple(WorkerRegion(name, range(end - sizes[name], end)) for name, end in zip(sizes, ends, strict=True))
+
+
+def mode_above(config: Config, mode: str) -> str:
+    """Returns the mode of the run above regions of this mode."""
+    return config.upstream.mode if config.upstream.every else mode
+
+
+def check_regions(resolved: Resolved, modes: Iterable[str], regions: Sequence[WorkerRegion]) -> None:
+    """Raise UsageError for settings or modes that do not go together with these regions."""
+    config, origins = resolved.config, resolved.origins
+    every = config.upstream.every
+    raise_first(
+        (not regions and not config.launch.hosts and is_flag(origins.get("upstream.every", "")),
+         f"{origins.get('upstream.every')}: there are no regions", "--regions N, or region: NAME in hosts.yaml")
+    )  # fmt: skip
+    if not regions:
+        return
+    raise_first(
+        (config.server.shards > 1, f"{origins.get('server.shards')} together with {len(regions)} regions: the server "
+         "above is one process", "leave it out"),
+        (config.launch.colocate, f"{origins.get('launch.colocate')} together with {len(regions)} regions: each has a "
+         "relay instead of a shard", "leave it out"),
+        (config.security.mutual, f"security.mutual together with {len(regions)} regions: a relay is a server and a "
+         "worker, and a certificate names one of them", "leave it out; the token admits workers"),
+        (config.policy.option("fragments", 1) > 1, f"policy.fragments together with {len(regions)} regions: a relay "
+         "overlaps its exchanges by itself", "leave it out"),
+        (resolved.was_set("upstream.mode") and not every,
+         f"{origins.get('upstream.mode')}: without --upstream-every K the run above has the mode of the regions",
+         "--upstream-every K"),
+    )  # fmt: skip
+    own_steps = [mode for mode in modes if "local_steps" in MODES.load(mode).Options.model_fields]
+    for mode in modes:
+        kind, above = MODES.load(mode).kind, MODES.load(mode_above(config, mode))
+        raise_first(
+            (kind.has_peers, f"{len(regions)} regions in mode {mode}: its workers have the weights, and would not get "
+             "those of the run above", "--mode sync"),
+            (every and (above.kind.has_peers or above.kind.holds_gradients),
+             f"upstream.mode is {config.upstream.mode}, and the run above exchanges weights every {every} steps",
+             "localsgd, diloco or async_diloco"),
+            (above.kind.holds_gradients and not above.has_rounds,
+             f"{len(regions)} regions in mode {mode}: without --upstream-every K the run above takes the mean gradient "
+             "of each round, and this mode has no rounds", "--upstream-every 8, or --mode sync"),
+            (every and not own_steps and is_flag(origins.get("policy.local_steps", "")),
+             f"{origins.get('policy.local_steps')} has no effect in regions of mode {mode}: the run above exchanges "
+             f"every {every} steps (upstream.every)", "leave it out"),
+        )  # fmt: skip
+
+
+def settings_above(config: Config, mode: str, settings: Mapping[str, Any], num_regions: int) -> dict[str, Any]:
+    """Returns the settings of the server above, from those of all servers."""
+    every, policy, above = config.upstream.every, config.policy, mode_above(config, mode)
+    found = {**of_mode(above, settings, [])[0], "run.mode": above, "run.workers": num_regions}
+    found |= {"policy.local_steps": every} if every else {}
+    found |= {"policy.delayed_update": False} if policy.delayed_update else {}
+    found |= {"policy.backup_workers": 0} if policy.option("backup_workers") else {}
+    return found | _min_workers(config, num_regions)
+
+
+def settings_of_relays(config: Config, mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that all relays have, from those of all servers."""
+    lacks = {key: value_of(config, key) for key in _NOT_FOR_RELAYS}
+    none = {key: False if isinstance(value, bool) else None for key, value in lacks.items() if value or key in settings}
+    return {**of_mode(mode, settings, [])[0], **none}
+
+
+def settings_of_relay(config: Config, relay: Child, above: str, num_workers: int) -> dict[str, Any]:
+    """Returns the settings of one relay. `above`: the address of the server above."""
+    found = {"upstream.server": above, "upstream.rank": relay.rank - 1, "run.workers": num_workers}
+    return found | _min_workers(config, num_workers)
+
+
+def _min_workers(config: Config, num_workers: int) -> dict[str, Any]:
+    return {"policy.min_workers": num_workers} if config.policy.min_workers > num_workers else {}
