@@ -104,18 +104,21 @@ def _keep_memory() -> None:
 class _Signals:
     """Stops the server on SIGINT and SIGTERM, even while it loads. The second signal ends the process at once.
 
+    So does the first while a relay joins the run above (`is_joining`), which may take long.
+
     asyncio's own handlers would interrupt unfinished work, so the event loop handles the signals.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.is_joining = False
         self.server: Server | ShardServer | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
 
     def _hear(self, number: int) -> None:
         self.received.append(number)
-        if len(self.received) > 1:
+        if len(self.received) > 1 or self.is_joining:
             os._exit(128 + number)
         if self.server is not None:
             self.server.stop_requested.set()
@@ -159,7 +162,9 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
     if config.upstream.server is not None:
         from ..relay.server import relay_server
 
+        signals.is_joining = True
         server = await relay_server(config)
+        signals.is_joining = False
     else:
         server = Server(config) if config.server.shard == 0 else ShardServer(config)
     signals.server = server

@@ -18,7 +18,6 @@ from ...common.errors import raise_first
 from ...common.registry import MODES
 from .hosts import Host
 from .placement import place_workers
-from .process import Child
 from .settings import is_flag, value_of
 
 # What belongs to the server above, or would have no effect in a relay.
@@ -43,6 +42,8 @@ def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> t
     sizes = Counter(dict.fromkeys((host.region for host in hosts if host.region), 0))
     without = [host.host for host in hosts if not host.region]
     raise_first(
+        (not sizes and not num and is_flag(origins.get("upstream.every", "")),
+         f"{origins.get('upstream.every')}: there are no regions", "--regions N, or region: NAME in hosts.yaml"),
         (sizes and without, f"{' and '.join(without)} has no region, and other hosts have one",
          "region: NAME for each host; ps-launch doctor --regions --write measures them"),
         (num and num_workers % num,
@@ -74,10 +75,6 @@ def check_regions(resolved: Resolved, modes: Iterable[str], regions: Sequence[Wo
     """Raise UsageError for settings or modes that do not go together with these regions."""
     config, origins = resolved.config, resolved.origins
     every = config.upstream.every
-    raise_first(
-        (not regions and not config.launch.hosts and is_flag(origins.get("upstream.every", "")),
-         f"{origins.get('upstream.every')}: there are no regions", "--regions N, or region: NAME in hosts.yaml")
-    )  # fmt: skip
     if not regions:
         return
     raise_first(
@@ -114,11 +111,11 @@ def check_regions(resolved: Resolved, modes: Iterable[str], regions: Sequence[Wo
 def settings_above(config: Config, mode: str, settings: Mapping[str, Any], num_regions: int) -> dict[str, Any]:
     """Returns the settings of the server above, from those of all servers."""
     every, policy, above = config.upstream.every, config.policy, mode_above(config, mode)
-    found = {**of_mode(above, settings, [])[0], "run.mode": above, "run.workers": num_regions}
+    found = {**of_mode(above, settings, [])[0], "run.mode": above}
     found |= {"policy.local_steps": every} if every else {}
     found |= {"policy.delayed_update": False} if policy.delayed_update else {}
     found |= {"policy.backup_workers": 0} if policy.option("backup_workers") else {}
-    return found | _min_workers(config, num_regions)
+    return found | settings_of_size(config, num_regions)
 
 
 def settings_of_relays(config: Config, mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +125,7 @@ def settings_of_relays(config: Config, mode: str, settings: Mapping[str, Any]) -
     return {**of_mode(mode, settings, [])[0], **none}
 
 
-def settings_of_relay(config: Config, relay: Child, above: str, num_workers: int) -> dict[str, Any]:
-    """Returns the settings of one relay. `above`: the address of the server above."""
-    found = {"upstream.server": above, "upstream.rank": relay.rank - 1, "run.workers": num_workers}
-    return found | _min_workers(config, num_workers)
-
-
-def _min_workers(config: Config, num_workers: int) -> dict[str, Any]:
-    return {"policy.min_workers": num_workers} if config.policy.min_workers > num_workers else {}
+def settings_of_size(config: Config, num_workers: int) -> dict[str, Any]:
+    """Returns the settings of every process of a region, or of the run above, with so many workers."""
+    least = {"policy.min_workers": num_workers} if config.policy.min_workers > num_workers else {}
+    return {"run.workers": num_workers, **least}

@@ -25,7 +25,7 @@ from ...common.config.sources import Resolved
 from ...common.registry import MODES
 from .placement import Place
 from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
-from .relays import WorkerRegion, check_regions, mode_above, settings_above, settings_of_relay, settings_of_relays
+from .relays import WorkerRegion, check_regions, mode_above, settings_above, settings_of_relays, settings_of_size
 from .settings import (
     DEFAULT_HOST,
     SINGLE,
@@ -106,19 +106,19 @@ class Plan:
     regions: tuple[WorkerRegion, ...]
 
     @property
-    def relays(self) -> tuple[Child, ...]:
-        """The relay of each region."""
-        return tuple(Child("server", rank, region.name) for rank, region in enumerate(self.regions, 1))
+    def relays(self) -> dict[Child, range]:
+        """The relay of each region, and the ranks of its workers among all workers."""
+        return {Child("server", rank, region.name): region.workers for rank, region in enumerate(self.regions, 1)}
 
     def server_of(self, child: Child) -> Child:
         """Returns the server that a process connects to."""
-        mine = (relay for relay in self.relays if child.rank in self.regions[relay.rank - 1].workers)
+        mine = (relay for relay, workers in self.relays.items() if child.rank in workers)
         return next(mine, SERVER) if child.role == "worker" else SERVER
 
     def worker_of(self, server: Child, rank: int) -> Child:
         """Returns the process that has a rank in the run of a server."""
         if server in self.relays:
-            return Child("worker", self.regions[server.rank - 1].workers.start + rank)
+            return Child("worker", self.relays[server].start + rank)
         return dict(enumerate(self.relays)).get(rank, Child("worker", rank))
 
     @property
@@ -157,7 +157,7 @@ class Plan:
 
     def shards(self, address: str) -> list[ProcessSpec]:
         """Returns how to start the shards, or the relays, beside the coordinator."""
-        shards = self.relays or [Child("server", rank) for rank in range(1, self.num_shards)]
+        shards = [*self.relays] or [Child("server", rank) for rank in range(1, self.num_shards)]
         return [self._server(child, address) for child in shards]
 
     @property
@@ -211,8 +211,9 @@ class Plan:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
             listen = placement.listen if placement is not None and host not in WILDCARDS else host
             settings |= {"server.listen": f"{listen}:0"}
-            if child.region:
-                settings |= settings_of_relay(self.config, child, address, len(self.regions[child.rank - 1].workers))
+            if child in self.relays:
+                settings |= {"upstream.server": address, "upstream.rank": child.rank - 1}
+                settings |= settings_of_size(self.config, len(self.relays[child]))
             else:
                 settings |= {"server.shard": child.rank, "server.coordinator": address}
             if self.config.server.direct_port:
@@ -231,10 +232,10 @@ class Plan:
         if child == self.reporter and self.per_hour is not None:
             identity["cost.total_per_hour"] = self.per_hour
         argv, env, rank, workers = self.worker_argv, self.worker_env, str(child.rank), str(self.num_workers)
-        if relay := self.server_of(child).rank:
-            region = self.regions[relay - 1].workers
+        if region := self.relays.get(self.server_of(child)):
             rank, workers = str(region.index(child.rank)), str(len(region))
-            identity |= {"run.workers": len(region)} | ({"output.history": None} if self.history else {})
+            identity |= settings_of_size(self.config, len(region))
+            identity |= {"output.history": None} if self.history else {}
         if self.is_script:
             env = {**env, **{variable(key): scalar_text(value) for key, value in identity.items()}}
             env |= {variable("worker.rank"): rank, variable("run.workers"): workers, "PS_SERVER": address}

@@ -25,7 +25,8 @@ then ignored. No process starts once the job is ENDING or DRAINING, or the coord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..plan.process import SERVE, SERVER, Child
@@ -112,7 +113,7 @@ class JobSettings:
 
     num_workers: int
     num_shards: int = 1  # server processes; 0: workers without a server
-    relays: tuple[Child, ...] = ()  # servers of regions, beside one server above
+    relays: Mapping[Child, range] = field(default_factory=dict)  # and the workers of each; server 0 is then above them
     has_serve: bool = False  # ps-serve runs beside the job
     is_script: bool = False  # workers run the user's script
     keeps_snapshots: bool = False
@@ -219,7 +220,7 @@ class Supervisor:
             return self._finish_when_empty()
         if child == SERVE:
             return self._serve_ended(code, now)
-        if was is State.STOPPING and code in (0, 143, -15):
+        if was is State.STOPPING and (code in (0, 143, -15) or child in self._job.relays):
             code = 0  # asked to end after its workers, and it did
         if child in self._evicted:
             code = 0
@@ -283,14 +284,18 @@ class Supervisor:
             writers, after_s = [], _SERVER_WRITE_GRACES * self._job.grace_s
         return [Kill(child, f"still there after {after_s:g} s") for child in self._alive() if child not in writers]
 
-    def _complete(self) -> list[Terminate]:
+    def _complete(self) -> list[Decision]:
         """The run is complete without the failed workers. The job still ends with their exit code, unless it was a kill
         or a lost connection."""
         failures = [end for end in self._is_out.values() if end.exit_code < 128 and end.exit_code != UNREACHABLE]
         is_missing = any(self._states[child] is not State.ENDED for child in self._is_out)
         self._outcome = (*failures, _COMPLETE if is_missing else self._outcome)[0]
         self._give_up_restarts()
-        return self._ask_to_end([*self._is_out], _COMPLETE.reason)
+        lost = [relay for relay in self._job.relays if relay in self._is_out]
+        killed = [Kill(relay, _COMPLETE.reason) for relay in lost if self._states[relay] is State.RUNNING]
+        self._states |= {kill.child: State.STOPPING for kill in killed}  # it writes nothing
+        theirs = [Child("worker", rank) for relay in lost for rank in self._job.relays[relay]]
+        return [*killed, *self._ask_to_end([*self._is_out, *theirs], _COMPLETE.reason)]
 
     def _server_is_late(self, now: float) -> list[Decision]:
         wait_s = _SERVER_WRITE_GRACES * self._job.grace_s
