@@ -7,8 +7,7 @@ count from 0 in each region. `--mode` is the mode of the regions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -28,16 +27,8 @@ _NOT_FOR_RELAYS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class WorkerRegion:
-    """A region, and the numbers of its workers."""
-
-    name: str
-    workers: range
-
-
-def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> tuple[WorkerRegion, ...]:
-    """Returns the regions of the hosts, or those of launch.regions; none where there is only one. Raises UsageError."""
+def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> dict[str, range]:
+    """Returns the numbers of each region's workers; none where there is one region. Raises UsageError."""
     origins, num = resolved.origins, resolved.config.launch.regions
     sizes = Counter(dict.fromkeys((host.region for host in hosts if host.region), 0))
     without = [host.host for host in hosts if not host.region]
@@ -48,22 +39,19 @@ def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> t
          "region: NAME for each host; ps-launch doctor --regions --write measures them"),
         (num and num_workers % num,
          f"{origins.get('launch.regions')}: {num_workers} workers cannot be divided equally among {num} regions",
-         f"a number of workers that is a multiple of {num}, such as -n {-(-num_workers // (num or 1)) * (num or 1)}"),
+         f"a number of workers that is a multiple of {num}"),
     )  # fmt: skip
     if num:
         sizes = Counter({str(rank): num_workers // num for rank in range(num)})
     elif sizes:
         sizes.update(str(host.region) for host in place_workers(hosts, num_workers))
     if len(sizes) < 2:
-        return ()
+        return {}
     empty = next((name for name, size in sizes.items() if not size), None)
-    slots = sum(host.slots for host in hosts)
-    raise_first((
-        empty, f"region {empty} has no worker: {num_workers} workers fill the regions before it",
-        f"-n {slots}, or fewer slots in hosts.yaml",
-    ))  # fmt: skip
+    problem = f"region {empty} has no worker: {num_workers} workers fill the regions before it"
+    raise_first((empty, problem, f"-n {sum(host.slots for host in hosts)}, or fewer slots in hosts.yaml"))
     ends = accumulate(sizes.values())
-    return tuple(WorkerRegion(name, range(end - sizes[name], end)) for name, end in zip(sizes, ends, strict=True))
+    return {name: range(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)}
 
 
 def mode_above(config: Config, mode: str) -> str:
@@ -71,40 +59,35 @@ def mode_above(config: Config, mode: str) -> str:
     return config.upstream.mode if config.upstream.every else mode
 
 
-def check_regions(resolved: Resolved, modes: Iterable[str], regions: Sequence[WorkerRegion]) -> None:
+def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str, range]) -> None:
     """Raise UsageError for settings or modes that do not go together with these regions."""
     config, origins = resolved.config, resolved.origins
     every = config.upstream.every
-    if not regions:
-        return
+    also = f"together with {len(regions)} regions"
     raise_first(
-        (config.server.shards > 1, f"{origins.get('server.shards')} together with {len(regions)} regions: the server "
-         "above is one process", "leave it out"),
-        (config.launch.colocate, f"{origins.get('launch.colocate')} together with {len(regions)} regions: each has a "
-         "relay instead of a shard", "leave it out"),
-        (config.security.mutual, f"security.mutual together with {len(regions)} regions: a relay is a server and a "
-         "worker, and a certificate names one of them", "leave it out; the token admits workers"),
-        (config.policy.option("fragments", 1) > 1, f"policy.fragments together with {len(regions)} regions: a relay "
-         "overlaps its exchanges by itself", "leave it out"),
+        (regions and (config.server.shards > 1 or config.launch.colocate),
+         f"shards {also}: the server above is one process", "leave out --shards and --colocate"),
+        (regions and config.security.mutual,
+         f"security.mutual {also}: a certificate names a server or a worker, and a relay is both", "leave it out"),
+        (regions and config.policy.option("fragments", 1) > 1,
+         f"policy.fragments {also}: a relay overlaps its exchanges by itself", "leave it out"),
         (resolved.was_set("upstream.mode") and not every,
          f"{origins.get('upstream.mode')}: without --upstream-every K the run above has the mode of the regions",
          "--upstream-every K"),
+        (every and is_flag(steps := origins.get("policy.local_steps", "")) and not any(
+            "local_steps" in MODES.load(mode).Options.model_fields for mode in modes
+        ), f"{steps} has no effect {also}: the run above exchanges every {every} steps", "leave it out"),
     )  # fmt: skip
-    own_steps = [mode for mode in modes if "local_steps" in MODES.load(mode).Options.model_fields]
-    for mode in modes:
+    for mode in modes if regions else ():
         kind, above = MODES.load(mode).kind, MODES.load(mode_above(config, mode))
         raise_first(
-            (kind.has_peers, f"{len(regions)} regions in mode {mode}: its workers have the weights, and would not get "
-             "those of the run above", "--mode sync"),
+            (kind.has_peers, f"mode {mode} {also}: its workers have the weights, and would not get those of the run "
+             "above", "--mode sync"),
             (every and (above.kind.has_peers or above.kind.holds_gradients),
              f"upstream.mode is {config.upstream.mode}, and the run above exchanges weights every {every} steps",
              "localsgd, diloco or async_diloco"),
-            (above.kind.holds_gradients and not above.has_rounds,
-             f"{len(regions)} regions in mode {mode}: without --upstream-every K the run above takes the mean gradient "
-             "of each round, and this mode has no rounds", "--upstream-every 8, or --mode sync"),
-            (every and not own_steps and is_flag(origins.get("policy.local_steps", "")),
-             f"{origins.get('policy.local_steps')} has no effect in regions of mode {mode}: the run above exchanges "
-             f"every {every} steps (upstream.every)", "leave it out"),
+            (above.kind.holds_gradients and not above.has_rounds, f"mode {mode} {also}: the run above would take the "
+             "mean gradient of each round, and this mode has no rounds", "--upstream-every 8, or --mode sync"),
         )  # fmt: skip
 
 

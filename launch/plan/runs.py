@@ -25,7 +25,7 @@ from ...common.config.sources import Resolved
 from ...common.registry import MODES
 from .placement import Place
 from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
-from .relays import WorkerRegion, check_regions, mode_above, settings_above, settings_of_relays, settings_of_size
+from .relays import check_regions, mode_above, settings_above, settings_of_relays, settings_of_size
 from .settings import (
     DEFAULT_HOST,
     SINGLE,
@@ -79,7 +79,7 @@ class Machine:
     exists: Callable[[str], bool] = lambda path: False
     spans_hosts: bool = False  # processes may land on other machines
     places: Mapping[Child, Place] = field(default_factory=dict)  # of processes whose host is known beforehand
-    regions: tuple[WorkerRegion, ...] = ()  # several, or none
+    regions: Mapping[str, range] = field(default_factory=dict)  # the workers of each; several, or none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +103,12 @@ class Plan:
     worker_env: Mapping[str, str]
     identities: Mapping[Child, Mapping[str, Any]]  # certificate settings that differ from the configured ones
     places: Mapping[Child, Place]
-    regions: tuple[WorkerRegion, ...]
+    regions: Mapping[str, range]
 
     @property
     def relays(self) -> dict[Child, range]:
         """The relay of each region, and the ranks of its workers among all workers."""
-        return {Child("server", rank, region.name): region.workers for rank, region in enumerate(self.regions, 1)}
+        return {Child("server", rank, name): self.regions[name] for rank, name in enumerate(self.regions, 1)}
 
     def server_of(self, child: Child) -> Child:
         """Returns the server that a process connects to."""
@@ -313,7 +313,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     several, label = num_runs > 1, mode if seed is None else f"{mode}-seed{seed}"
     paths = {key: own_path(value_of(config, key), label, num_runs) for key in _OWN_PATHS}
     settings = passed_settings(resolved, with_files=machine.spans_hosts)
-    regions = machine.regions if mode != SINGLE else ()
+    regions = machine.regions if mode != SINGLE else {}
     num_servers = sum(child.role == SERVER.role for child in machine.places)
     num_shards = num_servers - len(machine.regions) if machine.places else config.server.shards
     settings["run.workers"] = num_workers
