@@ -63,7 +63,7 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
     """Raise UsageError for settings or modes that do not go together with these regions."""
     config, origins = resolved.config, resolved.origins
     every = config.upstream.every
-    also = f"together with {len(regions)} regions"
+    also, steps = f"together with {len(regions)} regions", origins.get("policy.local_steps", "")
     raise_first(
         (regions and (config.server.shards > 1 or config.launch.colocate),
          f"shards {also}: the server above is one process", "leave out --shards and --colocate"),
@@ -74,7 +74,7 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
         (resolved.was_set("upstream.mode") and not every,
          f"{origins.get('upstream.mode')}: without --upstream-every K the run above has the mode of the regions",
          "--upstream-every K"),
-        (every and is_flag(steps := origins.get("policy.local_steps", "")) and not any(
+        (every and is_flag(steps) and not any(
             "local_steps" in MODES.load(mode).Options.model_fields for mode in modes
         ), f"{steps} has no effect {also}: the run above exchanges every {every} steps", "leave it out"),
     )  # fmt: skip
