@@ -255,5 +255,5 @@ def test_a_killed_relay_is_started_again_and_the_run_is_whole(marked, read_until
     assert launcher.returncode == 0, err
     assert "started again" not in err, "no other process"
     summary = Summary.model_validate(json.loads((marked.folder / "summary.json").read_text()))
-    assert [worker.steps for worker in summary.workers] == [120, 120]
+    assert [worker.training_steps for worker in summary.workers] == [120, 120]
     assert marked.left() == []
