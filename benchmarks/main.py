@@ -16,6 +16,7 @@ Examples
   ps-bench memory --workers 1,4 --mode sync,async
   ps-bench zero                         what each worker holds, by stage of ZeRO
   ps-bench serve                        tokens, swaps of versions, and what following costs
+  ps-bench pipeline                     stages beside one process and bare torch
   ps-bench shards --mb 400              a server of 1, 2 and 4 processes
   ps-bench codecs --codec int8,q4       encoding and decoding on one core
   ps-bench policies --workers 64,10000  what deciding costs, by mode
@@ -349,6 +350,28 @@ def zero(
     from .measures.memory_use.zero import ZeroOptions, measure_zero
 
     show(measure_zero(ZeroOptions(mb, counts, [int(item) for item in chosen])), json_path, keep)
+
+
+@app.command(help="Stages of a pipeline: a step beside one process and bare torch, and a stage that is killed.")
+def pipeline(
+    parts: Annotated[str, typer.Option(help="One or both.", rich_help_panel=_RUN)] = "speed,faults",
+    width: Annotated[int, typer.Option(min=1, help="Of a layer, in speed.", rich_help_panel=_SIZE)] = 1024,
+    layers: Annotated[int, typer.Option(min=2, help="An even number.", rich_help_panel=_SIZE)] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="In speed.", rich_help_panel=_SIZE)] = 128,
+    microbatches: Annotated[int, typer.Option(min=2, help="That divide the batch.", rich_help_panel=_SIZE)] = 8,
+    runs: RunsOption = 15,
+    json_path: JsonOption = None,
+    keep: KeepOption = False,
+) -> None:
+    from .measures.pipeline import PARTS, PipelineOptions, measure_pipeline
+
+    chosen = parts.split(",")
+    if unknown := sorted({*chosen} - {*PARTS}):
+        raise UsageError(f"--parts: '{unknown[0]}' is none of them", fix=f"--parts {','.join(PARTS)}")
+    if batch_size % microbatches or layers % 2:
+        raise UsageError(f"{batch_size} samples or {layers} layers are not divided evenly", fix="--layers 8")
+    checked("sync", "adam", json_path, keep)
+    show(measure_pipeline(PipelineOptions(chosen, width, layers, batch_size, microbatches, runs)), json_path, keep)
 
 
 @app.command(help="The same training with and without snapshots: by how much they slow it down.")

@@ -52,6 +52,8 @@ def check_numbers(value: Any) -> None:
         ("step --task digit", "did you mean 'digits'?"),
         ("latency --exchange 10", "--exchanges"),
         ("zero --stages 0,2", "'2' is no stage"),
+        ("pipeline --parts spede", "'spede' is none of them"),
+        ("pipeline --layers 3", "are not divided evenly"),
         ("xor --json nowhere/x.json", "there is no directory"),
     ],
 )
@@ -183,6 +185,19 @@ def test_what_each_worker_holds_by_stage(bench: Any) -> None:
         assert third[f"{part}_mb"] == pytest.approx(whole[f"{part}_mb"] / 2, rel=0.01)
     assert first["optimizer_mb"] == pytest.approx(whole["optimizer_mb"] / 2, rel=0.01)
     assert first["parameters_mb"] == whole["parameters_mb"]
+
+
+@pytest.mark.slow
+def test_stages_beside_one_process_and_bare_torch(bench: Any) -> None:
+    report, table = bench.measure(
+        "pipeline --parts speed --width 16 --layers 2 --batch-size 4 --microbatches 2 --runs 2"
+    )
+    check_origin(report, "pipeline")
+    check_numbers(report["results"])
+    found = report["results"]["speed"]
+    assert found["beside_bare"] == pytest.approx(found["stages_ms"] / found["bare_ms"], rel=1e-3)
+    assert found["of_ideal"] == pytest.approx(found["speed_up"] / (2 * 2 / 3), rel=1e-3)
+    assert "beside bare" in table
 
 
 @pytest.mark.slow
