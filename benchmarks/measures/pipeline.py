@@ -171,8 +171,8 @@ def bare_life(rank: int, store: str, workers: int, options: PipelineOptions) -> 
     meta = torch.empty(options.batch_size // options.microbatches, options.width, device="meta")
     borders = [meta, meta.clone().requires_grad_(), meta.clone().requires_grad_()]
     with process_group(rank, store, workers):
-        one = PipelineStage(stage, rank, workers, torch.device("cpu"), borders[rank], borders[rank + 1])
-        schedule = Schedule1F1B(one, options.microbatches, loss_fn=_loss())
+        local = PipelineStage(stage, rank, workers, torch.device("cpu"), borders[rank], borders[rank + 1])
+        schedule = Schedule1F1B(local, options.microbatches, loss_fn=_loss())
 
         def step() -> None:
             stage.zero_grad()
