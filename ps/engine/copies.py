@@ -1,4 +1,4 @@
-"""Copies of versions of this process's weights, outside of the commit path, each for as long as it has a holder."""
+"""Retains copies of versions of this process's weights, outside of the commit path, while readers need them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 
-_LEASE_S = 300.0  # within which a reader fetches its copy
+_LEASE_S = 300.0  # time limit for a reader to fetch its copy
 
 
 class Copies:
-    """The copies by version; holders of one version share it. `changed` is called for each new copy."""
+    """Copies by version. All holders of a version share one copy. `changed` is called after each new copy."""
 
     def __init__(self, model: Model, tensors: TensorThread, changed: Callable[[], None]) -> None:
         self._model, self._tensors, self._changed = model, tensors, changed
         self._payloads: dict[int, torch.Tensor] = {}  # uint8 [total_bytes]
-        self._holders: dict[int, set[str]] = {}  # of each version, also of those on their way
-        self._readers: dict[str, int] = {}  # the version that each reader holds
+        self._holders: dict[int, set[str]] = {}  # by version, including copies that are still being made
+        self._readers: dict[str, int] = {}  # the version retained for each reader
 
     def keep(self, version: int, holder: str) -> None:
-        """Copy the newest version, which is `version`, for this holder."""
+        """Copy the newest version for this holder. `version` must be its number."""
         is_new = version not in self._holders
-        self._holders.setdefault(version, set()).add(holder)  # first: an idle tensor thread calls back at once
+        self._holders.setdefault(version, set()).add(holder)  # before submit: an idle tensor thread calls back at once
         if is_new:
             self._tensors.submit(lambda: self._model.copy(False), lambda found: self._put(*found), lambda error: None)
 
     def keep_for_reader(self, version: int, reader: str) -> None:
-        """The same for a process that reads: it has one version at most, and a lease."""
+        """Copy the newest version for a reader process, with a lease. A reader has at most one version."""
         self.release_reader(reader)
         self._readers[reader] = version
         self.keep(version, f"reader {reader}")
@@ -42,11 +42,11 @@ class Copies:
             self._changed()
 
     def get(self, version: int) -> torch.Tensor | None:
-        """Returns the copy of this version, uint8 [total_bytes]; None where there is none."""
+        """Returns the copy of this version, uint8 [total_bytes], or None if there is no copy."""
         return self._payloads.get(version)
 
     def release(self, version: int, holder: str) -> None:
-        """This holder needs the copy no more. The last one frees its memory."""
+        """End this holder's use of the copy. The copy is freed when its last holder releases it."""
         holders = self._holders.get(version, set())
         holders.discard(holder)
         if not holders:
@@ -54,12 +54,12 @@ class Copies:
             self._payloads.pop(version, None)
 
     def release_reader(self, reader: str) -> None:
-        """This reader has fetched its version, or is gone."""
+        """Release the version of a reader that has fetched it or has disconnected."""
         if (version := self._readers.pop(reader, None)) is not None:
             self.release(version, f"reader {reader}")
 
     def num_readers_beside(self, reader: str) -> int:
-        """How many other readers hold a version."""
+        """Returns the number of other readers with a retained version."""
         return len(self._readers.keys() - {reader})
 
     def _lease_ended(self, reader: str, version: int) -> None:

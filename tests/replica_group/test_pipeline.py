@@ -196,14 +196,14 @@ def test_stages_train_a_model_that_is_larger_than_the_memory_of_each_process(run
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
-        (("few",), {}, "the model has 1 layers, and 1F1B of 2 processes needs 2 stages"),
+        (("few",), {}, "the model has 1 layers, but 1F1B with 2 processes needs 2 stages"),
         (("tuple",), {}, "layer 3 of the pipeline (Pair) returns a tuple"),
         (("tied",), {}, "'7.linear.weight' is in layers 0 and 7 of the pipeline (tied weights)"),
         ((), {"PS_WORKER__SCHEDULE": "2F2B"}, "worker.schedule is '2F2B'"),
         ((), {"PS_WORKER__CUT": "[3,4]"}, f"worker.cut is [3, 4], and {NUM_LAYERS} layers"),
-        (("measured",), {"PS_WORKER__MEMORY": "100"}, "no cut of 8 layers keeps each process within 100 bytes"),
+        (("measured",), {"PS_WORKER__MEMORY": "100"}, "no cut of the 8 layers fits each process into 100 bytes"),
         (("plain",), {"PS_WORKER__PIPELINE": "true"}, "worker.pipeline is set, and the model of this script is whole"),
-        (("late",), {}, "session.pipeline() after session.optimizer()"),
+        (("late",), {}, "session.pipeline() was called after session.optimizer()"),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_said(run: Run, words: tuple[str, ...], env: dict[str, str], message: str) -> None:
@@ -217,5 +217,5 @@ def test_what_cannot_be_a_pipeline_is_said(run: Run, words: tuple[str, ...], env
 def test_a_batch_that_microbatches_do_not_divide_is_said_and_batch_norm_too(run: Run) -> None:
     train(run, "sync", 2, "norm", PS_WORKER__MICROBATCHES="5")
     output = run.processes[1].output
-    assert output.count("5 microbatches (worker.microbatches) do not divide a batch of 16 samples: it is computed") == 1
+    assert output.count("5 microbatches (worker.microbatches) do not divide a batch of 16 samples: the batch is") == 1
     assert output.count("BatchNorm normalises with the statistics of each microbatch") == 1

@@ -1,4 +1,4 @@
-"""The connection of a process that reads a run: it asks where the run stands, and fetches versions of the weights."""
+"""The connection of a process that only reads a run: it requests the run's state and fetches weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONNECT_S = 1.0
 
 
 class Standing(NamedTuple):
-    """Where a run stands. `step`: training steps of its slowest worker."""
+    """The state of a run. `step`: training steps of its slowest worker."""
 
     run: str
     incarnation: int  # of the server
@@ -30,8 +30,10 @@ class Standing(NamedTuple):
 
 
 class Reader:
-    """Reads the run of `worker.server`. `name` is the process, which the server keeps a version for; empty: it
-    evaluates the versions that it fetches."""
+    """Reads the run of `worker.server`.
+
+    `name` names this process; the server retains a version for it. An evaluator has an empty name.
+    """
 
     def __init__(self, config: Config, name: str = "") -> None:
         self.address = config.worker.server
@@ -42,13 +44,13 @@ class Reader:
         self._run = ""
 
     def _client_of(self, name: str, address: str) -> RpcClient:
-        """A client of this shard; the coordinator's name is empty."""
+        """Returns a client of this shard. The coordinator's name is empty."""
         if name not in self._channels:
             self._channels[name] = Channel(address, self._credentials, self._limit)
         return RpcClient(self._channels[name])
 
     def standing(self) -> Standing:
-        """Ask the server. Raises Lost, or the server's refusal."""
+        """Request the run's state from the server. Raises Lost, or the error with which the server refuses."""
         status = self.client.status()
         self._run = status.run
         return Standing(status.run, status.incarnation, status.step, status.version, read_settings(status.settings))
@@ -59,8 +61,10 @@ class Reader:
             self._channels[""].connect(_CONNECT_S)
 
     def pull(self, model: ModelTensors) -> int | None:
-        """Write the weights of the newest version into the model; returns the version, or None when there are none to
-        be had now. Raises UsageError where the run has another model."""
+        """Write the newest weights into the model.
+
+        Returns their version, or None if the server is unreachable or has none. Raises UsageError for another model.
+        """
         version: int | None = None
         try:
             addresses = self.client.shard_addresses(self._run) or [""]
@@ -70,7 +74,7 @@ class Reader:
                 client = self._client_of(address, address)
                 version, layout = client.pull_version(version, num_bytes, transfer.write, self._name)
                 if differences := layout.differences(part.layout):
-                    message = f"the run's weights are of another model than this process's: {differences[0]}"
+                    message = f"the run trains a different model than this process has: {differences[0]}"
                     raise UsageError(message, fix="give it the workers' script, or --task and task.args")
                 transfer.finish_write(num_bytes)
         except Lost:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """What each layer takes: seconds for a microbatch, bytes that it keeps, bytes for each microbatch under way."""
+    """The costs of each layer: seconds per microbatch, bytes of its state, bytes per microbatch in flight."""
 
     seconds: Sequence[float]
     kept_bytes: Sequence[float]
@@ -16,7 +16,7 @@ class Costs(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What a stage has: its relative speed, microbatches under way in it at once, and a limit of bytes."""
+    """The limits of a stage: its relative speed, the most microbatches in flight at once, and its memory in bytes."""
 
     speed: float = 1.0
     in_flight: int = 1
@@ -24,14 +24,15 @@ class Stage(NamedTuple):
 
 
 def cut(costs: Costs, stages: Sequence[Stage]) -> list[int] | None:
-    """The number of layers of each stage, at least one. The slowest stage is as fast as possible; of equal cuts the
-    earlier one is taken. None where no cut keeps all stages within their limits.
+    """Returns the number of layers of each stage, at least one, or None if no cut fits all stages into their limits.
 
-    A dynamic programme over (stage, layers before its end): O(n^2 S) for n layers and S stages."""
+    The cut minimizes the time of the slowest stage. Among equal cuts it takes the earlier one. It uses dynamic
+    programming over (stage, layers before its end): O(n^2 S) for n layers and S stages.
+    """
     seconds, kept, batch = ([0.0, *accumulate(item)] for item in costs)
     num = len(seconds) - 1
-    slowest = {0: 0.0}  # by the number of layers in the stages so far
-    chosen: list[dict[int, int]] = []  # of each stage, where it begins, by where it ends
+    slowest = {0: 0.0}  # the time of the slowest stage, by the number of layers in the stages so far
+    chosen: list[dict[int, int]] = []  # for each stage: the first layer by the end layer
     for stage in stages:
         found: dict[int, float] = {}
         begins: dict[int, int] = {}
@@ -55,7 +56,10 @@ def cut(costs: Costs, stages: Sequence[Stage]) -> list[int] | None:
 
 
 def bubble(num_stages: int, num_microbatches: int, chunks: int = 1) -> float:
-    """The part of a step in which a process waits, with equal stages: (S - 1) / (M + S - 1) (Huang et al. 2019); with
-    several stages in each process the wait is divided by their number (Narayanan et al. 2021)."""
+    """Returns the part of a step in which a process waits, 0..1, if all stages take the same time.
+
+    With one stage per process it is (S - 1) / (M + S - 1) (Huang et al. 2019). Several stages in each process divide
+    the waiting time by their number (Narayanan et al. 2021).
+    """
     wait = (num_stages - 1) / chunks
     return wait / (num_microbatches + wait)

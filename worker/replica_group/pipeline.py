@@ -1,10 +1,10 @@
-"""A pipeline whose stages are the processes of a worker (`torch.distributed.pipelining`).
+"""A pipeline whose stages run in the processes of a worker (`torch.distributed.pipelining`).
 
     group rank 0   layers 0..k   | F0 F1 F2 F3 ........ B0 B1 B2 B3   activations down, gradients up
     group rank 1   layers k+1..n |    F0 B0 F1 B1 F2 B2 F3 B3
 
-Each process builds the whole model and keeps the tensors of its own layers; of the others it keeps the shapes
-(`Pieces.whole`) and empty tensors in their place. The server sees one worker with the whole model (`Staged`).
+Each process builds the whole model and keeps the tensors of its own layers. It replaces all other tensors by empty
+tensors, and keeps their shapes (`StagedPipeline.whole`). The server sees one worker with the whole model (`Staged`).
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ from .staged_all_reduce import Placement, StagedAllReduce, StageMember
 log = get_logger()
 
 _V_SHAPED = ("zbvzerobubble", "dualpipev")  # process i has pieces i and 2G - 1 - i
-_ALL_UNDER_WAY = ("gpipe", "loopedbfs")  # they keep the activations of all microbatches
-_REPEATS = 5  # of a measurement
-_TIMEOUT = timedelta(hours=6)  # of one message; the watch notices a dead process long before
+_ALL_UNDER_WAY = ("gpipe", "loopedbfs")  # these schedules keep the activations of all microbatches
+_REPEATS = 5  # runs of each layer in a measurement
+_TIMEOUT = timedelta(hours=6)  # of one message; the group's watch notices a dead process much earlier
 _WATCH_S = 1.0
 
 
 def num_pieces(schedule: str) -> int:
-    """Pieces of the model in each process. Raises UsageError for a schedule that torch does not have."""
+    """Returns the number of pieces in each process. Raises UsageError for a schedule that torch does not have."""
     try:
         found = get_schedule_class(schedule)
     except ValueError:
         names = "1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV"
-        raise UsageError(f"worker.schedule is {schedule!r}, and torch has none of that name", fix=names) from None
+        raise UsageError(f"worker.schedule is {schedule!r}, and torch has no such schedule", fix=names) from None
     return 1 if issubclass(found, PipelineScheduleSingle) else 2
 
 
 def ranks_of(schedule: str, size: int) -> list[int]:
-    """The group rank of each piece."""
+    """Returns the group rank of each piece."""
     once = list(range(size))
     if num_pieces(schedule) == 1:
         return once
@@ -82,7 +82,7 @@ def ranks_of(schedule: str, size: int) -> list[int]:
 
 
 def schedule_for(schedule: str, size: int, num: int) -> str:
-    """The schedule, or one that takes so few microbatches with the same pieces in each process."""
+    """Returns `schedule`, or a schedule with the same pieces that accepts only `num` microbatches."""
     match schedule.lower():
         case "1f1b" if num < size:
             return "GPipe"
@@ -97,13 +97,13 @@ def schedule_for(schedule: str, size: int, num: int) -> str:
 
 
 def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch: Any) -> Costs:
-    """What each layer takes for this microbatch, in this process; the model stays as it is."""
+    """Measure the costs of each layer for this microbatch, in this process. The model does not change."""
     seconds, kept, saved = [], [], []
-    with untouched(nn.Module() if on_meta(module) else module):  # layers on the meta device are copied
+    with untouched(nn.Module() if on_meta(module) else module):  # `measure` copies layers that are on the meta device
         module.train()
         inputs = inputs_of(loss, batch)
         for index, layer in enumerate(layers):
-            if on_meta(layer):  # one at a time
+            if on_meta(layer):  # copied one by one, to bound the memory
                 layer = copy.deepcopy(layer).to_empty(device=inputs.device)
                 with torch.no_grad():
                     for item in (*layer.parameters(), *layer.buffers()):
@@ -128,7 +128,7 @@ def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch:
                 if wanted and output.requires_grad:
                     torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
                 times.append(time.perf_counter() - began)
-            seconds.append(min(times))  # other processes of the machine only add to it
+            seconds.append(min(times))  # other load on the machine can only make a run slower
             saved.append(sum(storages.values()) + output.nbytes)
             kept.append(sum(item.nbytes for item in layer.parameters()))
             inputs = output.detach()
@@ -136,7 +136,7 @@ def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch:
 
 
 def estimate(layers: Sequence[nn.Module]) -> Costs:
-    """Without an example: the parameters of each layer stand for its time."""
+    """Returns costs without a measurement: the time of a layer is proportional to its parameters."""
     kept = [float(sum(item.nbytes for item in layer.parameters())) for layer in layers]
     return Costs([num_bytes + 1 for num_bytes in kept], kept, [0.0] * len(layers))
 
@@ -145,13 +145,13 @@ def estimate(layers: Sequence[nn.Module]) -> Costs:
 
 
 class Piece(nn.Module):
-    """Neighbouring layers in one process."""
+    """Consecutive layers in one process."""
 
     def __init__(self, pipeline: StagedPipeline, layers: Sequence[nn.Module], first: int) -> None:
         super().__init__()
         self.layers, self._first = nn.ModuleList(layers), first
-        self._pipeline = (pipeline,)  # not a submodule
-        self.number = 0  # of the next microbatch
+        self._pipeline = (pipeline,)  # in a tuple, so that it is not a submodule
+        self.number = 0  # number of the next microbatch
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         pipeline, number = self._pipeline[0], self.number
@@ -161,13 +161,13 @@ class Piece(nn.Module):
 
 
 class StagedPipeline(Pipeline):
-    """The pipeline, as one of the processes of a worker sees it."""
+    """The part of a pipeline in one process of a worker."""
 
     def __init__(
         self, module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, group: Group, config: WorkerConfig,
         kind: ContributionKind, example: Example | None = None, init: str | None = None,
     ) -> None:  # fmt: skip
-        """Blocks until all processes have measured their layers. Raises UsageError for layers that make no stages."""
+        """Blocks until all processes have measured their layers. Raises UsageError if the layers cannot be cut."""
         super().__init__(module, layers, loss, config.microbatches or 2 * group.size)
         self._group, self._schedule_name = group, config.schedule
         self.seed = 0
@@ -189,7 +189,7 @@ class StagedPipeline(Pipeline):
             if rank == group.rank
         }
         self._schedules: dict[Any, Any] = {}
-        self._loss_of: Any = None  # of an output and the number of its microbatch, in the step that is under way
+        self._loss_of: Any = None  # the current step's function of (output, number of the microbatch)
 
     # ---- the cut ------------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ class StagedPipeline(Pipeline):
         ranks = ranks_of(config.schedule, group.size)
         if num < len(ranks):
             stages = f"{len(ranks)} stages" if len(ranks) == group.size else f"{len(ranks)} stages, 2 in each process"
-            message = f"the model has {num} layers, and {config.schedule} of {group.size} processes needs {stages}"
-            raise UsageError(message, fix=f"--group {max(1, num * group.size // len(ranks))} or fewer, or finer layers")
+            message = f"the model has {num} layers, but {config.schedule} with {group.size} processes needs {stages}"
+            raise UsageError(message, fix=f"--group {max(1, num * group.size // len(ranks))} or less, or more layers")
         here = (
             estimate(self.layers)
             if example is None
@@ -220,14 +220,14 @@ class StagedPipeline(Pipeline):
             counts = cut(costs, stages_)
             if counts is None:
                 needed = sum(costs.kept_bytes) + sum(costs.batch_bytes)
-                message = f"no cut of {num} layers keeps each process within {config.memory:,} bytes (worker.memory)"
-                fix = f"more processes or microbatches: the layers take at least {needed:,.0f} bytes together"
+                message = f"no cut of the {num} layers fits each process into {config.memory:,} bytes (worker.memory)"
+                fix = f"use more processes or microbatches: all layers need at least {needed:,.0f} bytes"
                 raise UsageError(message, fix=fix)
         else:
             counts = list(config.cut)
             if len(counts) != len(ranks) or sum(counts) != num:
-                message = f"worker.cut is {counts}, and {num} layers are to be cut into {len(ranks)} stages"
-                raise UsageError(message, fix=f"{len(ranks)} numbers whose sum is {num}, or auto")
+                message = f"worker.cut is {counts}, but {num} layers must be cut into {len(ranks)} stages"
+                raise UsageError(message, fix=f"give {len(ranks)} numbers whose sum is {num}, or auto")
         ends = [sum(counts[: index + 1]) for index in range(len(counts))]
         ranges = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
         self.plan = {
@@ -252,25 +252,25 @@ class StagedPipeline(Pipeline):
         return min(self._microbatches, len(ranks_of(schedule, self._group.size)) - index)
 
     def _owners(self, found: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """The group rank that has each tensor. Raises UsageError for one of two stages."""
+        """Returns the group rank that owns each tensor. Raises UsageError if two stages share a tensor."""
         names, owners, users = {id(item): name for name, item in found.items()}, dict[str, int](), dict[str, int]()
         for (first, end), rank in zip(*self.placement, strict=True):
             for index in range(first, end):
                 for item in (*self.layers[index].parameters(), *self.layers[index].buffers()):
-                    if (name := names.get(id(item))) is None:  # a buffer that is not saved: each process keeps it
+                    if (name := names.get(id(item))) is None:  # each process keeps buffers that are not saved
                         continue
                     if owners.setdefault(name, rank) != rank:
                         raise UsageError(
-                            f"'{name}' is in layers {users[name]} and {index} of the pipeline (tied weights), and they "
-                            f"are in the stages of group ranks {owners[name]} and {rank}",
+                            f"'{name}' is in layers {users[name]} and {index} of the pipeline (tied weights), but "
+                            f"these are in the stages of group ranks {owners[name]} and {rank}",
                             fix="untie them, or keep both layers in one stage (--set worker.cut=[...])",
                         )
                     users.setdefault(name, index)
         return {name: owners.get(names[id(item)], 0) for name, item in found.items()}
 
     def _keep_own(self, found: Mapping[str, torch.Tensor], init: str | None) -> None:
-        """Put empty tensors in the place of those that other processes have, and read the others from a file."""
-        names = {id(item): name for name, item in reversed(list(found.items()))}  # of tied ones the first
+        """Replace tensors of other processes by empty tensors. Read this process's tensors from `init`."""
+        names = {id(item): name for name, item in reversed(list(found.items()))}  # tied tensors have their first name
         local = [name for name in names.values() if self.owners[name] == self._group.rank]
         shapes = {name: found[name].shape for name in names.values()}
         read = read_tensors(init, shapes, local) if init is not None else {}
@@ -337,12 +337,14 @@ class StagedPipeline(Pipeline):
         return self._schedules[key]
 
     def borders(self, batch: Any) -> list[torch.Tensor]:
-        """The inputs of each piece for a microbatch, and the outputs of the last, without memory."""
+        """Returns the inputs of each piece for a microbatch, and the last outputs, as meta tensors."""
         return self._borders_of(inputs_of(self._loss, batch))
 
     def _borders_of(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """The inputs of each piece for a microbatch, and the outputs of the last, without memory: the layers are
-        computed with tensors that have shapes only. Raises UsageError for a layer that cannot be."""
+        """Returns the inputs of each piece for these inputs, and the last outputs, as meta tensors.
+
+        It runs the layers on fake tensors. Raises UsageError if a layer does not return a tensor.
+        """
         found = []
         begins = {first for first, _ in self.placement.ranges}
         with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), self._casting():
@@ -361,7 +363,7 @@ class StagedPipeline(Pipeline):
 
     @torch.no_grad()
     def _outputs(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs for a whole batch, stage after stage, in all processes."""
+        """Compute a whole batch, stage after stage. Returns the outputs in all processes."""
         ranks, rank, value = self.placement.ranks, self._group.rank, inputs
         borders = self._borders_of(inputs)
         with self._watched():
@@ -383,21 +385,24 @@ class StagedPipeline(Pipeline):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Where torch has lost another process, the watch ends this one first, with its name."""
+        """Turn errors of torch.distributed into UnreachableError.
+
+        It waits first: if a process has died, the group's watch ends this process with a message that names it.
+        """
         try:
             yield
         except RuntimeError as error:
-            if error.__cause__ is not None:  # torch wraps what a layer or the loss raises
+            if error.__cause__ is not None:  # torch wraps exceptions of layers and of the loss
                 raise error.__cause__ from None
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 time.sleep(_WATCH_S)
-                message = f"group rank {self._group.rank}: the stages of this worker lost each other: {error}"
+                message = f"group rank {self._group.rank}: this worker's stages lost their connection: {error}"
                 raise UnreachableError(message) from None
             raise
 
 
 class Staged(Sharded):
-    """The model of a pipeline: each tensor is whole in one process."""
+    """The model of a pipeline. Each tensor is in one process, as a whole."""
 
     def __init__(
         self, pipeline: StagedPipeline, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
@@ -419,19 +424,21 @@ class Staged(Sharded):
         return self.stage
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int]:
-        """All bytes are its owner's."""
+        """Returns the bounds of each group rank's part of the tensor: its owner has all bytes."""
         owner, size = self._pipeline.owners[entry.spec.name], self._group.size
         return [0] * (owner + 1) + [entry.num_bytes] * (size - owner)
 
 
 class LocalStage(Local):
-    """The tensors of this stage; `absent` has the positions in the layout's specs of parameters of all stages that have
-    no gradient."""
+    """The tensors of this stage.
+
+    `absent`: positions, in the layout's specs, of the parameters of any stage that have no gradient.
+    """
 
     absent: tuple[int, ...] = ()
 
     def note_gradients(self, group: Group) -> None:
-        """Before a contribution: find out where other stages have no gradient."""
+        """Gather from all stages which parameters have no gradient. Call this before each contribution."""
         mine = [float(self.gradient(index) is not None) for _, index in self._trained]
         found = [any(column) for column in zip(*group.gather(mine), strict=True)]
         self.absent = tuple(position for (position, _), has in zip(self._trained, found, strict=True) if not has)

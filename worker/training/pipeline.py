@@ -1,7 +1,7 @@
-"""A list of layers that a training step computes in microbatches: here in one process.
+"""Computes a model, a list of layers, in microbatches in one process.
 
-`worker/replica_group/pipeline.py` computes the same with stages in several processes. Both draw the same random numbers
-and add the same gradients in the same order.
+`worker/replica_group/pipeline.py` computes the same model with stages in several processes. Both draw the same random
+numbers and add the same gradients in the same order.
 """
 
 from __future__ import annotations
@@ -21,31 +21,34 @@ from ...common.tensors.statistics import batch_norms
 
 log = get_logger()
 
-# The mean loss of a microbatch. It calls the model that it is given, once, with one tensor.
+# Returns the mean loss of a microbatch. The function calls its model argument once, with one tensor.
 LossFn = Callable[[Any, Any], torch.Tensor]
 
-Example = Callable[[int], Any]  # a microbatch of a batch that is cut into so many
+Example = Callable[[int], Any]  # returns one microbatch; the argument is the number of microbatches in a batch
 
-_TUPLE_FIX = "let it take one tensor and return one tensor; pack several into one, or join the layers between them"
+_TUPLE_FIX = "take one tensor and return one tensor: pack several tensors into one, or join the layers between them"
 
 
 class Pipeline(nn.Module):
-    """`loss = pipeline(inputs, target)` computes loss and gradients, microbatch by microbatch; `pipeline(inputs)` gives
-    the outputs, without gradients. `module` is the model, whose names its tensors keep."""
+    """Computes a list of layers in microbatches.
+
+    `loss = pipeline(inputs, target)` computes the loss and adds the gradients. `pipeline(inputs)` returns the outputs
+    without gradients. `module` is the model. Its tensors keep the names that they have in it.
+    """
 
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, microbatches: int) -> None:
         super().__init__()
         self.module = module
-        self.layers = tuple(layers)  # not registered: their tensors are the module's
+        self.layers = tuple(layers)  # not registered as submodules: `module` has their tensors
         self._loss, self._microbatches = loss, microbatches
-        self._warned: set[tuple[int, int]] = set()  # samples and microbatches
+        self._warned: set[tuple[int, int]] = set()  # pairs of batch size and number of microbatches
         self._autocast: tuple[str, torch.dtype | None] = ("cpu", None)
         if names := batch_norms(module, with_synchronized=True):
             meaning = "BatchNorm normalises with the statistics of each microbatch; GroupNorm and LayerNorm do not"
             log.warning("batch_norm", layers=", ".join(names[:4]), meaning=meaning)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """The model's."""
+        """Returns the state_dict of the model."""
         return self.module.state_dict(*args, **options)
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
@@ -58,8 +61,10 @@ class Pipeline(nn.Module):
             return self._outputs(inputs)
 
     def step(self, batch: Any, share: float = 1.0) -> torch.Tensor:
-        """Add the gradient of `share` times the mean loss of a batch. Returns the loss, in each process. Under no_grad
-        it computes the loss alone."""
+        """Add the gradient of `share` times the mean loss of a batch. Returns the loss in every process.
+
+        Under no_grad it only computes the loss.
+        """
         if not torch.is_grad_enabled():
             return self._loss(self._outputs, batch)
         parts = self._split(batch)
@@ -68,13 +73,13 @@ class Pipeline(nn.Module):
         self._autocast = device.type, torch.get_autocast_dtype(device.type) if is_on else None
         seed = int(torch.randint(2**62, ()))
         drawn = torch.get_rng_state()
-        with torch.autocast(device.type, enabled=False):  # backward runs without it
+        with torch.autocast(device.type, enabled=False):  # backward runs without autocast
             loss = self._accumulate(batch, parts, share / len(parts), seed)
         torch.set_rng_state(drawn)
         return torch.tensor(loss, device=device)
 
     def _accumulate(self, batch: Any, parts: list[Any], scale: float, seed: int) -> float:
-        """Add the gradients of the microbatches, each times `scale`. Returns their mean loss."""
+        """Add the gradients of the microbatches, each multiplied by `scale`. Returns their mean loss."""
         losses = []
         for number, part in enumerate(parts):
             through = Once(partial(self._through, number, seed))
@@ -103,12 +108,12 @@ class Pipeline(nn.Module):
     # ---- microbatches -------------------------------------------------------------------------
 
     def _split(self, batch: Any) -> list[Any]:
-        """The batch as microbatches of one size: as many as divide it, and at most worker.microbatches."""
+        """Returns the batch as equal microbatches, at most worker.microbatches of them."""
         leaves, form = tree_flatten(batch)
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
         if len(sizes) != 1:
-            message = f"a batch for a pipeline has tensors of {sorted(sizes)} samples, and microbatches are cut of all"
-            raise UsageError(message, fix="let the first axis of each tensor be the samples of the batch")
+            message = f"the tensors of a batch must have one number of samples in a pipeline, but have {sorted(sizes)}"
+            raise UsageError(message, fix="make the samples of the batch the first axis of each tensor")
         size = sizes.pop()
         num = num_microbatches(size, self._microbatches)
         if num < min(size, self._microbatches) and (size, num) not in self._warned:
@@ -116,8 +121,8 @@ class Pipeline(nn.Module):
             log.warning(
                 "microbatches",
                 reason=f"{self._microbatches} microbatches (worker.microbatches) do not divide a batch of {size} "
-                f"samples: it is computed in {num} of {size // num}",
-                fix="a batch size that is a multiple of worker.microbatches; shard(..., drop_last=True)",
+                f"samples: the batch is computed in {num} microbatches of {size // num}",
+                fix="use a batch size that is a multiple of worker.microbatches, and shard(..., drop_last=True)",
             )
         cut = [
             leaf.split(size // num) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * num
@@ -127,7 +132,7 @@ class Pipeline(nn.Module):
 
 
 class Once:
-    """Stands in for the model in a loss function, which calls it once with one tensor."""
+    """Replaces the model in a call of the loss function, and checks that it is called once with one tensor."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._run, self._is_called = run, False
@@ -135,8 +140,8 @@ class Once:
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
         if self._is_called or named or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
             raise UsageError(
-                "the loss of a pipeline calls its model twice, or with more than one tensor",
-                fix="call it once with one tensor: loss_fn(model(inputs), target)",
+                "the loss function of a pipeline calls its model twice, or with other arguments than one tensor",
+                fix="call the model once with one tensor: loss_fn(model(inputs), target)",
             )
         self._is_called = True
         return self._run(inputs[0])
@@ -150,12 +155,12 @@ class _Captured(Exception):
 
 
 def loss_of(loss_fn: Callable[..., torch.Tensor]) -> LossFn:
-    """Of a function of outputs and targets; a batch is (inputs, target, ...)."""
+    """Returns the LossFn of a function of outputs and targets. A batch is (inputs, target, ...)."""
     return lambda model, batch: loss_fn(model(batch[0]), *batch[1:])
 
 
 def inputs_of(loss_fn: LossFn, batch: Any) -> torch.Tensor:
-    """What a loss function calls its model with. Raises UsageError where it does not."""
+    """Returns the tensor with which a loss function calls its model. Raises UsageError if it makes no call."""
 
     def capture(inputs: torch.Tensor) -> NoReturn:
         raise _Captured(inputs)
@@ -164,12 +169,15 @@ def inputs_of(loss_fn: LossFn, batch: Any) -> torch.Tensor:
         loss_fn(Once(capture), batch)
     except _Captured as captured:
         return captured.inputs
-    raise UsageError("the loss of a pipeline does not call its model", fix="call it once: loss_fn(model(inputs), ...)")
+    raise UsageError("the loss of a pipeline does not call its model", fix="call it: loss_fn(model(inputs), ...)")
 
 
 def compute(layers: Sequence[nn.Module], first: int, inputs: torch.Tensor, number: int, seed: int) -> torch.Tensor:
-    """These layers on a microbatch; `first` and `number` say which ones. What a layer draws (dropout) depends on both
-    and on `seed`, not on the process that computes it."""
+    """Returns the output of these layers for microbatch `number`; `first` is the index of the first layer.
+
+    Random numbers of a layer, e.g. for dropout, depend on its index, on `number` and on `seed`. They do not depend on
+    the process that computes the layer.
+    """
     for index, layer in enumerate(layers, first):
         reseed(seed, number, index)
         inputs = check_tensor(layer(inputs), layer, index)
@@ -177,20 +185,20 @@ def compute(layers: Sequence[nn.Module], first: int, inputs: torch.Tensor, numbe
 
 
 def reseed(seed: int, number: int, index: int) -> None:
-    """For a layer and a microbatch."""
+    """Seed torch for layer `index` and microbatch `number`."""
     torch.manual_seed((seed + 1_000_003 * number + 7_919 * index) % 2**62)
 
 
 def check_tensor(output: Any, layer: nn.Module, index: int) -> torch.Tensor:
-    """Raises UsageError for a layer that returns anything but a tensor."""
+    """Returns the output of a layer. Raises UsageError if it is not a tensor."""
     if not isinstance(output, torch.Tensor):
         message = f"layer {index} of the pipeline ({type(layer).__name__}) returns a {type(output).__name__}"
-        raise UsageError(f"{message}, and stages send one tensor to the next", fix=_TUPLE_FIX)
+        raise UsageError(f"{message}, but a stage sends one tensor to the next stage", fix=_TUPLE_FIX)
     return output
 
 
 def num_microbatches(num_samples: int, wanted: int) -> int:
-    """The largest divisor of a batch that is at most `wanted`."""
+    """Returns the largest divisor of the batch size that is at most `wanted`."""
     return max(num for num in range(1, min(num_samples, wanted) + 1) if num_samples % num == 0) if num_samples else 1
 
 
@@ -199,20 +207,20 @@ def on_meta(module: nn.Module) -> bool:
 
 
 def check_weights(module: nn.Module, init: str | None) -> None:
-    """Raises UsageError for a model without memory whose first weights are nowhere."""
+    """Raises UsageError for a model on the meta device if no file has its initial weights or its buffers."""
     if not on_meta(module):
         return
     if init is None:
-        message = "the layers of the pipeline are on the meta device, and nobody says what their weights are"
-        raise UsageError(message, fix="session.pipeline(..., init='FILE.safetensors'), or --init FILE")
+        message = "the layers of the pipeline are on the meta device, and no initial weights are given"
+        raise UsageError(message, fix="give a file: session.pipeline(..., init='FILE.safetensors'), or --init FILE")
     saved = {id(item) for item in module.state_dict(keep_vars=True).values()}
     if name := next((name for name, item in module.named_buffers() if id(item) not in saved), None):
         message = f"buffer '{name}' is on the meta device and is not saved (persistent=False)"
-        raise UsageError(message, fix="compute it in forward(), or let it be persistent")
+        raise UsageError(message, fix="compute it in forward(), or register it with persistent=True")
 
 
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    """A model and its layers, which are called one after another. Raises UsageError where they cannot be found."""
+    """Returns the model and its layers in the order of their calls. Raises UsageError if the layers are unknown."""
     if not isinstance(model, nn.Module):
         module = nn.Sequential(*model)
         return module, list(module)
@@ -221,12 +229,12 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, list[n
     elif isinstance(model, nn.Sequential):
         layers = list(model)
     else:
-        message = f"a pipeline of {type(model).__name__}: nobody says what its layers are"
+        message = f"the layers of {type(model).__name__} for a pipeline are unknown"
         raise UsageError(message, fix="give a list of layers, an nn.Sequential, or a model with a method pipeline()")
     known = {id(item) for item in (*model.parameters(), *model.buffers())}
     for index, layer in enumerate(layers):
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             if id(tensor) not in known:
-                message = f"'{name}' of layer {index} that {type(model).__name__}.pipeline() gives is not the model's"
-                raise UsageError(message, fix="let its layers use the modules of the model, not copies of them")
+                message = f"'{name}' of layer {index} of {type(model).__name__}.pipeline() is not a tensor of the model"
+                raise UsageError(message, fix="return the modules of the model, not copies of them")
     return model, layers

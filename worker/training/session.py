@@ -130,12 +130,14 @@ class Session:
 
     @property
     def has_stages(self) -> bool:
-        """A task's model is a pipeline."""
+        """Whether the task's model is a pipeline (worker.pipeline)."""
         return self._worker.pipeline
 
     def divided(self, model: nn.Module, loss: LossFn, example: Example, init: str | None) -> nn.Module:
-        """A task's model, divided among the processes of this worker where the run's settings say so. `init` is a file
-        with weights that it does not have yet."""
+        """Returns the task's model, as a pipeline if worker.pipeline is set.
+
+        `init`: a file with initial weights that are not yet in the model.
+        """
         return self._make_pipeline(model, loss, example, init) if self.has_stages else model
 
     def pipeline(
@@ -145,23 +147,25 @@ class Session:
         example: tuple[Any, ...] | None = None,
         init: str | None = None,
     ) -> Pipeline:
-        """A model whose layers are stages in the processes of this worker (worker.group), or all in this process:
+        """Returns a model whose layers are pipeline stages in this worker's processes (worker.group):
 
             model = session.pipeline(layers, loss_fn)
             optimizer = session.optimizer(model, torch.optim.AdamW(model.parameters()))
             for inputs, target in session.shard(dataset, batch_size=64):
                 optimizer.zero_grad(); loss = model(inputs, target); optimizer.step()
 
-        `model(inputs, target)` computes loss and gradients of a batch, in worker.microbatches; `model(inputs)` gives
-        the outputs. `layers`: an nn.Sequential, a list, or a model with a method `pipeline()` that gives its layers;
-        each takes one tensor and returns one. `loss_fn(output, target)` is a mean over its samples. With an `example`
-        (inputs, target) of a microbatch the layers are timed and cut into stages of equal time, else into stages of
-        equal parameters. `init` is a file with the first weights; then the layers may be on the meta device, and each
-        process reads only those of its own. Call it before `optimizer()`. UsageError for layers that make no stages.
+        `model(inputs, target)` computes the loss and gradients of a batch in worker.microbatches microbatches.
+        `model(inputs)` returns the outputs. With one process, all layers run in it. Call this before `optimizer()`.
+
+        `layers`: an nn.Sequential, a list, or a model with a method `pipeline()` that returns its layers. Each layer
+        takes one tensor and returns one tensor. `loss_fn(output, target)`: the mean loss of its samples. `example`:
+        (inputs, target) of a microbatch. If given, the layers are measured and the stages take equal time. Otherwise
+        the stages have equal numbers of parameters. `init`: a file with initial weights. The layers may then be on the
+        meta device, and each process reads only its own layers. Raises UsageError if the layers cannot be cut.
         """
         if self._taken is not None:
-            message = "session.pipeline() after session.optimizer(): its tensors are divided among the processes"
-            raise UsageError(message, fix="call session.pipeline() first, and make the optimizer of its parameters")
+            message = "session.pipeline() was called after session.optimizer(), which already took the model"
+            raise UsageError(message, fix="call session.pipeline() first, and create the optimizer with its parameters")
         loss = loss_of(loss_fn)
         return self._make_pipeline(layers, loss, (lambda _: example) if example is not None else None, init)
 
