@@ -1,1 +1,1 @@
-"""A page that shows runs, and the same for programs: REST, server-sent events, WebSocket. Needs paramserver[web]."""
+"""The dashboard and its API: REST, server-sent events and WebSocket. It needs paramserver[web]."""

@@ -35,7 +35,7 @@ _LIST = TypeAdapter(list[StoredRun])
 
 
 class Runs:
-    """The runs by name: of this process, and of the run store."""
+    """All runs by name: those of this process and those of the run store."""
 
     def __init__(self, store: Store | None = None) -> None:
         self.live: dict[str, Feed] = {}
@@ -45,7 +45,7 @@ class Runs:
         self.stopped = asyncio.Event()
 
     def begin(self, feed: Feed, version: int) -> None:
-        """Add a run of this process, from `version` on. The run store may have the part before."""
+        """Add a run of this process, which begins at `version`. The run store may have its earlier part."""
         about = feed.view.about
         before = self.store.view(about.run) if self.store is not None and about.server_incarnation > 1 else None
         if before is not None:
@@ -53,7 +53,7 @@ class Runs:
         self.live[about.run] = feed
 
     def feed(self, name: str) -> Feed:
-        """Returns the feed of a run; `live`: the newest one of this process. HTTPException 404 names the known ones."""
+        """Returns the feed of a run; `live`: the newest run of this process. Raises HTTPException 404."""
         if name == "live" and self.live:
             return next(reversed(self.live.values()))
         if name in self.live:
@@ -72,19 +72,19 @@ class Runs:
         return [*live, *(run for run in stored if run.id not in self.live)]
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Returns by run the settings that are not the same in all runs."""
+        """Returns, for each run, the settings whose values differ between runs."""
         found = self.store.settings() if self.store is not None else {}
         live = {name: relevant_settings(feed.view.about.settings) for name, feed in self.live.items()}
         return differing({**found, **live})
 
     def curves(self, name: str) -> dict[str, Any]:
-        """Returns a run with its metrics over time. HTTPException 404 as for `feed`."""
+        """Returns a run with its metrics over time. Raises HTTPException 404 as `feed` does."""
         feed = self.feed(name)
         listed = {run.id: run for run in self.listed()}
         return curves_of(listed.get(feed.view.about.run) or _listed(feed), feed.view, self.store)
 
     def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
-        """Returns how to read a run of another process again, None for a run of this process or one that is over."""
+        """Returns a function that reads an active run of another process again; None for all other runs."""
         if feed in self.live.values() or feed.is_over:
             return None
         return lambda: self.feed(feed.view.about.run)
@@ -92,7 +92,7 @@ class Runs:
     def check_room(self) -> None:
         """Raise HTTPException 503 at the maximum of viewers."""
         if self.num_viewers >= self.max_viewers:
-            raise HTTPException(503, f"there are {self.max_viewers} viewers already, which is the maximum")
+            raise HTTPException(503, f"the maximum of {self.max_viewers} viewers is reached")
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
@@ -214,7 +214,7 @@ def _with_names(run: StoredRun, stored: StoredRun | None) -> StoredRun:
 
 
 def _worker_log(runs: Runs, request: Request) -> Response:
-    """Returns the last lines of a worker. They may have anything in them, so they need the token, as controls do."""
+    """Returns the last lines of a worker. The user's output may be private, so this needs the token."""
     if not request.state.may_control:
         return refusal(401, "the log of a worker needs the token", "open the address with ?token=... that was printed")
     is_here = runs.feed(request.path_params["run"]) in runs.live.values()
@@ -247,7 +247,7 @@ async def _control(feed: Feed, request: Request) -> Response:
         fix = f'{error or "it is incomplete"}; e.g. {{"do": "snapshot"}}'
         return refusal(400, "the body is not a JSON object", fix)
     if feed.control is None or feed.is_over:
-        return refusal(409, "this run takes no controls: it is over, or can only be read")
+        return refusal(409, "this run accepts no controls: it is over or read-only")
     try:
         return JSONResponse(Done(done=await feed.control(command)).model_dump())
     except ValueError as error:
@@ -255,7 +255,7 @@ async def _control(feed: Feed, request: Request) -> Response:
 
 
 def _command(body: bytes) -> dict[str, Any]:
-    """Returns a flat object of JSON. Raises ValueError for anything else."""
+    """Returns a flat JSON object. Raises ValueError for any other text."""
     found = read_json(body)
     if not isinstance(found, dict):
         raise ValueError("it is another kind of JSON")

@@ -1,4 +1,4 @@
-"""What the browser needs to compare runs: the settings in which they differ, and the curves of each."""
+"""Data with which the browser compares runs: settings that differ, and the curves of each run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .stored import Store
 MAX_TAGS = 10
 MAX_TAG_CHARACTERS = 40
 
-# Whether more of a metric of the run is better. Metrics that are not here are neither good nor bad.
+# Whether higher values of a run's metric are better. The metrics that are absent have no better direction.
 _IS_UP = {
     "loss": False, "elapsed_s": False, "samples_per_s": True, "wait_share": False, "num_bytes": False,
     "staleness_mean": False, "staleness_max": False, "wall_s": False, "union_steps_per_s": True,
@@ -30,7 +30,7 @@ class Curves(BaseModel):
     """One run with its metrics over time."""
 
     run: StoredRun
-    label: str  # its mode with the options of now
+    label: str  # its mode with the current options
     settings: dict[str, Any]  # that may affect training, by dotted key
     series: dict[str, list[Value]]  # recorded metrics in columns
     evaluations: list[EvaluatedPoint]
@@ -49,7 +49,7 @@ def described(metric: Metric) -> dict[str, Any]:
 
 
 def is_up_of_run() -> dict[str, bool]:
-    """Returns, by the metric's name, whether more of it is better."""
+    """Returns, by the metric's name, whether higher values are better."""
     return dict(_IS_UP)
 
 
@@ -66,7 +66,7 @@ def curves_of(run: StoredRun, view: View, store: Store | None) -> dict[str, Any]
 
 
 def differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns, by run, the settings that do not have one value in all runs."""
+    """Returns, for each run, the settings whose values differ between runs."""
     first: dict[str, Any] = {}
     varied: set[str] = set()
     for of_run in settings.values():

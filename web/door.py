@@ -1,9 +1,9 @@
 """Accepts the connections of the dashboard, and limits their number and the time that one may take.
 
-uvicorn accepts every connection and waits for its first request for ever: 1,224 silent connections took all
-descriptors of a server, and with them its snapshots and joins. Here a connection without a request is *idle*. At the
-maximum of connections, a new one replaces the connection that has been idle longest. A connection ends when it is idle
-for `_IDLE_S`, or when its peer does not read or send the next bytes for `_PROGRESS_S`.
+uvicorn accepts every connection, and waits for its first request without a limit: 1,224 silent connections took all
+file descriptors of a server, which could then write no snapshots and accept no workers. Here a connection without a
+request is *idle*. At the maximum, a new connection replaces the connection that has been idle longest. This module
+closes a connection that is idle for `_IDLE_S`, or whose peer reads or sends no bytes for `_PROGRESS_S`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = get_logger()
 
 _MAX_CONNECTIONS = 128
 _MIN_CONNECTIONS = 8
-_SHARE_OF_DESCRIPTORS = 8  # an eighth; the others are for workers, snapshots and the history
+_SHARE_OF_DESCRIPTORS = 8  # an eighth of all descriptors; workers, snapshots and the history need the others
 _IDLE_S = 10.0  # until the first request, or the next one; also for a TLS handshake
 _PROGRESS_S = 30.0  # for a request's body, the start of a response, and the next bytes of a response
 _MAX_UNSENT_BYTES = 8 << 20  # that a peer does not read; responses wait earlier, replies to its pings do not
@@ -45,7 +45,7 @@ class _Connection:
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """The transport, None during a TLS handshake and after a failed one."""
+        """The transport; None during a TLS handshake and after a failed handshake."""
         opening = self.opening
         is_open = opening and opening.done() and not opening.cancelled() and opening.exception() is None
         return opening.result() if opening and is_open else None
@@ -63,7 +63,7 @@ class _Connection:
 
 
 class Door:
-    """An ASGI application around another, which notes when requests begin and end. Lives in the dashboard's thread."""
+    """Wraps an ASGI application, and records when requests begin and end. It runs in the dashboard's thread."""
 
     def __init__(self, app: ASGIApp) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -136,7 +136,7 @@ class Door:
         }
 
     def _end_longest_idle(self) -> bool:
-        """End the connection that is idle longest. Returns False where every connection has a request."""
+        """End the connection that is idle longest. Returns False if every connection has a request."""
         idle = [(connection.until, ends) for ends, connection in self._connections.items() if connection.is_idle]
         if not idle:
             return False

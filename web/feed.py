@@ -1,6 +1,6 @@
-"""Sends viewers one run: the whole first, then ticks, encoded once for all of them.
+"""Sends one run to viewers: first the complete view, then ticks, each encoded once for all viewers.
 
-A viewer that does not keep up is not waited for: it gets the whole again. Lives in the dashboard's thread.
+The feed does not wait for a slow viewer: it sends the complete view again. It runs in the dashboard's thread.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Feed:
         self.view.add(tick)
         self._number += 1
         self.is_over = tick.is_over
-        if self._num_viewers:  # later ones begin with the whole
+        if self._num_viewers:  # later viewers begin with the complete view
             self._ticks.append(Message("tick", self._number, tick.model_dump_json()))
         self._whole = None
         self._wake()
 
     def retell(self, about: About) -> None:
-        """The run's settings have changed: every viewer gets the whole again."""
+        """Send the complete view to every viewer again, because the run's settings have changed."""
         self.view.about = about
         self._number += 1
         self._ticks.clear()
@@ -80,7 +80,7 @@ class Feed:
         return self._whole
 
     async def messages(self, again: Callable[[], Feed | None] | None = None) -> AsyncIterator[Message]:
-        """Yields the messages for one viewer, at its pace, until the run is over. `again` reads it anew each second."""
+        """Yields the messages for one viewer, at its pace, until the run is over. `again` rereads it each second."""
         if again is not None:
             number, feed = 0, self
             while not feed.is_over:
@@ -99,7 +99,7 @@ class Feed:
             self._num_viewers -= 1
 
     async def _changes(self) -> AsyncIterator[Message]:
-        """Yields the whole, then ticks until the run is over."""
+        """Yields the complete view, then ticks until the run is over."""
         seen = -1
         while True:
             late = [tick for tick in self._ticks if tick.number > seen]

@@ -19,7 +19,7 @@ _STYLE = "style.css"
 
 
 def static_routes(pages: Mapping[str, str]) -> list[Route]:
-    """Returns the routes of all static files, and of pages by their paths."""
+    """Returns the routes of all static files and of the pages."""
     files = read_files()
 
     def file(name: str) -> Callable[[Request], Any]:
@@ -33,7 +33,7 @@ def static_routes(pages: Mapping[str, str]) -> list[Route]:
 
 
 class _File(NamedTuple):
-    """A static file: whole, compressed, and its ETag."""
+    """A static file: its bytes, its compressed bytes, and its ETag."""
 
     body: bytes
     compressed: bytes

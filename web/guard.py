@@ -1,14 +1,14 @@
 """Authorizes HTTP requests before any route sees them.
 
-* `Host` must be one of this server's names: 421 for a page elsewhere whose name was made to lead here (DNS rebinding,
-  as in CVE-2026-27482).
-* A request that changes something needs the token, and from a browser (`Origin`) this server's own page: 403.
+* `Host` must be one of this server's names: otherwise 421. This stops a foreign page whose name was made to
+  resolve to this server (DNS rebinding, as in CVE-2026-27482).
+* A request that changes something needs the token. A browser (`Origin`) may send it only from this server's page: 403.
 * At an address that other machines can reach, every request needs the token: 401.
-* Bodies are small (413), viewers are few (503, in `app.py`).
+* The size of bodies (413) and the number of viewers (503, in `app.py`) are limited.
 
 The token comes as `Authorization: Bearer`, or as the cookie that `/?token=...` sets: HttpOnly, so that no script reads
 it, and SameSite=Strict, so that no other page sends it. A browser sends a host's cookies to all of its ports, so the
-cookie's name has the port: several dashboards of one machine, or behind tunnels, do not log each other out.
+cookie's name contains the port. Otherwise a login to one dashboard of a machine would end that of another.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ _HEADERS = [
 
 
 def refusal(status: int, error: str, fix: str = "") -> Response:
-    """Returns a refusal, for programs and people."""
+    """Returns the response of a refusal, with the reason and the fix."""
     return JSONResponse({"error": error, "fix": fix}, status)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What differs between the applications. `pages`: they take the token in their address. `writes_need_token`: also
-    on this machine."""
+    """Settings of one application.
+
+    `pages`: paths that accept the token in their address. `writes_need_token`: changes need it on this machine too.
+    """
 
     max_body_bytes: int = 64 << 10
     pages: tuple[str, ...] = ("/", "/runs")
@@ -89,13 +91,13 @@ class Guard:
             return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
         if origin is not None and _address_of(origin) != headers.get("host"):
-            return refusal(403, f"a page of {origin[:100]} may not use this one", "open the page itself")
+            return refusal(403, f"a page of {origin[:100]} may not use this server", "open this server's own page")
         if int(headers.get("content-length") or 0) > most:
-            return refusal(413, f"a body has {most} bytes at most", "nothing here takes that many")
+            return refusal(413, f"the body is longer than the limit of {most} bytes", "send a shorter body")
         if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := _query_token(scope)):
             if not self._is_token(token):
                 return refusal(
-                    403, "the token in this address is not this server's", "take the address it printed last"
+                    403, "the token in this address is not this server's", "open the address that it printed last"
                 )
             return self._logged_in(scope["path"], token, headers)
         is_read = scope["type"] == "websocket" or scope.get("method") in _READS or not self._rules.writes_need_token
@@ -123,7 +125,7 @@ class Guard:
         return cookie is not None and self._is_token(cookie.value)
 
     def _is_token(self, value: str) -> bool:
-        found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # all, in constant time
+        found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # constant time
         return any(found)
 
 

@@ -23,12 +23,12 @@ from .door import Door
 from .guard import Guard, Rules
 
 _STOP_S = 1.0
-_PING_S = 20.0  # between two pings of a WebSocket, and for the reply
-_TOKEN = secrets.token_urlsafe(16)  # where none is given; a restarted server keeps it
+_PING_S = 20.0  # between two pings of a WebSocket, and the limit for the reply to a ping
+_TOKEN = secrets.token_urlsafe(16)  # made if none is given; a restarted server keeps it
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server whose `door` accepts the connections, and which leaves signals to the program."""
+    """A uvicorn server that handles no signals. Its `door` accepts the connections."""
 
     def __init__(self, config: uvicorn.Config, door: Door, listening: socket.socket) -> None:
         super().__init__(config)
@@ -56,9 +56,9 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Listens at `address`. `flag` is the command line's, for errors; `name` is what listens, for people.
+    """Listens at `address`. Errors name the option `flag` and the application `name`.
 
-    Raises AuthError for an address that others can reach without TLS and a token.
+    Raises AuthError if other machines can reach the address and TLS or the token is missing.
     """
 
     def __init__(self, address: str, config: Config, rules: Rules, *, name: str, flag: str) -> None:
@@ -94,7 +94,7 @@ class HttpServer:
                 timeout_graceful_shutdown=1, ssl_certfile=self._security.cert, ssl_keyfile=self._security.key,
                 ws_max_size=1 << 16, ws_ping_interval=_PING_S, ws_ping_timeout=_PING_S,
                 h11_max_incomplete_event_size=1 << 16,
-                proxy_headers=False,  # the door knows connections by their address
+                proxy_headers=False,  # the door identifies connections by their address
             ),
             door,
             listening,
@@ -108,7 +108,7 @@ class HttpServer:
         return f"{'https' if self._security.cert is not None else 'http'}://{self.address}{path}"
 
     def url_with_token(self, path: str) -> str:
-        """The same for the terminal only: logs are stored and forwarded."""
+        """The address of a page with the token, for the terminal only: logs are stored and forwarded."""
         return f"{self.url(path)}?token={self._token}"
 
     def _bind(self) -> socket.socket:

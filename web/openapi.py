@@ -78,26 +78,26 @@ def description() -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "paths": {
-            "/api/health": _get("whether the page is there", _ref("Health")),
-            "/api/session": _get("what the caller may do", _ref("Session")),
+            "/api/health": _get("whether the dashboard is up", _ref("Health")),
+            "/api/session": _get("the caller's rights", _ref("Session")),
             "/api/metrics": _get("names, labels, units and help of the metrics of a run and of a worker", _metrics()),
             "/api/runs": _get("all runs", _many("StoredRun")),
-            "/api/settings": _get("by run, the settings that are not the same in all runs", _settings()),
+            "/api/settings": _get("for each run, the settings whose values differ between runs", _settings()),
             "/api/runs/{run}/curves": _get("its recorded metrics over time, for a comparison", _ref("Curves"), _RUN),
             "/api/runs/{run}/tags": {"post": _tags()},
-            "/api/runs/{run}": _get("all that the page shows of one", _ref("View"), _RUN),
-            "/api/runs/{run}/status": _get("where it stands; null before it has said so",
+            "/api/runs/{run}": _get("the complete view of one run", _ref("View"), _RUN),
+            "/api/runs/{run}/status": _get("its newest status; null before its first status",
                                            {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
             "/api/runs/{run}/workers": _get("its workers", _many("WorkerStatus"), _RUN),
             "/api/runs/{run}/workers/{rank}/log": _get("its newest lines; needs the token", _ref("WorkerLog"), _RUN,
                                                        _RANK),
             "/api/runs/{run}/metrics": _get("metrics over time, in columns", _ref("Series"), _RUN),
-            "/api/runs/{run}/events": _get("what happened", _many("Event"), _RUN),
-            "/api/runs/{run}/snapshots": _get("its snapshots that are kept", _many("Snapshot"), _RUN),
+            "/api/runs/{run}/events": _get("its events", _many("Event"), _RUN),
+            "/api/runs/{run}/snapshots": _get("its retained snapshots", _many("Snapshot"), _RUN),
             "/api/runs/{run}/controls": {"post": _control()},
-            "/api/events": _get("live, as server-sent events, with `number` as their id", _ref("Message"), _QUERY,
+            "/api/events": _get("live updates as server-sent events; `number` is the id", _ref("Message"), _QUERY,
                                 media="text/event-stream"),
-            "/ws/events": _get("the same over a WebSocket, a message each", _ref("Message"), _QUERY),
+            "/ws/events": _get("live updates over a WebSocket, one message each", _ref("Message"), _QUERY),
         },
     }  # fmt: skip
 
@@ -109,19 +109,19 @@ def _series() -> dict[str, Any]:
 
 
 def _metrics() -> dict[str, Any]:
-    """Those of a run and those of a worker."""
+    """The metrics of a run and the metrics of a worker."""
     names = ["name", "label", "help", "unit"]
     properties = {**{name: {"type": "string"} for name in names}, "is_rare": {"type": "boolean"}}
     item = {"type": "object", "required": [*properties], "properties": properties}
     metrics = {"type": "array", "items": item}
     directions = {"type": "object", "additionalProperties": {"type": "boolean"},
-                  "description": "whether more is better"}  # fmt: skip
+                  "description": "whether higher is better"}  # fmt: skip
     scopes = {"run": metrics, "worker": metrics, "curves": metrics, "recorded": metrics, "is_up": directions}
     return {"type": "object", "required": [*scopes], "properties": scopes}
 
 
 def _settings() -> dict[str, Any]:
-    """By run, a value by dotted key."""
+    """For each run, values by dotted key."""
     return {"type": "object", "additionalProperties": {"type": "object"}}
 
 
@@ -138,7 +138,7 @@ def _tags() -> dict[str, Any]:
 
 
 def _message() -> dict[str, Any]:
-    """The whole first, then a tick at a time, or the whole again for who does not keep up; over is the last."""
+    """The first message is whole, then ticks follow. A slow viewer gets whole again. The last message is over."""
 
     def of(kind: str, data: dict[str, Any]) -> dict[str, Any]:
         properties = {"event": {"const": kind}, "number": {"type": "integer"}, "data": data}
@@ -164,7 +164,7 @@ def _responses(description: str, schema: dict[str, Any], media: str, refusals: d
 def _get(summary: str, schema: dict[str, Any], *parameters: dict[str, Any], media: str = "application/json") -> Any:
     refusals = {"404": "no such run"} if parameters else {}
     if _QUERY in parameters:
-        refusals["503"] = "as many look as may"
+        refusals["503"] = "the maximum of viewers is reached"
     responses = _responses(summary, schema, media, refusals)
     return {"get": {"summary": summary, "parameters": list(parameters), "security": [{}, {"token": []}],
                     "responses": responses}}  # fmt: skip
@@ -173,19 +173,19 @@ def _get(summary: str, schema: dict[str, Any], *parameters: dict[str, Any], medi
 def _control() -> dict[str, Any]:
     properties = {
         "do": {"type": "string", "description": "one of `about.controls`"},
-        "rank": {"type": "integer", "description": "of the worker that it is about"},
-        "name": {"type": "string", "description": "with `set`: which setting"},
+        "rank": {"type": "integer", "description": "rank of the worker to control"},
+        "name": {"type": "string", "description": "with `set`: the key of the setting"},
         "value": {"description": "with `set`: its new value"},
     }
     body = {"schema": {"type": "object", "required": ["do"], "properties": properties}}
     refusals = {
         "400": "the body is not a JSON object", "404": "no such run", "409": "the run is over, or can only be read",
-        "413": "the body is too long", "422": "it cannot be done, and why",
+        "413": "the body is too long", "422": "the control cannot be applied, with the reason",
     }  # fmt: skip
     return {
-        "summary": "ask the run for something, at its next commit",
+        "summary": "send a control; the run applies it at its next commit",
         "parameters": [_RUN],
         "security": [{"token": []}],
         "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": _responses("what came of it", _ref("Done"), "application/json", refusals),
+        "responses": _responses("the result of the control", _ref("Done"), "application/json", refusals),
     }

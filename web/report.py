@@ -18,8 +18,8 @@ from ..common.reporting.summary import Summary
 from .report_page import Picture, Table, comparison_data, page
 
 _FILES = ("report.html", "report.md")
-_TRAINED = "Not all were evaluated on their way (run.eval_every): train_loss is drawn, which workers told in training."
-_MOST_ROWS = 50  # of a curve in Markdown
+_TRAINED = "Some runs have no evaluations (run.eval_every), so train_loss is drawn, which workers report."
+_MOST_ROWS = 50  # rows of a curve in Markdown
 _UNITS: dict[str, Callable[[Point], float | None]] = {
     "s": lambda point: point.elapsed_s,
     "steps": lambda point: float(point.step),
@@ -36,12 +36,12 @@ def write_report(
     extra: tuple[Sequence[Table], Sequence[Picture]] = ((), ()),
     target: Condition | None = None,
 ) -> None:
-    """Write `report.html` and `report.md` into a directory, which is made. Raises OutputError.
+    """Write `report.html` and `report.md` into a directory, and create it. Raises OutputError.
 
-    The HTML is the comparison of the dashboard as one file. Both say in sentences what won, and have a table of all
-    runs, the settings that differ (`differences`: by key, a value for each run) and curves. The curves of the Markdown
-    are PNG, where matplotlib is installed. Runs of one name are the same with several seeds. `extra` tables and
-    pictures stand behind these. Without a `target` it is what every run has reached.
+    The HTML is the comparison of the dashboard as one file. Both files name the best run, and have a table of all runs,
+    the settings that differ (`differences`: by key, a value for each run) and curves. The curves of the Markdown are
+    PNG files if matplotlib is installed. Runs of one name differ only in their seeds. `extra` tables and pictures
+    follow. The default of `target` is a value that every run has reached.
     """
     prepare_report(directory)
     goal, differences = target or target_of(runs), differences or {}
@@ -72,7 +72,7 @@ def write_report(
 
 
 def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
-    """The metrics that are drawn: of evaluations, and of training where a run was not evaluated on its way."""
+    """Returns the metrics with curves: those of evaluations, or of training if a run has no evaluations."""
     names = list(dict.fromkeys(name for _, run in runs for point in run.curve for name in point.metrics))
     shown: list[str] = [name for name in ("loss", "accuracy") if name in names] or names[:1]
     is_bare = any(max((len(run.points_of(name)) for name in shown), default=0) < 2 for _, run in runs)
@@ -80,14 +80,14 @@ def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
 
 
 def _drawn(runs: Sequence[tuple[str, Summary]]) -> list[tuple[str, Summary, str]]:
-    """What has a curve, by metric."""
+    """Returns the runs that have a curve, by metric."""
     return [(label, run, name) for name in _shown(runs) for label, run in runs if len(run.points_of(name)) > 1]
 
 
 def _pictures(
     runs: Sequence[tuple[str, Summary]], target: Condition | None
 ) -> list[tuple[str, str, str, Curves, float | None]]:
-    """File, metric, what it is over, the curves, and a value to be marked."""
+    """Returns the file, the metric, the unit of the x axis, the curves, and a value to mark."""
     found: list[tuple[str, str, str, Curves, float | None]] = []
     for name in _shown(runs):
         line = target.bound if target is not None and target.metric == name else None
@@ -112,8 +112,10 @@ def _bytes(point: Point) -> str:
 
 
 def prepare_report(directory: str) -> None:
-    """The directory, in which nothing is changed yet. OutputError where a report cannot be written: now, and not after
-    hours of training."""
+    """Create the directory. Raises OutputError if a report cannot be written there.
+
+    It is called before a run, so that this error does not come after hours of training.
+    """
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:

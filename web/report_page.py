@@ -16,7 +16,7 @@ from ..common.wire.json_text import finite, to_json
 from .compared import described, is_up_of_run, recorded_metrics
 
 Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
-Picture = tuple[str, str, str, Curves]  # its PNG's name, what it shows, over what, the curves
+Picture = tuple[str, str, str, Curves]  # name of the PNG, metric, unit of the x axis, curves
 
 STATIC = Path(__file__).parent / "static"
 _IMPORT = re.compile(r"^import \{ (.+) \} from '\./(\w+\.js)';$", re.M)
@@ -54,7 +54,7 @@ def comparison_data(
 
 
 def _series(run: Summary) -> dict[str, list[float | None]]:
-    """The metrics of training over time, in columns; of a long run the last of each few points."""
+    """Returns the training metrics over time, in columns. A long run has the last of every few points."""
     points = run.trained[::-1][:: -(-len(run.trained) // _MOST_POINTS) or 1][::-1]
     names = dict.fromkeys(name for point in points for name in point.metrics)
     columns = {name: [point.metrics.get(name) for point in points] for name in names}
@@ -74,13 +74,13 @@ def page(title: str, sentences: Sequence[str], data: Mapping[str, Any]) -> str:
 
 
 def bundled(main: str) -> str:
-    """Returns a module and those that it imports as one script: each is a function that returns its exports."""
+    """Returns a module and its imports as one script. Each module is a function that returns its exports."""
     scripts = [_as_function(name) for name in _in_order(main, [])]
     return "const modules = {};\n" + "\n".join(scripts)
 
 
 def _in_order(name: str, known: list[str]) -> list[str]:
-    """Returns the modules, each after those that it imports."""
+    """Returns the modules, each after its imports."""
     for found in _IMPORT.finditer(_text(name)):
         if found[2] not in known:
             _in_order(found[2], known)

@@ -16,7 +16,7 @@ from .stored import Store
 
 log = get_logger()
 
-_LAST_S = 0.2  # for the newest messages
+_LAST_S = 0.2  # time for viewers to receive the newest messages
 
 
 class Dashboard:
@@ -25,7 +25,7 @@ class Dashboard:
     def __init__(self, config: Config, store: Path | None = None, opens: str = "/") -> None:
         """`store`: the run store's file, None: the configured one; `opens`: the path of the printed URL.
 
-        Raises AuthError for an address that others can reach without TLS and a token.
+        Raises AuthError if other machines can reach the address and TLS or the token is missing.
         """
         assert config.server.web is not None
         self._http = HttpServer(config.server.web, config, Rules(), name="the dashboard", flag="--web")

@@ -1,4 +1,4 @@
-"""Reads runs of the run store (`common/runstore`) for the dashboard, also those that other processes write now."""
+"""Reads runs of the run store (`common/runstore`) for the dashboard, including runs of other processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..common.reporting.view import About, Tick, View, Wait, series_of
 from ..common.runstore import changing
 from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 
-_FRESH_S = 0.9  # for which a read view is reused
+_FRESH_S = 0.9  # a view is reused for this long
 _MAX_EVENTS = 300
 
 
 class Store:
-    """The run store's file, opened for each read: it may be replaced, and a dashboard may be open for days."""
+    """The run store's file. It is opened for each read, because it may be replaced while a dashboard runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,7 +27,7 @@ class Store:
         self._listed: tuple[list[tuple[int, int, int]], list[StoredRun]] = [], []
 
     def runs(self) -> list[StoredRun]:
-        """Returns all runs, the newest first; none without a file. They are read once while nobody writes."""
+        """Returns all runs, the newest first. Without a file there are none. An unchanged file is read once."""
         stamps = [*_stamp(self._path), *_stamp(self._path.with_name(f"{self._path.name}-wal"))]
         if stamps and stamps == self._listed[0]:
             return self._listed[1]
@@ -36,12 +36,12 @@ class Store:
                 runs = store.runs()
         except ParamServerError:
             return []
-        # A running one may crash, which changes nothing in the file.
+        # A running process may crash, which changes nothing in the file.
         self._listed = [] if any(run.state == "running" for run in runs) else stamps, runs
         return runs
 
     def problem(self) -> str:
-        """Returns why the file cannot be read; empty where it can, or is not there."""
+        """Returns why the file cannot be read. Empty if it can be read or does not exist."""
         try:
             RunStore(self._path).close()
         except ParamServerError as error:
@@ -49,7 +49,7 @@ class Store:
         return ""
 
     def view(self, name: str) -> View | None:
-        """Returns the view of one run, None where it is not there."""
+        """Returns the view of one run, or None for an unknown run."""
         known = self._read.get(name)
         if known is not None and time.monotonic() - known[0] < _FRESH_S:
             return known[1]
@@ -78,7 +78,7 @@ class Store:
         return found
 
     def recorded(self, name: str) -> dict[str, list[Value]] | None:
-        """Returns the recorded metrics of a run over time in columns, None where it is not there."""
+        """Returns the recorded metrics of a run over time in columns, or None for an unknown run."""
         try:
             with RunStore(self._path) as store:
                 run = store.named(name)
@@ -89,7 +89,7 @@ class Store:
         return series_of(points, names) if points else None
 
     def set_tags(self, name: str, tags: list[str]) -> bool:
-        """Set the tags of a run; False where it is not there. Raises StoreError and sqlite3.Error."""
+        """Set the tags of a run. Returns False for an unknown run. Raises StoreError and sqlite3.Error."""
         with RunStore(self._path) as store:
             run = store.named(name)
         if run is None:
@@ -99,7 +99,7 @@ class Store:
 
 
 def _stamp(path: Path) -> list[tuple[int, int, int]]:
-    """Returns what changes with the file, nothing for none and for an empty one: a reader leaves an empty WAL."""
+    """Returns a value that changes with the file; empty for no file or an empty file. Readers leave an empty WAL."""
     try:
         found = path.stat()
     except OSError:
@@ -108,7 +108,7 @@ def _stamp(path: Path) -> list[tuple[int, int, int]]:
 
 
 def view_of(store: RunStore, run: StoredRun) -> View:
-    """Returns the view that its server's dashboard would show, without the last minute and the awaited ranks."""
+    """Returns the view as on the server's dashboard, without the last minute and the ranks that others wait for."""
     points, summary, workers = store.series(run), store.summary(run), store.newest_workers(run)
     about = About(
         run=run.id, mode=run.mode, label=summary.label if summary is not None else run.mode, task=run.work,
