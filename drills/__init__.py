@@ -1,1 +1,1 @@
-"""What attacks a run and proves what happened: `ps-launch chaos` and `ps-launch check`."""
+"""Tests of real runs: `ps-launch chaos`, `ps-launch check` and `ps-launch doctor`."""

@@ -1,8 +1,8 @@
-"""Checks history files: was every contribution applied exactly once, and nothing durable lost? Pure.
+"""Checks in history files that every contribution was applied exactly once and nothing durable was lost. Pure.
 
-`drills/replay.py` has the rules for the server. For workers, whose lines may be in the same file or in files of their
-own: a contribution that a worker was told is applied is in the server's history and was sent before, and the versions
-that a worker sees of one server never decrease.
+`drills/replay.py` has the rules for the server. The rules for workers are here; their lines may be in the same file or
+in other files. If a reply tells a worker that its contribution was applied, the worker sent that contribution before
+and the server's history contains it. The versions that a worker receives from one server never decrease.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Verdict:
     tally: Tally
     num_lines: int
     lineage: Lineage
-    unchecked_modes: tuple[str, ...] = ()  # whose rules are not installed
+    unchecked_modes: tuple[str, ...] = ()  # modes without installed rules
     deleted: tuple[str, ...] = ()  # deleted snapshots, as sentences
     samples: Mapping[tuple[int, int], int] = field(default_factory=dict)  # in accepted contributions
-    last_op: str = "end"  # of the server; any other means that its history is cut
+    last_op: str = "end"  # last operation of the server; if it is not the run's end, the history is cut
 
     @property
     def is_good(self) -> bool:
@@ -34,7 +34,7 @@ class Verdict:
 
 
 def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Verdict:
-    """Check the histories of a run. `files`: names with lines, as a binary file gives them.
+    """Check the histories of a run. `files`: names, and lines as read from a binary file.
 
     One file has the server's history; a restarted server writes to the same file. `modes`: modes in the user's files,
     `FILE.py:NAME`, whose rules are checked too.
@@ -53,12 +53,12 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
                 of_workers.append(line)
                 continue
             if server_file not in (None, name):
-                problems.append(Problem(name, line.number, f"a server's history, and {server_file} is one already"))
+                problems.append(Problem(name, line.number, f"a second server's history; the first is {server_file}"))
                 break
             server_file, last_op = name, line.op
             replay.feed(line)
     if server_file is None:
-        problems.append(Problem(", ".join(files), 0, "no server has written here: give the server's history"))
+        problems.append(Problem(", ".join(files), 0, "no file has lines of a server: give the server's history"))
     tally = replay.finish()
     if server_file is not None:
         problems += replay.problems + _check_workers(of_workers, replay)
@@ -78,7 +78,7 @@ class _WorkerReplay(Follower):
         self._cut = server.cut
         self._server: dict[int, int] = {}  # incarnation to the server's
         self._seen: dict[int, int] = {}  # incarnation to the version it saw last
-        self._highest: dict[int, int] = {}  # server incarnation to the highest version seen of it
+        self._highest: dict[int, int] = {}  # server incarnation to the highest version seen from it
         self._sent: set[int] = set()
 
     def _on_start(self, line: Line) -> None:

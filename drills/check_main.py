@@ -1,4 +1,4 @@
-"""ps-launch check FILE...: were all contributions applied exactly once, and nothing durable lost?"""
+"""ps-launch check FILE...: checks that contributions were applied exactly once and nothing durable was lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_files(
       ps-launch check server.jsonl worker*.jsonl with those of its workers
       ps-launch check --mode my_mode.py:Mine h.jsonl of a run in your own mode: with its rules
 
-    Exit code 0 when every promise was kept, 1 when one was not: each problem is shown with its line.
+    The exit code is 0 if every guarantee was kept. Otherwise it is 1, and each problem is shown with its line.
     """
     from ..common.registry import canonical_mode
 
@@ -94,7 +94,7 @@ def describe(verdict: Verdict) -> str:
 
 
 def tally_table(tally: Tally) -> object:
-    """Returns a table of the counts that are not zero, and of those that matter when they are."""
+    """Returns a table of the counts that are not zero, and of counts that matter even if they are zero."""
     from rich.table import Column, Table
 
     table = Table(Column(justify="right"), "", box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

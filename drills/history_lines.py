@@ -1,8 +1,8 @@
 """Reads history files (common/reporting/history.py) into checked lines, and follows them. Pure.
 
-A process that is killed in the middle of a write leaves a line without an end. That is allowed as the
-last line of a file, and before the `start` of the process that went on in the file; what the next
-process writes then stands on the same line. A worker's lines may follow it too, where they share the file.
+A process that is killed during a write leaves a partial line. It is allowed as the last line of a file, and before the
+`start` of the next process that writes to the file. That start is then on the same line. If a worker shares the file,
+its lines may also follow the partial line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..common.registry import MODES, mode_anywhere
 from ..common.wire.json_text import read_json
 
-# The fields that the lines of an operation must have, by role, with their kinds (`_KINDS`); others are not checked.
+# Required fields of each operation by role, with their kinds (`_KINDS`). Other fields are not checked.
 FIELDS = {
     "server": {
         "start": "run:text server_incarnation mode:text version seqs:seqs options:values common:values",
@@ -74,7 +74,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Line:
-    """One operation. `fields` has what the operation must have, with whole numbers as such."""
+    """One operation. `fields` has the required fields; whole numbers are int."""
 
     file: str
     number: int  # from 1
@@ -87,14 +87,14 @@ class Line:
 
     @property
     def seqs(self) -> dict[int, int]:
-        """`seqs` with ranks as numbers: JSON has texts as keys only."""
+        """`seqs` with ranks as numbers, because keys in JSON are strings."""
         return {int(rank): seq for rank, seq in self.fields["seqs"].items()}
 
 
 def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Problem]]:
     """Returns the operations of a history file, in order, and the problems of lines that cannot be read.
 
-    `lines`: as a binary file gives them, with their ends.
+    `lines`: as read from a binary file, with line ends.
     """
     found: list[Line] = []
     problems: list[Problem] = []
@@ -108,7 +108,7 @@ def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Prob
             continue  # without an end: the last line of the file
         error = _error_of(fields)
         if error is None and is_torn and fields["op"] != "start" and fields["role"] == "server":
-            error = f"a partial line, and then {fields['op']}: only a start may follow what a killed process left"
+            error = f"a partial line is followed by {fields['op']}: only a start may follow a partial line"
         if error is not None:
             problems.append(Problem(file, number, error))
         else:
@@ -119,14 +119,14 @@ def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Prob
 class Follower:
     """Follows a history: calls `_on_<operation>` for one line after another, for the operations that a subclass has.
 
-    A history names no code to run: the user names the file of a mode, wherever it was in that run.
+    The user names the file of a mode. Its path in the history is not used, because a history must not run code.
     """
 
     def __init__(self, modes: Iterable[str] = ()) -> None:
         """`modes`: modes in the user's files, `FILE.py:NAME`, beside the installed ones."""
         self.problems: list[Problem] = []
         self._modes = {**{mode: mode for mode in MODES.names()}, **{mode_anywhere(mode): mode for mode in modes}}
-        self._line: Line  # the one that is followed
+        self._line: Line  # the file that is followed
 
     def feed(self, line: Line) -> None:
         self._line = line
@@ -137,12 +137,12 @@ class Follower:
         self.problems += [Problem(self._line.file, self._line.number, message) for message in messages if message]
 
     def _mode_of(self, fields: dict[str, Any]) -> str | None:
-        """Returns the mode that a start or a change of the mode names, None for one that is not known here."""
+        """Returns the mode that a start or a change of mode names; None for an unknown mode."""
         return self._modes.get(mode_anywhere(fields["mode"]))
 
 
 def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:
-    """Returns the object in a line, and whether a partial one stands before it."""
+    """Returns the object in a line, and whether a partial line precedes it."""
     for begin in (0, raw.rfind(b'{"op":')):
         try:
             fields = read_json(raw[begin:], nan=True, big=True) if begin >= 0 else None
@@ -158,7 +158,7 @@ def _error_of(fields: dict[str, Any]) -> str | None:
     role, op = fields.get("role"), fields.get("op")
     needed = FIELDS.get(str(role), {}).get(str(op))
     if needed is None:
-        return f"operation {op!r} of role {role!r} is not one of a history (common/reporting/history.py)"
+        return f"operation {op!r} of role {role!r} is unknown in a history (common/reporting/history.py)"
     for key, _, kind in (word.partition(":") for word in needed.split()):
         if key not in fields:
             return f"{op} without '{key}'"

@@ -1,6 +1,6 @@
-"""Keeps which contribution of which rank is in which version, and counts. Pure.
+"""Records which contributions of each rank are in each version, and counts them. Pure.
 
-A server that goes back to a snapshot removes the commits after it; they must be redone.
+A server that goes back to a snapshot removes later commits. Workers must make these contributions again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Rank:
-    """Commits of one rank, in order; `first`: the number at which it began, without a commit.
+    """Commits of one rank, in order. `first`: its initial number, which has no commit.
 
-    Skipped contributions (store.on_nonfinite) count, but the version contains nothing of them.
+    Skipped contributions (store.on_nonfinite) count, but no version contains them.
     """
 
     first: int
@@ -34,7 +34,7 @@ def _count(title: str) -> int:
 
 @dataclass
 class Tally:
-    """Counts of a history, over all runs in it, each with its title in tables."""
+    """Counts over all runs in a history. Each field has its title in tables."""
 
     applied: int = _count("applied")
     repeated: int = _count("repeated (replied, not applied)")
@@ -50,7 +50,7 @@ class Tally:
 
 
 class Lineage:
-    """The commits of a run, from a snapshot's numbers on."""
+    """The commits of a run after a snapshot."""
 
     def __init__(self, numbers: dict[int, int]) -> None:
         self._ranks = {rank: _Rank(number) for rank, number in numbers.items()}
@@ -63,14 +63,14 @@ class Lineage:
         self._ranks.setdefault(rank, _Rank(number))
 
     def add(self, rank: int, number: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
-        """Add a commit, or a contribution that was skipped in it. Returns its mistake as a sentence, if any."""
+        """Add a commit, or a contribution that was skipped in it. Returns its problem as a sentence, if any."""
         commits = self._ranks.setdefault(rank, _Rank(max(0, number - 1)))
         last, problem = self.number(rank), None
         if number <= last:
             at = f" on line {commits.lines[commits.numbers.index(number)]}" if number in commits.numbers else ""
             problem = f"is committed again: it was{at}, and rank {rank} is at {last}"
         elif number > last + 1:
-            problem = f"is committed after {last}: {number - last - 1} between are lost"
+            problem = f"is committed after {last}: the {number - last - 1} between them are lost"
         commits.numbers.append(number)
         commits.versions.append(version)
         commits.lines.append(line)
@@ -102,7 +102,7 @@ class Lineage:
             commits, number = self._ranks.get(rank), numbers.get(rank)
             if commits is None:
                 if rank not in newcomers:
-                    found.append(f"rank {rank} at number {number}, it was never here")
+                    found.append(f"rank {rank} at number {number}, it never joined")
                 continue
             committed = commits.number_at(version)
             if number != committed and not (number is None and committed == commits.first):
@@ -110,7 +110,7 @@ class Lineage:
         return found
 
     def roll_back(self, version: int, numbers: dict[int, int]) -> list[tuple[int, int]]:
-        """Remove the commits after `version`, where the numbers were these, and return their (rank, number)."""
+        """Remove the commits after `version` with its `numbers`, and return their (rank, number)."""
         voided: list[tuple[int, int]] = []
         for rank, commits in list(self._ranks.items()):
             kept = bisect_right(commits.versions, version)

@@ -1,19 +1,19 @@
-"""Replays a server's history and reports where it breaks a promise. Pure.
+"""Replays a server's history and reports each broken guarantee. Pure.
 
 The rules (I1 to I9 are the invariants of docs/robustness.md):
 
-- Each contribution of a rank is committed once, in order, without gaps. A restart voids what came after its snapshot;
-  that is committed anew (I2).
-- Incarnations grow: of the server at every start, of a rank at every join. Nothing of an older one counts once a newer
-  has joined (I1, I4).
-- A snapshot's numbers are those committed at its version, and a restart continues from the newest (I3, I5).
-- Versions grow by one per commit, and no worker gets weights older than those it has (I9).
+- Each contribution of a rank is committed once, in order, without gaps. A restart voids the commits after its snapshot.
+  Workers send these contributions again, and the server commits them again (I2).
+- The server's incarnation grows at every start, a rank's incarnation at every join. Contributions of an older
+  incarnation do not count once a newer incarnation has joined (I1, I4).
+- A snapshot has the sequence numbers committed at its version. A restart continues from the newest snapshot (I3, I5).
+- Versions grow by one per commit, and no worker gets older weights than it has (I9).
 - The mode's own rules (`Policy.rules`), e.g. that a round contains the live workers (I7).
 
-A server that was killed, or whose disk was full, may lack its last lines (`_is_cut`). The replay then believes the
-snapshot that the next start continues from, and reports nothing that only workers know.
+A server that was killed, or whose disk was full, may lack its last lines (`_is_cut`). The replay then
+trusts the snapshot of the next start, and reports no problem that only the workers' lines could prove.
 
-After a problem the replay continues from the history's version, so that one mistake is reported once.
+After a problem the replay continues from the state in the history, so that each problem is reported once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..ps.policies.rules import Rule
 from .history_lines import Follower, Line
 from .lineage import Lineage, Tally
 
-# Outcomes of a contribution that make it count, and those that the tally counts here.
+# Outcomes with which a contribution counts, and outcomes that the tally counts here.
 _COUNTING = frozenset({"accepted", "skipped"})
 _COUNTED = frozenset({"skipped", "repeated", "dropped", "rejected", "refused"})
 
@@ -36,14 +36,14 @@ _COUNTED = frozenset({"skipped", "repeated", "dropped", "rejected", "refused"})
 class Member:
     """A worker that has joined. `number` counts its accepted contributions, committed or not.
 
-    It becomes a member, which others wait for, some time after its join: once it has offered its model.
+    It becomes a member, for which others wait, when it has offered its model.
     """
 
     incarnation: int
     number: int
     is_member: bool = False  # certainly
     is_replied: bool = False  # and so may contribute
-    version: int = 0  # of its last reply
+    version: int = 0  # version of its last reply
     started_at: int | None = None  # the newest version when it got its START; None: it has none yet
 
 
@@ -52,10 +52,10 @@ class Replay(Follower):
 
     def __init__(self, modes: Iterable[str] = ()) -> None:
         super().__init__(modes)
-        self.unchecked_modes: dict[str, None] = {}  # whose rules are not installed
+        self.unchecked_modes: dict[str, None] = {}  # modes without installed rules
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
         self.tally = Tally()
-        self.samples: dict[tuple[int, int], int] = {}  # in accepted contributions; of a redone one the newest counts
+        self.samples: dict[tuple[int, int], int] = {}  # in accepted contributions; repeated: the newest
         self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
         self.run: str | None = None
         self.server_incarnation = 0
@@ -64,13 +64,13 @@ class Replay(Follower):
         self.version = 0
         self._rules: list[Rule] = []
         self._members: dict[int, Member] = {}
-        self._ranks: set[int] = set()  # that ever joined the run
+        self._ranks: set[int] = set()  # ranks that ever joined the run
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
-        self._skipped: set[tuple[int, int]] = set()  # of those, (rank, number) without a fold
+        self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
         self._may_be_open = False  # a contribution may be replied before it is committed
         self._durable: int | None = None  # version of the newest snapshot
-        self._unseen: dict[int, int] = {}  # its numbers of ranks that no line has mentioned
+        self._unseen: dict[int, int] = {}  # its numbers for ranks that no line has mentioned
         self._voided: set[tuple[int, int]] = set()
         self._is_cut = False  # this server has not ended
 
@@ -134,7 +134,7 @@ class Replay(Follower):
             newcomers = newcomers | set(numbers)
             self._believe(line, version, numbers)
         if version > self.version:
-            self._report(f"the server starts at version {version}, and only {self.version} versions were committed")
+            self._report(f"the server starts at version {version}, but only {self.version} versions were committed")
         elif self._durable is not None and version < self._durable:
             found = line.fields.get("found")
             if isinstance(found, list) and self._durable not in found:
@@ -145,7 +145,7 @@ class Replay(Follower):
             elif not line.fields.get("skipped"):
                 lost = len(self.lineage.contributions(self._durable)) - len(self.lineage.contributions(version))
                 self._report(
-                    f"the server starts at version {version}, and version {self._durable} was in a snapshot: "
+                    f"the server starts at version {version}, but version {self._durable} was in a snapshot: "
                     f"{lost} durable contributions are lost"
                 )
         differences = self.lineage.differences(version, numbers, newcomers)
@@ -174,7 +174,7 @@ class Replay(Follower):
     def _on_snapshot(self, line: Line) -> None:
         version = line["version"]
         if version > self.version:
-            self._report(f"a snapshot of version {version}, and the newest is {self.version}")
+            self._report(f"a snapshot of version {version}, but the newest version is {self.version}")
         if self._durable is not None and version < self._durable:
             self._report(f"a snapshot of version {version} after one of version {self._durable}")
         differences = self.lineage.differences(version, line.seqs, self._ranks)
@@ -186,7 +186,7 @@ class Replay(Follower):
         """A new rank begins. The newest snapshot may have its number before any line has."""
         saved = self._unseen.pop(rank, number)
         if saved != number:
-            self._report(f"rank {rank} begins at number {number}, and the newest snapshot has it at {saved}")
+            self._report(f"rank {rank} begins at number {number}, but the newest snapshot has it at {saved}")
         self.lineage.begin(rank, number)
 
     def _on_control(self, line: Line) -> None:
@@ -199,10 +199,10 @@ class Replay(Follower):
                 rule.changed(line.fields.get("name", ""), line.fields.get("value"))
 
     def _on_end(self, line: Line) -> None:
-        # Modes that reply before they commit may have replied what is in no version yet.
+        # Modes that reply before they commit may have replied to contributions that are in no version yet.
         self._is_cut = self._may_be_open and bool(self._open)
         if line["version"] != self.version:
-            self._report(f"the run ends at version {line['version']}, and version {self.version} was committed last")
+            self._report(f"the run ends at version {line['version']}, but version {self.version} was committed last")
         differences = self.lineage.differences(self.version, line.seqs, self._ranks)
         self._report(*(f"the run ends with {text}" for text in differences))
 
@@ -233,13 +233,13 @@ class Replay(Follower):
         if not line.fields.get("resumed"):
             self._members[rank] = Member(incarnation, number)
         elif before is None:
-            self._report(f"rank {rank} resumes, and was no member")
+            self._report(f"rank {rank} resumes, but was no member")
             self._members[rank] = Member(incarnation, number, is_member=True, is_replied=True, started_at=-1)
         else:
             before.incarnation, before.number = incarnation, number
 
     def _known_number(self, rank: int) -> int | None:
-        """The last accepted number of a rank, None where it is new to the run."""
+        """Returns the last accepted number of a rank, or None for a new rank."""
         if rank in self._open:
             return max(self._open[rank])
         return self.lineage.number(rank) if rank in self.lineage else None
@@ -271,7 +271,7 @@ class Replay(Follower):
             )
         if outcome == "repeated" and number > member.number:
             self._report(
-                f"contribution {number} of rank {rank} is called repeated, and rank {rank} is at {member.number}"
+                f"contribution {number} of rank {rank} is called repeated, but rank {rank} is at {member.number}"
             )
         if outcome in _COUNTING:
             if number != member.number + 1:
@@ -281,7 +281,7 @@ class Replay(Follower):
                 )
             if not member.is_replied:
                 self._report(
-                    f"contribution {number} of rank {rank} is accepted before the reply to {member.number} has left"
+                    f"contribution {number} of rank {rank} is accepted before the reply to {member.number} was sent"
                 )
             self._report(*(rule.counted(rank, number, line["base_version"], self.version) for rule in self._rules))
             member.number, member.is_member, member.is_replied = number, True, False
@@ -298,7 +298,7 @@ class Replay(Follower):
         self.version = version
         certain = {rank for rank, member in self._members.items() if member.is_member}
         if not certain <= members <= set(self._members):
-            self._report(f"version {version} names the members {sorted(members)}, live are {sorted(certain)}")
+            self._report(f"version {version} names the members {sorted(members)}, but live are {sorted(certain)}")
         for rank in members & set(self._members):
             self._members[rank].is_member = True
         for rank, incarnation, number in line["contributions"]:
@@ -319,7 +319,7 @@ class Replay(Follower):
             left = [
                 f"contribution {number} of rank {rank}" for rank in sorted(self._open) for number in self._open[rank]
             ]
-            self._report(f"version {version} leaves out what was accepted before: {', '.join(left)}")
+            self._report(f"version {version} leaves out contributions that were accepted before: {', '.join(left)}")
             self._open.clear()
         waiting = {rank for rank, member in self._members.items() if member.started_at is None}
         missing = sorted(members - waiting - {rank for rank, _ in folded | skipped})
@@ -351,7 +351,7 @@ class Replay(Follower):
                 f"rank {rank} is given version {version}: it has seen or made {least}, the newest is {self.version}"
             )
         ahead = number - min(member.number for member in self._members.values() if member.is_member)
-        if not line.fields.get("last"):  # a worker without further steps is ahead of nobody
+        if not line.fields.get("last"):  # a worker without further steps does not block the others
             self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         if member.started_at is None:
             member.started_at = self.version
@@ -371,11 +371,11 @@ class Replay(Follower):
         self._begins(rank, number)
 
     def _current(self, line: Line, text: str) -> Member:
-        """Returns the live worker of a line, and reports one that is none or of an older incarnation."""
+        """Returns the live worker of a line. Reports a worker that is no member or has an older incarnation."""
         rank, incarnation = line["rank"], line["incarnation"]
         member = self._members.get(rank)
         if member is None:
-            self._report(f"rank {rank} {text}, and is no member")
+            self._report(f"rank {rank} {text}, but is no member")
             member = self._members[rank] = Member(
                 incarnation, self._known_number(rank) or 0, is_replied=True, started_at=-1
             )

@@ -1,1 +1,1 @@
-"""ps-launch chaos: a real job under random faults, and the proof that nothing was lost or applied twice."""
+"""ps-launch chaos: runs a real job under random faults, and proves that nothing was lost or applied twice."""

@@ -1,4 +1,4 @@
-"""Injects each fault of a plan into a running job, and takes it back."""
+"""Injects each fault of a plan into a running job, and ends it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .proxy import DOWN, UP, Network
 
 _MOST_CUT_BYTES = 1 << 16
 _DROP_SHARE = 0.02  # of the packets
-_FULL_BYTES = 4096  # the most that a file may have on a disk that is full
+_FULL_BYTES = 4096  # limit of a file's size, to simulate a full disk
 
 
 Say = Callable[[str], None]  # prints a line for the user
 
 
 class Injector:
-    """Injects faults into the job of one launcher. `close` takes back lasting ones.
+    """Injects faults into the job of one launcher. `close` ends lasting faults.
 
-    `port_of`: returns the port on which a shard has listened last.
+    `port_of`: returns the port on which a shard last listened.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Injector:
         self._say(f"{fault}" + (f": {done}" if done else ""))
 
     def close(self) -> None:
-        """Take back all lasting faults."""
+        """End all lasting faults."""
         for task, undo in list(self._lasting.items()):
             task.cancel()
             undo()
@@ -171,7 +171,7 @@ class Injector:
 
 
 def _worker(fault: Fault) -> Child | None:
-    """None: everybody's."""
+    """Returns the worker of a fault, or None for all workers."""
     return Child("worker", fault.rank) if fault.rank is not None else None
 
 

@@ -34,7 +34,7 @@ _SHOWN = {"restarting": "reason", "away": "reason", "left": "reason", "resumed":
 _OF_SHARDS = {"shard_away": "lost_in_s", "shard_back": "missed", "shard_lost": "meaning"}
 _SHOWN |= {**_OF_SHARDS, "snapshot_failed": "reason"}
 _SERVERS = frozenset({"away", "left", "resumed"})
-# After these there is nothing to hit until the run resumes from its newest snapshot.
+# After these events faults have no effect until the run resumes from its newest snapshot.
 _STOPS_ALL = frozenset({"kill_server", "kill_shard"})
 _NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY", "https_proxy", "http_proxy")
 
@@ -56,11 +56,11 @@ class Setup:
 class Ending:
     """How the job went."""
 
-    exit_code: int | None = None  # None: it hung
-    signal_number: int = 0  # of the user's interrupt
+    exit_code: int | None = None  # None: the job hung
+    signal_number: int = 0  # signal of the user's interrupt
     faults: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
-    unexpected: list[str] = field(default_factory=list)  # ends of processes that nobody killed
+    unexpected: list[str] = field(default_factory=list)  # ends of processes that no fault caused
     hang: str = ""
 
 
@@ -74,7 +74,7 @@ class Chaos:
         self._status: Status | None = None
         self._moved_at = 0.0  # when the last commit was reported
         self._killed_at = 0.0  # when a fault killed the server
-        self._progress: tuple[object, float] = (None, 0.0)  # the last one, and since when
+        self._progress: tuple[object, float] = (None, 0.0)  # the last progress, and its time
         self._begun = asyncio.Event()  # there is a snapshot
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()

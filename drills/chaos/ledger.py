@@ -20,7 +20,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch, the work of a ledger run. `has_rounds`, `may_scale`: traits of the mode (`Policy`)."""
+    """The work of a ledger run: one epoch. `has_rounds`, `may_scale`: traits of the mode (`Policy`)."""
 
     num_workers: int
     steps: int
@@ -47,7 +47,7 @@ class Account:
         if self.problems:
             return f"ledger: {'; '.join(self.problems)}"
         applied = f"{self.samples - self.missing:,} of {self.samples:,} samples were applied exactly once"
-        left = f", {self.missing:,} are of rounds that closed without their worker" if self.missing else ""
+        left = f", {self.missing:,} belong to rounds that closed without their worker" if self.missing else ""
         return f"ledger: {applied}{left}"
 
 
@@ -70,7 +70,7 @@ def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = 
     """Compare the saved weights with the contributions of the run's final lineage.
 
     Each sample of a contribution is worth 1, or 1/n in a version of n contributions. Only the workers know which
-    samples those are, so both sides are sorted: a sample lost or applied twice still stands out. Where the mode scales
+    samples those are, so both sides are sorted. This still shows lost and repeated samples. Where the mode scales
     contributions, only the number of samples is compared. `num_samples`: in all contributions, where their numbers of
     steps differ.
     """
@@ -82,13 +82,13 @@ def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = 
     missing = sum(value == 0 for value in applied)
     account = Account(len(applied), missing, sum(value > 1 + _TOLERANCE for value in applied))
     if len(expected) > len(applied):
-        account.problems.append(f"{len(expected):,} samples were committed, and an epoch has {len(applied):,}")
+        account.problems.append(f"{len(expected):,} samples were committed, but an epoch has {len(applied):,}")
     expected = [0.0] * (len(applied) - len(expected)) + expected
     different = sum(abs(item - other) > _TOLERANCE for item, other in zip(applied, expected, strict=False))
     if account.repeated:
         account.problems.append(f"{account.repeated:,} samples were applied more than once")
     if different:
-        account.problems.append(f"{different:,} of {len(applied):,} weights are not what was committed")
+        account.problems.append(f"{different:,} of {len(applied):,} weights differ from the committed contributions")
     if missing and not epoch.has_rounds:
         account.problems.append(f"{missing:,} samples are missing")
     account.problems += _clock_problems(clock, epoch, lineage)

@@ -51,22 +51,22 @@ def chaos(
       ps-launch chaos --faults kill_server,partition     only these
       ps-launch chaos configs/digits.yaml --seconds 30   your own job (only its history is checked)
 
-    The same seed gives the same plan of faults: see --faults. Exit code 0 when the job ended well, every
-    sample was applied exactly once, and its history keeps every promise; else 1.
+    The same seed gives the same plan of faults. The exit code is 0 if the job ended without an error, every
+    sample was applied exactly once, and its history keeps every guarantee. Otherwise it is 1.
     """
     from .trial import TRANSPORTS, make_trial
 
-    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # a drill does not belong in the run store
+    os.environ.setdefault("PS_OUTPUT__STORE", "false")  # the run store does not record drills
     if not sys.platform.startswith("linux"):
-        raise UsageError("faults are injected with what Linux has (/proc, pidfd)", fix="run it on Linux")
+        raise UsageError("injecting faults needs Linux (/proc, pidfd)", fix="run it on Linux")
     kinds = check_kinds(faults, shards)
     if transport not in TRANSPORTS:
-        raise UsageError(f"--transport {transport}: there are {', '.join(TRANSPORTS)}")
+        raise UsageError(f"--transport {transport}: the transports are {', '.join(TRANSPORTS)}")
     chosen = {"run.workers": workers, "run.mode": mode, "worker.transports": TRANSPORTS[transport]}
     if shards > 1:
         chosen["server.shards"] = shards
     make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed)
-    make(folder=Path(), kinds=kinds)  # raises for mistakes before it does anything
+    make(folder=Path(), kinds=kinds)  # raises UsageError before anything starts
     trial = make(folder=_folder(keep), kinds=_possible(kinds))
     command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
     command += f" --mode {mode} --transport {transport}" + (f" --shards {shards}" if shards > 1 else "")

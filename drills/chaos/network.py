@@ -1,6 +1,6 @@
 """A network namespace for the job, in which packets can be dropped without disturbing the machine.
 
-The calling process moves into it with everything that it starts later. The namespace ends with them.
+The calling process moves into the namespace. All processes that it starts later are in it. It ends with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CLONE_NEWNET = 0x40000000  # linux/sched.h
 def why_no_drops() -> str | None:
     """Returns why packets cannot be dropped here, None if they can."""
     if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
+        return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "a network namespace needs root"
     missing = [program for program in ("ip", "iptables") if shutil.which(program) is None]

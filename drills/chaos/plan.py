@@ -1,27 +1,27 @@
-"""Plans which fault happens when to whom: the same for the same seed. Pure.
+"""Plans the faults of a drill: kind, time and target. The same seed gives the same plan. Pure.
 
     kill_worker       SIGKILL; the launcher starts it again
     kill_server       SIGKILL; it restarts from its newest snapshot
     freeze_worker     SIGSTOP for less or for more than the lease, then SIGCONT
-    freeze_server     the same for the server; it may not release a worker because of it
-    partition         one worker, or all, and the server do not hear each other, for less or more than the lease
-    lose_replies      one worker is heard and hears nothing, and then its connections are reset
+    freeze_server     the same for the server, which must not release a worker because of it
+    partition         no data passes between the server and one worker, or all, for less or more than the lease
+    lose_replies      the server receives from one worker, but its replies are lost; then a reset
     reset             the connections of one worker are reset
-    cut               they are reset in the middle of the next bytes from the worker
-    slow              every piece of data takes a while longer, both ways, for everybody
-    loss              some pieces wait as long as TCP takes to notice a lost packet
-    drop              packets are lost (needs root, iptables and a network of its own)
+    cut               a reset in the middle of the next bytes from the worker
+    slow              data is delayed in both directions, for all workers
+    loss              some data is delayed by the retransmission timeout of TCP
+    drop              packets are lost (needs root, iptables and a network namespace)
 
 With several shards, server faults hit the coordinator, and a reset may hit only the connections to one shard. There
 are also:
 
-    kill_shard        SIGKILL of another shard; all go back to the newest common snapshot
-    freeze_shard      SIGSTOP of it for less or for more than the lease, then SIGCONT
-    reset_link        its connection to the coordinator is reset; what it missed is sent again
-    part_link         the same, and none is made again for less than the lease, or for more
-    full_disk         it cannot write its snapshots for a while
+    kill_shard        SIGKILL of another shard; all shards go back to the newest common snapshot
+    freeze_shard      SIGSTOP of a shard for less or for more than the lease, then SIGCONT
+    reset_link        a shard's connection to the coordinator is reset; missed messages are sent again
+    part_link         the same, without a reconnection for less or more than the lease
+    full_disk         a shard cannot write its snapshots for a while
 
-Kinds come from a shuffled deck, deck after deck, so that a minute has all of them.
+The plan shuffles all kinds again and again, so that each minute has all of them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ OF_SHARDS = ("kill_shard", "freeze_shard", "reset_link", "part_link", "full_disk
 ALL_KINDS = (*KINDS, *OF_SHARDS)
 _OF_ONE_WORKER = frozenset({"kill_worker", "freeze_worker", "lose_replies", "reset", "cut"})
 _AT_ONCE = frozenset({"kill_worker", "kill_server", "reset", "cut", "kill_shard", "reset_link"})
-_LASTING = frozenset({"freeze_worker", "freeze_server", "partition", "freeze_shard", "part_link"})  # against the lease
-# Per deck: what a run must survive most often.
+_LASTING = frozenset({"freeze_worker", "freeze_server", "partition", "freeze_shard", "part_link"})  # in leases
+# How often each shuffle contains a kind, where not once: a run must survive these kinds most often.
 _PER_DECK = {"kill_worker": 2, "kill_server": 2, "freeze_worker": 2, "partition": 2, "kill_shard": 2}
 
-_SHARE_OF_ALL = 0.25  # of the partitions: everybody's
-_MEAN_GAP_LEASES = 0.8  # seconds between two faults, in leases: they overlap now and then
+_SHARE_OF_ALL = 0.25  # share of the partitions that affect all workers
+_MEAN_GAP_LEASES = 0.8  # time between two faults, in leases; faults sometimes overlap
 
 
 class Fault(NamedTuple):
-    """One fault. `at_s`: since the first snapshot. `rank`: the worker, None: the server, or everybody. `for_s`: 0 for a
-    momentary one. `shard`: the one that it hits, or whose connections."""
+    """One fault. `at_s`: since the first snapshot. `rank`: the worker; None: the server, or all workers. `for_s`: its
+    duration, 0 for a momentary fault. `shard`: the shard that it hits, or whose connections it hits."""
 
     at_s: float
     kind: str
@@ -111,7 +111,7 @@ def _fault(chance: random.Random, at_s: float, kind: str, num_workers: int, leas
         rank = None
     if kind in _AT_ONCE:
         return Fault(at_s, kind, rank)
-    if kind in _LASTING:  # clearly shorter or clearly longer: in between either may happen
+    if kind in _LASTING:  # clearly shorter or longer than the lease, because near the lease the outcome is random
         leases = chance.choice([chance.uniform(0.1, 0.6), chance.uniform(1.3, 2.0)])
     else:
         leases = chance.uniform(0.3, 0.8)
@@ -119,7 +119,7 @@ def _fault(chance: random.Random, at_s: float, kind: str, num_workers: int, leas
 
 
 def _at_a_shard(chance: random.Random, fault: Fault, num_shards: int) -> Fault:
-    """Returns the fault at a random shard, where its kind has one."""
+    """Returns the fault with a random shard, if its kind hits shards."""
     if fault.kind in OF_SHARDS:
         return fault._replace(shard=chance.randrange(1, num_shards))
     if fault.kind == "reset":

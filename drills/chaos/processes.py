@@ -1,6 +1,6 @@
 """Finds the processes of a running job, and the owner of a connection, in /proc (Linux).
 
-The job's log would show a process too late to be hit in the moment it starts.
+The job's log is too late to hit a process in the moment of its start.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _open_files(pid: int) -> set[str]:
 
 
 class Handle:
-    """Signals a process, never a later one with the same pid."""
+    """Signals a process, never a later process with the same pid."""
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)

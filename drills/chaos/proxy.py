@@ -1,12 +1,12 @@
 """A controlled network for a job: an HTTP proxy that tunnels (CONNECT).
 
-gRPC uses it when `grpc_proxy` is in the environment, so neither the processes nor the launcher know of it. Faults of
-the connections that a process has made (a worker, or a shard to the coordinator):
+gRPC uses it when `grpc_proxy` is in the environment, so the processes and the launcher need no change. It injects
+faults into the connections of a process (of a worker, or of a shard to the coordinator):
 
-    block, unblock        nothing gets through, in one direction or both; new connections hang as well
+    block, unblock        no data passes, in one direction or both; new connections hang too
     reset                 both ends get a TCP reset
-    cut                   reset after so many more bytes from the process
-    num_slow, num_lossy   every piece takes longer; some wait as for a lost packet
+    cut                   reset after a number of bytes from the process
+    num_slow, num_lossy   all data is delayed; some data is delayed as after a lost packet
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 16
 _HEAD_TIMEOUT_S = 10.0
 _DELAY_S = 0.02
 _STALL_SHARE = 0.05
-_RETRANSMIT_S = 0.2  # what TCP waits at least before it sends a lost packet again (Linux)
+_RETRANSMIT_S = 0.2  # minimum retransmission timeout of TCP (Linux)
 UP, DOWN = "up", "down"  # from the process that has connected, to it
 
 
@@ -53,8 +53,8 @@ class Network:
     def __init__(self, child_of: Callable[[int], Child | None], seed: int) -> None:
         self.address = ""
         self.num_bytes = 0
-        self.num_slow = 0  # how many faults make every piece take longer
-        self.num_lossy = 0  # and how many make some wait
+        self.num_slow = 0  # number of active faults that delay all data
+        self.num_lossy = 0  # number of active faults that delay some data
         self._child_of = child_of
         self._chance = random.Random(seed)
         self._links: set[_Link] = set()
@@ -111,7 +111,7 @@ class Network:
         try:
             await self._tunnel(link, reader)
         except (OSError, EOFError, ValueError, TimeoutError, asyncio.LimitOverrunError):
-            pass  # either end is gone, or does not speak HTTP
+            pass  # either end is closed, or does not speak HTTP
         finally:
             link.reset()
             self._links.discard(link)

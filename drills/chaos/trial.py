@@ -1,7 +1,7 @@
 """One run under chaos: its settings, and three proofs that it lost nothing and applied nothing twice.
 
-The proofs: the weights of the task `ledger` (each sample applied exactly once), the history (`ps-launch check`), and
-the job's exit code, where no process ended without being killed.
+The proofs are the weights of the task `ledger` (each sample applied exactly once), the history (`ps-launch check`),
+and the job's exit code. No process may end without being killed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TRANSPORTS = {"direct": "[direct, grpc]", "grpc": "[grpc]", "shared": "[shared, 
 _LEDGER = "ledger"
 _BATCH_SIZE = 4
 _STEP_S = 0.05  # computing time of a step; more in a long run
-_MAX_STEPS = 6000  # an epoch has a sample for each, and the model a weight for each sample
+_MAX_STEPS = 6000  # limit, because an epoch has a sample for each step and the model a weight for each sample
 _EXCHANGE_S = 0.02  # estimate, on a busy machine
-_BUSY_SHARE = 0.7  # of the time; faults cost the rest
+_BUSY_SHARE = 0.7  # share of the time for training; faults cost the rest
 _RETURN_S = 6.0  # at the end of the run without faults, so that every process is back
 _PADDING_BYTES = 200_000
 _LEASE_S = 2.0
-_SPARE_RESTARTS = 3  # of each process, beside one for each time it is killed
+_SPARE_RESTARTS = 3  # restarts of each process beyond its kills
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def make_trial(
     resolved = load_config(config_path, {}, [*_as_sets(settings), *sets], environ)
     config, run = resolved.config, resolved.config.run
     for key in resolved.unread([run.mode]):
-        settings.pop(key, None)  # meant for another mode
+        settings.pop(key, None)  # an option of another mode
     num_workers, steps = run.workers or 1, run.task_steps or 1
     if config.task.name == _LEDGER:
         samples = num_workers * steps * run.batch_size
@@ -109,7 +109,7 @@ def _as_sets(settings: dict[str, Any]) -> list[str]:
 def judge(ending: Ending, trial: Trial) -> list[str]:
     """Print the verdict on history and weights. Returns the failures as sentences."""
     folder = trial.setup.folder
-    failures = [f"nobody killed it: {reason}" for reason in ending.unexpected]
+    failures = [f"ended without being killed: {reason}" for reason in ending.unexpected]
     if ending.exit_code is None:
         failures.append(ending.hang or "the job did not end")
     elif ending.exit_code:
@@ -120,7 +120,7 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
         return [*failures, "there is no history"]
     verdict = check_paths([str(history)], [trial.config.run.mode])
     show(verdict)
-    if not verdict.is_good or verdict.deleted:  # nobody deletes any here
+    if not verdict.is_good or verdict.deleted:  # this drill deletes no snapshots
         failures.append(f"its history: {describe(verdict)}")
     if trial.config.task.name == _LEDGER and ending.exit_code == 0:
         account = _audit(trial, verdict)
@@ -130,7 +130,7 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
 
 
 def _tracebacks(log: Path) -> list[str]:
-    """Returns the tracebacks as a failure: under every fault, a process ends with a sentence."""
+    """Returns the tracebacks as a failure, because a process must end with a sentence under every fault."""
     if not log.exists():
         return []
     count = log.read_text(encoding="utf-8", errors="replace").count("Traceback (most recent call last)")
@@ -143,7 +143,7 @@ def _audit(trial: Trial, verdict: Verdict) -> Account:
     epoch = Epoch(
         run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
     )
-    # Where paces differ, some contributions have fewer steps.
+    # If the workers' paces differ, some contributions have fewer steps.
     samples = [verdict.samples.get(contribution, 0) for contribution in verdict.lineage.contributions()]
     weights = trial.setup.folder / "weights.safetensors"
     return audit(weights, epoch, verdict.lineage, sum(samples) if mode.may_scale else None)

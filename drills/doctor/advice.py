@@ -1,8 +1,8 @@
 """Turns measured machines and links into advice: problems, the speed of each mode, sentences.
 
-The simulator (`paramserver/simulate`) foresees steps a second: the real rules of each mode, with the measured computing
-time and link. Local steps follow from one formula: an exchange of E seconds takes at most 20 % of the time where
-K >= 4 E / C, with C seconds of computing in a step.
+The simulator (`paramserver/simulate`) predicts steps per second from the real rules of each mode, the measured
+computing time and the measured link. The number of local steps K follows from one formula: an exchange of E seconds
+takes at most 20 % of the time if K >= 4 E / C, with C seconds of computing in a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES_THE_SAME = ("program", "torch", "python")
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. `level`: ok, warn or fail; `fix`: empty where nothing is to do."""
+    """One finding. `level`: ok, warn or fail; `fix`: empty if no action is needed."""
 
     level: str
     text: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The foreseen speed of all workers together."""
+    """The predicted speed of all workers together."""
 
     mode: str
     codec: str
@@ -52,7 +52,7 @@ class Foreseen:
 
 
 def checks(measured: Measured) -> list[Finding]:
-    """Returns what would fail a run on these machines, or slow it down."""
+    """Returns the problems that would fail a run on these machines or slow it down."""
     machines = measured.machines
     found = list(_differing(machines))
     for rank, item in sorted(machines.items()):
@@ -63,7 +63,7 @@ def checks(measured: Measured) -> list[Finding]:
         item = measured.server
         found += _of_machine(f"server ({item['host']})", item, measured.megabytes, item["arrived"] - item["time"])
     if "TLS" not in measured.security and len({machine["host"] for machine in machines.values()}) > 1:
-        message = "what machines exchange can be read and changed on the way: no TLS"
+        message = "the connections have no TLS: others can read and change the data"
         found.append(Finding("warn", message, "ps-certs init, see docs/running.md"))
     found = found or [Finding("ok", f"{len(machines)} workers, all with the same versions")]
     return found + [
@@ -78,7 +78,7 @@ def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:
         if len(set(of.values())) > 1:
             values = ", ".join(f"worker {rank} {value}" for rank, value in of.items())
             level = "fail" if name == "program" else "warn"
-            yield Finding(level, f"versions of {name} differ: {values}", "install the same everywhere")
+            yield Finding(level, f"versions of {name} differ: {values}", "install the same version everywhere")
 
 
 def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:
@@ -90,24 +90,24 @@ def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: floa
     )
     problems = (
         (item["free_memory"] < memory, "fail",
-         f"{item['free_memory'] / 1e9:.1f} GB of memory are free, {memory / 1e9:.1f} are needed",
-         "another machine, or --shards and a smaller model"),
+         f"{item['free_memory'] / 1e9:.1f} GB of memory are free, but {memory / 1e9:.1f} GB are needed",
+         "use another machine, or --shards and a smaller model"),
         (item["free_disk"] < disk, "warn", f"{item['free_disk'] / 1e9:.1f} GB of disk are free in {folder}",
-         "snapshots need ten times the model; or write them elsewhere (--checkpoint-dir)"),
+         "snapshots need ten times the model: free space, or write elsewhere (--checkpoint-dir)"),
         (fsync_s < 0, "warn", f"nothing can be written in {folder}", "start it elsewhere (workdir)"),
-        (fsync_s > 0.1, "warn", f"a MiB takes {fsync_s:.2f} s to be on the disk",
-         "fewer snapshots (--checkpoint-every), or on another disk"),
-        (item["files"] < 1024, "warn", f"{item['files']} open files are possible", "ulimit -n 65536"),
+        (fsync_s > 0.1, "warn", f"writing a MiB to the disk takes {fsync_s:.2f} s",
+         "take fewer snapshots (--checkpoint-every), or use another disk"),
+        (item["files"] < 1024, "warn", f"{item['files']} open files are the limit", "ulimit -n 65536"),
         (abs(behind_s) > 2.0, "warn", f"its clock differs by {behind_s:+.1f} s",
-         "only times in logs depend on it; chrony or ntpd correct it"),
+         "only times in logs depend on it; correct it with chrony or ntpd"),
         (item["load"] > 1.5 * item["cores"], "warn", f"load {item['load']:.1f} on {item['cores']} cores",
-         "other programs slow it down: it will be the straggler, see ssp and async"),
+         "other programs slow this machine down: stop them, or use ssp or async"),
     )  # fmt: skip
     return [Finding(level, f"{who}: {text}", fix) for is_found, level, text, fix in problems if is_found]
 
 
 def typical(links: Sequence[Link]) -> Link:
-    """Returns one link for all workers while all exchange: medians of their best transports."""
+    """Returns one link that stands for all workers while all exchange: medians of their best transports."""
     up, down = median(link.up / link.together for link in links), median(link.down / link.together for link in links)
     return Link(-1, links[0].transport, up, down, median(link.exchange_s * link.together for link in links))
 
@@ -120,7 +120,7 @@ def best_links(measured: Measured) -> list[Link]:
 def local_steps_for(exchange_s: float, compute_s: float) -> int:
     """Returns the fewest local steps with which exchanges take at most a fifth of the time."""
     if compute_s <= 0:
-        raise UsageError("a training step takes no time", fix="--compute 100ms")
+        raise UsageError("the time of a training step must be positive", fix="--compute 100ms")
     return max(1, math.ceil(exchange_s * (1 - _SHARE) / _SHARE / compute_s - 1e-9))
 
 
@@ -128,7 +128,7 @@ def foresee(
     config: str | None, num_workers: int, megabytes: float, compute_s: float, link: Link, trip_s: float,
     sets: Sequence[str] = (),
 ) -> list[Foreseen]:  # fmt: skip
-    """Returns every mode with every codec; local steps are chosen so that exchanges take a fifth of the time."""
+    """Returns every mode with every codec; exchanges with local steps take a fifth of the time."""
     machines = Flags(
         megabytes=megabytes, compute=f"{compute_s * 1e3:.4f}ms", jitter=0.0, latency=f"{trip_s * 1e3:.4f}ms",
         bandwidth=f"{link.down * 8 / 1e6:.4f}mbit/{link.up * 8 / 1e6:.4f}mbit", fold="0ms", step="0ms",
@@ -164,7 +164,7 @@ def _foreseen(
 def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s: float, megabytes: float) -> list[str]:
     """Returns the advice as sentences."""
     exchange_s = trip_s + megabytes * 1e6 * (1 / link.up + 1 / link.down)
-    rate = f"{link.up * 8 / 1e6:,.0f} Mbit/s up, {link.down * 8 / 1e6:,.0f} down, {trip_s * 1e3:.1f} ms there and back"
+    rate = f"{link.up * 8 / 1e6:,.0f} Mbit/s up, {link.down * 8 / 1e6:,.0f} down, {trip_s * 1e3:.1f} ms round trip"
     lines = [
         f"A step computes for {compute_s * 1e3:,.1f} ms; {megabytes:.3g} MB go up and come back in "
         f"{exchange_s * 1e3:,.1f} ms ({rate})."
@@ -172,7 +172,7 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
     every_step = [item for item in foreseen if item.local_steps == 1 and item.of_ideal >= _GOOD]
     if any(item.codec == "raw" for item in every_step):
         lines.append(
-            f"This link carries raw gradients of every step: {_named(every_step, 'raw')} compute {_GOOD:.0%} of the "
+            f"Raw gradients of every step fit this link: {_named(every_step, 'raw')} compute {_GOOD:.0%} of the "
             "time or more. Equal machines: sync; unequal ones: ssp or async."
         )
     elif every_step:
@@ -193,16 +193,16 @@ def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s
         f"First try: --mode {best.mode}"
         + (f" --local-steps {best.local_steps}" if best.local_steps > 1 else "")
         + (f" --set worker.codec={best.codec} --set worker.reply_codec={best.codec}" if best.codec != "raw" else "")
-        + f": about {best.steps_per_s:,.1f} steps a second of all workers, who compute {best.of_ideal:.0%} of the time."
+        + f": about {best.steps_per_s:,.1f} steps per second in all; workers compute {best.of_ideal:.0%} of the time."
     )
     return lines
 
 
 def first_try(foreseen: Sequence[Foreseen]) -> Foreseen:
-    """Returns the best choice: the least lossy that computes enough with gradients of every step.
+    """Returns the best choice: the least lossy codec with which gradients of every step leave enough time to compute.
 
-    Otherwise the fewest local steps, because a codec costs less than they do (claims N5 and N7), preferably in a mode
-    that sends differences (N6); otherwise the fastest.
+    If there is none, it takes the fewest local steps, because a codec costs less than local steps do (claims N5 and
+    N7). It prefers modes that send differences (N6). If that fails too, it takes the fastest choice.
     """
     good = [item for item in foreseen if item.of_ideal >= _GOOD - _MARGIN]
     if every_step := [foreseen for foreseen in good if foreseen.local_steps == 1]:

@@ -23,9 +23,9 @@ def doctor(
     megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; default: the task's.")] = None,
     compute: Annotated[str | None, typer.Option(metavar="TIME", help="Time of a step; default: measured.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a worker's turn with each transport.")] = 0.3,
-    budget: Annotated[float, typer.Option(min=1, metavar="S", help="Stop measuring after so long.")] = 40.0,
+    budget: Annotated[float, typer.Option(min=1, metavar="S", help="Time limit for measuring.")] = 40.0,
     transports: Annotated[str, typer.Option(metavar="NAME,...", help="Measure only these.")] = ",".join(TRANSPORTS),
-    verify: Annotated[bool, typer.Option("--verify", help="Also run each mode for a moment, and compare.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Also run each mode briefly, and compare.")] = False,
     pipeline: Annotated[bool, typer.Option("--pipeline", help="Measure stages of a pipeline instead.")] = False,
     regions: Annotated[bool, typer.Option("--regions", help="Find regions of close hosts instead.")] = False,
     num_regions: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of regions.")] = None,
@@ -48,10 +48,9 @@ def doctor(
       ps-launch doctor --hosts hosts.yaml --regions --num-regions 2 --write
                                                        two regions, written into the hosts file
 
-    Real processes exchange real frames: the model over each transport, the way up alone and both ways,
-    round by round until three rounds agree within 5 %, or until --budget seconds are over. Ctrl-C shows
-    what has been measured so far (exit code 130). Nothing is saved. Exit code 1 when something would fail
-    a run.
+    Real processes exchange real frames. Each round sends the model over each transport, up alone and both
+    ways. Measuring ends when three rounds agree within 5 %, or after --budget seconds. Ctrl-C shows the
+    results so far (exit code 130). Nothing is saved. The exit code is 1 if a run would fail here.
     """
     from ...simulate.machines.units import seconds as parsed
     from .run import Request, examine, examine_stages
@@ -66,15 +65,15 @@ def doctor(
     chosen = [name.strip() for name in transports.split(",")]
     unknown = [name for name in chosen if name not in TRANSPORTS]
     raise_first(
-        (compute_s is not None and compute_s <= 0, f"flag --compute: {compute}: a step takes some time",
+        (compute_s is not None and compute_s <= 0, f"flag --compute: {compute}: the time of a step must be positive",
          "--compute 100ms"),
         (unknown, f"flag --transports: there is no transport '{next(iter(unknown), '')}'",
          f"known: {', '.join(TRANSPORTS)}"),
         (config is None and (megabytes is None or compute_s is None),
-         "neither a CONFIG nor its contents are given: the model's size and a step's time",
+         "the model's size and the time of a step are unknown: no CONFIG is given",
          "ps-launch doctor configs/digits.yaml, or --mb 400 --compute 250ms"),
         (verify and (config is None or megabytes is not None or compute_s is not None),
-         "flag --verify: a size and a time are nothing that could be run", "give a CONFIG alone; its task is run"),
+         "flag --verify needs a task to run, not a size and a time", "give only a CONFIG with the task"),
     )  # fmt: skip
     if pipeline:
         return examine_stages(config, sets or [], as_json)

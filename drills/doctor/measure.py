@@ -24,10 +24,10 @@ TRANSPORTS = ("shared", "direct", "grpc")
 TINY_MB = 256 / 1e6
 _MARK = "PROBE "
 _STEPS = "100000000"  # the doctor ends the probe
-_PULL_EVERY = 2  # contributions: one goes up alone, the next both ways
+_PULL_EVERY = 2  # contributions: one upload alone, then one exchange in both directions
 _MAX_ROUNDS = 1_000
-_END_S = 10.0  # for a launcher to end what it started
-_JOIN_S = 300.0  # for a probe to send its model: a busy machine loads torch for more than the default of 30 s
+_END_S = 10.0  # time for a launcher to end its processes
+_JOIN_S = 300.0  # limit for a probe to send its model: a busy machine loads torch for more than the default of 30 s
 
 
 @dataclass
@@ -51,11 +51,11 @@ class Measured:
 
     megabytes: float
     machines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
-    clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine's, an upper bound; by rank
+    clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine, an upper bound; by rank
     round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
     links: list[Link] = field(default_factory=list)
     refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, transport and reason
-    server: dict[str, Any] = field(default_factory=dict)  # its machine, where it has no worker
+    server: dict[str, Any] = field(default_factory=dict)  # its machine, if no worker runs there
     security: str = "none"  # of the connections, as in the server's log: `mutual TLS, token`
     compute_s: float = 0.0  # of a training step of the task; 0: not measured
     ended: str = ""  # why measuring ended, a sentence
@@ -172,7 +172,7 @@ class Measurements:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that all workers have finished."""
+        """Returns the number of rounds that all workers have finished."""
         found = [len(messages) for messages in self._together.values()]
         return min(found) if len(found) == self._num_workers else 0
 
@@ -182,7 +182,7 @@ class Measurements:
 
     @property
     def measured(self) -> Measured:
-        """Medians of all rounds, also of an incomplete one."""
+        """Returns medians over all rounds, including an incomplete round."""
         first = next(iter(self._machines.values()), {})
         found = Measured(first.get("bytes", 0) / 1e6, dict(sorted(self._machines.items())), security=self.security)
         found.compute_s = median([machine["compute_s"] or 0.0 for machine in self._machines.values()] or [0.0])
@@ -198,7 +198,7 @@ class Measurements:
     def _link(self, rank: int, transport: str, turns: list[dict[str, Any]], found: Measured) -> Link:
         up_s, both_s = median(turn["up_s"] for turn in turns), median(turn["both_s"] for turn in turns)
         num_bytes, trip_s = found.machines[rank]["bytes"], found.round_trips[rank][0]
-        # The difference of two medians may be less than their noise where weights come fast.
+        # If downloads are fast, the difference of two medians may be below their noise.
         down_s = max(0.05 * both_s, both_s - up_s)
         link = Link(rank, transport, num_bytes / max(0.05 * up_s, up_s - trip_s), num_bytes / down_s, both_s)
         together = [turn["pair_s"] for turn in self._together.get(rank, []) if turn["transport"] == transport]
@@ -212,7 +212,7 @@ def measure(
 ) -> Measured:
     """Measure round by round, until rounds agree, `max_s` are over, or Ctrl-C.
 
-    `show` gets the part (0..1) that is done, and what comes next. A transport that no worker got is left out.
+    `show` gets the finished part (0..1) and the next activity. Transports that no worker has are left out.
     """
     if plan.megabytes is not None and plan.megabytes <= 0:
         raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")

@@ -1,4 +1,4 @@
-"""Whether a task's model is worth a pipeline: its layers, its links, the cut, and the step that follows."""
+"""Measures whether a pipeline speeds up a task's model: its layers, the link, the cut, and the time of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUP = "paramserver.worker.replica_group"
 def examine_pipeline(config: Config, task: dict[str, Any], as_json: bool) -> int:
     """Measure with as many processes as a worker has (launch.group), print, and return the exit code."""
     if config.launch.group < 2:
-        message = "flag --pipeline: launch.group is 1, and the stages of a pipeline are the processes of a worker"
+        message = "flag --pipeline: launch.group is 1, but a pipeline needs several processes in a worker"
         raise UsageError(message, fix="--set launch.group=2")
     plan = {"task": task, "batch_size": config.run.batch_size, "worker": config.worker.model_dump(mode="json")}
     script = str(Path(__file__).with_name("stages.py"))
@@ -36,25 +36,28 @@ def examine_pipeline(config: Config, task: dict[str, Any], as_json: bool) -> int
 
 
 def expected_s(found: dict[str, Any]) -> float:
-    """Of a step: M + S - 1 turns of the slowest stage, each at least as long as a message both ways takes."""
+    """Returns the expected seconds of a step: M + S - 1 turns of the slowest stage.
+
+    A turn takes at least as long as one message in each direction.
+    """
     turn_s = max(max(found["stage_s"]), 2 * found["link_s"])
     wait = (len(found["stage_s"]) - 1) * (found["bubble"] > 0)
     return float((found["microbatches"] + wait) * turn_s)
 
 
 def sentences(found: dict[str, Any]) -> list[str]:
-    """What the measurement says."""
+    """Returns the results of the measurement as sentences."""
     times = " + ".join(f"{1000 * item:.1f}" for item in found["stage_s"])
     mb, counts = found["border_bytes"] / 1e6, " + ".join(map(str, found["counts"]))
     schedule = f"With {found['microbatches']} microbatches and {found['schedule']}"
     expected, alone, measured = expected_s(found), found["alone_s"], found["measured_s"]
     lines = [
         f"The layers are cut into {counts}; a microbatch takes {times} ms in the stages.",
-        f"Between two stages {mb:.2f} MB go each way for a microbatch, in {1000 * found['link_s']:.1f} ms.",
+        f"Between two stages a microbatch sends {mb:.2f} MB in each direction, in {1000 * found['link_s']:.1f} ms.",
         f"{schedule} a process waits {found['bubble']:.0%} of a step (the bubble); more microbatches make it smaller.",
         f"A step should take {1000 * expected:.0f} ms; measured here: {1000 * measured:.0f} ms, and "
         f"{1000 * alone:.0f} ms in one process.",
     ]
     if min(expected, measured) > alone:
-        lines.append("A pipeline is slower than one process here: take it only where the model does not fit into one.")
+        lines.append("A pipeline is slower than one process here: use it only if the model is too large for one.")
     return lines

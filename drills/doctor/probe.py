@@ -2,12 +2,12 @@
 
     python probe.py PLAN         as JSON: see `Plan` in measure.py
 
-`ps-launch doctor` starts it as each worker. It repeats the same measurements round by round, and prints one line
-`PROBE {...}` for each; the doctor ends it when rounds agree.
+`ps-launch doctor` starts it as each worker. It repeats the same measurements in rounds, and prints one line
+`PROBE {...}` for each. The doctor ends it when rounds agree.
 
-In a round the workers take turns: each has the server to itself over one transport after another. Then all exchange at
-once, each over its best. The workers read from the server's status whose turn it is: in place of a loss, each
-contribution carries the number of the newest phase that its worker has finished.
+In a round the workers take turns: one worker exchanges with the server over one transport after another. Then all
+workers exchange at once, each over its best transport. Workers read the turn from the server's status: instead of a
+loss, each contribution carries the number of the last phase that its worker has finished.
 """
 
 import json
@@ -42,7 +42,7 @@ _NAMES = {"shared memory": "shared"}
 
 
 def main(plan: dict[str, Any]) -> None:
-    """Measure and print, until `rounds` are over or somebody ends this process."""
+    """Measure and print, until `rounds` are over or this process is ended."""
     config = load_config(None, {}, [], os.environ).config
     compute_s, num_bytes = (None, 0) if plan["task"] is None else of_task(plan["task"], config)
     if plan["megabytes"] is not None:
@@ -67,10 +67,10 @@ class Turns:
         self.session, self._optimizer, self._seconds = session, optimizer, seconds
         self.exchange = session._exchange
         self._status = self.exchange.shards.first.rpc.status
-        self.phase = 0  # the current one
+        self.phase = 0  # the current phase
 
     def wait(self, in_turn: bool) -> None:
-        """Wait until all have finished the earlier phases; with `in_turn`, lower ranks this one too."""
+        """Wait until all workers have finished the earlier phases; `in_turn`: lower ranks also this phase."""
         rank = self.session.rank
         while True:
             workers = read_json(self._status().status)["workers"]
@@ -80,7 +80,7 @@ class Turns:
             time.sleep(_LOOK_S)
 
     def measured(self) -> tuple[float, float, float]:
-        """Returns the median seconds of an upload alone, of an exchange both ways, and of both after each other."""
+        """Returns the median seconds of an upload alone, of an exchange in both directions, and of their sum."""
         taken: dict[bool, list[float]] = {True: [], False: []}
         self._step(self.phase)  # warm up new streams
         until = time.monotonic() + self._seconds
@@ -127,7 +127,7 @@ def one_round(turns: Turns, number: int, transports: list[str]) -> None:
             both_s=both_s, trip_s=statistics.median(trips), trip_p99_s=trips[int(0.99 * len(trips))])  # fmt: skip
     turns.wait(in_turn=False)
     turns.exchange.use_transports(tuple(dict.fromkeys((best[1], "grpc"))))
-    # Of workers on one link one may have more of it while it fetches weights, and less in between.
+    # A worker may use more of a shared link while it fetches weights, and less in between.
     say(session, "together", round=number, transport=best[1], pair_s=turns.measured()[2])
 
 
@@ -184,7 +184,7 @@ def machine() -> dict[str, object]:
 
 
 def _fsync_s() -> float:
-    """Returns the median seconds to sync a MiB in this folder; -1: nothing can be written here."""
+    """Returns the median seconds to sync a MiB in this folder; -1: the folder is not writable."""
     taken = []
     try:
         with tempfile.TemporaryFile(dir=".") as file:

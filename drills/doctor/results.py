@@ -58,7 +58,7 @@ class Report:
             style = {"ok": "green", "warn": "yellow", "fail": "red"}[check.level]
             console.print(f"{check.level}: {check.text}" + (f"; {check.fix}" if check.fix else ""), style=style)
         console.print(f"Measured {found.ended}.", style="dim", highlight=False)
-        console.print("Steps a second of all workers, by codec, and the part of the time that workers compute:")
+        console.print("Steps per second of all workers, by codec, and the share of time in which workers compute:")
         modes = Table("mode", "local steps", *advice.CODECS, box=None)
         for mode in dict.fromkeys(item.mode for item in self.foreseen):
             row = {item.codec: item for item in self.foreseen if item.mode == mode}
@@ -80,7 +80,7 @@ class Report:
 
 
 def machines_table(found: Measured) -> Table:
-    """Returns the table of machines, also of those without problems."""
+    """Returns the table of all machines, including machines without problems."""
     free = ("memory free", "disk free", "shared memory free")
     names = ("clock differs by", "cores", "load", *free, "to write 1 MiB", "open files", "GPUs", "security")
     table = Table("machine", *names, box=None)

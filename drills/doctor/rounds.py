@@ -1,4 +1,4 @@
-"""Decides when ps-launch doctor has measured enough: rounds agree, or the time is over. Pure; time is an argument."""
+"""Decides when ps-launch doctor stops: rounds agree, or the time is over. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class Rounds:
         self._rounds.append(metrics)
 
     def differ_by(self) -> float:
-        """Returns the spread of the last three rounds, or of the running medians after each of them, the smaller of
-        the two; inf for fewer rounds. The spread is relative, of the measurement where it is largest."""
+        """Returns the smaller spread: of the last three rounds, or of the running medians after each of them.
+
+        It is the largest relative spread of all measurements; inf for fewer rounds.
+        """
         if self.num < _LAST:
             return float("inf")
         medians = [

@@ -1,4 +1,4 @@
-"""The work of ps-launch doctor: it measures, foresees, and verifies."""
+"""The work of ps-launch doctor: it measures, predicts, and verifies."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def _nothing(found: Measured, wanted: Request) -> int:
         print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
         return EXIT_INTERRUPTED
     why = f": {found.refused[0][2]}" if found.refused else ""
-    raise UsageError(
-        f"no worker was given a transport of {','.join(wanted.transports)}{why}", fix="leave --transports out"
-    )
+    raise UsageError(f"no worker has a transport of {','.join(wanted.transports)}{why}", fix="leave --transports out")
 
 
 def _task(config: Config) -> dict[str, Any]:
@@ -158,7 +156,7 @@ def _verified(
 ) -> Iterator[_Verified]:
     """Yields the measured steps a second of every mode with raw and of the first mode with every codec.
 
-    They are real runs of about `seconds`, and at least three rounds.
+    Each is a real run of about `seconds`, with at least three rounds.
     """
     chosen = [item for item in foreseen if item.codec == advice.CODECS[0] or item.mode == advice.MODES[0]]
     for number, entry in enumerate(chosen):

@@ -1,4 +1,4 @@
-"""A process of a worker that measures how a task's layers make a pipeline, without a server.
+"""A process of a worker that measures a task's layers as a pipeline, without a server.
 
     python -m paramserver.worker.replica_group G stages.py PLAN     as JSON: task, batch_size, worker
 
@@ -32,7 +32,7 @@ from paramserver.worker.training.data import to_device  # noqa: E402
 from paramserver.worker.training.pipeline import Pipeline, layers_of  # noqa: E402
 from paramserver.worker.training.tasks.loading import load_task  # noqa: E402
 
-_STEPS = 5  # measured, after one that loads and allocates
+_STEPS = 5  # measured steps, after a first step that loads and allocates
 _WAIT_S = 60.0
 
 
@@ -50,7 +50,7 @@ def main(plan: dict[str, Any]) -> None:
 
     model, num = task.model().to(device), worker.microbatches or 2 * group.size
     alone_s = steps_s(Pipeline(*layers_of(model), task.loss, num), first(1)) if not group.rank else 0.0
-    group.gather([0.0])  # the others wait, and leave the cores alone
+    group.gather([0.0])  # the other processes wait, and use no cores
     stages = StagedPipeline(*layers_of(model), task.loss, group, worker, ContributionKind.GRADIENT, first)
     measured_s = steps_s(stages, first(1))
     border_bytes = max(item.nbytes for item in stages.borders(first(num))[1:-1])
@@ -63,7 +63,7 @@ def main(plan: dict[str, Any]) -> None:
 
 
 def steps_s(pipeline: Pipeline, batch: Any) -> float:
-    """The median seconds of a step."""
+    """Returns the median seconds of a step."""
     taken = []
     for _ in range(_STEPS + 1):
         pipeline.zero_grad()
@@ -74,7 +74,7 @@ def steps_s(pipeline: Pipeline, batch: Any) -> float:
 
 
 def trip_s(group: Group, num_bytes: int, device: torch.device) -> float:
-    """Seconds that so many bytes take from group rank 0 to 1."""
+    """Returns the seconds in which `num_bytes` travel from group rank 0 to 1."""
     tensor, taken = torch.empty(num_bytes, dtype=torch.uint8, device=device), []
     for _ in range(_STEPS + 1):
         began = time.perf_counter()

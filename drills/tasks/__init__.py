@@ -1,1 +1,1 @@
-"""Tasks that prove something about a run; found by name like the built-in ones (`common/registry.py`)."""
+"""Tasks that test a run. They are found by name like the built-in tasks (`common/registry.py`)."""

@@ -1,7 +1,7 @@
-"""A model that is its own account: each weight counts how often its sample was applied.
+"""A model in which each weight counts how often its sample was applied.
 
-For proofs that no contribution was lost or applied twice, whatever happened to the processes
-(`ps-launch chaos`), and a first look at what a mode does to a gradient.
+It proves that no contribution was lost or applied twice under faults (`ps-launch chaos`). It also shows how a mode
+scales a gradient.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ...worker.tasks.base import check_whole, evaluating
 
-_TOLERANCE = 1e-4  # of a mean over workers in float32, relative to one application
+_TOLERANCE = 1e-4  # error of a mean over workers in float32, relative to one application
 
 
 class LedgerModel(nn.Module):
     """`applied` (samples,): how often each sample was applied, in parts of a round where rounds are averaged.
-    `clock`: how many steps were taken, the same in all its elements."""
+    `clock`: the number of steps; all its elements are equal."""
 
     def __init__(self, num_samples: int, num_clocks: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class LedgerModel(nn.Module):
         self.clock = nn.Parameter(torch.zeros(num_clocks))
 
     def forward(self, samples: torch.Tensor) -> torch.Tensor:
-        """int64 (B,) to float32 (B,): how often these were applied."""
+        """int64 (B,) to float32 (B,): how often these samples were applied."""
         return self.applied[samples]
 
 
@@ -35,13 +35,13 @@ class Ledger:
     """Train with SGD, lr 1, no momentum, for exactly one epoch: samples = steps x workers x batch size.
 
     The gradient of a batch is -1 for each of its samples, so a contribution adds 1 to their weights: after
-    an epoch every weight is 1 in async and ssp, 1/n in sync and localsgd where n workers made the round. A
-    weight of 0 is a sample that was lost, one above 1 a sample that was applied twice. Where rounds differ
-    in n, the weights are the history's 1/n in some order, which `ps-launch chaos` compares.
+    an epoch every weight is 1 in async and ssp, 1/n in sync and localsgd with n workers in the round. A
+    weight of 0 is a lost sample. A weight above 1 is a sample that was applied twice. If n differs between
+    rounds, the weights are the history's 1/n in some order, which `ps-launch chaos` compares.
 
     `clock` makes the model larger, by `padding_bytes`, so that transfers take time. It gains exactly 1 with
-    every step, in every mode and in all of its elements. A worker that reads a model in which they differ
-    holds weights of two versions; it puts the first element further ahead, so that this is not forgotten.
+    every step, in every mode and in all of its elements. If they differ, a worker
+    has read weights of two versions. It then increases the first element, so that the final weights show it.
 
     All values are whole numbers or means of a few, so sums are exact in float32 up to 16 million steps.
     """
@@ -54,11 +54,11 @@ class Ledger:
         return LedgerModel(self._num_samples, self._num_clocks)
 
     def train_data(self) -> Dataset[Any]:
-        """Samples: their own number, int64 ()."""
+        """The dataset: each sample is its own number, int64 ()."""
         return TensorDataset(torch.arange(self._num_samples))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Always 0, with a gradient of -1: a sum and not a mean, so that the batch size does not matter."""
+        """Returns 0 with a gradient of -1. It is a sum, not a mean, so the batch size does not matter."""
         assert isinstance(model, LedgerModel)
         (samples,) = batch  # (B,)
         with torch.no_grad():
@@ -67,9 +67,12 @@ class Ledger:
         return gains.detach() - gains
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Of one epoch: samples that are `missing` and those that are `repeated` (above one application),
-        `applied` in all, the steps on the `clock`, and how far it is `torn`. `loss` is the share of the
-        samples that are missing or repeated."""
+        """Returns metrics of one epoch.
+
+        `missing` and `repeated`: numbers of samples (repeated: applied more than once). `applied`: applications in
+        all. `clock`: steps. `torn`: the largest difference in the clock. `loss`: share of samples that are missing or
+        repeated.
+        """
         assert isinstance(model, LedgerModel)
         with evaluating(model) as device:
             applied = model(torch.arange(self._num_samples, device=device))  # (samples,)

@@ -69,7 +69,7 @@ def test_weights_that_are_what_was_committed(tmp_path: Path) -> None:
     assert (account.problems, str(account)) == ([], "ledger: 12 of 12 samples were applied exactly once")
     account = audit(weights(tmp_path, [0.5] * 8 + [1.0] * 2 + [0.0] * 2, [3.0, 3.0]), SYNC, ROUNDS)
     assert account.problems == []
-    assert str(account).endswith("2 are of rounds that closed without their worker")
+    assert str(account).endswith("2 belong to rounds that closed without their worker")
 
 
 def test_rounds_of_local_steps(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_contributions_of_unequal_steps(tmp_path: Path) -> None:
     lineage = committed((0, 1, 1), (1, 1, 2), (0, 2, 3), (1, 2, 4))
     path = weights(tmp_path, [0.3] * 12, [3.0])
     assert audit(path, epoch, lineage, 12).problems == []
-    assert audit(path, epoch, lineage, 16).problems[0] == "16 samples were committed, and an epoch has 12"
+    assert audit(path, epoch, lineage, 16).problems[0] == "16 samples were committed, but an epoch has 12"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,14 @@ def test_contributions_of_unequal_steps(tmp_path: Path) -> None:
         (ASYNC, EACH, [1.0] * 10 + [0.0] * 2, 6.0, "2 samples are missing"),
         (ASYNC, EACH, [1.0] * 10 + [2.0] * 2, 6.0, "2 samples were applied more than once"),
         (ASYNC, EACH, [1.0] * 12, 7.0, "the clock shows 7 steps, committed were 6"),
-        (SYNC, ROUNDS, [0.5] * 10 + [1.0] * 2, 3.0, "2 of 12 weights are not what was committed"),
-        (SYNC, ROUNDS, [0.5] * 6 + [1.0] * 4 + [0.0] * 2, 3.0, "2 of 12 weights are not what was committed"),
+        (SYNC, ROUNDS, [0.5] * 10 + [1.0] * 2, 3.0, "2 of 12 weights differ from the committed contributions"),
+        (
+            SYNC,
+            ROUNDS,
+            [0.5] * 6 + [1.0] * 4 + [0.0] * 2,
+            3.0,
+            "2 of 12 weights differ from the committed contributions",
+        ),
     ],
 )
 def test_weights_that_are_not(
@@ -280,7 +286,7 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     chosen = {"run.workers": 1, "run.steps": 3, "run.mode": "async"}
     trial = make_trial(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
     ending = Ending(exit_code=0, unexpected=["worker 0 failed: exit code 13"])
-    assert judge(ending, trial) == ["nobody killed it: worker 0 failed: exit code 13", "there is no history"]
+    assert judge(ending, trial) == ["ended without being killed: worker 0 failed: exit code 13", "there is no history"]
     identity = {"role": "server", "rank": 0, "incarnation": 1}
     start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "seqs": {}, "source": None}
     start |= {"options": {}, "common": {}}

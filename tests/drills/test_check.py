@@ -70,7 +70,7 @@ def test_an_older_snapshot_is_a_loss_unless_the_newer_was_unusable() -> None:
     for seq in (1, 2):
         lines += [*applied(0, seq, seq, 0), op("snapshot", version=seq, seqs={"0": seq}, path=f"s{seq}")]
     lines.append(start("async", incarnation=2, version=1, seqs={"0": 1}))
-    assert "h:12: the server starts at version 1, and version 2 was in a snapshot: 1 durable contributions" in messages(
+    assert "h:12: the server starts at version 1, but version 2 was in a snapshot: 1 durable contributions" in messages(
         lines
     )
     lines[-1]["skipped"] = ["s2"]
@@ -97,7 +97,7 @@ def test_a_server_that_is_stopped_before_its_run_begins_ends_nothing() -> None:
     early, late = op("end", version=0, seqs={}, begun=False), op("end", version=0, seqs={})
     assert messages([*begun, op("end", version=1, seqs={"0": 1}), early]) == ""
     assert messages([early, *begun]) == ""
-    assert "the run ends at version 0, and version 1 was committed last" in messages([*begun, late])
+    assert "the run ends at version 0, but version 1 was committed last" in messages([*begun, late])
 
 
 def test_a_snapshot_that_the_server_could_not_mention_is_no_loss() -> None:

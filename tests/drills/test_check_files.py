@@ -21,7 +21,7 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
     assert check({"h": [*encoded(*first), beginning + again]}).is_good
     later = check({"h": [*encoded(*first), beginning + encoded(*applied(0, 1, 1, 0))[0]]})
     assert [str(problem) for problem in later.problems] == [
-        "h:4: a partial line, and then accept: only a start may follow what a killed process left"
+        "h:4: a partial line is followed by accept: only a start may follow a partial line"
     ]
     shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "seq": 1, "base_version": 0}
     assert check({"h": [*encoded(*first), beginning + encoded(shared)[0]]}).is_good
@@ -45,8 +45,8 @@ def test_a_line_of_another_form_is_named(line: Line, message: str) -> None:
 
 def test_without_a_servers_history_nothing_can_be_said() -> None:
     lines = [{"op": "end", "role": "worker", "rank": 0, "seq": 1}]
-    assert "no server has written here" in messages(lines)
-    assert "no server has written here" in "\n".join(map(str, check({}).problems))
+    assert "no file has lines of a server" in messages(lines)
+    assert "no file has lines of a server" in "\n".join(map(str, check({}).problems))
 
 
 def test_the_command(tmp_path) -> None:
