@@ -42,7 +42,7 @@ def simulate(
     megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; default: the task's.")] = None,
     compute: Annotated[str, typer.Option(metavar="TIME", help="Mean time of a training step.")] = "100ms",
     jitter: Annotated[float, typer.Option(min=0, help="Standard deviation of a step, relative to its mean.")] = 0.1,
-    speeds: Annotated[str, typer.Option(metavar="A,B,...", help="Speed factors of the ranks in turn.")] = "1",
+    speeds: Annotated[str, typer.Option(metavar="A,B,...", help="Speed factors, assigned to the ranks in turn.")] = "1",
     stragglers: Annotated[str | None, typer.Option(metavar="p=0.1,x=5", help="Slow steps: x times as long.")] = None,
     bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of each worker's link.")] = "none",
     latency: Annotated[str, typer.Option(metavar="TIME", help="Round-trip time.")] = "0ms",
@@ -52,16 +52,16 @@ def simulate(
     ] = None,
     step: Annotated[str | None, typer.Option(metavar="TIME", help="Time to make a version; default: by --mb.")] = None,
     failures: Annotated[str | None, typer.Option(metavar="mtbf=1h,back=30s", help="Failures of each worker.")] = None,
-    join_at: Annotated[str | None, typer.Option(metavar="60s:4,10min", help="When how many more workers join.")] = None,
+    join_at: Annotated[str | None, typer.Option(metavar="60s:4,10min", help="Workers that join later.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of all randomness.")] = None,
     trace: Annotated[str | None, typer.Option(metavar="HISTORY", help="A recorded run, written by --history.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Train the task: loss over virtual time.")] = False,
     baseline: Annotated[bool, typer.Option("--baseline", help="Also simulate the same work on one machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print results as JSON.")] = False,
-    report: Annotated[str | None, typer.Option(metavar="DIR", help="Also write HTML and Markdown there.")] = None,
+    report: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of an HTML report.")] = None,
     sets: SetOption = None,
 ) -> int:
-    """Simulate a run: the real rules of its mode, and workers, links and a server that you describe.
+    """Simulate a run: the real rules of its mode, with workers, links and a server that you describe.
 
     Examples
 
@@ -69,12 +69,12 @@ def simulate(
                                                        compare modes
       ps-sim configs/digits.yaml --mb 400 -n 1000 --bandwidth 500mbit/110mbit --stragglers p=0.1,x=5
                                                        1,000 home links, one step in ten takes 5 times as long
-      ps-sim configs/digits.yaml --trace history.jsonl repeat all decisions of a recorded run, and
-                                                       foresee its second half from its first
+      ps-sim configs/digits.yaml --trace history.jsonl replay all decisions of a recorded run, and
+                                                       predict its second half from its first
 
-    Times and bandwidths have units: 40ms, 100mbit, 12.5MB/s; DOWN/UP as a provider states them. All
-    workers share the server's link. Without --learn, which trains the task for real, no loss is simulated.
-    Ctrl-C shows what has been simulated so far (exit code 130).
+    Times and bandwidths have units: 40ms, 100mbit, 12.5MB/s. A bandwidth may be DOWN/UP. All workers share
+    the server's link. Only --learn, which really trains the task, shows a loss. Ctrl-C shows the results
+    so far (exit code 130).
     """
     from .plan import Flags, alone, resolve, worlds
     from .recorded.traces import read_trace
@@ -118,14 +118,14 @@ def _decides_the_same(lines: list[Line], config: Config) -> bool:
     if verdict.problem is None:
         print(f"replay: {verdict.num_decisions:,} decisions, all as recorded")
         return True
-    print(f"replay: {verdict.num_decisions:,} decisions as recorded, and then another one")
+    print(f"replay: {verdict.num_decisions:,} decisions as recorded, then a different decision")
     print(f"{verdict.problem}\n  decided now: {verdict.decided}")
-    print("  (a history does not tell that a run was stopped early, nor a mode's own state in a snapshot)")
+    print("  (a history does not record an early stop of a run, or a mode's own state in a snapshot)")
     return False
 
 
 def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -> Runs:
-    """Print how well the first half of a recorded run foresees its second; returns the runs with the fitted worlds."""
+    """Print how well the first half of a recorded run predicts its second; returns the runs with fitted worlds."""
     from ..common.reporting.report import share
     from .recorded.fit import calibrate, fitted
     from .recorded.traces import config_of, framing_of
@@ -137,12 +137,12 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
         return runs
     was, is_ = found.recorded, found.foreseen
     print(f"calibration: {found.num_workers} workers, {was.num:,} contributions of the second half by the first half")
-    print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} foreseen ({found.rate_error:+.1%})")
-    print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} foreseen")
+    print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} predicted ({found.rate_error:+.1%})")
+    print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} predicted")
     if was.num_sent and was.num_received:
         for name in ("sent", "received"):
             recorded, foreseen = (getattr(summary, f"num_{name}") for summary in (was, is_))
-            print(f"  bytes {name}: {recorded:,} recorded, {foreseen:,} foreseen ({foreseen / recorded - 1:+.3%})")
+            print(f"  bytes {name}: {recorded:,} recorded, {foreseen:,} predicted ({foreseen / recorded - 1:+.3%})")
     print(f"  staleness: distributions differ by at most {share(found.staleness_distance)}")
     chosen = []
     for config, world in runs:
@@ -150,7 +150,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
         world = fitted(found, replace(world, num_workers=num), flags.has_links)
         chosen.append((config.model_copy(update={"run": config.run.model_copy(update={"workers": num})}), world))
     if far := found.outside(chosen[0][1]):
-        print(f"  more than ten times away from what was recorded: {'; '.join(far)}")
+        print(f"  more than ten times away from the recording: {'; '.join(far)}")
     return chosen
 
 
@@ -165,7 +165,7 @@ def _compare(runs: Runs, learns: bool, has_baseline: bool, as_json: bool, report
     gc.disable()  # a simulation makes millions of small objects and no cycles
     done, is_over = _simulated(runs, learns, has_baseline)
     if is_over:
-        print(f"{PROGRAM}: ended: {len(done)} of {len(runs)} runs, the last one not to its end", file=sys.stderr)
+        print(f"{PROGRAM}: ended: {len(done)} of {len(runs)} runs, the last run is incomplete", file=sys.stderr)
     if not done:
         return EXIT_INTERRUPTED
     first = done[0][1] if has_baseline else None
@@ -181,7 +181,7 @@ def _compare(runs: Runs, learns: bool, has_baseline: bool, as_json: bool, report
     console.print()
     console.print(time_table(done))
     if late := [label for label, item in done if not all(worker.incarnation for worker in item.workers)]:
-        print(f"{', '.join(late)}: over before all workers of --join-at joined")
+        print(f"{', '.join(late)}: ended before all workers of --join-at joined")
     for label, item in found if learns else ():
         print(f"\n{label}: loss over virtual time")
         for point in item.curve:
@@ -224,7 +224,7 @@ def _simulated(runs: Runs, learns: bool, has_baseline: bool) -> tuple[list[tuple
 
 @contextmanager
 def interrupts_noted() -> Iterator[list[int]]:
-    """The list gets the first Ctrl-C instead of an exception; a second one is a KeyboardInterrupt as usual."""
+    """Append the first Ctrl-C to the list instead of raising. A second Ctrl-C raises KeyboardInterrupt."""
     interrupts: list[int] = []
 
     def note(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Returns what to simulate, from a configuration and flags: a configuration and a world for each mode."""
+"""Returns a configuration and a world for each mode to simulate, from a configuration and flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .traffic.framing import Framing
 from .traffic.sizes import payload_sizes
 
 DEFAULT_NUM_WORKERS = 4
-MAX_WORKERS = 1_000_000  # they take some 5 GB
+MAX_WORKERS = 1_000_000  # they need about 5 GB
 _MAX_CONFIGURED = 4096  # run.workers; a simulation may have more
 _FOLD_S_PER_BYTE = 1 / 4e9  # a mean of float32 in memory, one core
 _STEP_S_PER_BYTE = 1 / 2e9  # SGD with momentum
@@ -43,7 +43,7 @@ class Flags:
 
     @property
     def of_machines(self) -> str:
-        """The first given flag about the workers' speed or presence; empty: none was given."""
+        """The first given flag about the workers' speed or presence; empty if none is given."""
         names = ("compute", "jitter", "speeds", "stragglers", "failures", "join_at")
         given = [name for name in names if getattr(self, name) != getattr(Flags, name)]
         return "--" + given[0].replace("_", "-") if given else ""
@@ -75,16 +75,16 @@ def resolve(
     raise_first(
         (config.run.task_steps is None,
          f"run.epochs is {epochs}: the number of steps depends on the data, which is not simulated",
-         "say how many training steps: --steps 500"),
+         "give the number of training steps: --steps 500"),
         (config.run.ends_by_metrics, "run.stop_when and run.patience end a run by its loss, and no loss is simulated",
-         "leave them out, and say how many training steps: --steps 500"),
+         "leave them out, and give the number of training steps: --steps 500"),
         (overlap, f"policy.overlap_steps is {overlap}: replies in the middle of local steps are not simulated",
          "leave it out"),
         ((fragments or 1) > 1, f"policy.fragments is {fragments}: contributions of a part of the model are not "
          "simulated", "--set policy.fragments=1, or the size of a part as --mb"),
         (config.server.shards > 1, f"server.shards is {config.server.shards}: a simulation has one server",
          "--set server.shards=1, and the bandwidth of all shards together as --server-bandwidth"),
-        ((workers or 0) > MAX_WORKERS, f"flag --workers: {workers:,} workers, and {MAX_WORKERS:,} are the most"
+        ((workers or 0) > MAX_WORKERS, f"flag --workers: {workers:,} workers are more than the limit of {MAX_WORKERS:,}"
          if workers else "", "fewer"),
     )  # fmt: skip
     found = []
@@ -121,7 +121,7 @@ def worlds(configs: list[Config], flags: Flags) -> list[tuple[Config, World]]:
 def alone(config: Config, world: World) -> tuple[Config, World]:
     """Returns the same work on the fastest of these machines, without links and failures.
 
-    It takes as many training steps, each on the batches of all workers, one after another.
+    It takes as many training steps as the run. Each step computes the batches of all workers in sequence.
     """
     num, run = world.num_workers, config.run
     alone_run = run.model_copy(update={"mode": "sync", "workers": 1, "batch_size": run.batch_size * num})
@@ -173,7 +173,7 @@ def _world(config: Config, flags: Flags) -> World:
         joins_at=joins_at,
     )
     raise_first(
-        (world.compute_s <= 0, "flag --compute: a training step takes time", "e.g. --compute 100ms"),
+        (world.compute_s <= 0, "flag --compute: the time of a training step must be positive", "e.g. --compute 100ms"),
         (world.mtbf_s < world.compute_s, f"flag --failures: a worker that fails every {failures.get('mtbf')} hardly "
          f"ever ends a step of {flags.compute}", f"mtbf of at least {flags.compute}"),
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Simulated runs that train for real."""
+"""Simulated runs that really train a task."""

@@ -1,7 +1,7 @@
 """Encodes payloads in a codec both ways, as a transport would, with error feedback and the shared reference.
 
-Up, it is the worker's `Encoding`, with the outcome of each contribution. Down, it is the server's `References`: a
-worker with a reply has the newest reference, whatever differences have led it there.
+Uploads use the worker's `Encoding`, with the outcome of each contribution. Replies use the server's `References`: after
+a reply a worker has the newest reference, so the sequence of differences does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> N
 
 
 class Up:
-    """The encoding of one process's contributions. Payloads are uint8 [exchange_bytes]."""
+    """Encodes the contributions of one process. Payloads are uint8 [exchange_bytes]."""
 
     def __init__(self, config: Config, layout: Layout, optimizer: OptimizerSpec) -> None:
         self._layout = layout
@@ -42,7 +42,7 @@ class Up:
         self._encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
 
     def sent(self, stretch: Stretch, version: int) -> torch.Tensor:
-        """Returns the contribution as the server decodes it; it was computed on the weights of `version`."""
+        """Returns the contribution as the server decodes it. `version`: the weights on which it was computed."""
         self._encoding.ready(version)
         self._stretch = stretch
         encoded = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
@@ -84,7 +84,7 @@ class Down:
             return self._kept(*self._newest)
         layout = model.store.layout
         exact = model.store.weights[: layout.exchange_bytes].clone()
-        if not is_start and not codec.is_identity:  # a START is as it is
+        if not is_start and not codec.is_identity:  # a START is not encoded
             take_payload(
                 codec, codec.decoder(layout), layout, begin_payload(codec, codec.encoder(layout), layout, exact), exact
             )

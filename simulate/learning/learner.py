@@ -1,7 +1,7 @@
 """Real training under the virtual clock: the workers' computing and the server's steps.
 
-Gradients, local steps and data are those of a worker's loop; means and steps those of the engine's `Folding` and
-`Store`. The learner decides nothing and reads no clock: a run that learns has the events of one that does not.
+The learner uses the gradients, local steps and data of a worker's loop, and the engine's `Folding` and `Store`. It
+makes no decisions and reads no clock, so a run has the same events with and without it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Rank:
     division: tuple[int, int] = (1, 0)
     payload: torch.Tensor | None = None  # computed
     without: frozenset[str] = frozenset()  # a gradient
-    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # payload and without, on their way
+    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # payloads in transit
     num_samples: int = 0
     hyperparameters: tuple[Hyperparameters, ...] | None = None
     version: int = 0  # received last
@@ -97,7 +97,7 @@ class _Rank:
 
 
 class Learner:
-    """The training of one run. Payloads are uint8 [exchange_bytes], times virtual seconds."""
+    """The training of one run. Payloads are uint8 [exchange_bytes]. Times are virtual seconds."""
 
     def __init__(self, config: Config, num_workers: int) -> None:
         """Raises UsageError for settings with which a simulation cannot learn."""
@@ -142,14 +142,14 @@ class Learner:
         if each * self._num_workers > _MAX_BYTES:
             raise UsageError(
                 f"flag --learn: {self._num_workers:,} workers of this model hold {each * self._num_workers:,} bytes, "
-                f"and {_MAX_BYTES:,} are the most",
+                f"but the limit is {_MAX_BYTES:,}",
                 fix=f"-n {_MAX_BYTES // each}, or without --learn",
             )
 
     # ---- workers -----------------------------------------------------------------------------
 
     def compute(self, rank: int, num_steps: int, step: int) -> None:
-        """Take training steps, from number `step` of the run on. `send` sends their result."""
+        """Take training steps, beginning with step `step` of the run. `send` sends their result."""
         item, machine, config = self._ranks[rank], self._ranks[rank].machine, self._config
         if not self.kind.worker_steps:
             machine.put(item.weights)
@@ -210,7 +210,7 @@ class Learner:
         if is_start:
             first = work.training_steps if start is None or start.num_batches is None else start.num_batches
             rank.batches = sharded_batches(self._shares, lambda: rank.division, first)
-        if is_start and self.kind.worker_steps:  # another process: its optimizer begins anew
+        if is_start and self.kind.worker_steps:  # a new process begins with a new optimizer
             rank.machine = _Machine(self._config, self.task)
             rank.machine.anchor = Anchor(rank.machine.tensors) if self.kind.holds_differences else None
         if is_start and (self._config.worker.codec != "raw" or self.kind.holds_differences):

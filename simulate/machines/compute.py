@@ -1,4 +1,4 @@
-"""How long the training steps of one simulated rank take."""
+"""The durations of training steps of one simulated rank."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ class Recorded(Compute):
         return self._pairs[(self._num - 1) % len(self._pairs)][1]
 
     def take(self, num_steps: int) -> float:
-        """Returns the seconds of a contribution; a last one with fewer steps takes less."""
+        """Returns the seconds of a contribution. A last contribution with fewer steps takes less."""
         self._num, self._most = self._num + 1, max(self._most, num_steps)
         return self._pairs[(self._num - 1) % len(self._pairs)][0] * num_steps / self._most

@@ -1,8 +1,8 @@
-"""A link that many transfers share: max-min fair, each no faster than its own end allows. Pure.
+"""A link that many transfers share with max-min fairness. Each transfer also has its own limit. Pure.
 
 A fluid model: bytes flow at rates that change only when a transfer begins or ends. Transfers with the same limit have
-the same rate. One number, the bytes that each of them has received so far, stands for all of them. A heap, ordered by
-the number at which each ends, gives the next end: O(log N) for each begin and end, plus one step for each limit.
+the same rate. So one number, the bytes that each of them has received so far, describes them all. A heap, ordered
+by this number at the end of each transfer, gives the next end. A begin or end costs O(log N), plus one step per limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Class(Generic[Key]):
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.given = 0.0  # bytes, to each that has been here all the time
+        self.given = 0.0  # bytes received by a transfer that was here from the start
         self.rate = 0.0
         self.heap: list[tuple[float, int, Key]] = []
 
@@ -33,7 +33,7 @@ class Link(Generic[Key]):
         self.capacity = capacity
         self.next_end = math.inf  # when the next transfer ends, at the current rates
         self._classes: dict[float, _Class[Key]] = {}  # by limit
-        self._next: _Class[Key]  # that of the transfer that ends next
+        self._next: _Class[Key]  # limit of the transfer that ends next
         self._at = 0.0
         self._num_begun = self._num = 0  # ever, and now
 

@@ -22,7 +22,7 @@ class World:
     down: float = math.inf  # of each worker's link
     up: float = math.inf
     latency_s: float = 0.0  # there and back
-    server_down: float = math.inf  # of the server's own link, for what leaves it
+    server_down: float = math.inf  # of the server's own link, for its uploads
     server_up: float = math.inf
     fold_s: float = 0.0  # to add one contribution to a mean
     step_s: float = 0.0  # from a mean to a version

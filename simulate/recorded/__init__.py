@@ -1,1 +1,1 @@
-"""Recorded runs: replays, and what they foresee."""
+"""Replays of recorded runs, and predictions from them."""

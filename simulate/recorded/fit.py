@@ -1,10 +1,10 @@
-"""Fits computing and exchange of each rank on the first half of a recorded run, and foresees the second. Pure.
+"""Fits computing and exchange of each rank on the first half of a recorded run, and predicts the second. Pure.
 
 The time from a reply to the rank's next contribution belongs to the worker, its links and the server. The time from a
 contribution to its reply belongs to the mode, which decides in the simulation too, so it is not fitted. The fit of a
-rank is a list of pairs, seconds of computing and of the rest, which are taken in the recorded order: drift repeats,
-and so does a moment that slows all workers. The first tenth, in which processes warm up, is left out. With links from
-the user only the computing is fitted.
+rank is a list of pairs: seconds of computing, and of the rest. The simulation takes them in the recorded order, so it
+repeats drift and moments that slow all workers. The fit leaves out the first tenth, in which processes warm up. If the
+user gives links, only the computing is fitted.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Cycle(NamedTuple):
     exchange_s: float
     gate_wait_s: float
     staleness: int
-    num_steps: int = 0  # training steps; 0: the history does not say, and all have as many
+    num_steps: int = 0  # training steps; 0: not in the history, and equal for all
     number: int = 0  # of the rank
     num_sent: int = -1  # bytes of the contribution; -1: not recorded
-    num_received: int = -1  # of the reply to the one before
+    num_received: int = -1  # bytes of the reply to the contribution before
 
 
 @dataclass(frozen=True)
 class Half:
-    """Measurements of some contributions: how many a second, the part of the time that they waited for the mode."""
+    """Measurements of some contributions: their rate per second, and the share of time spent waiting."""
 
     num: int
     rate: float
@@ -57,7 +57,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How well the second half was foreseen."""
+    """The accuracy of the prediction of the second half."""
 
     num_workers: int
     before: Half  # the first half, as recorded
@@ -65,23 +65,23 @@ class Calibration:
     foreseen: Half
     world: World  # fitted
     exchange_s: float  # mean
-    extra: Extra = NOTHING  # bytes of an exchange beyond what is counted, in the first half
+    extra: Extra = NOTHING  # bytes of an exchange that the framing does not count, in the first half
 
     @property
     def rate_error(self) -> float:
-        """As a part of what was recorded."""
+        """The error of the rate, relative to the recorded rate."""
         return self.foreseen.rate / self.recorded.rate - 1
 
     @property
     def staleness_distance(self) -> float:
-        """Kolmogorov and Smirnov's: the largest difference of the distributions, 0..1."""
+        """The Kolmogorov-Smirnov statistic: the largest difference of the distributions, 0..1."""
         item, other = self.recorded.staleness, self.foreseen.staleness
         return max(
             abs(bisect_right(item, x) / len(item) - bisect_right(other, x) / len(other)) for x in {*item, *other}
         )
 
     def outside(self, world: World) -> list[str]:
-        """Returns what of a world is more than ten times away from the recording, as phrases."""
+        """Returns the properties of a world that differ from the recording by more than ten times, as phrases."""
         found = []
         if _is_far(world.num_workers, self.num_workers):
             found.append(f"{world.num_workers:,} workers, {self.num_workers} recorded")
@@ -93,14 +93,14 @@ class Calibration:
 
 
 def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = None) -> Calibration:
-    """Fit a recorded run by the server's history. Raises UsageError where the history lacks something.
+    """Fit a recorded run by the server's history. Raises UsageError if the history is incomplete.
 
-    `config`: its mode, options and length. Bytes are foreseen where their `framing` is given.
+    `config`: its mode, options and length. If `framing` is given, bytes are predicted too.
     """
     found = cycles((line.op, line["t"], line.fields) for line in lines if line.role == "server")
     middle = len(found) // 2
     if not any(cycle.compute_s for cycle in found):
-        raise UsageError("the history does not say how long was computed: an unfinished run wrote it")
+        raise UsageError("the history has no computing times, because the run did not finish")
     if config.policy.delayed_update:
         raise UsageError(
             "policy.delayed_update: a history does not separate computing from the exchange meanwhile",
@@ -109,13 +109,13 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     ranks = sorted({cycle.rank for cycle in found})
     pairs: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
     most = max(cycle.num_steps for cycle in found) or 1
-    for cycle in found[:middle]:  # as if all had as many steps: `Recorded` takes less for fewer
+    for cycle in found[:middle]:  # as if all had equal steps: `Recorded` scales a contribution with fewer steps
         pairs[cycle.rank].append((cycle.compute_s * most / (cycle.num_steps or most), cycle.exchange_s))
     few = [rank for rank in ranks if len(pairs[rank]) < _FEWEST]
     if few or ranks != list(range(len(ranks))):
         which = few[0] if few else ranks[-1]
         raise UsageError(
-            f"rank {which} has {len(pairs[which])} contributions in the first half of the history, and {_FEWEST} are "
+            f"rank {which} has {len(pairs[which])} contributions in the first half of the history, but {_FEWEST} are "
             "needed of each rank from 0 on",
             fix="record a longer run of workers that all stay",
         )
@@ -137,7 +137,7 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
 
 
 def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> Extra:
-    """What a contribution, and the reply to one, had beyond what is counted: of most of those that both have."""
+    """Returns the median bytes of a contribution and of a reply that the framing does not count."""
     counted = {(cycle.rank, cycle.number): cycle for cycle in again}
     known = [cycle for cycle in recorded if cycle.num_sent >= 0 and (cycle.rank, cycle.number) in counted]
     pairs = [(cycle, counted[cycle.rank, cycle.number]) for cycle in known]

@@ -1,14 +1,14 @@
-"""Replays a recorded run: its events go into the same run and policies, which must decide as they did. Pure.
+"""Replays a recorded run: the same events must lead the run and its policies to the same decisions. Pure.
 
-Each line of the history is either what the run says next, or an event from outside, which is made again. Where the
-history lacks something, the replay puts it where it makes no difference:
+Each line of the history is either a decision of the run or an event from outside. The replay compares decisions and
+repeats events. It inserts events that the history lacks at places where their exact time makes no difference:
 
-- A worker is a member since it offered its model: its first reply shows that, or a commit that names it.
-- A lost connection shows by the worker's return or leaving: it was lost right after the worker's last line.
-- A tick happens where the next line is a decision without another event.
+- A worker is a member once it has offered its model. Its first reply or a commit that names it shows this.
+- If a worker returns or leaves, its connection was lost right after its last line.
+- If the next line is a decision without another event, a tick happened.
 
 A history does not show that a run was stopped (session.stop(), run.stop_when), nor a mode's own state in a snapshot
-(`Policy.saved_state`): a run that resumed from one in such a mode cannot be replayed.
+(`Policy.saved_state`): a run in such a mode that resumed from a snapshot cannot be replayed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _GOES_SILENT = ("closed", "lease", "replaced")
 
 @dataclass
 class Verdict:
-    """The result of a replay. `problem`: the first decision that differs; later ones mean nothing."""
+    """The result of a replay. `problem`: the first decision that differs. Later decisions are not compared."""
 
     num_decisions: int = 0  # compared: outcomes of contributions, commits and replies
     problem: Problem | None = None
     decided: str = ""  # the decision now
-    notes: list[str] = field(default_factory=list)  # what the history lacks
+    notes: list[str] = field(default_factory=list)  # information that the history lacks
 
 
 def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
@@ -89,7 +89,7 @@ class _Replay(Follower):
                     self._apply(events.Disconnected(rank, incarnation))
 
     def _takes(self, at: int, line: Line) -> bool:
-        """Returns whether the run says the same, and notes the problem if not."""
+        """Returns whether the run decides the same, and records the problem if not."""
         self._line = line
         if line.op == "start":
             self.feed(line)
@@ -131,7 +131,7 @@ class _Replay(Follower):
         self._due.clear()
         if line.fields.get("source") is not None:
             if type(policy).saved_state is not Policy.saved_state:
-                note = f"mode {mode} keeps more in a snapshot than the history tells: what follows a restart may differ"
+                note = f"mode {mode} has state in snapshots that the history lacks: later decisions may differ"
                 self.verdict.notes = list(dict.fromkeys([*self.verdict.notes, note]))
             saved = {"run": run.name, "server_incarnation": run.incarnation - 1, "policy": {}, "training": {}}
             saved |= {"contributions": line.seqs, "num_joins": dict.fromkeys(line.seqs, 0)}
@@ -149,7 +149,7 @@ class _Replay(Follower):
             if isinstance(effect, effects.AskForWeights):
                 self._apply(events.Brought(effect.rank, effect.incarnation))
 
-    # ---- events from outside: each line is made one again ------------------------------------
+    # ---- events from outside: each is made from its line --------------------------------------
 
     def _on_join(self, line: Line) -> None:
         rank, incarnation = line["rank"], line["incarnation"]
@@ -251,7 +251,7 @@ def _named_first(lines: Sequence[Line]) -> dict[int, list[int]]:
     """
     joined: set[int] = set()
     found: dict[int, list[int]] = {}
-    came = 0  # the line that came from outside last
+    came = 0  # the last line from outside
     for at, line in enumerate(lines):
         if line.op == "commit" and joined:
             named = joined & set(line["members"])

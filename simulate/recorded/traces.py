@@ -14,23 +14,23 @@ from ..traffic.framing import Framing
 
 
 def read_trace(path: str) -> list[Line]:
-    """The server's lines, in order. UsageError for a file that is none."""
+    """Returns the server's lines in order. Raises UsageError for a file that is not a history."""
     try:
         with open(path, "rb") as file:
             lines, problems = read_lines(path, file)
     except OSError as error:
         raise UsageError(f"flag --trace: {path} cannot be read: {error.strerror}", fix="a file of --history") from None
     if problems:
-        raise UsageError(f"flag --trace: {problems[0]}", fix="ps-launch check says more of what is wrong with it")
+        raise UsageError(f"flag --trace: {problems[0]}", fix="ps-launch check shows all its problems")
     found = [line for line in lines if line.role == "server"]
     if not found or found[0].op != "start":
         message = "the server's lines do not begin with a start"
-        raise UsageError(f"flag --trace: {path}: {message}", fix="the file that ps-server wrote with --history")
+        raise UsageError(f"flag --trace: {path}: {message}", fix="give the file that ps-server wrote with --history")
     return found
 
 
 def config_of(lines: Sequence[Line], config: Config) -> Config:
-    """`config` with the mode, the options and the length of the newest run in a history."""
+    """Returns `config` with the mode, the options and the length of the newest run in a history."""
     at = max(at for at, line in enumerate(lines) if line.op == "start")
     start = lines[at].fields
     common = start["common"]

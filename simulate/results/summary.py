@@ -1,4 +1,4 @@
-"""Results of a simulated run: a `Summary`, like that of any run, and where its workers' time went."""
+"""Results of a simulated run: a `Summary`, as of any run, and its workers' time by cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...ps.core.counting.sources import Traffic, WorkerSource
 from ..run.simulation import Simulation
 from ..run.tally import CAUSES
 
-_LEAST_PART = 0.001  # what never takes more is not drawn
+_LEAST_PART = 0.001  # causes that never exceed this are not drawn
 # Of CAUSES.
 _NAMES = ("computing", "waiting for the mode", "waiting to upload", "server's work", "server's link", "own link")
 # Of `metrics`, those that only --json and --report have: for work on the simulator, or another column has them.
@@ -27,7 +27,7 @@ _OWN_METRICS = {"steps/s", "stale p50", "stale p99", "lead max", "skew p50", "sk
 def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summary:
     """Returns a summary as `ps/observe/reports.py` makes it.
 
-    Metrics of the simulation stand in for an evaluation's, with the speed-up over the `baseline`.
+    It has metrics of the simulation instead of an evaluation, and the speed-up over the `baseline`.
     """
     run, policy = simulation.run, simulation.policy
     curve = [] if simulation.learner is None else list(simulation.learner.curve)
@@ -51,8 +51,8 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
 
 
 def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = None) -> str:
-    """Of all runs by name, as JSON: the summary, seconds of all workers by what they were spent on, staleness by
-    versions, and the hash of the events."""
+    """Returns all runs by name, as JSON: summary, seconds of all workers by cause, staleness by versions, and the hash
+    of the events."""
     found = {
         name: {
             "summary": summary(item, baseline).model_dump(),
@@ -66,8 +66,12 @@ def as_text(runs: list[tuple[str, Simulation]], baseline: Simulation | None = No
 
 
 def metrics(simulation: Simulation) -> dict[str, float]:
-    """Training steps of all workers a second; as a part of what they would take if nothing but computing took time;
-    staleness and skew in versions, leads in contributions; microseconds of the run's rules for a contribution."""
+    """Returns the metrics of a simulation.
+
+    `steps/s`: training steps per second of all workers. `of ideal`: the same, relative to workers that only compute.
+    Staleness and skew are in versions, leads in contributions. `policy us`: microseconds of the run's rules for a
+    contribution.
+    """
     stats, staleness = simulation.run.roster.stats.values(), simulation.tally.staleness
     elapsed_s = simulation.run.contributions.elapsed_s(simulation.now, True)
     rate = simulation.tally.num_steps / elapsed_s if elapsed_s else 0.0
@@ -86,7 +90,7 @@ def metrics(simulation: Simulation) -> dict[str, float]:
 
 
 def for_people(runs: list[tuple[str, Summary]]) -> list[tuple[str, Summary]]:
-    """With the metrics that need no knowledge of the simulator."""
+    """Returns the summaries without the metrics that need knowledge of the simulator."""
     return [
         (
             name,
@@ -101,11 +105,11 @@ def sentence(runs: list[tuple[str, Summary]]) -> str:
     (name, first), *others = sorted(runs, key=lambda run: -float(run[1].final["steps/s"]))
     rate = float(first.final["steps/s"])
     text = f"Fastest is {name}: {rate:,.1f} training steps a second of all workers"
-    text += f", who compute {share(float(first.final['of ideal']))} of the time"
+    text += f", which compute {share(float(first.final['of ideal']))} of the time"
     if not others or not rate:
         return f"{text}."
     rest = ", ".join(f"{other} {share(float(item.final['steps/s']) / rate)}" for other, item in others)
-    return f"{text}. Of that rate the others make: {rest}."
+    return f"{text}. Shares of that rate: {rest}."
 
 
 def ideal_rate(simulation: Simulation) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from ..machines.links import Link
 from .worker import Worker
 
-# Gets the worker and the item that was pushed with it.
+# A handler gets the worker and the item that was pushed with it.
 Handler = Callable[[Worker, Any], None]
 # Worker, its life, the handler of the end, and its item.
 Transfers = Link[tuple[Worker, int, Handler, Any]]

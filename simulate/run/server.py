@@ -11,7 +11,7 @@ from ..machines.world import World
 from .agenda import Agenda, Handler, Transfers
 from .worker import Worker
 
-INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: a smaller payload is not staged
+INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: smaller payloads are not staged
 
 
 class Server:
@@ -49,7 +49,7 @@ class Server:
         return self._has_order and self._num_staged < self._world.max_staged and bool(self._waiting)
 
     def begin_queued(self) -> None:
-        """Begin queued uploads as `ps/tensors/staging.py` does: in fold order, none that is folded much later."""
+        """Begin queued uploads as `ps/tensors/staging.py` does: in fold order, without those folded much later."""
         waiting, most = self._waiting, self._world.max_staged
         while waiting and self._num_staged < most:
             _, _, worker, life = waiting[0]

@@ -2,9 +2,9 @@
 
     compute -> (wait for one of max_staged) -> upload -> Run.apply(Contributed) -> fold, step -> download -> compute
 
-The real run decides. Nothing here knows a mode, only the facts that every worker knows of it: what it sends, how many
-local steps, how often it fetches weights. The same world and configuration give the same events; the tally's `digest`
-shows it.
+The real run decides. This module knows no modes. It only uses the facts that every worker knows: the kind of its
+contributions, the number of local steps, and when it fetches weights. The same world and configuration give the same
+events, and so the same `digest` of the tally.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..learning.learner import Learner
 
 TICK_S = 0.2  # as in a server
-NUM_SAMPLES = 100  # of a run: looking at all workers that often costs next to nothing
+NUM_SAMPLES = 100  # of a run: looking at all workers this often costs almost nothing
 _MOST_IDLE_TICKS = 100_000
 _SILENT = TrainingInfo()
 
@@ -56,7 +56,7 @@ class Simulation:
         self.policy = policy = make_policy(config)
         if policy.kind.has_peers:
             message = f"mode {config.run.mode}: its workers average among themselves, over links that are not simulated"
-            raise UsageError(message, fix="take a mode whose workers exchange with the server")
+            raise UsageError(message, fix="use a mode whose workers exchange with the server")
         plain = {"keeps_snapshots": False, "epochs": None, "stop_when": None, "patience": None}
         options = replace(options_of(config), max_workers=world.num_workers, **plain)  # type: ignore[arg-type]
         self.run = Run(options, policy, "simulated")
@@ -99,7 +99,7 @@ class Simulation:
         return self._agenda.is_stopped
 
     def go(self) -> None:
-        """Simulate to the end. Raises UsageError where it would never come."""
+        """Simulate to the end. Raises UsageError if the run would never end."""
         self._start()
         self._go_on()
         if self.learner is not None:
@@ -118,7 +118,7 @@ class Simulation:
                 num_idle += 1
                 if num_idle > _MOST_IDLE_TICKS:
                     why = self.policy.waiting_reason(agenda.now)
-                    raise UsageError(f"nothing happens any more after {agenda.now:,.1f} s: {why or 'nobody is here'}")
+                    raise UsageError(f"the run is stuck after {agenda.now:,.1f} s: {why or 'there are no workers'}")
             agenda.now, tick_at = tick_at, tick_at + TICK_S if self._needs_ticks else never
             self._happens(events.Ticked())
 
@@ -190,7 +190,7 @@ class Simulation:
         contribution = Contribution(
             ContributionId(worker.rank, worker.incarnation, number),
             self.policy.kind,
-            # The number of steps, where a reply changed it too late.
+            # The old number of steps, if a reply changed it too late.
             Counts(num_samples, worker.steps if worker.steps != worker.next_steps else None),
             Base(worker.version if self._is_mean else worker.base),
             Timing(worker.computed_s, worker.transfer_s),

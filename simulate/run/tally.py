@@ -27,7 +27,7 @@ class Tally:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.staleness: Counter[int] = Counter()  # of contributions that count
         self.num_steps = 0  # training steps in them
-        self.decision_s: list[float] = []  # that each contribution cost the run
+        self.decision_s: list[float] = []  # cost of each contribution's decisions
         self.num_failures = 0
         self.samples: list[Sample] = []
         self._hash = hashlib.sha256()

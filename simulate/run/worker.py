@@ -21,10 +21,10 @@ class Worker:
     base: int = 0  # version of the current computation
     next_steps: int = 0  # local steps of the next contribution
     steps: int = 0  # of the current one
-    done_steps: int = 0  # as if everything it sent counts
+    done_steps: int = 0  # as if every sent contribution counts
     computed_s: float = 0.0
     is_computing: bool = False
-    is_ready: bool = False  # computed, and the exchange before is not over
+    is_ready: bool = False  # computed, but the previous exchange is not over
     is_in_flight: bool = False
     is_staged: bool = False
     is_finished: bool = False

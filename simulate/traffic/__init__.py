@@ -1,1 +1,1 @@
-"""How many bytes a simulated run sends."""
+"""The bytes that a simulated run sends."""

@@ -1,4 +1,4 @@
-"""Computes the bytes on the wire of a contribution and of its reply, as the server's counters have them. Pure.
+"""Computes the bytes on the wire of a contribution and of its reply, as the server counts them. Pure.
 
 Protobuf writes a field as its tag (one byte up to field 15, then two) and its value; zeros and empty strings are
 absent. Field numbers are those of proto/parameter_server.proto. The messages are made in
@@ -15,16 +15,16 @@ from typing import NamedTuple
 from ...common.wire.records import Contribution
 from ...ps.core import effects
 
-INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: up to here a payload is in the message that announces it
+INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: payloads up to this size are in the message that announces them
 CHUNK_BYTES = 1 << 20  # of a payload in one message of a stream
 OUT_OF_BAND_BYTES = 8 << 20  # of a payload behind one message of a direct connection
 _DOUBLE = 8
-# A field's tag and number up to field 15, by the bits of the number; or a message of so many bytes, its kind and size.
+# Bytes of a field up to field 15 with its tag, by the bits of the number; or of a message's kind and size.
 _FIELD = (0, *(1 + (bits + 6) // 7 for bits in range(1, 65)))
 
 
 class Extra(NamedTuple):
-    """Bytes of a contribution, and of a reply with weights, beyond what is counted."""
+    """Bytes of a contribution and of a reply with weights that the framing does not count."""
 
     up: float = 0.0
     down: float = 0.0
@@ -35,7 +35,7 @@ NOTHING = Extra()
 
 @dataclass(frozen=True)
 class Framing:
-    """Of one run. Sizes in bytes; `codec` as a contribution names it; the replies' only if it is not raw."""
+    """The framing of one run. Sizes are in bytes. `codec`: as in a contribution. Replies: only if it is not raw."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -43,11 +43,11 @@ class Framing:
     codec: str = "raw"
     reply_codec: str = ""
     is_direct: bool = True  # else over the stream itself
-    has_base: bool = True  # gradient modes: who contributes says that it still has its weights
+    has_base: bool = True  # gradient modes: a contribution says whether its worker still has its weights
     extra: Extra = NOTHING
 
     def up(self, contribution: Contribution, is_cut_short: bool = False) -> float:
-        """Of this contribution, its messages and its payload."""
+        """Returns the bytes of a contribution: its messages and its payload."""
         seq, counts, timing = contribution.id.seq, contribution.counts, contribution.timing
         size = self._up_size + _FIELD[seq.bit_length()]
         num_steps = counts.num_training_steps if is_cut_short else None
@@ -60,7 +60,7 @@ class Framing:
         return size + _FIELD[size.bit_length()] + self._up_payload
 
     def down(self, effect: effects.SendReply) -> float:
-        """Of this reply, its messages and its weights."""
+        """Returns the bytes of a reply: its messages and its weights."""
         result, work, start = effect.reply.result, effect.reply.next_work, effect.reply.start
         size, payload = self._down_sizes[effect.is_start if effect.has_weights else 2]
         numbers = _FIELD[result.seq.bit_length()] + _FIELD[result.version.bit_length()]
@@ -76,7 +76,7 @@ class Framing:
 
     @cached_property
     def _up_size(self) -> int:
-        """Of the message, what is the same in every one."""
+        """Returns the bytes that are the same in every contribution message."""
         num, is_raw = self.up_bytes, self.codec == "raw"
         is_out_of_band = self.is_direct and is_raw and num > INLINE_BYTES
         return _topic(_number(2, num) + _text(self.codec) + (2 if is_out_of_band else 0))  # payload
@@ -87,8 +87,7 @@ class Framing:
 
     @cached_property
     def _down_sizes(self) -> tuple[tuple[int, float], ...]:
-        """Of the message what is always the same, and of the payload; of a reply, a START, and of none with
-        weights."""
+        """Returns the constant bytes of the message and the bytes of the payload, for a reply, a START, no weights."""
         found: list[tuple[int, float]] = []
         for num, codec, extra in (
             (self.down_bytes, self.reply_codec, self.extra.down), (self.start_bytes, "", 0.0), (0, "", 0.0)
@@ -100,7 +99,7 @@ class Framing:
         return tuple(found)
 
     def _payload(self, num: int, is_direct: bool) -> int:
-        """A payload and its frames: tag and size, and where it begins."""
+        """Returns the bytes of a payload with its frames: tag, size, and offset."""
         if num <= INLINE_BYTES:
             return num and 1 + _varint(num) + num
         size = num
@@ -111,7 +110,7 @@ class Framing:
 
 
 def _topic(num: int) -> int:
-    """A message of so many bytes within the one that is counted; an empty one is absent."""
+    """Returns the bytes of a message within another message. An empty message is absent."""
     return num and 1 + _varint(num) + num
 
 

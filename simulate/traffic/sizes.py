@@ -1,6 +1,6 @@
-"""How many bytes travel: of a task's model, or so many megabytes, in the codecs of the configuration.
+"""Returns the bytes of transfers: for a task's model or a given size, in the codecs of the configuration.
 
-Only who asks for a task's model or a codec loads torch.
+torch is loaded only for a task's model or a codec.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def payload_sizes(config: Config, megabytes: float | None) -> tuple[int, int, in
     """(up, down, start): bytes of a contribution, of a reply's weights, and of the weights a worker starts from."""
     worker = config.worker
     if worker.codec == AUTO:
-        message = "worker.codec is auto, which measures a link, and none is there in a simulation"
+        message = "worker.codec is auto, which measures a link, but a simulation has no real link"
         raise UsageError(message, fix="--set worker.codec=raw, and another time int8 or q4")
     if megabytes is not None and worker.codec == worker.reply_codec == "raw":
         whole = round(megabytes * 1e6)
@@ -39,7 +39,7 @@ def _layout(config: Config, megabytes: float | None) -> Any:
     from ...common.tensors.layout import Kind, Layout, TensorSpec
 
     if megabytes is not None:
-        # A matrix, as most of a model is: what has one dimension travels in other codecs.
+        # A matrix, like most of a model. Tensors with one dimension travel in other codecs.
         rows = -(-round(megabytes * 1e6 / 4) // _ROW)
         return Layout([TensorSpec("weights", Kind.PARAMETER, "float32", (rows, _ROW))])
     import torch
@@ -50,6 +50,6 @@ def _layout(config: Config, megabytes: float | None) -> Any:
     try:
         task = load_task(config.task.name, config.task.args, seed=config.run.seed, device=torch.device("cpu"))
     except UsageError as error:
-        message = f"how large the model of task {config.task.name} is cannot be found out: {error.message}"
-        raise UsageError(message, fix="say it: --mb 10") from None
+        message = f"the size of the model of task {config.task.name} is unknown: {error.message}"
+        raise UsageError(message, fix="give the size: --mb 10") from None
     return ModelTensors(task.model()).layout

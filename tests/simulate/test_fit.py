@@ -37,10 +37,10 @@ def test_far_from_what_was_recorded_it_says_so() -> None:
 
 def test_what_a_history_does_not_tell_is_said() -> None:
     config = config_of("async", 2, 6)
-    with pytest.raises(UsageError, match=r"rank 0 has 3 contributions in the first half of the history, and 4 are"):
+    with pytest.raises(UsageError, match=r"rank 0 has 3 contributions in the first half of the history, but 4 are"):
         calibrate(recorded("async", 2, 6), config)
     older = [replace(line, fields={**line.fields, "compute_s": 0.0}) for line in recorded("async", 2, 20)]
-    with pytest.raises(UsageError, match="does not say how long was computed"):
+    with pytest.raises(UsageError, match="has no computing times"):
         calibrate(older, config)
     with pytest.raises(UsageError, match=r"policy\.delayed_update"):
         calibrate(recorded("async", 2, 20), config_of("async", 2, 20, delayed_update=True))

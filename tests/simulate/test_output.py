@@ -19,7 +19,7 @@ def test_ctrl_c_shows_what_was_simulated(cluster: Cluster) -> None:
     process.signal(signal.SIGINT)
     assert process.wait() == 130, process.output
     assert "Traceback" not in process.output
-    assert "ended: 1 of 2 runs, the last one not to its end" in process.output
+    assert "ended: 1 of 2 runs, the last run is incomplete" in process.output
     assert "Fastest is async, ended: " in process.output
 
 
@@ -27,8 +27,8 @@ def test_the_closing_sentence_and_the_columns() -> None:
     found = [(mode, summary(simulated(mode, 4, 20, jitter=0.5))) for mode in ("sync", "async")]
     text = sentence(found)
     assert re.fullmatch(
-        r"Fastest is async: [\d.,]+ training steps a second of all workers, who compute \d+% of the time\. "
-        r"Of that rate the others make: sync \d+%\.", text,
+        r"Fastest is async: [\d.,]+ training steps a second of all workers, which compute \d+% of the time\. "
+        r"Shares of that rate: sync \d+%\.", text,
     ), text  # fmt: skip
     assert sentence(found[:1]).endswith("% of the time.")
     assert set(dict(for_people(found))["sync"].final) == {"of ideal", "dropped"}
