@@ -38,7 +38,7 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
     modes, resolved = run.resolve(config, flags, sets)
     steps = resolved.config.run.task_steps
     if steps is None or resolved.config.launch.script is not None:
-        raise UsageError("a script, or a number of epochs, does not say how many steps it has", fix="--steps N")
+        raise UsageError("the number of steps of a script, or of a number of epochs, is unknown", fix="--steps N")
     quiet = {f"output.{key}": value for key, value in _QUIET.items()}
     short: dict[str, Any] = {**flags, **quiet, "checkpoint.dir": None, "run.eval_every": None}
     plans, num_steps = [], {}

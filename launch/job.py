@@ -56,7 +56,7 @@ class Job:
         self, plan: Plan, make_backend: Callable[..., Backend], site: Site, dashboard: str = "",
         series: Series | None = None, is_enough: Callable[[Status], bool] | None = None,
     ) -> None:  # fmt: skip
-        """`dashboard`: the address where the run before it had its dashboard, which browsers have open.
+        """`dashboard`: the address of the previous run's dashboard, which browsers still have open.
 
         `series`: the position among several runs. `is_enough`: whether the run may end at this status.
         """

@@ -44,7 +44,7 @@ class Identity:
 
 
 def host_name(text: str) -> x509.GeneralName:
-    """A host name or an address, as a certificate names it. UsageError for anything else."""
+    """Returns a host name or an address in the form of certificates. Raises UsageError for any other text."""
     try:
         return x509.IPAddress(ipaddress.ip_address(text.strip("[]")))
     except ValueError:
@@ -62,8 +62,11 @@ def make_ca(name: str, days: int = _CA_DAYS) -> Identity:
 
 
 def issue(ca: Identity, name: str, days: int, hosts: Iterable[str] = (), begins: datetime | None = None) -> Identity:
-    """For `server`, which is reached by `hosts`; `shard-N` and `serve`, to the run's server clients too; and of no use
-    to a server: `rank-N`, or `worker` for any rank. Valid from now on, or from `begins`."""
+    """Returns a certificate, valid from now or from `begins`.
+
+    `name`: `server`, reached by `hosts`; `shard-N` and `serve`, which are also clients of the run's servers; `rank-N`,
+    or `worker` for any rank. A worker's certificate cannot be used by a server.
+    """
     if name == "server":
         return _sign(ca, "ps-server", days, [ExtendedKeyUsageOID.SERVER_AUTH], hosts, begins)
     if name == "serve" or name.startswith(SHARD_PREFIX):
@@ -73,8 +76,8 @@ def issue(ca: Identity, name: str, days: int, hosts: Iterable[str] = (), begins:
 
 
 def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:
-    """AuthError when these are no CA of ours, or it has expired."""
-    again = "--force makes a new one, and everything with it"
+    """Raises AuthError if the files are no CA of this program, or if the CA has expired."""
+    again = "--force makes a new CA and new certificates"
     try:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
         key = serialization.load_pem_private_key(key_pem, password=None)
@@ -92,7 +95,7 @@ def is_signed_by(certificate_pem: bytes, ca_pem: bytes) -> bool:
     try:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
         certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(ca_pem))
-    except Exception:  # cryptography raises several kinds, all meaning no
+    except Exception:  # cryptography raises several exceptions, which all mean that it was not
         return False
     return True
 
@@ -105,7 +108,7 @@ def _sign(
     hosts: Iterable[str] = (),
     begins: datetime | None = None,
 ) -> Identity:
-    """A new key and its certificate, valid no longer than its CA's; without a CA it is one, signed by itself."""
+    """Returns a new key and its certificate, valid no longer than its CA. Without a CA it is a self-signed CA."""
     key, is_ca = ec.generate_private_key(ec.SECP256R1()), ca is None
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     usage = x509.KeyUsage(

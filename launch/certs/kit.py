@@ -26,8 +26,8 @@ Files = dict[str, bytes]  # by name
 def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int, *, renew: bool, force: bool) -> None:
     """Make certificates, of a new CA or the existing one, and print how to use them.
 
-    0 workers or shards: as many as there were, or one certificate that all workers share. Raises UsageError, AuthError
-    and OutputError.
+    0 workers or shards: the same number as before, or one certificate for all workers. Raises UsageError, AuthError and
+    OutputError.
     """
     if renew and force:
         raise UsageError("--renew keeps the CA and --force reshard_names it", fix="give one of them")

@@ -31,7 +31,7 @@ def init(
     directory: DirArgument,
     host: Annotated[list[str] | None, typer.Option(metavar="NAME_OR_IP", help=_HOST, show_default=False)] = None,
     workers: Annotated[
-        int, typer.Option("-n", "--workers", min=0, max=4096, help="Certificates, one per rank; 0: all share one.")
+        int, typer.Option("-n", "--workers", min=0, max=4096, help="Number of worker certificates; 0: one for all.")
     ] = 0,
     shards: Annotated[int, typer.Option(min=0, max=256, help="Certificates for the shards of a server.")] = 0,
     days: Annotated[int, typer.Option(min=1, max=3650, help="Validity of the certificates.")] = 365,

@@ -1,1 +1,1 @@
-"""The hosts a run uses: the agent that starts processes there, the conversation with it, what is looked at before."""
+"""The hosts a run uses: the agent that starts processes there, the connection to it, and checks before a start."""

@@ -53,7 +53,7 @@ def place_on_nodes(specs: Sequence[ProcessSpec], allocation: Allocation) -> dict
     slots = [index for index, tasks in enumerate(free) for _ in range(tasks)]
     if len(slots) < len(workers):
         raise UsageError(
-            f"{len(workers)} workers are to run, and job {allocation.job} has {sum(allocation.tasks)} tasks",
+            f"{len(workers)} workers need a task each, but job {allocation.job} has {sum(allocation.tasks)} tasks",
             fix=f"ask for more, salloc -n {len(specs)}, or -n {len(slots)} here",
         )
     chosen |= dict(zip(workers, slots, strict=False))

@@ -37,7 +37,7 @@ def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
     if len(slots) < num_workers:
         each = ", ".join(f"{host.host} {host.slots}" for host in hosts)
         raise UsageError(
-            f"{num_workers} workers are to run, and the hosts have {len(slots)} slots: {each}",
+            f"{num_workers} workers need a slot each, but the hosts have {len(slots)} slots: {each}",
             fix=f"-n {len(slots)}, or more slots or hosts",
         )
     return slots[:num_workers]

@@ -1,6 +1,6 @@
 """Finds the exception that ended a process, and its place, in the traceback that Python prints. Pure.
 
-The exception is usually in the user's code. It is shown once, however many processes raise it and however often.
+The exception is usually in the user's code. It is shown once, even if many processes raise it many times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEADING = "Traceback (most recent call last):"
 
 
 class Raised(NamedTuple):
-    """An exception, `ValueError: bad batch`, and the innermost `FILE, line N` of its traceback in no library."""
+    """An exception, `ValueError: bad batch`, and the innermost `FILE, line N` of its traceback outside of libraries."""
 
     text: str
     where: str

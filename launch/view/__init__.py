@@ -1,1 +1,1 @@
-"""What children say, and how people see it."""
+"""Reads the output of children, and shows it to people."""

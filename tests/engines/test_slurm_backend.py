@@ -59,7 +59,7 @@ def test_a_job_with_a_task_for_each_worker_is_enough() -> None:
 
 def test_too_few_tasks_is_the_users_mistake() -> None:
     allocation = Allocation("7", ("a", "b"), tasks=(1, 1), cores=(2, 2))
-    with pytest.raises(UsageError, match="3 workers are to run, and job 7 has 2 tasks"):
+    with pytest.raises(UsageError, match="3 workers need a task each, but job 7 has 2 tasks"):
         place_on_nodes([spec(SERVER), *map(spec, WORKERS[:3])], allocation)
 
 
@@ -161,7 +161,7 @@ def test_however_it_ends_nothing_is_left(launched: Launched, number: int, code: 
 def test_a_job_with_too_few_tasks_is_refused(launched: Launched) -> None:
     process = launched.start(3, 20, before=("salloc", "-n2"))
     assert process.wait() == 2, process.output
-    assert "3 workers are to run, and job " in process.output
+    assert "3 workers need a task each, but job " in process.output
     launched.nothing_is_left()
 
 

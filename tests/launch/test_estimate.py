@@ -83,4 +83,4 @@ def test_ctrl_c_shows_the_modes_that_were_estimated(cluster: Cluster) -> None:
 def test_what_cannot_be_estimated_is_said(cluster: Cluster) -> None:
     result = cluster.command("launch", "-n", "2", "--task", "xor", "--epochs", "3", "--estimate")
     assert result.returncode == 2
-    assert "does not say how many steps it has" in result.stderr and "--steps N" in result.stderr
+    assert "of a number of epochs, is unknown" in result.stderr and "--steps N" in result.stderr

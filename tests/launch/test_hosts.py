@@ -159,7 +159,8 @@ def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
     hosts = [Host(host=f"h{i}", slots=slots, server=server) for i, (slots, server) in enumerate(rows)]
     num_slots = sum(slots for slots, _ in rows)
     if num_workers > num_slots:
-        with pytest.raises(UsageError, match=f"{num_workers} workers are to run, and the hosts have {num_slots} slots"):
+        match = f"{num_workers} workers need a slot each, but the hosts have {num_slots} slots"
+        with pytest.raises(UsageError, match=match):
             place_processes(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
         return
     placement = place_processes(hosts, num_workers, num_shards, colocate=colocate, folder="/here")
