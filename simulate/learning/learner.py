@@ -89,7 +89,7 @@ class _Rank:
     division: tuple[int, int] = (1, 0)
     payload: torch.Tensor | None = None  # computed
     without: frozenset[str] = frozenset()  # a gradient
-    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # payloads in transit
+    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # payload, and names without a gradient, in transit
     num_samples: int = 0
     hyperparameters: tuple[Hyperparameters, ...] | None = None
     version: int = 0  # received last
