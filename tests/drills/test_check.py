@@ -113,7 +113,7 @@ def test_commits_that_only_the_snapshot_knows_are_counted() -> None:
     verdict = verdict_of(lines)
     assert (verdict.tally.applied, verdict.lineage.sizes()) == (3, {1: 1, 2: 1, 3: 1})
     lines.insert(-1, op("end", version=1, seqs={"0": 1, "1": 0}))  # nothing was cut
-    assert "the server starts at version 3, and only 1 versions were committed" in messages(lines)
+    assert "the server starts at version 3, but only 1 versions were committed" in messages(lines)
     del lines[-2]
     lines[-1]["seqs"]["0"] = 0
     assert "rank 0 at number 0, committed were 1" in messages(lines)
