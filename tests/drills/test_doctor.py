@@ -44,7 +44,7 @@ def test_what_is_wrong_with_machines() -> None:
     found = [(finding.level, finding.text) for finding in advice.checks(measured)]
     assert found == [
         ("fail", "versions of program differ: worker 0 1, worker 1 2"),
-        ("fail", "worker 1 (a): 1.1 GB of memory are free, 4.0 are needed"),
+        ("fail", "worker 1 (a): 1.1 GB of memory are free, but 4.0 GB are needed"),
         ("warn", "worker 1 (a): writing a MiB to the disk takes 0.50 s"),
         ("warn", "worker 1 (a): its clock differs by +60.0 s"),
     ]
@@ -55,7 +55,7 @@ def test_the_machine_of_the_server_is_looked_at_where_no_worker_is(tmp_path: Pat
     slow = {**HEALTHY, "host": "b", "fsync_s": 0.5, "free_memory": 1 << 30, "arrived": 5.0, "time": 5.0}
     found = [(finding.level, finding.text) for finding in advice.checks(Measured(1000.0, {0: HEALTHY}, server=slow))]
     assert found[:2] == [
-        ("fail", "server (b): 1.1 GB of memory are free, 4.0 are needed"),
+        ("fail", "server (b): 1.1 GB of memory are free, but 4.0 GB are needed"),
         ("warn", "server (b): writing a MiB to the disk takes 0.50 s"),
     ]
     path = tmp_path / "hosts.yaml"
