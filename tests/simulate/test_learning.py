@@ -169,5 +169,5 @@ def test_a_codec_whose_workers_do_not_wait_is_refused() -> None:
 
 
 def test_too_many_workers_are_refused_with_the_number_that_fits() -> None:
-    with pytest.raises(UsageError, match=r"1,000,000,000 workers .* the most"):
+    with pytest.raises(UsageError, match=r"1,000,000,000 workers .* the limit is"):
         Learner(config_of("sync", 2), 1_000_000_000)
