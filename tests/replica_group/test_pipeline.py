@@ -200,7 +200,7 @@ def test_stages_train_a_model_that_is_larger_than_the_memory_of_each_process(run
         (("tuple",), {}, "layer 3 of the pipeline (Pair) returns a tuple"),
         (("tied",), {}, "'7.linear.weight' is in layers 0 and 7 of the pipeline (tied weights)"),
         ((), {"PS_WORKER__SCHEDULE": "2F2B"}, "worker.schedule is '2F2B'"),
-        ((), {"PS_WORKER__CUT": "[3,4]"}, f"worker.cut is [3, 4], and {NUM_LAYERS} layers"),
+        ((), {"PS_WORKER__CUT": "[3,4]"}, f"worker.cut is [3, 4], but {NUM_LAYERS} layers"),
         (("measured",), {"PS_WORKER__MEMORY": "100"}, "no cut of the 8 layers fits each process into 100 bytes"),
         (("plain",), {"PS_WORKER__PIPELINE": "true"}, "worker.pipeline is set, and the model of this script is whole"),
         (("late",), {}, "session.pipeline() was called after session.optimizer()"),
