@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class World:
         again = ("--listen", self.addresses[rank]) if rank < len(self.addresses) else ()
         relay = self.cluster.server(
             "--mode", mode, "--workers", "2", "--upstream", self.address, "--upstream-rank", str(rank),
-            "--set", "policy.weighting=equal", *again, *flags,
+            "--set", "policy.weighting=equal", "--set", "server.absent_s=15", *again, *flags,
         )  # fmt: skip
         self.addresses[rank : rank + 1] = [self.cluster.address]
         self.relays[rank : rank + 1] = [relay]
@@ -148,3 +149,36 @@ def test_a_relay_that_is_asked_to_end_ends(cluster: Cluster, is_waiting: bool) -
         relay.until(lambda: any(event["version"] >= 2 for event in relay.events("status")), "version 2")
     relay.signal(signal.SIGTERM)
     assert relay.wait() == 143
+
+
+KILLS = 5
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(40))
+def test_kills_of_a_relay_at_seeded_points(cluster: Cluster, seed: int) -> None:
+    """200 kills in all, of both relays, while the run above waits for each exchange or not."""
+    chance = random.Random(seed)
+    mode, flags, relay_flags, scale = ABOVE[chance.choice(["sync", "localsgd", "diloco"])]
+    world = World(cluster, mode, *flags)
+    for rank in range(2):
+        world.relay(rank, *relay_flags)
+    workers = world.workers(scale, delay_s=0.1)
+    for _ in range(KILLS):
+        rank, more = chance.randrange(2), chance.randrange(1, 4)
+        relay = world.relays[rank]
+        counted = [event["version"] for event in relay.events("status")]
+        goal = (counted[-1] if counted else 0) + more
+        relay.until(
+            lambda relay=relay, goal=goal: (
+                any(event["version"] >= goal for event in relay.events("status")) or relay.popen.poll() is not None
+            ),
+            f"version {goal}",
+        )
+        if relay.popen.poll() is not None:
+            break  # the run is over
+        relay.kill()
+        world.relay(rank, *relay_flags)
+    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
+    torch.testing.assert_close(world.weights(), torch.ones(4, STEPS, dtype=torch.float64), rtol=0, atol=1e-9)
