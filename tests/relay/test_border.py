@@ -17,7 +17,7 @@ def border_bytes(cluster: Cluster, above: tuple[str, ...], num_regions: int, rel
     """Bytes to and from the server above, which has three workers in each region, or six workers."""
     summary = cluster.folder / "summary.json"
     server = cluster.server(
-        "--workers", str(num_regions or 6), "--steps", str(STEPS), "--summary", str(summary), *above
+        "--workers", str(num_regions or 6), "--steps", str(steps), "--summary", str(summary), *above
     )
     top, relays, addresses = cluster.address, [], []
     for region in range(num_regions):
@@ -32,6 +32,7 @@ def border_bytes(cluster: Cluster, above: tuple[str, ...], num_regions: int, rel
     assert [worker.wait() for worker in workers] == [0] * 6
     assert [process.wait() for process in (*relays, server)] == [0] * (num_regions + 1)
     workers_of_run = json.loads(summary.read_text())["workers"]
+    assert {worker["training_steps"] for worker in workers_of_run} == {steps}
     return sum(worker["bytes_sent"] + worker["bytes_received"] for worker in workers_of_run)
 
 
