@@ -72,7 +72,8 @@ def compare(
     db: DbOption = None,
     report: Annotated[str | None, typer.Option(metavar="DIR", help="Write report.html and report.md there.")] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="METRIC>=X|<=X", help="Show when each reached it, e.g. 'accuracy >= 0.95'.")
+        str | None,
+        typer.Option(metavar="METRIC>=X|<=X", help="Goal, e.g. 'accuracy >= 0.95', with its time in each run."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -108,7 +109,7 @@ def export(run: RunArgument, out: OutOption = None, db: DbOption = None, as_json
 @app.command("tag")
 def tag(
     run: RunArgument,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="New name; '' removes it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="New name; '' removes the name.")],
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -134,7 +135,7 @@ def delete(
 @app.command("ui")
 def ui(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Run store.", show_default=False)] = None,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address; port 0 takes a free one.")] = "127.0.0.1:0",
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address; port 0: any free port.")] = "127.0.0.1:0",
 ) -> None:
     """Serve the dashboard with all runs until it is interrupted."""
     from ..common.errors import UsageError

@@ -162,10 +162,8 @@ def check_contributions(mode: str, aggregation: str, max_norm: float | None, cli
         raise UsageError(f"{setting}, and mode {mode} does not take one step along the mean of all", fix=fix)
     if max_norm is not None and not policy.kind.server_steps:
         able = _modes_that(lambda policy: policy.kind.server_steps)
-        message = f"store.max_norm is {max_norm:g}, and workers of mode {mode} send weights, whose norm says nothing"
-        raise UsageError(
-            message, fix=f"clip gradients in the worker's own loop, or take a mode that sends them: {able}"
-        )
+        message = f"store.max_norm is {max_norm:g}, but workers of mode {mode} send weights: the limit is for gradients"
+        raise UsageError(message, fix=f"clip gradients in the worker's own loop, or use a mode that sends them: {able}")
 
 
 WITHIN_WORKER = 3  # the stage of worker.zero that divides the model among the processes of a worker
@@ -207,8 +205,8 @@ def check_fragments(mode: str, options: Any, delayed_update: bool) -> None:
             f"{setting}, and workers of mode {mode} wait for every exchange", fix="--delayed-update, or leave it out"
         )
     if "merge_alpha" in chosen and options.merge != "blend":
-        message = f"policy.merge_alpha is {options.merge_alpha:g}, and policy.merge is {options.merge}, which has none"
-        raise UsageError(message, fix="--merge blend, or leave it out")
+        message = f"policy.merge_alpha is {options.merge_alpha:g}, but policy.merge {options.merge} does not use it"
+        raise UsageError(message, fix="use --merge blend, or leave policy.merge_alpha out")
     most = options.local_steps // num
     if (options.overlap_steps or 0) > most:
         message = (

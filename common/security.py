@@ -224,7 +224,8 @@ def _check_key(path: str, data: bytes, cert_path: str, cert: bytes) -> None:
     except Exception:  # cryptography raises several kinds, UnsupportedAlgorithm is no ValueError
         raise AuthError(f"{path} holds no private key in PEM form", fix="ps-certs init makes keys") from None
     if key.public_key() != x509.load_pem_x509_certificates(cert)[0].public_key():
-        raise AuthError(f"the key {path} is not the one of the certificate {cert_path}", fix="give the two of one name")
+        message = f"the key {path} does not belong to the certificate {cert_path}"
+        raise AuthError(message, fix="give the key of this certificate; ps-certs writes both with the same file name")
 
 
 def _read(path: str, setting: str) -> bytes:

@@ -37,11 +37,7 @@ def _sentence(kind: str, rank: int | None, fields: Mapping[str, Any]) -> str:
             metrics = ", ".join(f"{name} {short_number(value)}" for name, value in fields["metrics"].items())
             return f"step {fields['step']}: {metrics}{', the best so far' if fields.get('best') else ''}"
         case "control":
-            return (
-                str(fields["result"])
-                if fields["done"]
-                else f"{fields['do']} was asked for and not done: {fields['result']}"
-            )
+            return str(fields["result"]) if fields["done"] else f"{fields['do']} was refused: {fields['result']}"
         case "end":
             return str(fields.get("reason") or f"the run is over, at version {fields['version']}")
     return kind

@@ -1,6 +1,6 @@
 """The history of a run: JSON lines, one object per event, in order, never changed.
 
-The file is opened for appending: the lines of a killed process stay, and a restarted server continues in the same
+The file is opened for appending. The lines of a killed process stay, and a restarted server continues in the same
 file. A worker writes each line at once. A server's lines come from its event bus a moment later, so a killed server may
 lose its last few lines. `drills/check.py` reads the file.
 
@@ -9,16 +9,16 @@ lose its last few lines. `drills/check.py` reads the file.
                       mode (training steps, num_workers, min_workers, weighting, delayed_update)
             join      rank, incarnation, seq, resumed
             leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
-                      finished: it takes no more steps, and stays for the final weights
+                      finished: it takes no more steps, but stays for the final weights
             accept    rank, incarnation, seq, base_version, version, outcome: accepted | dropped | repeated
-                      | rejected | skipped | refused; samples (null: nobody said), compute_s (for it),
-                      transfer_s (of the exchange before, without what the mode held it), num_steps
-                      (training steps in it, where its worker says so), part (of a model in parts), run_steps
-                      (training steps of the run, where it says so)
+                      | rejected | skipped | refused; samples (null: unknown), compute_s (computing it),
+                      transfer_s (of the previous exchange, without the wait for the mode), num_steps
+                      (training steps in it, if known), part (of a model in parts), run_steps
+                      (training steps of the run, if known), bytes [sent, received] (traffic, if counted)
             commit    version, contributions [[rank, incarnation, seq], ...], members [rank, ...]
             reply    rank, incarnation, seq, version, outcome
             snapshot  version, seqs {rank: seq}, path, sha256 (of the weights)
-            control   do, rank, name, value: what somebody asked for; told: what became of it, done: whether it was done
+            control   do, rank, name, value (the request), result (a sentence), done (false: refused)
             end       version, seqs {rank: seq}
     worker  start     run, rank, incarnation, server_incarnation, seq, version
             send      rank, incarnation, seq, base_version

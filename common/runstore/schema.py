@@ -113,8 +113,8 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     """Open the file for reading only. Raises StoreError with the reason if it cannot be read."""
     if not path.is_file():
         raise StoreError(
-            f"there is no file of runs {path}",
-            fix="runs are kept where their servers start, in output.track_dir: --db FILE names another",
+            f"there is no run store {path}",
+            fix="name the file with --db FILE; a server writes its runs into output.track_dir of its own folder",
         )
     try:
         connection = connected(path, "mode=ro")
@@ -125,7 +125,9 @@ def open_to_read(path: Path) -> sqlite3.Connection:
             connection = connected(path, "immutable=1")
             _check(connection, path)
         if _version_of(connection) == 0:
-            raise StoreError(f"{path} has no runs: it was never finished being made")
+            raise StoreError(
+                f"{path} is empty: its creation was interrupted", fix="delete it if no run is just starting"
+            )
     except sqlite3.Error as error:
         raise unreadable(path, error) from None
     return connection
@@ -134,7 +136,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 def unreadable(path: Path, error: sqlite3.Error) -> StoreError:
     return StoreError(
         f"{path} cannot be read: {error}",
-        fix="if it is damaged: move it away, a new one is made, and `sqlite3 FILE .recover` saves what can be saved",
+        fix="if it is damaged, move it away: the next run creates a new file; `sqlite3 FILE .recover` reads the old",
     )
 
 
@@ -152,10 +154,12 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     if version not in (0, VERSION):
         fix = "a newer paramserver wrote it: pip install -U paramserver, or another --db FILE"
         if version < VERSION:
-            fix = "an older paramserver wrote it: move it away, and the next run makes a new one; or another --db FILE"
-        raise StoreError(f"{path} has tables of version {version}, and this program knows version {VERSION}", fix=fix)
+            fix = (
+                "an older paramserver wrote it: move it away, and the next run creates a new one; or another --db FILE"
+            )
+        raise StoreError(f"{path} has tables of version {version}, but this program reads version {VERSION}", fix=fix)
     if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        raise StoreError(f"{path} is a database of something else", fix="name another file")
+        raise StoreError(f"{path} is an SQLite database of another program", fix="name another file with --db FILE")
 
 
 def _lacking(connection: sqlite3.Connection) -> list[tuple[str, str, object]]:

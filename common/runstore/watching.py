@@ -1,7 +1,7 @@
 """Checks that the run store's file was not deleted, replaced or damaged while a writer has it open.
 
 SQLite does not detect this: it keeps writing to a deleted or replaced file, where no reader sees the rows. It notices
-that a file was cut or overwritten only in the pages that it reads.
+that a file was truncated or overwritten only in the pages that it reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .schema import connected
 
 _MAGIC = b"SQLite format 3\0"
 _HEAD_BYTES = 32  # bytes 16 and 17: size of a page; the last four: number of pages
-_FIX = "ps-runs of what is there now; the next run makes a new file if there is none"
+_FIX = "check the file with ps-runs list; if there is none, the next run creates it"
 
 
 class FileWatch:
@@ -63,7 +63,7 @@ class FileWatch:
         # A checkpoint of another run's WAL writes the header first, so only two short readings in a row are an error.
         was_short, self._is_short = self._is_short, found.st_size < num_bytes
         if was_short and self._is_short:
-            return "was cut"
+            return "was truncated"
         is_changed = self._mtime_ns not in (-1, found.st_mtime_ns)
         self._mtime_ns = found.st_mtime_ns
         return self._damage() if is_changed and not self._is_short else ""

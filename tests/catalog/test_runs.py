@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, text: str) -> 
             db.execute(f"PRAGMA user_version = {VERSION + (1 if text == 'newer' else -1)}")
     elif text == "damaged":
         file.write_bytes(b"no database" * 1000)
-    assert expected.get(text, "there is no file") in ps_runs("list", "--db", str(file), folder=tmp_path, code=14)
+    assert expected.get(text, "there is no run store") in ps_runs("list", "--db", str(file), folder=tmp_path, code=14)
 
 
 def test_a_thousand_runs_are_listed_at_once(tmp_path: Path) -> None:

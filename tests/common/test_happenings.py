@@ -25,7 +25,7 @@ from paramserver.common.reporting.happenings import event
         ("evaluated", {"step": 4, "metrics": {"loss": 0.5}}, ("evaluated", "step 4: loss 0.500")),
         ("control", {"do": "pause", "result": "worker 3 is paused", "done": True}, ("control", "worker 3 is paused")),
         ("control", {"do": "pause", "result": "no worker 9", "done": False},
-         ("control", "pause was asked for and not done: no worker 9")),
+         ("control", "pause was refused: no worker 9")),
         ("end", {"version": 12, "reason": "stopped by a person"}, ("end", "stopped by a person")),
         ("end", {"version": 12}, ("end", "the run is over, at version 12")),
         ("teleported", {}, ("teleported", "teleported")),

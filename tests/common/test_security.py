@@ -146,7 +146,7 @@ def test_files_that_fit_are_read_and_shown_nowhere(folder: Path) -> None:
     [
         ("missing", None, "ca.crt", "cannot read .*missing.crt: No such file"),
         ("rank-3", "missing", "ca.crt", "cannot read .*missing.key: No such file"),
-        ("rank-3", "server", "ca.crt", "server.key is not the one of the certificate .*rank-3.crt"),
+        ("rank-3", "server", "ca.crt", "server.key does not belong to the certificate .*rank-3.crt"),
         ("rank-3", "swapped", "ca.crt", "swapped.key holds no private key"),
         ("swapped", "rank-3", "ca.crt", "swapped.crt holds no certificate"),
         ("rank-3", "broken", "ca.crt", "broken.key holds no private key"),

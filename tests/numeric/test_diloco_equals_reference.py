@@ -435,7 +435,7 @@ def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
             "--delayed-update",
         ),
         ({"merge": "blend"}, False, r"policy\.merge is blend, and workers of mode diloco wait", "--delayed-update"),
-        ({"merge_alpha": 0.3}, True, r"policy\.merge_alpha is 0\.3, and policy\.merge is shift", "--merge blend"),
+        ({"merge_alpha": 0.3}, True, r"policy\.merge_alpha is 0\.3, but policy\.merge shift does", "--merge blend"),
     ],
 )
 def test_what_cannot_be_names_the_limit_and_the_value(

@@ -85,7 +85,7 @@ class OutputConfig(Section):
     )
 
     target: Annotated[Until | None, Flag(Panel.OUTPUT, (LAUNCHER,), metavar="METRIC>=X|<=X")] = Field(
-        None, description="a goal for compared runs, such as 'accuracy >= 0.95'; the report shows when each reached it"
+        None, description="goal for compared runs, such as 'accuracy >= 0.95'; the report has its time in each run"
     )
 
     track: Annotated[Annotated[str, AfterValidator(_trackers)] | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(

@@ -18,7 +18,7 @@ def _interval(text: str) -> str:
 
 class ServeConfig(Section):
     listen: Annotated[str, AfterValidator(listening), Flag(Panel.RUN, (SERVE,), metavar="HOST:PORT")] = Field(
-        "127.0.0.1:8000", description="HOST:PORT of the HTTP server; port 0 takes a free one"
+        "127.0.0.1:8000", description="HOST:PORT of the HTTP server; port 0 takes a free port"
     )
     every: Annotated[str, AfterValidator(_interval), Flag(Panel.RUN, (SERVE,), metavar="N|10s")] = Field(
         "10s", description="how often a newer version is fetched: after N versions, or so many seconds"

@@ -156,7 +156,7 @@ def no_folder(path: Path) -> None:
     path.parent.write_text("a file")
 
 
-BAD = {newer: f"version {VERSION + 1}", damaged: "not a database", of_something_else: "something else", no_folder: ""}
+BAD = {newer: f"version {VERSION + 1}", damaged: "not a database", of_something_else: "another program", no_folder: ""}
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def _overwritten_further_on(path: Path) -> None:
 
 
 SPOILT = {
-    _deleted: "was deleted", _replaced: "was replaced", _emptied: "was emptied", _cut: "was cut",
+    _deleted: "was deleted", _replaced: "was replaced", _emptied: "was emptied", _cut: "was truncated",
     _overwritten: "was damaged", _overwritten_further_on: "was damaged",
 }  # fmt: skip
 

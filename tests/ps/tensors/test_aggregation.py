@@ -268,7 +268,7 @@ def test_only_a_round_of_gradients_is_aggregated_in_another_way(mode: str, aggre
 def test_a_cap_on_the_norm_of_weights_is_refused() -> None:
     for mode in ("sync", "async", "ssp", "diloco"):
         check_contributions(mode, "mean", 1.0)
-    with pytest.raises(UsageError, match=r"store.max_norm is 1, and workers of mode localsgd send weights"):
+    with pytest.raises(UsageError, match=r"store.max_norm is 1, but workers of mode localsgd send weights"):
         check_contributions("localsgd", "mean", 1.0)
 
 
