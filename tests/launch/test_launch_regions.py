@@ -94,8 +94,8 @@ def test_scripts_have_their_rank_in_the_region_and_trainers_the_one_of_all() -> 
 def test_regions_of_hosts(tmp_path: Path) -> None:
     """Region b has its relay on the host of its name, the others on their first host. Workers fill region by region."""
     (plan,) = plans_of(resolve(run__workers=5), hosts=hosts_of(tmp_path))
-    placed = {str(spec.child): spec.host for spec in plan.processes("h:1")}
-    assert placed == {
+    host_of = {str(spec.child): spec.host for spec in plan.processes("h:1")}
+    assert host_of == {
         "server": "c", "relay eu": "a", "relay b": "b", "relay us": "d",
         "worker 0": "a", "worker 1": "c", "worker 2": "b", "worker 3": "b", "worker 4": "d",
     }  # fmt: skip
