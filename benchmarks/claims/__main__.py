@@ -83,7 +83,7 @@ CLAIMS: dict[str, Claim] = {
         ("momentum (default)", "compensated", "compensated, adaptive",
          "no momentum", "no momentum, compensated", "no momentum, compensated, adaptive"),
     ),
-    "N24": Claim("a region loses less by `shift` than by HALoS's rule", "regions", 320),
+    "N24": Claim("a region loses less by `shift` than by HALoS's rule", "regions", 160),
     "N22": Claim("a codec is chosen by what is measured: the fastest, or within 10 % of it", "auto", 16),
 }  # fmt: skip
 

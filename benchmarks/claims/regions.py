@@ -3,12 +3,13 @@
     python -m paramserver.benchmarks.claims.regions [--seeds N] [--steps N] [--every K] [--late L]
 
 Four regions train a task with SGD of their own, each on its own batches. Every K steps a region contributes the
-difference to its anchor. The reply comes L steps later. The run above steps along each difference as it comes, with
-Nesterov momentum (HALoS: rate 0.15 times 2, beta 0.5). Both sides have the same batches, rates and steps.
+difference to its anchor. The reply comes L steps later. The run above steps along each difference as it comes. Both
+sides have the same batches and steps, and try the same rates of the run above; the best of each counts.
 
-- HALoS (arXiv:2506.04531; as its code, exec_halos.py at 4b5bf73, does it): w <- (1 - a) w + a g, and the anchor is the
-  merged w. The steps between contribution and reply are never contributed.
-- shift: w <- g + (w - w when it contributed), and the anchor is g. The next difference has those steps.
+- HALoS (arXiv:2506.04531; as its code, exec_halos.py at 4b5bf73, does it; Nesterov 0.5 above):
+  w <- (1 - a) w + a g, and the anchor is the merged w. The steps until the reply are never contributed.
+- shift (no momentum above, our default): w <- g + (w - w when it contributed), and the anchor is g. The next
+  difference has those steps.
 
 Printed is the held-out loss of the global weights after the same number of steps, for each seed.
 """
@@ -26,7 +27,8 @@ from ...worker.tasks.base import Task
 from ...worker.tasks.digits import Digits
 
 REGIONS, RATE, BETA = 4, 0.05, 0.9
-GLOBAL_RATE, GLOBAL_BETA, ALPHA = 0.3, 0.5, 0.25  # HALoS: 0.15 times 2, 0.5, 0.25
+RATES, ALPHA = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8), 0.25  # HALoS: 0.15 times 2, 0.25
+BETAS = {"halos": 0.5, "shift": 0.0}
 _BATCH = 32
 
 
@@ -62,7 +64,7 @@ class Region:
             self.anchor = self.weights
 
 
-def loss_of(rule: str, seed: int, steps: int, every: int, late: int) -> float:
+def loss_of(rule: str, rate: float, seed: int, steps: int, every: int, late: int) -> float:
     """Returns the held-out loss of the global weights after so many steps of each region."""
     task = Digits()
     torch.manual_seed(seed)
@@ -80,23 +82,32 @@ def loss_of(rule: str, seed: int, steps: int, every: int, late: int) -> float:
             if (step + number * every // REGIONS) % every == 0:  # regions contribute one after another
                 region.sent = region.weights.clone()
                 difference = region.anchor - region.weights
-                moments = GLOBAL_BETA * moments + difference
-                weights = weights - GLOBAL_RATE * (difference + GLOBAL_BETA * moments)
+                moments = BETAS[rule] * moments + difference
+                weights = weights - rate * (difference + BETAS[rule] * moments)
                 replies.append((step + late, region, weights.clone()))
     vector_to_parameters(weights, model.parameters())
     return float(task.evaluate(model)["loss"])
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m paramserver.benchmarks.claims.regions")
-    for name, value in (("seeds", 5), ("steps", 320), ("every", 8), ("late", 4)):
+    for name, value in (("seeds", 5), ("steps", 160), ("every", 8), ("late", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    asked = parser.parse_args()
-    lower = 0
-    for seed in range(asked.seeds):
-        found = {rule: loss_of(rule, seed, asked.steps, asked.every, asked.late) for rule in ("halos", "shift")}
-        lower += found["shift"] < found["halos"]
-        print(f"seed {seed}: held-out loss {found['halos']:.4f} with HALoS's rule, {found['shift']:.4f} with shift")
+    return parser
+
+
+def main() -> None:
+    asked = arguments().parse_args()
+    found: dict[str, list[float]] = {}
+    for rule in BETAS:
+        tried = {
+            rate: [loss_of(rule, rate, seed, asked.steps, asked.every, asked.late) for seed in range(asked.seeds)]
+            for rate in RATES
+        }
+        _, best = min((sum(losses), rate) for rate, losses in tried.items())
+        found[rule] = tried[best]
+        print(f"{rule}: rate {best} above, held-out loss {', '.join(f'{loss:.4f}' for loss in tried[best])}")
+    lower = sum(shift < halos for shift, halos in zip(found["shift"], found["halos"], strict=True))
     print(f"shift is lower with {lower} of {asked.seeds} seeds")
 
 

@@ -191,13 +191,16 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
 }
 # Checks of all other single fields, by message.
 FIELDS: dict[type[Message], dict[str, Check]] = {
-    pb.Join: dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
+    pb.Join: {
+        **dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
+        "num_workers": _range(0, MAX_RANK),
+    },
     pb.Model: {
         "reply_codec": check_text,
         "rendezvous": check_address,
     },  # `codecs` are looked up where they are agreed on
     pb.Begin: {"codec": check_text},
-    pb.Counts: {"num_samples": _range(0, _MAX_SAMPLES)},
+    pb.Counts: {"num_samples": _range(0, _MAX_SAMPLES), "num_workers": _range(0, MAX_RANK)},
     pb.Timing: {"compute_s": _seconds, "transfer_s": _seconds},
     pb.PayloadInfo: {"codec": check_text},
     pb.TrainingInfo: {"clip_norm": _norm},
@@ -286,6 +289,7 @@ def _is_sound_contribution(contribution: pb.Contribution) -> bool:
         and 0 <= contribution.training.clip_norm <= _MAX_NORM
         and counts.num_samples <= _MAX_SAMPLES
         and counts.num_batches <= MAX_COUNT
+        and counts.num_workers <= MAX_RANK
         and contribution.seq <= MAX_COUNT
         and contribution.base.version <= MAX_COUNT
         and len(codec) <= MAX_NAME

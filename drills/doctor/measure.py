@@ -221,9 +221,9 @@ def measure(
     def secured(text: str) -> None:
         found.security = text
 
-    show(0.0, "starting a server and the workers" + (", which take some steps of the task" if plan.task else ""))
     is_partial = False
     try:
+        show(0.0, "starting a server and the workers" + (", which take some steps of the task" if plan.task else ""))
         with closing(job.messages(plan, secured)) as messages:
             for message in messages:
                 found.add(message)

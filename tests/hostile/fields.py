@@ -46,6 +46,7 @@ Join              run host device program_version process : text header
 Join              rank : whole header
 Join              incarnation server_incarnation replies_taken : whole compared
 Join              pid : whole shown
+Join              num_workers : whole header
 Join              seated resumed : flag any
 Model             tensors : part layout_from_proto
 Model             fingerprint : text compared
@@ -83,7 +84,7 @@ Rows              table count : whole Tables.read
 Contribution      seq : whole header
 Contribution      counts base timing payload training completion first position : part header
 Contribution      residual : part note_residual
-Counts            num_samples num_batches : whole header
+Counts            num_samples num_batches num_workers : whole header
 Counts            num_training_steps part : whole policy
 Base              version : whole header
 Base              has_all : flag any

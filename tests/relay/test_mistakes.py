@@ -34,6 +34,7 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
     assert f"no server at {ABOVE}" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("above", "below", "words"),
     [
@@ -67,6 +68,7 @@ def test_another_number_of_steps_than_above_and_another_model_end_the_region(clu
     assert "--local-steps 8" in workers[1].output
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_region_with_another_model_are_refused(cluster: Cluster) -> None:
     cluster.server("--workers", "2", "--steps", "40", "--mode", "sync")
     address = cluster.address

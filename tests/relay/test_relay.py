@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,12 @@ ABOVE = {
 }
 
 
-@pytest.mark.parametrize("name", ABOVE)
+def some(fast: set[str]) -> list[Any]:
+    """The names of ABOVE; those that are not `fast` are slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in ABOVE]
+
+
+@pytest.mark.parametrize("name", some({"sync", "localsgd"}))
 def test_every_contribution_of_two_regions_counts_once(cluster: Cluster, name: str) -> None:
     mode, flags, relay_flags, scale = ABOVE[name]
     world = World(cluster, mode, *flags)
@@ -89,7 +95,7 @@ def test_every_contribution_of_two_regions_counts_once(cluster: Cluster, name: s
     assert sorted(shares) == [f"workers 4 index {index}" for index in range(4)]
 
 
-@pytest.mark.parametrize("name", ["sync", "localsgd"])
+@pytest.mark.parametrize("name", [pytest.param("sync", marks=pytest.mark.slow), "localsgd"])
 def test_a_killed_relay_goes_on_exactly_once(cluster: Cluster, name: str) -> None:
     mode, flags, relay_flags, scale = ABOVE[name]
     world = World(cluster, mode, *flags)
@@ -105,6 +111,7 @@ def test_a_killed_relay_goes_on_exactly_once(cluster: Cluster, name: str) -> Non
     torch.testing.assert_close(world.weights(), torch.ones(4, STEPS, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sync", "localsgd"])
 def test_a_server_above_that_goes_back_takes_its_regions_with_it(cluster: Cluster, name: str) -> None:
     mode, flags, relay_flags, scale = ABOVE[name]
@@ -133,7 +140,7 @@ def test_one_region_that_waits_has_the_bits_of_a_flat_run(cluster: Cluster) -> N
     assert all(torch.equal(flat[name], above[name]) for name in flat)
 
 
-@pytest.mark.parametrize("is_waiting", [False, True])
+@pytest.mark.parametrize("is_waiting", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_relay_that_is_asked_to_end_ends(cluster: Cluster, is_waiting: bool) -> None:
     """While its workers train, and while all of them wait for the other region."""
     world = World(cluster, "sync")

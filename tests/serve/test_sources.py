@@ -112,7 +112,7 @@ def test_weights_of_another_model_are_a_sentence(cluster: Cluster) -> None:
     cluster.server(*RUN, "--workers", "1")
     cluster.worker(0, *TASK, *SLOW)
     done = cluster.command("serve", "--listen", "127.0.0.1:0", "--server", cluster.address, "--task", "digits")
-    assert done.returncode == 2 and "another model" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "different model" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_server_that_is_not_there_yet_is_waited_for(cluster: Cluster) -> None:
