@@ -80,8 +80,8 @@ def test_it_ends_in_its_step_and_the_others_go_on(cluster, case, code, message, 
 @pytest.mark.parametrize(
     ("zero", "copies", "message"),
     [
-        ("0", "2", "worker.zero is 0 for rank 1, and worker.zero is 1 (worker.zero_copies 2) for rank 0, with which"),
-        ("1", "1", "worker.zero is 1 (worker.zero_copies 1) for rank 1, and worker.zero is 1 (worker.zero_copies 2) "),
+        ("0", "2", "worker.zero is 0 for rank 1, but worker.zero is 1 (worker.zero_copies 2) for rank 0, which"),
+        ("1", "1", "worker.zero is 1 (worker.zero_copies 1) for rank 1, but worker.zero is 1 (worker.zero_copies 2) "),
     ],
 )
 def test_one_that_divides_otherwise_is_refused(cluster, zero, copies, message):
@@ -136,5 +136,5 @@ def test_an_optimizer_of_sparse_gradients_alone_is_refused_before_the_first_step
     assert "Traceback" not in worker.output
     message = "SparseAdam steps along sparse gradients only, and workers of mode allreduce average"
     assert (message in worker.output) == bool(code)
-    assert ("fix: take torch.optim.Adam; or --mode localsgd" in worker.output) == bool(code)
+    assert ("fix: use torch.optim.Adam; or --mode localsgd" in worker.output) == bool(code)
     server.signal(15)
