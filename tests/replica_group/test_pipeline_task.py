@@ -64,7 +64,8 @@ def test_a_worker_goes_on_without_the_stage_that_was_killed(run: EngineRun) -> N
     process.until(lambda: re.search(r'"version": (?:[5-9]|1[0-9]),', process.output) is not None, "version 5 or later")
     kill_inner(process, 0, 1)
     assert process.popen.wait(WAIT_S) == 0, process.output
-    assert [event["stages"] for event in process.events("pipeline")] == ["2 + 2 + 2", "3 + 3"]
+    # The cut follows measured times, which differ from start to start.
+    assert [event["stages"].count("+") + 1 for event in process.events("pipeline")] == [3, 2]
     assert_same(load_file(run.folder / "k.safetensors"), expected)
 
 
