@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.config.schema import Config
+from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
 from ..common.wire.records import Contribution, Counts, Position, TrainingInfo
@@ -20,6 +21,10 @@ from ..worker.conversation.threads import Helper
 from ..worker.strategies.direct import Direct
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.readings import Readings
+
+log = get_logger()
+
+_NOT_COUNTED = "the run above dropped or rejected this contribution: the work of these steps is lost"
 
 
 class Cut(NamedTuple):
@@ -66,7 +71,7 @@ class RegionTensors(ModelTensors):
 
 
 class Link:
-    """The exchange with the server above. Jobs run one after another on a thread. `closed` says why it ended."""
+    """The exchange with the server above. Jobs run one after another on a thread."""
 
     def __init__(self, config: Config) -> None:
         """Join the run above. Raises UnreachableError, AuthError or the server's refusal."""
@@ -123,7 +128,7 @@ class Link:
     def send(self, cut: Cut) -> bool:
         """Contribute. On return `model` has new weights. False: they are those of a new START."""
         assert self.model is not None
-        num_starts = self.progress.num_starts
+        num_starts, num_counted = self.progress.num_starts, self.progress.num_counted
         if self.settings.kind.holds_gradients:
             self.model.set_gradients(cut.payload, cut.without)
         elif cut.payload is not None:
@@ -136,7 +141,10 @@ class Link:
             position=Position(cut.step, cut.num_steps),
         )
         self._strategy.contribute(Outgoing(contribution, cut.table))
-        return self.progress.num_starts == num_starts
+        is_same = self.progress.num_starts == num_starts
+        if is_same and self.progress.num_counted == num_counted:
+            log.warning("region_not_counted", samples=cut.num_samples, steps=cut.num_steps, meaning=_NOT_COUNTED)
+        return is_same
 
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the end of the run above. On return `model` has the final weights. None: it went back."""
