@@ -1,4 +1,4 @@
-"""The server process: it listens, reports health, ticks and status, and writes the files at the end."""
+"""The server process: it listens, reports health, ticks and status, and writes the result files at the end."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ class Server:
         return await collect(self._config, addresses, whole, local_tensors, averaged=averaged, version=version)
 
     def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write weights, summary and table, also of an incomplete run."""
+        """Write the weights and the summary to their files, and print the summary, also of an incomplete run."""
         if self._model.has_weights:
             summary = reports.summary(self.engine)
             metadata = {"mode": summary.mode, "version": str(self._model.store.version), "run": self._run.name}

@@ -1,10 +1,14 @@
 """The table of metrics: each number of a worker or of a run, declared once.
 
-Prometheus, the page, the terminal, the summary, reports, notebooks, trackers, the run store, `ps-runs` and the Status
-call read this table. A new metric is one `register(Metric(...))`, and changes no message and no other file:
+Prometheus, the dashboard, the terminal, the summary, reports, notebooks, trackers, the run store, `ps-runs` and the
+Status call read this table. If the server has the value, a new metric is one `register(Metric(...))`. No message and no
+other file changes:
 
     register(Metric("dropped", "dropped", "Contributions that came after their round had closed.",
                     read=lambda worker: worker.stats.dropped, over_workers=Fold.SUM, over_time=Fold.SUM))
+
+`display` names the places where it is displayed (`Display`); by default it is everywhere. If only the worker's process
+has the value, add it to `Readings` too (worker/training/readings.py), and register it with `_measured`.
 
 A server calls `read`: for a metric of a worker with a `WorkerSource` (ps/core/counting/sources.py), which has the
 rank's `stats`, its `traffic` and the policy; for a metric of the run with the engine. A simulation calls it with the
@@ -29,7 +33,7 @@ Row = Mapping[str, Value]
 
 
 class Unit(Enum):
-    """What a metric is measured in, which decides how it is written. The page knows units by their value."""
+    """The unit of a metric, which decides how it is written. The dashboard knows units by their value."""
 
     COUNT = "count"
     RATE = "rate"  # in a second

@@ -1,5 +1,8 @@
 """Decides which failures a restart may mend, how long it waits, and how often. Pure; time is the argument `now`.
 
+Each process has a budget of restarts (launch.max_restarts). `Supervisor` (supervisor.py) asks here after each failure,
+and starts the process again.
+
 A worker:
 
     1, any signal, 15 (server not reached)   a crash, a kill, a bad moment: it is started again
@@ -18,8 +21,8 @@ every worker has raised, if it is a mistake in the program, before any of them w
 
 A process that was lost with its host (255) is started again as after a crash.
 
-A process that has run for 60 s since its start is forgiven: its restarts count from zero again, and it is no longer
-named as the first that failed.
+A process that has run for 60 s since its start is forgiven at the next failure of any process: its restarts count from
+zero again, and it is no longer named as the first that failed.
 """
 
 from __future__ import annotations

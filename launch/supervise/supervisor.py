@@ -17,10 +17,10 @@ all shards listen and the caller has called `may_train`, and ps-serve with them.
 
 A failed process is started again if that may help (`restarts.py`): a worker as long as there is a server to join, a
 server (each shard alike) only when it keeps snapshots to continue from, and a relay always: the server above keeps its
-state. Any other failure is final. Its exit code
-becomes the launcher's, or 17 if the budget of restarts is spent. The others are drained and, after the grace time,
-killed; processes that write results (the servers, or workers without one) have ten times as long. Their exit codes are
-then ignored. No process starts once the job is ENDING or DRAINING, or the coordinator has ended with 0.
+state. Any other failure is final. Its exit code becomes the launcher's, or 17 if the budget of restarts is spent. The
+others are drained and, after the grace time, killed; processes that write results (the servers, or workers without one)
+have ten times as long. Their exit codes are then ignored. No process starts once the job is ENDING or DRAINING, or the
+coordinator has ended with 0.
 """
 
 from __future__ import annotations

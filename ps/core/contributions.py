@@ -117,7 +117,9 @@ class Contributions:
     # ---- taking ---------------------------------------------------------------------------
 
     def taken(self, worker: Worker, event: Contributed) -> list[Effect]:
-        """Returns the effects of a live worker's contribution that is complete on all shards."""
+        """Decides about a contribution that is complete on all shards: it counts, or is rejected, dropped or refused.
+
+        Returns the effects. The sender is a live worker. `_rejected` handles NaN and gradients that are too large."""
         rank, policy, stats, at = worker.rank, self.policy, self._roster.stats[worker.rank], event.at
         contribution = event.contribution
         training, residual = contribution.training, contribution.residual
@@ -334,7 +336,8 @@ class Contributions:
         stats, policy, is_start = self._roster.stats[rank], self.policy, outcome is Outcome.START
         reason = _REASONS[outcome]
         if self._empty and rank in self._empty and outcome in COUNTED:
-            outcome, reason = Outcome.REJECTED, self._empty[rank]  # the worker must not build on what it sent
+            # A skipped contribution counts, but its worker must take the server's weights.
+            outcome, reason = Outcome.REJECTED, self._empty[rank]
         elif outcome is Outcome.REJECTED:
             reason = self._rejected_for.pop(rank, reason)
         elif outcome is Outcome.DROPPED:

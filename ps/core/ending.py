@@ -1,4 +1,11 @@
-"""Effects of decisions, snapshots, workers that leave, and the end of a run."""
+"""Effects of decisions, snapshots, workers that leave, and the end of a run.
+
+    all workers have finished   `_end_if_over`: a last snapshot, then the workers are notified, and leave
+    a stop of the server        `_close`: a last snapshot
+    an error                    `_fail`: no snapshot
+
+Other files, such as the weights and the summary, are written by `ps/server.py` when the run has ended.
+"""
 
 from __future__ import annotations
 
@@ -214,6 +221,7 @@ class Ending(Saving):
         yield from self._fail(error)
 
     def _fail(self, error: ParamServerError) -> Iterator[Effect]:
+        """End the run with an error, and without a snapshot."""
         self.is_closed = True
         self.rhythm.give_up()
         for worker in self.roster.workers.values():

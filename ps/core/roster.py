@@ -45,7 +45,7 @@ class Worker:
     is_away: bool = False  # its stream is lost and its process lives; or it is coming back
     is_finished: bool = False
     can_evaluate: bool = False
-    heard_at: float | None = None  # its newest sign of life; None: it has said no first word, and has no lease
+    heard_at: float | None = None  # its newest sign of life; None: no heartbeat has come yet, so it has no lease
     waiting_since: float | None = None
     staleness: int = 0  # of its pending contribution
     wants_weights: bool = True  # with the pending reply

@@ -1,6 +1,7 @@
 """The streams of workers, by which the run's effects find them, and the items that a stream may carry.
 
-The service turns each item into messages; this file knows no messages.
+The service turns each item into messages; this file knows no messages. A `Peer` is the stream of one worker, in every
+mode. The peers of all-reduce are something else.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ class Streams:
             peer.say(effect)
 
     def reply(self, effect: effects.SendReply) -> None:
+        """Queue a reply. With several shards each retains this version for it, so that all parts are of one version."""
         version = effect.reply.result.version
         if effect.has_weights:  # on all shards, even without a stream here
             self._model.references.replies(version, effect.is_start)

@@ -60,7 +60,7 @@ class AllreducePolicy(Policy):
         super().__init__(common, options)
         self.generation = 0  # grows with each group
         self.group: tuple[int, ...] = ()  # the ranks of its members
-        self.over_generation = 0
+        self.over_generation = 0  # the newest generation that lost a member
         self._reports: dict[int, _Report] = {}  # of the open round, by rank
         self._outside: set[int] = set()  # live ranks that join the next group
         self._is_over = False  # a member of the generation has left

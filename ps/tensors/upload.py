@@ -1,7 +1,8 @@
 """An upload: the memory that a contribution arrives in, the received bytes, and the findings so far.
 
 Pieces may arrive in any order, and before the contribution that they belong to. Each complete part is examined at once
-(`sanity.py`), while it is in the cache and other parts are still arriving.
+(`sanity.py`), while it is in the cache and other parts are still arriving. `judge` makes a judgement of the findings
+(`ps/core/judgement.py`), which the run acts on (`ps/core/contributions.py`).
 """
 
 from __future__ import annotations

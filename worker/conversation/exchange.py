@@ -162,6 +162,7 @@ class Exchange:
     # ---- exchanging ---------------------------------------------------------------------------
 
     def contribute(self, outgoing: Outgoing) -> Reply:
+        """Send a contribution to all shards. Returns the reply when the model has its weights (see `Exchanger`)."""
         started, progress = time.perf_counter(), self.progress
         compute_s, local_steps = outgoing.contribution.timing.compute_s, progress.local_steps
         timing = Timing(compute_s, self._last_transfer_s)
@@ -236,7 +237,7 @@ class Exchange:
             self.progress.server_incarnation = 0
 
     def _replied(self, replies: list[Reply]) -> Reply:
-        """All shards have replied, and the model has all parts of one version."""
+        """Note a reply of all shards, of which the model has all weights. Returns the coordinator's."""
         progress, reply, result = self.progress, replies[0], replies[0].result
         self.codec_choice.count_lost(progress.rank)
         progress.server_incarnation = self._membership.welcome.server_incarnation

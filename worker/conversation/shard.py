@@ -189,7 +189,7 @@ class Shard:
         return self._expect("reply")
 
     def take(self, received: Frame) -> Reply:
-        """Read a reply. On return the model has its weights."""
+        """Read a reply that `receive` returned, and receive its weights. On return the model has them."""
         reply = read_reply(received.of(pb.Reply))
         self._owner.reply_came(reply)
         outcome = reply.result.outcome

@@ -1,4 +1,9 @@
-"""Forms the group of all-reduce peers, and forms it again when members change."""
+"""Forms the group of all-reduce peers, and forms it again when members change.
+
+A dead peer is noticed in one of two ways. Its connections close, so a collective raises Broken (`Group`). Or it hangs
+or is cut off, and the server releases it after its lease (`GroupLifecycle.run`). The worker then reports that the
+generation has failed, and repeats the round in the next generation (`all_reduce.py`).
+"""
 
 from __future__ import annotations
 

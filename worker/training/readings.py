@@ -1,4 +1,8 @@
-"""What a worker's process measures beside training: each heartbeat takes it."""
+"""Measures values in a worker's process, such as CPU time, for the metrics of this worker.
+
+Each heartbeat sends all values by name. A name here needs a metric of this name (`_measured` in
+common/reporting/metrics.py).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ _SHARE = 200  # norms take at most this part of the time
 
 
 class Readings:
-    """Written by the training thread, read by the heartbeat's."""
+    """The newest values. The training thread writes them, and the heartbeat's thread reads them."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
@@ -29,7 +33,7 @@ class Readings:
         self._norm_at = 0.0  # when the next norm is due
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Take the newest values of metrics that a script records. UsageError for what is no number."""
+        """Take the newest values of metrics that a script records. Raises UsageError for a value that is no number."""
         for name, value in metrics.items():
             try:
                 number = float(value)
@@ -61,7 +65,7 @@ class Readings:
         self._norm_at = began + max(_LEAST_S, _SHARE * (time.perf_counter() - began))
 
     def taken(self) -> dict[str, float]:
-        """Returns all values of now."""
+        """Returns all current values, by name."""
         found = {**self._values, **self._recorded, "memory_bytes": float(HERE.memory()), **_gpu()}
         if (cpu := HERE.cpu()) is not None:
             found["cpu"] = cpu

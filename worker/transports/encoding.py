@@ -2,16 +2,17 @@
 
 The worker encodes c = x + e for a contribution x. The server decodes y. Once the contribution counts, the residual
 becomes e <- c - y (Seide et al. 2014, Karimireddy et al. 2019). So the sum of sent values equals the sum of computed
-values. The residual depends only on the outcome:
+values. The residual depends only on the outcome of the contribution:
 
-    counts            e <- c - y
-    sent again        the same bytes
-    dropped, REJECTED e as before: a gradient that does not count was never computed
-    dropped, a delta  e <- c, in every codec: the steps were taken, and go with the next one
-    START             e <- 0: another membership, or a server that went back, whose steps are repeated
+    counts               e <- c - y
+    is sent again        e stays, and the same bytes are sent
+    is rejected          e stays
+    is dropped           e stays. For a delta e <- c, with every codec: the model has taken its steps already
+    a START arrives      e <- 0: the worker has a new membership, or the server went back and repeats steps
 
-e has the tensors' own dtypes, in a second payload. If contributions carry parts of the tensors in turn, each part has
-its own residual, and the other residuals stay as they are.
+`commit`, `rollback` and `start` carry this out; `Up.replied` calls them. e has the tensors' own dtypes, in a second
+payload. If contributions carry parts of the tensors in turn, each part has its own residual, and the other residuals
+stay as they are.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Encoding:
         self._forget_attempt()
 
     def rollback(self, work: Stretch | None = None) -> None:
-        """The contribution will not count. `work`: a dropped delta, gathered again, to go with the next one."""
+        """The contribution does not count. `work`: a dropped delta, gathered again; the residual takes it."""
         self._coder.rollback()
         if work is not None:
             self._retain_all(work)

@@ -10,7 +10,7 @@ from ..addresses import listening, reached, reached_or_none
 from ..option import EVERY, LAUNCHER, SERVE, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
-DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"  # a server listens there (server.listen), a worker connects to it
 
 
 Codec = Annotated[str, AfterValidator(CODECS.check)]
