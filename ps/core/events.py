@@ -76,7 +76,7 @@ class Left(OfAWorker):
 
 @dataclass(slots=True)
 class Expelled(OfAWorker):
-    """The worker broke the protocol: the server refuses its call and lets it go."""
+    """The worker broke the protocol: the server refuses its call and releases it."""
 
     reason: str
     message: str

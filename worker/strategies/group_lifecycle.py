@@ -128,7 +128,11 @@ class GroupLifecycle:
         while not wait([future], timeout=_LOOK_UP_S).done:
             if self._generation is None or not self._exchange.group_view.is_over(self._generation.number):
                 continue
-            message = f"generation {self._generation.number}: the server has let one of its members go"
+            number, size = self._generation.number, len(self._generation.members)
+            message = (
+                f"generation {number} has ended: the server released one of its {size} workers, which left or sent no "
+                "heartbeat for server.lease_s; the others form a new group and repeat the step"
+            )
             if self.group is None:
                 self._abandon(future)
                 raise Broken(message)
