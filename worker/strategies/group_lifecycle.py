@@ -27,6 +27,7 @@ Found = TypeVar("Found")
 
 _LOOK_UP_S = 0.2
 _FORMING_S = 60.0  # Gloo tries to connect five times for 10 s
+_RELEASED = "the server released a worker that left or was silent for server.lease_s; the others form a new group"
 _IN_PLAINTEXT = (
     "the connection to the server uses TLS, but members use plain TCP among themselves, because torch's Gloo has no "
     "TLS: keep them on a private network (a tunnel), or use --mode sync"
@@ -128,11 +129,7 @@ class GroupLifecycle:
         while not wait([future], timeout=_LOOK_UP_S).done:
             if self._generation is None or not self._exchange.group_view.is_over(self._generation.number):
                 continue
-            number, size = self._generation.number, len(self._generation.members)
-            message = (
-                f"generation {number} has ended: the server released one of its {size} workers, which left or sent no "
-                "heartbeat for server.lease_s; the others form a new group and repeat the step"
-            )
+            message = f"generation {self._generation.number} has ended: {_RELEASED}"
             if self.group is None:
                 self._abandon(future)
                 raise Broken(message)
