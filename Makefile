@@ -68,7 +68,7 @@ gpu-packages: .venv/installed  ## in build/gpu-packages-VERSION, for FOR=3.12: w
 	rm -rf build/gpu-packages-$(FOR)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --target build/gpu-packages-$(FOR) --python-version $(FOR) --only-binary :all: $$($(BIN)/python tests/gpu/run.py --requirements)
 
-docs: .venv/docs  ## the site in build/site; a warning is an error
+docs: .venv/docs  ## the site in build/site/VERSION, beside other versions; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .venv/docs: .venv/installed

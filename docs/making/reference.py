@@ -3,20 +3,47 @@
 reference/settings.md      every key of the configuration, with its flag, default and meaning
 reference/commands.md      every command with its flags
 <!-- settings of ssp -->   in a page: the options that a mode declares
+
+A build goes into a folder with the version's name, and versions that were built before stay beside it. The header has
+the version, and a menu of all versions where the site comes from a web server.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from paramserver.common.config.flags import flag_name, flag_of, sections, settings
 from paramserver.common.config.schema import mode_options
+from paramserver.common.version import PROGRAM_VERSION
 
 _MARKER = re.compile(r"<!-- settings of (\w+) -->")
 _TAGS = re.compile(r"\[/?(?:bold|dim|italic)\]")
+
+
+def on_config(config: Any) -> Any:
+    """Name the version in the header, and build into its folder. Called by mkdocs."""
+    config.site_name = f"{config.site_name} {PROGRAM_VERSION}"
+    config.site_dir = str(Path(config.site_dir) / PROGRAM_VERSION)
+    return config
+
+
+def on_post_build(config: Any) -> None:
+    """List the versions for the theme's menu, and lead to the newest one. Called by mkdocs."""
+    site = Path(config.site_dir).parent
+    found = sorted((page.parent.name for page in site.glob("*/index.html")), key=_order, reverse=True)
+    listed = [{"version": name, "title": name, "aliases": []} for name in found]
+    (site / "versions.json").write_text(json.dumps(listed))
+    (site / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={found[0]}/index.html">\n')
+
+
+def _order(version: str) -> list[int]:
+    """Returns the numbers of a version, so that 0.10.0 comes after 0.9.0."""
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,15 +58,30 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named - {"reference/settings.md", "reference/commands.md"} == pages
 
 
+def test_the_changes_name_the_newest_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    first, *_ = (ROOT / "docs/changes.md").read_text().split("\n## ")
+    assert f"version {version}" in first
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="make docs installs it")
     pytest.importorskip("mkdocstrings", reason="make docs installs it")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    older = tmp_path / "site" / "0.0.9"
+    older.mkdir(parents=True)
+    (older / "index.html").write_text("built before")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "site/reference/api.html").read_text()
-    assert "Join the run at" in page
-    assert "policy.staleness" in (tmp_path / "site/modes/ssp.html").read_text()
-    assert not (tmp_path / "site/making").exists()
+    site = tmp_path / "site" / version
+    assert "Join the run at" in (site / "reference/api.html").read_text()
+    assert "policy.staleness" in (site / "modes/ssp.html").read_text()
+    assert not (site / "making").exists()
+    header = (site / "index.html").read_text().partition("<header")[2].partition("</header>")[0]
+    assert f"paramserver {version}" in header
+    assert [item["version"] for item in json.loads((tmp_path / "site/versions.json").read_text())] == [version, "0.0.9"]
+    assert f"url={version}/index.html" in (tmp_path / "site/index.html").read_text()
+    assert (older / "index.html").read_text() == "built before"
