@@ -144,6 +144,12 @@ def foresee(
     return found
 
 
+def load_codecs() -> None:
+    """Load what `foresee` needs beyond this module. It takes a second or two, for torch."""
+    for name in CODECS:
+        registry.CODECS.load(name)
+
+
 def _foreseen(
     config: str | None, mode: str, codec: str, num_workers: int, machines: Flags, settings: list[str]
 ) -> Foreseen:

@@ -22,7 +22,7 @@ def doctor(
     hosts: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="Machines, see docs/remote.md.")] = None,
     megabytes: Annotated[float | None, typer.Option("--mb", help="Size of the model; default: the task's.")] = None,
     compute: Annotated[str | None, typer.Option(metavar="TIME", help="Time of a step; default: measured.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a worker's turn with each transport.")] = 0.3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Longest turn of a worker with each transport.")] = 0.3,
     budget: Annotated[float, typer.Option(min=1, metavar="S", help="Time limit for measuring.")] = 40.0,
     transports: Annotated[str, typer.Option(metavar="NAME,...", help="Measure only these.")] = ",".join(TRANSPORTS),
     verify: Annotated[bool, typer.Option("--verify", help="Also run each mode briefly, and compare.")] = False,
@@ -49,8 +49,9 @@ def doctor(
                                                        two regions, written into the hosts file
 
     Real processes exchange real frames. Each round sends the model over each transport, up alone and both
-    ways. Measuring ends when three rounds agree within 5 %, or after --budget seconds. Ctrl-C shows the
-    results so far (exit code 130). Nothing is saved. The exit code is 1 if a run would fail here.
+    ways. Measuring ends when three rounds of each worker's best transport agree within 5 %, or after
+    --budget seconds. Ctrl-C shows the results so far (exit code 130). Nothing is saved. The exit code is 1
+    if a run would fail here.
     """
     from ...simulate.machines.units import seconds as parsed
     from .run import Request, examine, examine_stages

@@ -180,6 +180,12 @@ class Measurements:
         """Returns the seconds of an exchange in a round, by worker and transport."""
         return {key: found[number]["both_s"] for key, found in self._turns.items() if len(found) > number}
 
+    def best(self) -> set[tuple[int, str]]:
+        """Returns each worker with its best transport, by the medians so far. The advice needs no other one."""
+        medians = {key: median(turn["both_s"] for turn in turns) for key, turns in self._turns.items()}
+        ranks = {rank for rank, _ in medians}
+        return {min((key for key in medians if key[0] == rank), key=medians.__getitem__) for rank in ranks}
+
     @property
     def measured(self) -> Measured:
         """Returns medians over all rounds, including an incomplete round."""
@@ -229,7 +235,8 @@ def measure(
                 found.add(message)
                 while rounds.num < found.num_rounds:
                     rounds.add(found.of_round(rounds.num))
-                if why := rounds.why_stop(clock()) or (f"{rounds.num} round" if rounds.num >= plan.rounds else ""):
+                is_last = rounds.num >= plan.rounds
+                if why := rounds.why_stop(clock(), found.best()) or (f"{rounds.num} round" if is_last else ""):
                     break
                 show(rounds.part_done(clock()), f"measuring {', '.join(plan.transports)}: round {rounds.num + 1}")
     except KeyboardInterrupt:

@@ -36,8 +36,8 @@ from paramserver.common.wire.json_text import read_json  # noqa: E402
 _FSYNC_BYTES = 1 << 20
 _LOOK_S = 0.02
 _NUM_TRIPS = 20  # in a turn
-_LEAST = 2  # exchanges of each kind in a turn
-_TASK_S, _TASK_STEPS = 2.0, 200  # steps of the task: at most so long and so many, at least three
+_LEAST, _ENOUGH = 2, 25  # exchanges of each kind in a turn: at least so many, and a turn of so many ends early
+_TASK_S, _TASK_STEPS = 1.0, 60  # steps of the task: at most so long and so many, at least three
 _NAMES = {"shared memory": "shared"}
 
 
@@ -84,7 +84,7 @@ class Turns:
         taken: dict[bool, list[float]] = {True: [], False: []}
         self._step(self.phase)  # warm up new streams
         until = time.monotonic() + self._seconds
-        while time.monotonic() < until or min(map(len, taken.values())) < _LEAST:
+        while (num := min(map(len, taken.values()))) < _LEAST or (time.monotonic() < until and num < _ENOUGH):
             fetches, took_s = self._step(self.phase)
             taken[fetches].append(took_s)
         self.phase += 1

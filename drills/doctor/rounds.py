@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from statistics import median
 
 _LAST, _TOLERANCE = 3, 0.05  # rounds that must agree, and how closely
@@ -23,25 +23,32 @@ class Rounds:
         """Add the measurements of a round, by worker and transport."""
         self._rounds.append(metrics)
 
-    def differ_by(self) -> float:
+    def differ_by(self, names: Collection[Hashable] | None = None) -> float:
         """Returns the smaller spread: of the last three rounds, or of the running medians after each of them.
 
-        It is the largest relative spread of all measurements; inf for fewer rounds.
+        It is the largest relative spread of these measurements, or of all; inf for fewer rounds.
         """
         if self.num < _LAST:
             return float("inf")
+        chosen = [name for name in self._rounds[-1] if names is None or name in names]
+        if names and not chosen:
+            return float("inf")
         medians = [
-            {name: median(item[name] for item in self._rounds[:end] if name in item) for name in self._rounds[-1]}
+            {name: median(item[name] for item in self._rounds[:end] if name in item) for name in chosen}
             for end in range(self.num - _LAST + 1, self.num + 1)
         ]
-        return min(_spread(self._rounds[-_LAST:]), _spread(medians))
+        last = [{name: item[name] for name in chosen if name in item} for item in self._rounds[-_LAST:]]
+        return min(_spread(last), _spread(medians))
 
-    def why_stop(self, now: float) -> str:
-        """Returns the reason to stop as a sentence, empty to continue. The first round is always complete."""
+    def why_stop(self, now: float, names: Collection[Hashable] | None = None) -> str:
+        """Returns the reason to stop as a sentence, empty to continue. The first round is always complete.
+
+        `names`: the measurements that must agree; None: all.
+        """
         if not self._rounds:
             return ""
         rounds = f"{self.num} round{'s' if self.num > 1 else ''}"
-        differ = self.differ_by()
+        differ = self.differ_by(names)
         if differ <= _TOLERANCE:
             return f"{rounds}; the metrics of the last {_LAST} agree within {_TOLERANCE:.0%}"
         if now >= self._until:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ def examine(wanted: Request) -> int:
     needs_task = wanted.compute_s is None or wanted.megabytes is None
     plan = Plan(wanted.seconds, wanted.megabytes, wanted.transports, _task(config) if needs_task else None)
     job = Job((*where, *_sets("async", sets)), wanted.workers)
+    threading.Thread(target=advice.load_codecs, daemon=True).start()  # while the job starts
     with Steps() as steps:
         found = measure(job, plan, wanted.budget_s, lambda part, text: steps.at(_MEASURING * part, text))
         if not found.links:

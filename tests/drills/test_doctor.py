@@ -149,6 +149,17 @@ def test_it_stops_when_three_rounds_agree() -> None:
     assert rounds.why_stop(101.0) == "4 rounds; the metrics of the last 3 agree within 5%"
 
 
+def test_only_the_best_transports_must_agree() -> None:
+    rounds, found = Rounds(0.0, 40.0), Measurements(1, ("shared", "grpc"))
+    for number, (shared_s, grpc_s) in enumerate(((0.1, 1.0), (0.1, 2.0), (0.1, 4.0))):
+        found.add(said_of(0, number, shared_s, "shared", "shared"))
+        found.add(said_of(0, number, grpc_s, "grpc", "grpc"))
+        rounds.add(found.of_round(number))
+    assert found.best() == {(0, "shared")} and rounds.why_stop(1.0) == ""
+    assert rounds.why_stop(1.0, found.best()) == "3 rounds; the metrics of the last 3 agree within 5%"
+    assert rounds.why_stop(1.0, {(0, "direct")}) == "", "it has come in no round"
+
+
 def test_it_stops_when_its_time_is_over() -> None:
     rounds = Rounds(100.0, 40.0)
     for value in (1.0, 2.0):
