@@ -130,25 +130,28 @@ class Policy(Gates, ABC):
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """Decide on a staged contribution: fold it, or discard it with a reply or a refusal."""
-        if rank in self.members and contribution.id.seq == self.num_counted[rank]:
+        member, seq, counts = self.members.get(rank), contribution.id.seq, contribution.counts
+        counted = self.num_counted.get(rank, 0)
+        if member is not None and seq == counted:
             # It was applied before, and its reply was lost. If it still waits for its round, so does the repeat.
-            self._owe(self.members[rank], Outcome.REPEATED)
+            self._owe(member, Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
-        if (refusal := self._refusal(rank, contribution.id.seq)) is not None:
-            return [Discard(rank), refusal]
-        if contribution.counts.part and self.replies_before_commit:
+        if member is None or seq != counted + 1 or member.pending is not None:
+            if (refusal := self._refusal(rank, seq)) is not None:
+                return [Discard(rank), refusal]
+            member = self.members[rank]
+        if counts.part and self.replies_before_commit:
             message = "this mode replies before a contribution is in a version, and cannot step a model in parts"
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", message)]
-        member, counted = self.members[rank], self.num_counted[rank]
-        num_steps = contribution.counts.num_training_steps
-        if num_steps is not None and num_steps < self.local_steps and not contribution.counts.continues_step:
+        num_steps = counts.num_training_steps
+        if num_steps is not None and num_steps < self.local_steps and not counts.continues_step:
             self._too_many[rank] = self.local_steps - num_steps
         elif self._too_many:
             self._too_many.pop(rank, None)
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
-        if contribution.counts.part and not self.has_rounds and self.num_counted[rank] > counted:
-            self._count_part(rank, contribution.counts.continues_step)
+        if counts.part and not self.has_rounds and self.num_counted[rank] > counted:
+            self._count_part(rank, counts.continues_step)
         decisions += self._settle(now)
         return decisions
 

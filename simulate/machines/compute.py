@@ -17,7 +17,7 @@ class Compute:
         self._mean_s = world.compute_s / world.speeds[rank % len(world.speeds)]
         variance = math.log(1 + world.jitter**2)
         self._sigma, self._shift = math.sqrt(variance), variance / 2
-        self._random = random.Random(world.seed * 1_000_003 + rank + 0.5)
+        self._gauss = random.Random(world.seed * 1_000_003 + rank + 0.5).gauss
         self._slowdown = None if world.slowdown == SlowdownConfig() else Slowdown(world.slowdown, rank, world.seed)
         self._num_steps = 0
 
@@ -33,7 +33,7 @@ class Compute:
         for _ in range(num_steps):
             step_s = mean_s
             if sigma:
-                step_s *= math.exp(sigma * self._random.gauss(0.0, 1.0) - self._shift)
+                step_s *= math.exp(sigma * self._gauss(0.0, 1.0) - self._shift)
             if slowdown is not None:
                 self._num_steps += 1
                 step_s += slowdown.delay_s(self._num_steps, step_s)

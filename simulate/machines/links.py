@@ -34,6 +34,7 @@ class Link(Generic[Key]):
         self.next_end = math.inf  # when the next transfer ends, at the current rates
         self._classes: dict[float, _Class[Key]] = {}  # by limit
         self._next: _Class[Key]  # limit of the transfer that ends next
+        self._only: _Class[Key] | None = None  # where all limits are the same
         self._at = 0.0
         self._num_begun = self._num = 0  # ever, and now
 
@@ -48,6 +49,7 @@ class Link(Generic[Key]):
         found = self._classes.get(limit)
         if found is None:
             found = self._classes[limit] = _Class(limit)
+            self._only = found if len(self._classes) == 1 else None
         elif not found.heap:
             found.given = 0.0  # keep the sums small, and exact
         self._num_begun += 1
@@ -57,15 +59,19 @@ class Link(Generic[Key]):
 
     def end(self) -> Key:
         """End the transfer that is due at `next_end`, and return its key."""
-        self._advance(self.next_end)
+        if self._only is None:
+            self._advance(self.next_end)
+        else:
+            self._at = self.next_end  # the next line says how far its class has come
         self._next.given, _, key = heapq.heappop(self._next.heap)
         self._num -= 1
         self._share()
         return key
 
     def _advance(self, now: float) -> None:
-        elapsed_s, self._at = now - self._at, now
+        elapsed_s = now - self._at
         if elapsed_s:
+            self._at = now
             for class_ in self._classes.values():
                 if class_.heap:
                     class_.given += class_.rate * elapsed_s
@@ -73,6 +79,13 @@ class Link(Generic[Key]):
     def _share(self) -> None:
         """Divide the capacity: a transfer that cannot use an equal part leaves the rest to the others."""
         left, num = self.capacity, self._num
+        if (class_ := self._only) is not None and num:  # as nearly always; the same numbers as below
+            self._next = class_
+            part, limit = left / num, class_.limit
+            class_.rate = rate = limit if limit < part else part
+            remaining = class_.heap[0][0] - class_.given
+            self.next_end = self._at + remaining / rate if remaining > 0 else self._at
+            return
         self.next_end = math.inf
         busy = [class_ for class_ in self._classes.values() if class_.heap]
         if len(busy) > 1:

@@ -1,8 +1,13 @@
-"""The agenda of one simulated run: a heap of events with known times, and the shared links."""
+"""The agenda of one simulated run: events with known times, and the shared links.
+
+A heap of 10,000 events costs more than the events. So events that come in the order of their times, such as those
+after a constant delay, wait in queues instead.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -14,16 +19,22 @@ from .worker import Worker
 Handler = Callable[[Worker, Any], None]
 # Worker, its life, the handler of the end, and its item.
 Transfers = Link[tuple[Worker, int, Handler, Any]]
+# Time, number of the push, handler, worker, its life, and the item.
+Event = tuple[float, int, Handler, Worker, int, Any]
 
 
 class Agenda:
-    """`now` is the virtual time, in seconds."""
+    """`now` is the virtual time, in seconds. What a transfer carries arrives `trip_s` after the transfer's end.
 
-    def __init__(self, links: tuple[Transfers, Transfers]) -> None:
+    With `has_exchange_s` an upload takes the time that its worker adds (`Compute.exchange_s`)."""
+
+    def __init__(self, links: tuple[Transfers, Transfers], trip_s: float = 0.0, has_exchange_s: bool = False) -> None:
         self.now = 0.0
         self.is_stopped = False
-        self._links = links
-        self._heap: list[tuple[float, int, Handler, Worker, int, Any]] = []
+        self._links, self._trip_s, self._has_exchange_s = links, trip_s, has_exchange_s
+        self._heap: list[Event] = []
+        self.trips: deque[Event] = deque()  # ends of trips over the network, which all take as long
+        self.works: deque[Event] = deque()  # ends of the server's tensor work, which is in order
         self._num_pushed = 0
 
     def push(self, at: float, handler: Handler, worker: Worker, item: Any = None) -> None:
@@ -31,25 +42,43 @@ class Agenda:
         self._num_pushed = num = self._num_pushed + 1
         heappush(self._heap, (at, num, handler, worker, worker.life, item))
 
+    def push_behind(self, queue: deque[Event], at: float, handler: Handler, worker: Worker, item: Any = None) -> None:
+        """As `push`, into `trips` or `works`, whose events are mostly pushed in the order of their times."""
+        if queue and at < queue[-1][0]:
+            self.push(at, handler, worker, item)
+            return
+        self._num_pushed = num = self._num_pushed + 1
+        queue.append((at, num, handler, worker, worker.life, item))
+
     def go_on(self, until: float) -> None:
         """Handle events up to that time, or until it is stopped."""
-        heap, (up, down) = self._heap, self._links
+        heap, trips, works, (up, down) = self._heap, self.trips, self.works, self._links
         while not self.is_stopped:
+            first: list[Event] | deque[Event] = heap
+            if trips and (not first or trips[0] < first[0]):
+                first = trips
+            if works and (not first or works[0] < first[0]):
+                first = works
             link = up if up.next_end < down.next_end else down
             link_at = link.next_end
-            if heap and heap[0][0] < link_at:
-                if heap[0][0] >= until:
+            if first and first[0][0] < link_at:
+                if first[0][0] >= until:
                     return
-                self.now, _, handler, worker, life, item = heappop(heap)
+                self.now, _, handler, worker, life, item = heappop(heap) if first is heap else first.popleft()  # type: ignore[union-attr]
+                if worker.life == life:
+                    handler(worker, item)
             elif link_at < until:
                 self.now = link_at
                 worker, life, handler, item = link.end()
+                if worker.life == life:
+                    at = link_at + self._trip_s
+                    if link is up and self._has_exchange_s:
+                        at += worker.compute.exchange_s()
+                    self.push_behind(trips, at, handler, worker, item)
             else:
                 return
-            if worker.life == life:
-                handler(worker, item)
 
     @property
     def is_empty(self) -> bool:
         """Whether no event is left."""
-        return not self._heap and all(link.next_end == math.inf for link in self._links)
+        return not (self._heap or self.trips or self.works) and all(link.next_end == math.inf for link in self._links)

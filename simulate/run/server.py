@@ -22,13 +22,16 @@ class Server:
         self._arrived, self._delivered = arrived, delivered
         self._up: Transfers = Link(world.server_up)
         self._down: Transfers = Link(world.server_down)
-        self.agenda = Agenda((self._up, self._down))
+        self.agenda = Agenda((self._up, self._down), world.latency_s / 2, bool(world.recorded))
         self._busy_until = 0.0  # with tensor work
         self._num_staged = self._num_folds = self._num_asked = 0
         self._waiting: list[tuple[int, int, Worker, int]] = []  # for staging memory
         self._has_order = type(policy).upload_position is not Policy.upload_position
         self._is_inline = world.up_bytes <= INLINE_BYTES
         self._own_up_s, self._trip_s = world.up_bytes / world.up, world.latency_s / 2
+        self._is_up_shared = bool(world.up_bytes) and not self._up.is_unlimited
+        self._is_down_shared = not self._down.is_unlimited
+        self._trips, self._works = self.agenda.trips, self.agenda.works
 
     # ---- up ------------------------------------------------------------------------------------
 
@@ -43,13 +46,13 @@ class Server:
         if self._num_staged < self._world.max_staged:
             self.begin_queued()
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a queued upload may begin, because folds have moved it up."""
-        return self._has_order and self._num_staged < self._world.max_staged and bool(self._waiting)
+    def moved_up(self) -> None:
+        """Begin queued uploads that folds have moved up, as `ps/tensors/staging.py` does."""
+        if self._waiting and self._has_order and self._num_staged < self._world.max_staged:
+            self.begin_queued()
 
     def begin_queued(self) -> None:
-        """Begin queued uploads as `ps/tensors/staging.py` does: in fold order, without those folded much later."""
+        """Begin queued uploads in fold order, without those folded much later."""
         waiting, most = self._waiting, self._world.max_staged
         while waiting and self._num_staged < most:
             _, _, worker, life = waiting[0]
@@ -71,17 +74,13 @@ class Server:
             self.begin_queued()
 
     def _upload(self, worker: Worker) -> None:
-        world, link, agenda = self._world, self._up, self.agenda
-        worker.begun_at = agenda.now
-        if link.is_unlimited or not world.up_bytes:
-            own_s = self._own_up_s + self._trip_s + worker.compute.exchange_s()
-            agenda.push(agenda.now + own_s, self._here, worker)
+        world, agenda = self._world, self.agenda
+        worker.begun_at = now = agenda.now
+        if self._is_up_shared:
+            self._up.begin(now, (worker, worker.life, self._here, None), world.up_bytes, world.up)
         else:
-            link.begin(agenda.now, (worker, worker.life, self._uploaded, None), world.up_bytes, world.up)
-
-    def _uploaded(self, worker: Worker, _: object) -> None:
-        at = self.agenda.now + self._trip_s + worker.compute.exchange_s()
-        self.agenda.push(at, self._here, worker)
+            own_s = self._own_up_s + self._trip_s + worker.compute.exchange_s()
+            agenda.push_behind(self._trips, now + own_s, self._here, worker)
 
     def _here(self, worker: Worker, _: object) -> None:
         event, framing = worker.event, self._world.framing
@@ -90,8 +89,8 @@ class Server:
             worker.num_sent += self._world.up_bytes
         else:
             contribution = event.contribution
-            has_other = contribution.counts.num_training_steps is not None
-            is_cut_short = has_other and worker.sent_steps != self._policy.local_steps
+            num_steps = contribution.counts.num_training_steps
+            is_cut_short = num_steps is not None and worker.sent_steps != self._policy.local_steps
             worker.num_sent += framing.up(contribution, is_cut_short)
         self._arrived(worker, None)
 
@@ -100,17 +99,14 @@ class Server:
     def fold(self, worker: Worker) -> None:
         """Fold the worker's contribution."""
         self._num_folds += 1
-        self._work(self._world.fold_s)
+        now = self.agenda.now
+        self._busy_until = (now if now > self._busy_until else self._busy_until) + self._world.fold_s
         if worker.is_staged:
-            self.agenda.push(self._busy_until, self.release, worker)
+            self.agenda.push_behind(self._works, self._busy_until, self.release, worker)
 
     def commit(self) -> None:
         """Make a version."""
-        self._work(self._world.step_s)
-
-    def _work(self, work_s: float) -> None:
-        now = self.agenda.now
-        self._busy_until = (now if now > self._busy_until else self._busy_until) + work_s
+        self._busy_until = max(self.agenda.now, self._busy_until) + self._world.step_s
 
     # ---- down ----------------------------------------------------------------------------------
 
@@ -119,21 +115,19 @@ class Server:
         agenda = self.agenda
         worker.decided_at = agenda.now
         if self._busy_until > agenda.now:
-            agenda.push(self._busy_until, self._leaves, worker, reply)
+            agenda.push_behind(self._works, self._busy_until, self._leaves, worker, reply)
         else:
             self._leaves(worker, reply)
 
     def _leaves(self, worker: Worker, reply: effects.SendReply) -> None:
-        world, link, agenda = self._world, self._down, self.agenda
+        world, agenda = self._world, self.agenda
         worker.left_at = now = agenda.now
         num_bytes = 0
         if reply.has_weights:
             num_bytes = world.start_bytes if reply.is_start else world.down_bytes
         worker.num_received += num_bytes if world.framing is None else world.framing.down(reply)
-        if link.is_unlimited or not num_bytes:
-            agenda.push(now + num_bytes / world.down + self._trip_s, self._delivered, worker, reply)
+        if num_bytes and self._is_down_shared:
+            self._down.begin(now, (worker, worker.life, self._delivered, reply), num_bytes, world.down)
         else:
-            link.begin(now, (worker, worker.life, self._downloaded, reply), num_bytes, world.down)
-
-    def _downloaded(self, worker: Worker, reply: effects.SendReply) -> None:
-        self.agenda.push(self.agenda.now + self._trip_s, self._delivered, worker, reply)
+            at = now + num_bytes / world.down + self._trip_s
+            agenda.push_behind(self._trips, at, self._delivered, worker, reply)

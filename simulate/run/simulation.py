@@ -24,7 +24,7 @@ from ...ps.engine.modes import make_policy, options_of
 from ..machines.compute import Compute, Recorded
 from ..machines.world import World
 from .server import Server
-from .tally import Tally
+from .tally import FLUSHED, Tally
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ TICK_S = 0.2  # as in a server
 NUM_SAMPLES = 100  # of a run: looking at all workers this often costs almost nothing
 _MOST_IDLE_TICKS = 100_000
 _SILENT = TrainingInfo()
+_NAMES = ["", *(outcome.name for outcome in Outcome)]  # by value; the property `name` takes ten times as long
 
 
 class Simulation:
@@ -62,8 +63,11 @@ class Simulation:
         self.run = Run(options, policy, "simulated")
         self.tally = Tally()
         self._clock, self._observe, self._progressed = clock, observe, progressed
+        self._is_watched = learner is not None or observe is not None
+        self._counts, self._base = Counts(), Base()  # of the newest contribution; most are alike
         self._server = Server(world, policy, self._arrived, self._delivered)
         self._agenda = self._server.agenda
+        self._kind = policy.kind
         self._is_mean = not policy.kind.may_lose  # a contribution is based on the average that it contains
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
@@ -187,12 +191,18 @@ class Simulation:
         if self.learner is not None:
             num_samples, training = self.learner.send(worker.rank)
         wants_weights = pull_every == 1 or number % pull_every == 0
+        # The old number of steps, if a reply changed it too late.
+        num_steps = worker.steps if worker.steps != worker.next_steps else None
+        if self._counts.num_samples != num_samples or self._counts.num_training_steps != num_steps:
+            self._counts = Counts(num_samples, num_steps)
+        version = worker.version if self._is_mean else worker.base
+        if self._base.version != version:
+            self._base = Base(version)
         contribution = Contribution(
             ContributionId(worker.rank, worker.incarnation, number),
-            self.policy.kind,
-            # The old number of steps, if a reply changed it too late.
-            Counts(num_samples, worker.steps if worker.steps != worker.next_steps else None),
-            Base(worker.version if self._is_mean else worker.base),
+            self._kind,
+            self._counts,
+            self._base,
             Timing(worker.computed_s, worker.transfer_s),
             training=training if wants_weights else replace(training, wants_weights=False),
         )
@@ -210,29 +220,31 @@ class Simulation:
 
     def _delivered(self, worker: Worker, reply: effects.SendReply) -> None:
         """The reply has arrived at the worker, with its weights."""
-        worker.counted, worker.done_steps = reply.reply.result.seq, reply.reply.next_work.training_steps
-        worker.next_steps = reply.reply.next_work.local_steps
+        result, work = reply.reply.result, reply.reply.next_work
+        worker.counted, worker.done_steps, worker.next_steps = result.seq, work.training_steps, work.local_steps
         if reply.has_weights:
-            worker.version = reply.reply.result.version
+            worker.version = result.version
         if self.learner is not None:
             self.learner.received(reply)
         if worker.is_in_flight:
             worker.is_in_flight = False
             self._account(worker, reply)
-        if not reply.reply.next_work.local_steps:
+        if not work.local_steps:
             worker.life += 1  # cancels what it still computes
             worker.is_finished = True
             self._happens(events.Finished(worker.rank, worker.incarnation, worker.transfer_s))
         elif worker.is_ready:
             self._hand_over(worker)
         elif not worker.is_computing:
-            self._compute(worker, reply.reply.next_work.local_steps)
+            self._compute(worker, work.local_steps)
 
     def _account(self, worker: Worker, reply: effects.SendReply) -> None:
         """Count the time of this exchange by cause."""
-        worker.transfer_s = max(0.0, self._agenda.now - worker.sent_at - reply.reply.result.gate_wait_s)
+        gate_wait_s = reply.reply.result.gate_wait_s
+        transfer_s = self._agenda.now - worker.sent_at - gate_wait_s
+        worker.transfer_s = transfer_s if transfer_s > 0.0 else 0.0
         own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
-        self.tally.exchanged(worker, reply.reply.result.gate_wait_s, own_s, self._rest_cause)
+        self.tally.exchanged(worker, gate_wait_s, own_s, self._rest_cause)
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """The contribution has arrived: the run decides."""
@@ -255,15 +267,15 @@ class Simulation:
         self._carry_out(self.run.apply(event), now)
 
     def _carry_out(self, found: list[effects.Effect], now: float) -> None:
-        handlers, is_watched = self._handlers, self.learner is not None or self._observe is not None
+        handlers, is_watched = self._handlers, self._is_watched
         for effect in found:
             if is_watched:
                 self._watch(effect, now)
             if (handler := handlers.get(type(effect))) is not None:
                 handler(effect)
-        if self._server.has_room:
-            self._server.begin_queued()
-        self.tally.flush()
+        self._server.moved_up()
+        if len(self.tally.lines) >= FLUSHED:
+            self.tally.flush()
 
     def _watch(self, effect: effects.Effect, now: float) -> None:
         if self.learner is not None:
@@ -285,16 +297,17 @@ class Simulation:
         tally, result = self.tally, reply.reply.result
         if result.outcome is Outcome.APPLIED:
             tally.staleness[result.staleness] += 1
-        tally.note((self._agenda.now, result.outcome.name, reply.rank, result.seq, result.version))
+        tally.note((self._agenda.now, _NAMES[result.outcome], reply.rank, result.seq, result.version))
         self._server.reply(self.workers[reply.rank], reply)
 
     def _taken(self, taken: effects.ContributionTaken) -> None:
         rank, _, number = taken.contribution.id
+        tally = self.tally
         if taken.outcome == "accepted":
-            self.tally.num_steps += self.workers[rank].sent_steps
-            if self.tally.num_steps >= self._sampled_at:
+            tally.num_steps += self.workers[rank].sent_steps
+            if tally.num_steps >= self._sampled_at:
                 self._sample()
-        self.tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
+        tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
 
     def _sample(self) -> None:
         """Note how far apart the workers' versions are, and where their time went until now."""

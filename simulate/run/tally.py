@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .worker import Worker
 
 CAUSES = ("compute", "mode", "staging", "server", "its link", "own link")
-_FLUSHED = 4096  # lines at once
+FLUSHED = 4096  # lines at once
 
 
 class Sample(NamedTuple):
@@ -31,13 +31,13 @@ class Tally:
         self.num_failures = 0
         self.samples: list[Sample] = []
         self._hash = hashlib.sha256()
-        self._lines: list[tuple[Any, ...]] = []
-        self.note = self._lines.append  # one line of what happened; `flush` now and then
+        self.lines: list[tuple[Any, ...]] = []  # that are not hashed yet
+        self.note = self.lines.append  # one line of what happened; `flush` when there are FLUSHED
 
     @property
     def digest(self) -> str:
         """A hash of all events, in order, with their times."""
-        self._hash_lines(len(self._lines))
+        self._hash_lines(len(self.lines))
         return self._hash.hexdigest()[:16]
 
     def sample(self, at: float, skew: int) -> None:
@@ -45,13 +45,13 @@ class Tally:
 
     def flush(self) -> None:
         """Replace full blocks of lines by their hash."""
-        while len(self._lines) >= _FLUSHED:
-            self._hash_lines(_FLUSHED)
+        while len(self.lines) >= FLUSHED:
+            self._hash_lines(FLUSHED)
 
     def _hash_lines(self, num: int) -> None:
         if num:
-            self._hash.update(repr(self._lines[:num]).encode())
-            del self._lines[:num]
+            self._hash.update(repr(self.lines[:num]).encode())
+            del self.lines[:num]
 
     def exchanged(self, worker: Worker, gate_wait_s: float, own_s: float, rest_cause: str) -> None:
         """Add the time of a worker's exchange by cause."""

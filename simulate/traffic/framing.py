@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...common.wire.records import Contribution
 from ...ps.core import effects
@@ -48,19 +48,46 @@ class Framing:
 
     def up(self, contribution: Contribution, is_cut_short: bool = False) -> float:
         """Returns the bytes of a contribution: its messages and its payload."""
-        seq, counts, timing = contribution.id.seq, contribution.counts, contribution.timing
-        size = self._up_size + _FIELD[seq.bit_length()]
-        num_steps = counts.num_training_steps if is_cut_short else None
-        size += _topic(_FIELD[counts.num_samples.bit_length()] + (0 if num_steps is None else 1 + _varint(num_steps)))
-        size += _topic(_FIELD[contribution.base.version.bit_length()] + (2 if self.has_base else 0))
-        size += _topic((timing.compute_s > 0) * (1 + _DOUBLE) + (timing.transfer_s > 0) * (1 + _DOUBLE))
-        size += _topic(1 + _DOUBLE + (2 if contribution.training.wants_weights else 0))  # loss
-        if self.codec != "raw" and seq > 1:
+        counts, timing = contribution.counts, contribution.timing
+        key = (
+            contribution.id.seq == 1, contribution.id.seq.bit_length(), counts.num_samples.bit_length(),
+            counts.num_training_steps if is_cut_short else None, contribution.base.version.bit_length(),
+            (timing.compute_s > 0) + (timing.transfer_s > 0), contribution.training.wants_weights,
+        )  # fmt: skip
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._up_of(*key)
+        return found
+
+    def _up_of(
+        self, is_first: bool, seq: int, samples: int, num_steps: int | None, version: int, num_times: int, wants: bool
+    ) -> float:
+        """Returns the bytes of a contribution. `seq`, `samples` and `version` are in bits."""
+        size = self._up_size + _FIELD[seq]
+        size += _topic(_FIELD[samples] + (0 if num_steps is None else 1 + _varint(num_steps)))
+        size += _topic(_FIELD[version] + (2 if self.has_base else 0))
+        size += _topic(num_times * (1 + _DOUBLE))
+        size += _topic(1 + _DOUBLE + (2 if wants else 0))  # loss
+        if self.codec != "raw" and not is_first:
             size += _topic(1 + _DOUBLE)  # residual
         return size + _FIELD[size.bit_length()] + self._up_payload
 
     def down(self, effect: effects.SendReply) -> float:
         """Returns the bytes of a reply: its messages and its weights."""
+        result, work, start = effect.reply.result, effect.reply.next_work, effect.reply.start
+        if start is None and not work.has_evaluator:
+            key = (
+                effect.has_weights, result.reason, result.seq.bit_length(), result.version.bit_length(),
+                result.staleness.bit_length(), work.local_steps.bit_length(), work.training_steps.bit_length(),
+                work.num_workers.bit_length(), work.worker_index.bit_length(), work.run_steps,
+            )  # fmt: skip
+            found = self._found.get(key)
+            if found is None:
+                found = self._found[key] = self._down_of(effect)
+            return found
+        return self._down_of(effect)
+
+    def _down_of(self, effect: effects.SendReply) -> float:
         result, work, start = effect.reply.result, effect.reply.next_work, effect.reply.start
         size, payload = self._down_sizes[effect.is_start if effect.has_weights else 2]
         numbers = _FIELD[result.seq.bit_length()] + _FIELD[result.version.bit_length()]
@@ -73,6 +100,11 @@ class Framing:
             num_batches = 0 if start.num_batches is None else 1 + _varint(start.num_batches)
             size += 2 + num_batches + _FIELD[start.in_step.bit_length()]
         return size + _FIELD[size.bit_length()] + payload
+
+    @cached_property
+    def _found(self) -> dict[tuple[Any, ...], float]:
+        """Sizes of contributions and replies by what they depend on."""
+        return {}
 
     @cached_property
     def _up_size(self) -> int:

@@ -15,20 +15,18 @@ class Slowdown:
     """
 
     def __init__(self, config: SlowdownConfig, rank: int, seed: int) -> None:
-        self._config = config
-        self._rank = rank
-        self._random = random.Random(seed * 1_000_003 + rank)
+        self._base_s, self._jitter_s, self._factor = config.base_s, config.jitter_s, config.straggler_factor
+        self._every = config.straggler_every if rank == config.straggler_rank else None
+        self._probability = config.straggler_probability
+        self._random = random.Random(seed * 1_000_003 + rank).random
 
     def delay_s(self, step: int, compute_s: float) -> float:
         """Return the seconds to sleep after step `step` (from 1), which took `compute_s` seconds."""
-        config = self._config
-        delay_s = config.base_s + config.jitter_s * self._random.random()
-        if self._is_slow(step):
-            delay_s += (config.straggler_factor - 1) * (compute_s + delay_s)
+        delay_s = self._base_s + self._jitter_s * self._random()
+        if self._every is not None:
+            is_slow = step % self._every == 0
+        else:
+            is_slow = self._probability > 0 and self._random() < self._probability
+        if is_slow:
+            delay_s += (self._factor - 1) * (compute_s + delay_s)
         return delay_s
-
-    def _is_slow(self, step: int) -> bool:
-        config = self._config
-        if config.straggler_every is not None and self._rank == config.straggler_rank:
-            return step % config.straggler_every == 0
-        return config.straggler_probability > 0 and self._random.random() < config.straggler_probability

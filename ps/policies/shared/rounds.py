@@ -95,15 +95,14 @@ class RoundPolicy(Policy):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         if self._deadline is not None:
             self._deadline.took(member.rank, now, counts=not member.is_fresh)
-        is_of_round = contribution.base.version == self.version and contribution.counts.part == (
-            self._part if self._weights else contribution.counts.part
-        )
+        counts = contribution.counts
+        is_of_round = contribution.base.version == self.version and (not self._weights or counts.part == self._part)
         if not is_of_round:
             self._owe(member, Outcome.DROPPED)  # `_settle` replies, so not while training is on hold
             return [Discard(member.rank)]
         self._count(member)
-        self._continues = contribution.counts.continues_step and (self._continues or not self._weights)
-        self._part = contribution.counts.part
+        self._continues = counts.part > 0 and counts.continues_step and (self._continues or not self._weights)
+        self._part = counts.part
         self._weights[member.rank] = self._weight(contribution)
         self._is_missing_no_more(member.rank)
         if self._opened_at is None:
@@ -256,6 +255,10 @@ class RoundPolicy(Policy):
         return self.version
 
     def upload_position(self, rank: int) -> int:
-        may_wait = self.has_fixed_set and rank not in self._as_they_come
-        may_wait &= rank in self.members or rank in self._weights
-        return max(0, bisect_left(self._order, rank) - self._num_folded) if may_wait else 0
+        may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)
+        if not may_wait or rank in self._as_they_come:
+            return 0
+        order = self._order
+        # Ranks ascend, so a rank that stands at its own number has all lower ranks before it.
+        position = rank if rank < len(order) and order[rank] == rank else bisect_left(order, rank)
+        return max(0, position - self._num_folded)
