@@ -164,7 +164,8 @@ class Service:
 
     async def health(self, _: Request) -> Response:
         versions = self._engine.versions()
-        state = "starting" if not versions else "stale" if self._source.is_stale else "ok"
+        is_paused = self._engine.is_paused
+        state = "starting" if not versions else "paused" if is_paused else "stale" if self._source.is_stale else "ok"
         found: dict[str, Any] = {"status": state, "active": self._engine.num_active}
         if versions:
             found |= {"run": versions[0].run, "version": versions[0].number, "age_s": round(self._follower.age_s, 3)}

@@ -10,8 +10,17 @@ A model that uses it takes it as `model(tokens, cache=view)`, with tokens (B, T)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+
+
+class Rows(NamedTuple):
+    """The rows of one forward pass, the tokens that each has, and the number of tokens that each gets."""
+
+    rows: Sequence[int]
+    lengths: Sequence[int]
+    num_tokens: int
 
 
 class KvCache:
@@ -35,13 +44,15 @@ class KvCache:
 
     def view(self, rows: Sequence[int], lengths: Sequence[int], num_tokens: int) -> CacheView:
         """Return a view of rows that have `lengths` tokens. Each gets `num_tokens` more."""
-        return CacheView(self._memory, rows, lengths, num_tokens)
+        return CacheView(self._memory, Rows(rows, lengths, num_tokens))
 
 
 class CacheView:
     """The rows of one forward pass. `positions` (B, T); `mask` (B, 1, T, S)."""
 
-    def __init__(self, memory: torch.Tensor, rows: Sequence[int], lengths: Sequence[int], num_tokens: int) -> None:
+    def __init__(self, memory: torch.Tensor, request: Rows) -> None:
+        rows, lengths, num_tokens = request
+        self.rows = request
         self._memory, self._rows = memory, torch.tensor(rows)
         begins = torch.tensor(lengths)
         self.positions = begins.unsqueeze(1) + torch.arange(num_tokens)

@@ -12,23 +12,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..common.reporting.log import get_logger
-from .models import LanguageModel, batch_of
+from .models import LanguageModel, Paused, batch_of
 from .sampling import Chosen, Sampling, choose
 from .slots import NUM_SLOTS, Slots, State, Version
 from .text import TextPieces
+
+if TYPE_CHECKING:
+    from .stages import Stages
 
 log = get_logger()
 
 _CHUNK = 256  # tokens of a prompt in one step; the other sequences wait for them
 _MAX_BATCH = 8  # requests of `infer` in one forward pass
 _BATCH_S = 0.003  # that a request of `infer` waits for others
+_MOST_PAUSES = 3  # that a sequence may see before its next token; then it may be the reason
 
 
 class Refused(Exception):
@@ -92,6 +97,7 @@ class Job:
     row: int = -1  # in the cache
     num_cached: int = 0
     num_swaps: int = 0
+    num_pauses: int = 0  # since its newest token
     is_cancelled: bool = False
     version: Version | None = field(default=None)
 
@@ -101,9 +107,18 @@ class Job:
 
 
 class Engine:
-    """Computes the replies of up to NUM_SLOTS versions. `models`, one for each slot, share no memory."""
+    """Computes the replies of up to NUM_SLOTS versions. `models`, one for each slot, share no memory.
 
-    def __init__(self, task: Any, models: Sequence[nn.Module], kind: LanguageModel | None, options: Options) -> None:
+    With `stages`, the models are in several processes. Replies pause while one of them is away.
+    """
+
+    def __init__(
+        self, task: Any, models: Sequence[nn.Module], kind: LanguageModel | None, options: Options,
+        stages: Stages | None = None,
+    ) -> None:  # fmt: skip
+        self._stages = stages
+        if stages is not None:
+            stages.has_changed = self._wake
         self.task, self.kind, self.options = task, kind, options
         self.models = list(models)
         for model in self.models:
@@ -173,6 +188,15 @@ class Engine:
             self._changed.notify()
         return future
 
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a stage of the model is away."""
+        return self._stages is not None and not self._stages.is_ready
+
     @property
     def num_active(self) -> int:
         return len(self._active)
@@ -225,14 +249,17 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._is_stopped or self._has_work()):
+                while not (self._is_stopped or (self._has_work() and not self.is_paused)):
                     self._changed.wait()
                 if self._is_stopped:
                     break
                 self._swap()
                 self._retire_cancelled()
                 self._admit()
-            with torch.no_grad():
+            if self._stages is not None and self._stages.forget():
+                for sequence in self._active:
+                    sequence.num_cached = 0
+            with torch.no_grad(), suppress(Paused):
                 self._step()
         for sequence in [*self._active, *self._waiting]:
             self._end(sequence, "cancelled")
@@ -305,6 +332,12 @@ class Engine:
         """Compute the next tokens of these sequences, or the next chunk of a prompt."""
         try:
             logits = self._logits(slot, batch)
+        except Paused as paused:
+            for sequence in batch:
+                sequence.num_pauses += 1
+                if sequence.num_pauses >= _MOST_PAUSES:
+                    self._fail(sequence, paused)
+            raise
         except Exception as error:
             if len(batch) == 1:
                 self._fail(batch[0], error)
@@ -338,6 +371,7 @@ class Engine:
             self._end(sequence, "stop")
             return
         sequence.tokens.append(chosen.token)
+        sequence.num_pauses = 0
         is_last = sequence.num_generated >= sequence.request.max_tokens
         sequence.emit(Piece(sequence.pieces.push(chosen.token, is_last), chosen))
         if sequence.pieces.is_stopped or is_last:
@@ -375,7 +409,7 @@ class Engine:
             taken = taken[:_MAX_BATCH]
             for _ in taken:
                 self._inferring.popleft()
-            taken = [item for item in taken if item[1].set_running_or_notify_cancel()]
+            taken = [item for item in taken if item[1].running() or item[1].set_running_or_notify_cancel()]
             if not taken:
                 return
             slot = self._serving()
@@ -385,6 +419,9 @@ class Engine:
             outputs = predict(self.task, self.models[slot], inputs)
             sizes = [len(next(iter(item[0].values()))) for item in taken]
             parts = {name: tensor.split(sizes) for name, tensor in outputs.items()}
+        except Paused:
+            self._inferring.extendleft(reversed(taken))
+            raise
         except Exception as error:  # a wrong shape, most often
             message = f"the model failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             for _, future in taken:

@@ -35,6 +35,7 @@ from ..common.reporting.log import get_logger, setup_logging
 if TYPE_CHECKING:
     from ..common.runstore.reading import RunStore, StoredRun
     from .source import Source
+    from .task import TaskSpec
 
 
 def serve(
@@ -109,17 +110,30 @@ def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
 
     try:
         with ExitStack() as running:
-            name, task, source = _source(resolved, run, file)
+            name, spec, source = _source(resolved, run, file)
             running.callback(source.close)
-            with user_code():
-                models = [task.model() for _ in range(NUM_SLOTS)]
+            task = spec.load()
+            source.averaged_buffers = getattr(task, "averaged_buffers", ())
             options = Options(config.serve.slots, config.serve.queue, config.serve.swap, config.serve.drain_s)
-            engine = Engine(task, models, language_model(task, models[0]), options)
+            if config.serve.group > 1:
+                from .stages import Spec, Stages
+
+                cut, threads = config.worker.cut, config.serve.threads
+                with user_code():
+                    stages = Stages(task, Spec(spec, config.serve.group, cut, options.slots, threads), failed)
+                engine = Engine(task, stages.models, stages.kind, options, stages)
+            else:
+                with user_code():
+                    models = [task.model() for _ in range(NUM_SLOTS)]
+                engine = Engine(task, models, language_model(task, models[0]), options)
             follower = Follower(engine, source, every(config.serve.every), failed)
             http.start(make_app(Service(name, engine, follower, source, config.serve.max_tokens)))
             running.callback(http.close)
             engine.start()
             running.callback(engine.close)
+            if config.serve.group > 1:
+                stages.start()
+                running.callback(stages.close)
             follower.start()
             running.callback(follower.close)
             log.info("serve", url=http.url("/"), task=name, swap=config.serve.swap, slots=config.serve.slots)
@@ -133,8 +147,8 @@ def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
         raise failures[0]
 
 
-def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str, Any, Source]:
-    """Return the name of the task, the task, and the source of its weights."""
+def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str, TaskSpec, Source]:
+    """Return the name of the task, how to load it, and the source of its weights."""
     from ..worker.conversation.reader import Reader
     from .source import LiveRun, WeightsFile
 
@@ -151,12 +165,11 @@ def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str
             is_waiting = True
         reader.check_connection()
     settings = standing.settings
-    task = _task(resolved, settings.task, settings.task_args or {})
-    source.averaged_buffers = getattr(task, "averaged_buffers", ())
-    return settings.task or resolved.config.task.name, task, source
+    name = settings.task or resolved.config.task.name
+    return name, _task(resolved, settings.task, settings.task_args or {}), source
 
 
-def _recorded(resolved: Resolved, wanted: str) -> tuple[str, Any, Source]:
+def _recorded(resolved: Resolved, wanted: str) -> tuple[str, TaskSpec, Source]:
     from ..common.runstore.reading import RunStore
     from ..common.runstore.schema import FILE
     from .source import WeightsFile
@@ -185,20 +198,18 @@ def _newest(store: RunStore, run: StoredRun) -> tuple[Path, int]:
     raise CheckpointError(f"run {run.label} has no weights on this disk: no snapshot, and no saved file", fix=fix)
 
 
-def _task(resolved: Resolved, name: str, args: dict[str, Any]) -> Any:
+def _task(resolved: Resolved, name: str, args: dict[str, Any]) -> TaskSpec:
     """Return the task that the command line names, or else the built-in task that the run names."""
-    import torch
+    from .task import TaskSpec
 
-    from ..worker.training.tasks.loading import load_named_by_server, load_task
-
-    task, device = resolved.config.task, torch.device("cpu")
+    task = resolved.config.task
     if resolved.was_set("task.name"):
-        return load_task(task.name, task.args, seed=0, device=device)
+        return TaskSpec(task.name, task.args)
     if not name:
         raise UsageError(
             "the run's task is a file, and a file is never taken from a run", fix="add --task FILE.py:NAME"
         )
-    return load_named_by_server(name, args, task.args, seed=0, device=device)
+    return TaskSpec(name, task.args, args)
 
 
 def main() -> None:

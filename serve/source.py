@@ -29,6 +29,7 @@ class WeightsFile:
     """One version: the weights of a safetensors file."""
 
     is_stale = False  # newer versions may exist, and cannot be fetched
+    averaged_buffers: Collection[str] = ()
 
     def __init__(self, path: Path, run: str, version: int = 0) -> None:
         self._path, self._version = path, Version(run, 0, version)
@@ -39,7 +40,7 @@ class WeightsFile:
 
     def load(self, model: nn.Module) -> Version | None:
         """Write the newest version into a model and return it; None if it cannot be fetched now."""
-        load_weights(model, str(self._path), "")
+        load_weights(getattr(model, "whole", model), str(self._path), "", getattr(model, "write", None))
         return self._version
 
     def close(self) -> None:
@@ -84,8 +85,10 @@ class LiveRun:
     def load(self, model: nn.Module) -> Version | None:
         standing = self._standing
         assert standing is not None
+        tensors = ModelTensors(getattr(model, "whole", model), (), self.averaged_buffers)
+        tensors.transfer_of = getattr(model, "transfer_of", None)  # of a model in several processes
         try:
-            pulled = self._reader.pull(ModelTensors(model, (), self.averaged_buffers))
+            pulled = self._reader.pull(tensors)
         except UsageError:
             raise
         except ParamServerError as refused:  # there are no weights yet, or too many readers

@@ -32,4 +32,7 @@ class ServeConfig(Section):
         "pinned", description="replies under way at a new version: pinned, in-flight or recompute; see docs/serving.md"
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that replies may keep an old version back (pinned)")
-    threads: int = Field(1, ge=1, description="torch threads")
+    threads: int = Field(1, ge=1, description="torch threads of each process")
+    group: Annotated[int, Flag(Panel.RUN, (SERVE,), metavar="G")] = Field(
+        1, ge=1, le=64, description="processes on this host that the model's layers are divided over"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ _SHOWN = 3  # names of each kind of difference that a message lists
 _FIX = "give the file that belongs to this model (--init), or leave it out"
 
 
-def load_weights(model: nn.Module, path: str, flag: str = "--init ") -> None:
-    """Copy the tensors of a safetensors file into the model.
+def load_weights(
+    model: nn.Module, path: str, flag: str = "--init ", write: Callable[[str, torch.Tensor], None] | None = None
+) -> None:
+    """Copy the tensors of a safetensors file into the model; or give them to `write`, with the model's dtypes.
 
     Dtypes may differ, but names and shapes must match. Name prefixes of torch.compile and DistributedDataParallel are
     ignored. Raises UsageError with the differences.
@@ -49,7 +51,10 @@ def load_weights(model: nn.Module, path: str, flag: str = "--init ") -> None:
         )
     with torch.no_grad():
         for name, tensor in found.items():
-            tensors[name].copy_(tensor)
+            if write is None:
+                tensors[name].copy_(tensor)
+            else:
+                write(name, tensor.to(tensors[name].dtype))
 
 
 def read_tensors(path: str, shapes: Mapping[str, torch.Size], wanted: Collection[str]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,419 @@
+"""Serves a model whose layers are cut into stages, each in its own process (`ps-serve --group G`).
+
+    engine -> stage 0, in its process -> stage 1 -> back -> stage 2 -> back -> the next tokens
+
+The process of the engine sends the hidden states of a step to each stage over a pair of sockets, and reads its output.
+The weights of all slots are in shared memory without a name. The engine's process writes it in windows and maps only
+the part of stage 0. So no process maps the whole model, and a stage that is started again has the weights of the same
+versions at once. Only its part of the cache is lost. The engine computes it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..common.errors import ParamServerError, UsageError
+from ..common.reporting.log import get_logger
+from ..common.tensors.layout import DTYPES, Layout, as_bytes
+from ..worker.replica_group.cut import Costs, cut
+from ..worker.replica_group.cut import Stage as Limits
+from ..worker.replica_group.redistribution import Finish, Range, RedistributedTransfer
+from ..worker.tensors.transfer import ModelTensors, named_tensors
+from ..worker.training.pipeline import check_tensor, check_weights, layers_of
+from .cache import CacheView, KvCache, Rows
+from .models import LanguageModel, Paused, language_model
+from .slots import NUM_SLOTS
+from .task import TaskSpec
+
+log = get_logger()
+
+_BACKOFF_S = 30.0  # at most between two starts of a stage
+
+
+class Spec(NamedTuple):
+    """What a process needs to know to compute a stage. It travels as JSON."""
+
+    task: TaskSpec
+    size: int  # number of stages
+    cut: list[int] | str
+    num_rows: int  # of the cache
+    threads: int = 1
+
+
+class Divided:
+    """A model on the meta device, its layers cut into stages, and the layout of each stage's tensors."""
+
+    def __init__(self, task: Any, spec: Spec) -> None:
+        """Raises UsageError for a model that cannot be cut."""
+        self._task = task
+        self.module, self.layers = self.fresh()
+        check_weights(self.module, "")
+        self.kind = language_model(task, self.module)
+        self.ranges = _ranges(self.layers, spec)
+        self._caching = [index for index, layer in enumerate(self.layers) if _takes_cache(layer)]
+        if self.kind is not None and self.kind.uses_cache and len(self._caching) != self.kind.cache_shape[0]:
+            have = f"{len(self._caching)} of its {len(self.layers)} layers take `cache` and `layer`"
+            message = f"the task's cache_shape has {self.kind.cache_shape[0]} layers, but {have}"
+            raise UsageError(message, fix="let forward() of each layer with attention take them; docs/serving.md")
+        self.specs = {spec.name: spec for spec in ModelTensors(self.module).layout.specs}
+        owners = self._owners()
+        self.layouts = [
+            Layout(item for name, item in self.specs.items() if owners[name] == stage) for stage in range(spec.size)
+        ]
+        self.places = {
+            entry.spec.name: (stage, entry.offset)
+            for stage, layout in enumerate(self.layouts)
+            for entry in layout.entries
+        }
+
+    def fresh(self) -> tuple[nn.Module, list[nn.Module]]:
+        """Return a new model on the meta device, and its layers."""
+        with torch.device("meta"):
+            module, layers = layers_of(self._task.model())
+        module.eval()
+        return module, layers
+
+    def slot_bytes(self, stage: int) -> int:
+        """Return the bytes of a stage's tensors, in whole pages."""
+        return -(-max(1, self.layouts[stage].total_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def new_cache(self, stage: int, num_rows: int) -> KvCache | None:
+        """Return the cache of the stage's layers."""
+        if self.kind is None or not self.kind.uses_cache:
+            return None
+        first, end = self.ranges[stage]
+        shape = sum(first <= index < end for index in self._caching), *self.kind.cache_shape[1:]
+        dtype = next(item.dtype for item in self.module.parameters() if item.is_floating_point())
+        return KvCache(shape, num_rows, self.kind.context, dtype)
+
+    def _owners(self) -> dict[str, int]:
+        """Return the stage of each tensor. Raises UsageError if two stages share a tensor."""
+        found, owners = named_tensors(self.module), dict[str, int]()
+        names = {id(item): name for name, item in reversed(found.items())}  # the first name of a tied tensor
+        for stage, (first, end) in enumerate(self.ranges):
+            for layer in self.layers[first:end]:
+                for item in (*layer.parameters(), *layer.buffers()):
+                    name = names.get(id(item))
+                    if name is not None and owners.setdefault(name, stage) != stage:
+                        message = f"'{name}' is in stages {owners[name]} and {stage} (tied weights)"
+                        raise UsageError(message, fix="keep both layers in one stage: --set worker.cut=[...]")
+        return {name: owners.get(name, 0) for name in self.specs}
+
+
+def _takes_cache(layer: nn.Module) -> bool:
+    return {"cache", "layer"} <= inspect.signature(layer.forward).parameters.keys()
+
+
+def _ranges(layers: Sequence[nn.Module], spec: Spec) -> list[tuple[int, int]]:
+    """Return the first and the end layer of each stage: as given, or stages with about equally many bytes."""
+    num_bytes = [float(sum(item.nbytes for item in layer.parameters())) for layer in layers]
+    costs = Costs([item + 1 for item in num_bytes], num_bytes, [0.0] * len(layers))
+    counts = spec.cut if isinstance(spec.cut, list) else cut(costs, [Limits()] * spec.size)
+    if counts is None:
+        message = f"the model has {len(layers)} layers: too few for {spec.size} stages (serve.group)"
+        raise UsageError(message, fix=f"--group {len(layers)} or less")
+    if len(counts) != spec.size or sum(counts) != len(layers):
+        message = f"worker.cut is {counts}, but {len(layers)} layers must be cut into {spec.size} stages"
+        raise UsageError(message, fix=f"give {spec.size} numbers whose sum is {len(layers)}, or auto")
+    return list(pairwise([0, *accumulate(counts)]))
+
+
+class Stage:
+    """The layers of a stage, with the weights of each slot, and their part of the cache."""
+
+    def __init__(self, divided: Divided, index: int, memory: int, num_rows: int) -> None:
+        num_bytes, (first, end) = divided.slot_bytes(index), divided.ranges[index]
+        mapped = torch.frombuffer(mmap.mmap(memory, num_bytes * NUM_SLOTS), dtype=torch.uint8)
+        self.slots: list[list[nn.Module]] = []
+        for slot in range(NUM_SLOTS):
+            module, layers = divided.fresh()
+            found, replaced = named_tensors(module), dict[int, torch.Tensor]()
+            for entry in divided.layouts[index].entries:
+                before, tensor = found[entry.spec.name], entry.view(mapped[slot * num_bytes :])
+                is_parameter = isinstance(before, nn.Parameter)
+                replaced[id(before)] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            for item in (item for layer in layers[first:end] for item in layer.modules()):
+                for registry in (item._parameters, item._buffers):
+                    for key, value in registry.items():
+                        registry[key] = replaced.get(id(value), value)  # type: ignore[assignment]
+            self.slots.append(layers[first:end])
+        self._first, self._is_last = first, index == len(divided.ranges) - 1
+        self._cache = divided.new_cache(index, num_rows)
+
+    def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        """Return the output of the layers. `rows`: of the cache; only the last token's output is then needed."""
+        view = None if rows is None or self._cache is None else self._cache.view(*rows)
+        num_caching = 0
+        for index, layer in enumerate(self.slots[slot]):
+            if view is not None and _takes_cache(layer):
+                inputs = layer(inputs, cache=view, layer=num_caching)
+                num_caching += 1
+            else:
+                inputs = layer(inputs)
+            check_tensor(inputs, layer, self._first + index)
+        return inputs[:, -1:] if rows is not None and self._is_last else inputs
+
+
+class Link:
+    """Messages of JSON over a socket, each with a tensor or none. Raises OSError once the other end is closed."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: Mapping[str, Any], tensor: torch.Tensor | None = None) -> None:
+        parts: list[Any] = []
+        if tensor is not None:
+            message = {**message, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            parts = [as_bytes(tensor.contiguous())]
+        text = json.dumps(message).encode()
+        for part in (len(text).to_bytes(4, "little") + text, *parts):
+            self._socket.sendall(part)
+
+    def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
+        head = bytearray(4)
+        self._fill(memoryview(head))
+        text = bytearray(int.from_bytes(head, "little"))
+        self._fill(memoryview(text))
+        message: dict[str, Any] = json.loads(text)
+        if "shape" not in message:
+            return message, None
+        tensor = torch.empty(message["shape"], dtype=DTYPES[message["dtype"]])
+        self._fill(as_bytes(tensor))
+        return message, tensor
+
+    def _fill(self, target: memoryview) -> None:
+        while target:
+            if not (num := self._socket.recv_into(target)):
+                raise ConnectionResetError("the other end is closed")
+            target = target[num:]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class RemoteStage:
+    """A stage in another process, which a thread starts, and starts again when it dies."""
+
+    def __init__(self, stages: Stages, index: int, memory: int) -> None:
+        self._stages, self._index, self._memory = stages, index, memory
+        self._link: Link | None = None  # of a process that is ready
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=f"stage {index}", daemon=True)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._link is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._end()
+        self._thread.join()
+
+    def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        """As `Stage.compute`. Raises Paused if the process has died."""
+        link = self._link
+        if link is None or self._stages.has_lost:  # this may be another process than the one that has the cache
+            raise Paused(f"stage {self._index} has ended")
+        try:
+            link.send({"slot": slot, "rows": rows}, inputs)
+            message, output = link.receive()
+        except OSError:
+            self._link = None
+            self._end()
+            raise Paused(f"stage {self._index} has ended") from None
+        if output is None:
+            raise RuntimeError(f"stage {self._index}: {message['error']}")
+        return output
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _keep(self) -> None:
+        num_failures = 0
+        while not self._closed.is_set():
+            here, there = socket.socketpair()
+            link = Link(here)
+            with there:
+                command = [sys.executable, "-m", __name__, str(there.fileno()), str(self._memory), str(self._index)]
+                self._process = subprocess.Popen(command, pass_fds=(there.fileno(), self._memory))
+            if self._closed.is_set():
+                self._end()
+            try:
+                link.send(self._stages.spec._asdict())
+                link.receive()
+            except OSError:
+                num_failures += 1
+            else:
+                self._link, num_failures = link, 0
+                log.info("stage_ready", stage=self._index, pid=self._process.pid)
+                self._stages.has_changed()
+            code = self._process.wait()
+            self._link = None
+            link.close()
+            if self._closed.is_set():
+                return
+            self._stages.lost(self._index, code, num_failures)
+            self._closed.wait(min(_BACKOFF_S, 2.0**num_failures - 1))
+
+
+class Stages:
+    """All stages of a model. `failed` is called if a stage cannot be started for the first time."""
+
+    def __init__(self, task: Any, spec: Spec, failed: Callable[[Exception], None]) -> None:
+        self.spec, self._failed = spec, failed
+        self.divided = divided = Divided(task, spec)
+        self.has_lost = False  # a process has died since `forget`
+        self.has_changed: Callable[[], None] = lambda: None  # called when a stage is ready
+        self._was_ready = False
+        self._memory = [_memory(divided.slot_bytes(index) * NUM_SLOTS) for index in range(spec.size)]
+        self._local = Stage(divided, 0, self._memory[0], spec.num_rows)
+        self._remote = [RemoteStage(self, index, self._memory[index]) for index in range(1, spec.size)]
+        self.models = [SlotModel(self, slot, layers) for slot, layers in enumerate(self._local.slots)]
+        log.info(
+            "stages", layers=" + ".join(str(end - first) for first, end in divided.ranges),
+            bytes=[layout.total_bytes for layout in divided.layouts],
+        )  # fmt: skip
+
+    @property
+    def kind(self) -> LanguageModel | None:
+        """How the model is run. Each stage has its part of the cache, so the engine's one has no layers."""
+        kind = self.divided.kind
+        if kind is not None:
+            kind.cache_shape = 0, *kind.cache_shape[1:]
+        return kind
+
+    @property
+    def is_ready(self) -> bool:
+        self._was_ready = self._was_ready or all(stage.is_ready for stage in self._remote)
+        return all(stage.is_ready for stage in self._remote)
+
+    def forget(self) -> bool:
+        """Return whether a part of the cache was lost since the last call."""
+        has_lost, self.has_lost = self.has_lost, False
+        return has_lost
+
+    def start(self) -> None:
+        for stage in self._remote:
+            stage.start()
+
+    def close(self) -> None:
+        for stage in self._remote:
+            stage.close()
+
+    def lost(self, index: int, code: int, num_failures: int) -> None:
+        """Note that the process of a stage has ended."""
+        self.has_lost = True
+        if num_failures and not self._was_ready:
+            message = f"stage {index} of {self.spec.size} ended with exit code {code} before it was ready"
+            self._failed(ParamServerError(message, fix="its own message is above"))
+        log.warning("stage_lost", stage=index, exit=code, meaning="replies pause until it is started again")
+
+    def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        """Return the output of all layers. Raises Paused."""
+        for stage in (self._local, *self._remote):
+            inputs = stage.compute(slot, inputs, rows)
+        return inputs
+
+    def write(self, slot: int, name: str, at: int, data: memoryview) -> None:
+        """Write bytes of a tensor, from its byte `at` on, into the memory of a slot."""
+        stage, offset = self.divided.places[name]
+        begin = slot * self.divided.slot_bytes(stage) + offset + at
+        while data:
+            num = os.pwrite(self._memory[stage], data, begin)
+            data, begin = data[num:], begin + num
+
+
+class SlotModel(nn.Module):
+    """The model of one slot. Sources write weights through `transfer_of` or `write`, because `whole` has no memory."""
+
+    def __init__(self, stages: Stages, slot: int, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)  # of stage 0
+        self._stages, self._slot = stages, slot
+
+    @property
+    def whole(self) -> nn.Module:
+        return self._stages.divided.module
+
+    def forward(self, inputs: torch.Tensor, cache: CacheView | None = None) -> torch.Tensor:
+        return self._stages.compute(self._slot, inputs, None if cache is None else cache.rows)
+
+    def transfer_of(self, part: ModelTensors) -> RedistributedTransfer:
+        """Return a transfer that writes windows of a payload to the memory of the stages."""
+        names = [entry.spec.name for entry in ModelTensors(self.whole).layout.entries]
+        return RedistributedTransfer(part, _Windows(self, names))  # type: ignore[arg-type]
+
+    def write(self, name: str, tensor: torch.Tensor, at: int = 0) -> None:
+        """Write a tensor, or its bytes from `at` on."""
+        self._stages.write(self._slot, name, at, as_bytes(tensor.contiguous()))
+
+
+class _Windows:
+    """Writes windows as a Redistribution does. `names`: of the tensors, by index."""
+
+    def __init__(self, model: SlotModel, names: Sequence[str]) -> None:
+        self._model, self._names = model, names
+
+    def spread(self, window: torch.Tensor, ranges: Sequence[Range]) -> Finish:
+        for index, first, end, at in ranges:
+            self._model.write(self._names[index], window[at : at + end - first], first)
+        return lambda: None
+
+
+def _memory(num_bytes: int) -> int:
+    """Return a descriptor of shared memory without a name. It exists as long as a process has it."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("paramserver-serve")
+    else:
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    os.ftruncate(memory, num_bytes)
+    return memory
+
+
+def _run(end: int, memory: int, index: int) -> None:
+    """Compute a stage until the process of the engine ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the engine's process ends this one
+    link = Link(socket.socket(fileno=end))
+    found, _ = link.receive()
+    spec = Spec(**found | {"task": TaskSpec(*found["task"])})
+    torch.set_num_threads(spec.threads)
+    stage = Stage(Divided(spec.task.load(), spec), index, memory, spec.num_rows)
+    link.send({})
+    with torch.no_grad():
+        while True:
+            message, inputs = link.receive()
+            assert inputs is not None
+            try:
+                output = stage.compute(message["slot"], inputs, message["rows"])
+            except Exception as error:  # the reply of this request
+                link.send({"error": f"{type(error).__name__}: {error}"})
+            else:
+                link.send({}, output)
+
+
+if __name__ == "__main__":
+    try:
+        _run(*map(int, sys.argv[1:]))
+    except OSError:
+        sys.exit(0)

@@ -1,0 +1,225 @@
+"""`ps-serve --group G`: the model in several processes writes the same tokens, also when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch import nn
+
+from paramserver.common.errors import UsageError
+from paramserver.serve.engine import End, Engine, Options, Refused, Request
+from paramserver.serve.models import language_model
+from paramserver.serve.slots import NUM_SLOTS, Version
+from paramserver.serve.stages import Divided, Spec, Stages
+from paramserver.serve.task import TaskSpec
+from paramserver.tests.cluster import DEADLINE_S, Cluster
+from paramserver.tests.serve.conftest import GREEDY, Reply, randomize, until
+from paramserver.tests.serve.test_api import FLAGS, SIZES, Client, serve, weights_of
+from paramserver.worker.tasks.gpt import Gpt
+
+ARGS = {"context": 200, "max_bytes": 20_000, "num_layers": 4, "num_heads": 2, "width": 32}
+LAYERED = Path(__file__).with_name("layered.py")
+
+
+class Group:
+    """An engine whose model is in several processes. Weights of version n are drawn by n."""
+
+    def __init__(self, name: str, args: dict[str, Any], size: int, **options: Any) -> None:
+        self.spec = TaskSpec(name, args)
+        self.task, self.failures = self.spec.load(), list[Exception]()
+        self.stages = Stages(self.task, Spec(self.spec, size, "auto", 8), self.failures.append)
+        self.engine = Engine(self.task, self.stages.models, self.stages.kind, Options(**options), self.stages)
+        self.publish(1)
+        self.engine.start()
+        self.stages.start()
+
+    def publish(self, number: int) -> None:
+        slots: list[int | None] = []
+        until(lambda: slots.append(self.engine.begin_arrival()) or slots[-1] is not None, "an idle slot")
+        assert slots[-1] is not None
+        model = self.stages.models[slots[-1]]
+        for name, tensor in randomize(self.task.model(), number).state_dict().items():
+            model.write(name, tensor)
+        self.engine.arrived(slots[-1], Version("run", 1, number))
+
+    def kill(self, stage: int) -> None:
+        """Kill a stage, and return once it has died."""
+        (pid,) = {child.pid for child in psutil.Process().children() if child.cmdline()[-1:] == [str(stage)]}
+        process = psutil.Process(pid)
+        process.kill()
+        until(lambda: not psutil.pid_exists(pid) or process.status() == psutil.STATUS_ZOMBIE, "end of the stage")
+
+    def ask(self, prompt: str, max_tokens: int = 12, pauses: bool = False, **of_request: Any) -> Reply:
+        return Reply(self.engine, Request(tuple(prompt.encode()), max_tokens, GREEDY, **of_request), pauses)
+
+    def close(self) -> None:
+        self.stages.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Group]]:
+    groups: list[Group] = []
+
+    def make(size: int = 2, name: str = "gpt", args: dict[str, Any] = ARGS, **options: Any) -> Group:
+        groups.append(Group(name, args, size, **options))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.close()
+        assert not group.failures
+
+
+def alone(prompts: list[str], version: int = 1, max_tokens: int = 12) -> list[list[int]]:
+    """The tokens of one process."""
+    task = Gpt(**ARGS)
+    models = [randomize(task.model(), version) for _ in range(NUM_SLOTS)]
+    engine = Engine(task, models, language_model(task, models[0]), Options())
+    slot = engine.begin_arrival()
+    assert slot is not None
+    engine.arrived(slot, Version("run", 1, version))
+    engine.start()
+    replies = [Reply(engine, Request(tuple(prompt.encode()), max_tokens, GREEDY)) for prompt in prompts]
+    ends = [reply.end() for reply in replies]
+    engine.close()
+    assert all(isinstance(end, End) for end in ends)
+    return [reply.tokens for reply in replies]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_stages_write_what_one_process_writes(start: Callable[..., Group], size: int) -> None:
+    group, draw = start(size), random.Random(1)
+    prompts = ["".join(draw.choice("abc def\n") for _ in range(draw.randint(1, 60))) for _ in range(20)]
+    replies = [group.ask(prompt) for prompt in prompts]
+    assert all(isinstance(reply.end(), End) for reply in replies)
+    assert [reply.tokens for reply in replies] == alone(prompts)
+    sizes = [layout.total_bytes for layout in group.stages.divided.layouts]
+    assert max(sizes) < 0.8 * sum(sizes)
+
+
+def test_a_killed_stage_pauses_replies_and_they_go_on_with_the_same_version(start: Callable[..., Group]) -> None:
+    group = start()
+    old = group.ask("def ", 30, pauses=True)
+    group.publish(2)
+    other = group.ask("class ", 30)
+    group.kill(1)
+    ends = [old.end(), other.end()]
+    assert [(end.version.number, end.num_swaps) for end in ends if isinstance(end, End)] == [(1, 0), (2, 0)]
+    assert old.tokens == alone(["def "], 1, 30)[0] and other.tokens == alone(["class "], 2, 30)[0]
+    group.kill(1)  # while nobody asks
+    again = group.ask("def ", version="run:2")
+    assert isinstance(again.end(), End) and again.tokens == alone(["def "], 2)[0]
+
+
+def test_a_request_that_kills_a_stage_each_time_ends_with_an_error(start: Callable[..., Group]) -> None:
+    group = start(2, f"{LAYERED}:Deadly", {})
+    refused = group.ask("\N{LATIN SMALL LETTER E WITH ACUTE}").end()
+    assert isinstance(refused, Refused) and (refused.status, refused.code) == (500, "model_failed")
+    assert "stage 1 has ended" in refused.message
+    assert isinstance(group.ask("abc").end(), End)
+
+
+class Tied(nn.Sequential):
+    def __init__(self) -> None:
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        layers[2].weight = layers[0].weight
+        super().__init__(*layers)
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+class Task:
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self.model = make
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "cut", "message"),
+    [
+        (Tied, 2, "auto", r"'0.weight' is in stages 0 and 1 \(tied weights\)"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "auto", "1 layers: too few for 2 stages"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), 2, [2, 1], "2 layers must be cut into 2 stages"),
+        (OneLayer, 2, "auto", "the layers of OneLayer for a pipeline are unknown"),
+    ],
+)
+def test_models_that_cannot_be_cut(make: Any, size: int, cut: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Divided(Task(make), Spec(TaskSpec("", {}), size, cut, 1))
+
+
+def test_layers_that_take_no_cache_are_refused() -> None:
+    task = Gpt(**ARGS)
+    task._sizes["num_layers"] = 3  # the model has fewer than cache_shape says
+    model = Gpt(**ARGS).model
+    task.model = model  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="cache_shape has 3 layers, but 4 of its 6 layers take `cache`"):
+        Divided(task, Spec(TaskSpec("gpt", ARGS), 2, "auto", 1))
+
+
+def stage_pids(client: Client) -> list[int]:
+    children = psutil.Process(client.process.popen.pid).children()
+    return [child.pid for child in children if "paramserver.serve.stages" in child.cmdline()]
+
+
+@pytest.mark.slow
+def test_the_command_serves_a_file_over_stages_and_a_kill_is_a_pause_of_a_stream(cluster: Cluster) -> None:
+    file = weights_of(cluster.folder / "w.safetensors", Gpt(**SIZES).model())
+    plain = serve(cluster, file, "--task", "gpt", *FLAGS)
+    client = serve(cluster, file, "--task", "gpt", *FLAGS, "--group", "2", "--set", "worker.cut=[1, 2]")
+    assert client.process.event("stages")["layers"] == "1 + 2"
+    body = {"prompt": "def ", "max_tokens": 1000, "temperature": 0}
+    _, expected, _ = plain.ask("/v1/completions", body)
+    texts: list[str] = []
+    has_begun = threading.Event()
+
+    def read() -> None:
+        for chunk in client.openai().completions.create(model="live", stream=True, **body):
+            texts.append(chunk.choices[0].text)
+            has_begun.set()
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert has_begun.wait(DEADLINE_S)
+    (pid,) = stage_pids(client)
+    os.kill(pid, signal.SIGKILL)
+    reading.join(DEADLINE_S)
+    assert len(texts) > 1 and "".join(texts) == expected["choices"][0]["text"]
+    lost, ready = client.process.event("stage_lost"), client.process.events("stage_ready")
+    assert (lost["stage"], lost["exit"], len(ready)) == (1, -9, 2)
+    client.process.popen.kill()
+    (newest,) = [event["pid"] for event in ready[1:]]
+    until(lambda: not psutil.pid_exists(newest), "end of the stages")
+
+
+@pytest.mark.slow
+def test_each_version_of_a_live_run_is_whole_in_all_stages(cluster: Cluster) -> None:
+    run = ("--mode", "sync", "--steps", "1000000", "--optimizer", "sgd", "--lr", "1")
+    task = ("--task", f"{LAYERED}:Counted")
+    cluster.server(*run, "--shards", "2", "--workers", "1")
+    cluster.shard(1, 2, *run)
+    cluster.worker(0, *task, "--set", "slowdown.base_s=0.01")
+    client = serve(cluster, "--server", cluster.address, *task, "--every", "1", "--group", "3")
+    row = {"inputs": [{"name": "input", "shape": [1, 1], "datatype": "FP32", "data": [0]}]}
+    versions: set[int] = set()
+    kills = iter(stage_pids(client))
+    while len(versions) < 10:
+        status, reply, _ = client.ask("/v2/models/live/infer", row)
+        assert status == 200, reply
+        version = int(reply["model_version"])
+        assert reply["outputs"][0]["data"] == [0, *[version] * 8]
+        versions.add(version)
+        if len(versions) in (4, 7) and (pid := next(kills, None)) is not None:
+            os.kill(pid, signal.SIGKILL)
