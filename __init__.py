@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .common.errors import ParamServerError
     from .common.tensors.onebit import OneBitAdam
+    from .serve.process import serve_model
     from .worker.api import connect
     from .worker.training.session import Session
 
-__all__ = ["OneBitAdam", "ParamServerError", "Session", "connect"]
+__all__ = ["OneBitAdam", "ParamServerError", "Session", "connect", "serve_model"]
 
 _HOME = {
     "OneBitAdam": "common.tensors.onebit",
     "ParamServerError": "common.errors",
     "Session": "worker.training.session",
     "connect": "worker.api",
+    "serve_model": "serve.process",
 }
 
 

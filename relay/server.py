@@ -102,7 +102,7 @@ def check(config: Config) -> None:
         (config.checkpoint.dir is not None,
          f"--upstream with --checkpoint-dir {config.checkpoint.dir}: the run above keeps the state of a region",
          "give --checkpoint-dir to the server above"),
-        (_is_same(server.listen, upstream.server),
+        (any(_is_same(server.listen, address) for address in upstream.server.split(",")),
          f"--upstream {upstream.server} is this server's own address (--listen {server.listen})",
          "give the address of the server above"),
         ((upstream.cert is None) != (upstream.key is None), "upstream.cert and upstream.key go together",

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import gc
-import secrets
 import signal
 import sys
-import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
-from ..common.config.cli import (
-    ConfigOption,
-    Drained,
-    Flags,
-    PrintConfigOption,
-    SetOption,
-    after_torch,
-    before_torch,
-    resolve,
-    run_command,
-)
-from ..common.config.conditions import every
+from ..common.config.cli import ConfigOption, Drained, Flags, PrintConfigOption, SetOption, resolve, run_command
 from ..common.config.option import SERVE
 from ..common.config.preflight.code import check_task
 from ..common.config.sources import Resolved
 from ..common.errors import CheckpointError, UsageError, raise_first
-from ..common.reporting.log import get_logger, setup_logging
+from ..common.reporting.log import setup_logging
 
 if TYPE_CHECKING:
     from ..common.runstore.reading import RunStore, StoredRun
+    from .process import Served
     from .source import Source
     from .task import TaskSpec
 
@@ -81,95 +67,35 @@ def _drain(*_: Any) -> None:
 
 
 def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise UsageError("ps-serve needs starlette and uvicorn", fix="pip install 'paramserver[serve]'") from None
-    before_torch()
-    gc.disable()
-    import torch
-
-    from ..common.user_code import UserCodeError, format_user_traceback, user_code
-    from ..web.http import HttpServer
-    from .app import RULES, Service, make_app
-    from .engine import Engine, Options
-    from .models import language_model
-    from .slots import NUM_SLOTS
-    from .source import Follower
-
-    after_torch()
-    config, log = resolved.config, get_logger()
-    torch.set_num_threads(config.serve.threads)
-    http = HttpServer(config.serve.listen, config, RULES, name="ps-serve", flag="--listen")
-    stopped, failures = threading.Event(), list[Exception]()
-
-    def failed(error: Exception) -> None:
-        failures.append(error)
-        stopped.set()
+    from ..common.user_code import UserCodeError, format_user_traceback
+    from .process import run as serve_until_it_ends
 
     try:
-        with ExitStack() as running:
-            name, spec, source = _source(resolved, run, file)
-            running.callback(source.close)
-            task = spec.load()
-            source.averaged_buffers = getattr(task, "averaged_buffers", ())
-            options = Options(config.serve.slots, config.serve.queue, config.serve.swap, config.serve.drain_s)
-            if config.serve.group > 1:
-                from .stages import Spec, Stages
-
-                cut, threads = config.worker.cut, config.serve.threads
-                with user_code():
-                    stages = Stages(task, Spec(spec, config.serve.group, cut, options.slots, threads), failed)
-                engine = Engine(task, stages.models, stages.kind, options, stages)
-            else:
-                with user_code():
-                    models = [task.model() for _ in range(NUM_SLOTS)]
-                engine = Engine(task, models, language_model(task, models[0]), options)
-            follower = Follower(engine, source, every(config.serve.every), failed)
-            http.start(make_app(Service(name, engine, follower, source, config.serve.max_tokens)))
-            running.callback(http.close)
-            engine.start()
-            running.callback(engine.close)
-            if config.serve.group > 1:
-                stages.start()
-                running.callback(stages.close)
-            follower.start()
-            running.callback(follower.close)
-            log.info("serve", url=http.url("/"), task=name, swap=config.serve.swap, slots=config.serve.slots)
-            if sys.stderr.isatty():
-                print(f"open {http.url_with_token('/')}", file=sys.stderr)
-            stopped.wait()
+        serve_until_it_ends(resolved.config, lambda: _served(resolved, run, file))
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         raise SystemExit(1) from None
-    if failures:
-        raise failures[0]
 
 
-def _source(resolved: Resolved, run: str | None, file: Path | None) -> tuple[str, TaskSpec, Source]:
-    """Return the name of the task, how to load it, and the source of its weights."""
-    from ..worker.conversation.reader import Reader
-    from .source import LiveRun, WeightsFile
+def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:
+    from .process import Served, wait_for_run
+    from .source import WeightsFile
 
+    source: Source
+    name, args = resolved.config.task.name, dict[str, Any]()
     if file is not None:
-        name = resolved.config.task.name
-        return name, _task(resolved, name, {}), WeightsFile(file, file.stem)
-    if run is not None:
-        return _recorded(resolved, run)
-    reader = Reader(resolved.config, secrets.token_hex(8))
-    source, log, is_waiting = LiveRun(reader), get_logger(), False
-    while (standing := source.look()) is None:
-        if not is_waiting:
-            log.info("waiting_for_server", address=resolved.config.worker.server)
-            is_waiting = True
-        reader.check_connection()
-    settings = standing.settings
-    name = settings.task or resolved.config.task.name
-    return name, _task(resolved, settings.task, settings.task_args or {}), source
+        source = WeightsFile(file, file.stem)
+    elif run is not None:
+        name, args, source = _recorded(resolved, run)
+    else:
+        source, standing = wait_for_run(resolved.config)
+        name, args = standing.settings.task, standing.settings.task_args or {}
+    spec = _task(resolved, name, args)
+    return Served(name or spec.name, spec.load(), source, spec)
 
 
-def _recorded(resolved: Resolved, wanted: str) -> tuple[str, TaskSpec, Source]:
+def _recorded(resolved: Resolved, wanted: str) -> tuple[str, dict[str, Any], Source]:
+    """Return the task of a recorded run, its arguments, and its newest weights."""
     from ..common.runstore.reading import RunStore
     from ..common.runstore.schema import FILE
     from .source import WeightsFile
@@ -178,8 +104,7 @@ def _recorded(resolved: Resolved, wanted: str) -> tuple[str, TaskSpec, Source]:
         found = store.find(wanted)
         settings = store.config(found).get("task", {})
         path, version = _newest(store, found)
-    name = settings.get("name", "")
-    return name, _task(resolved, name, settings.get("args") or {}), WeightsFile(path, found.label, version)
+    return settings.get("name", ""), settings.get("args") or {}, WeightsFile(path, found.label, version)
 
 
 def _newest(store: RunStore, run: StoredRun) -> tuple[Path, int]:

@@ -30,6 +30,7 @@ from torch import nn
 from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import get_logger
 from ..common.tensors.layout import DTYPES, Layout, as_bytes
+from ..common.wire.json_text import read_json
 from ..worker.replica_group.cut import Costs, cut
 from ..worker.replica_group.cut import Stage as Limits
 from ..worker.replica_group.redistribution import Finish, Range, RedistributedTransfer
@@ -189,7 +190,7 @@ class Link:
         self._fill(memoryview(head))
         text = bytearray(int.from_bytes(head, "little"))
         self._fill(memoryview(text))
-        message: dict[str, Any] = json.loads(text)
+        message: dict[str, Any] = read_json(bytes(text))
         if "shape" not in message:
             return message, None
         tensor = torch.empty(message["shape"], dtype=DTYPES[message["dtype"]])
@@ -330,7 +331,8 @@ class Stages:
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """Return the output of all layers. Raises Paused."""
-        for stage in (self._local, *self._remote):
+        stages: list[Stage | RemoteStage] = [self._local, *self._remote]
+        for stage in stages:
             inputs = stage.compute(slot, inputs, rows)
         return inputs
 

@@ -249,6 +249,7 @@ def test_the_page_knows_no_server_and_no_worker() -> None:
 
 def test_serving_knows_how_a_worker_reads_a_run_and_no_package_knows_serving() -> None:
     allowed = ["worker.conversation", "worker.tensors", "worker.training.tasks", "web", "common", "serve"]
+    allowed += ["worker.replica_group.cut", "worker.replica_group.redistribution", "worker.training.pipeline"]
     imported = {item for name in in_folder("serve") for item in imports_of(name) if item.startswith("paramserver.")}
     roots = tuple(f"paramserver.{name}" for name in allowed)
     assert [item for item in sorted(imported - {"paramserver.worker"}) if not item.startswith(roots)] == []

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _READS = ("GET", "HEAD")
+_COOKIE = "paramserver"
 _HEADERS = [
     (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
      b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
@@ -119,10 +120,11 @@ class Guard:
         if scheme.lower() == "bearer" and self._is_token(rest.strip()):
             return True
         try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(cookie_of(headers.get("host", "")))
+            cookies = SimpleCookie(headers.get("cookie", ""))
         except CookieError:
             return False
-        return cookie is not None and self._is_token(cookie.value)
+        # A browser gives one host's cookies to all its ports: so the dashboard may link to ps-serve.
+        return any(name.startswith(_COOKIE) and self._is_token(found.value) for name, found in cookies.items())
 
     def _is_token(self, value: str) -> bool:
         found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # constant time
@@ -132,7 +134,7 @@ class Guard:
 def cookie_of(host: str) -> str:
     """Returns the name of the cookie for this host and port."""
     port = host.rpartition(":")[2]
-    return f"paramserver-{port}" if port.isascii() and port.isdigit() else "paramserver"
+    return f"{_COOKIE}-{port}" if port.isascii() and port.isdigit() else _COOKIE
 
 
 def _name_of(host: str) -> str:

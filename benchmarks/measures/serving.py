@@ -5,7 +5,7 @@ Each part runs the real programs over loopback, and clients that read streams in
 - `speed`: one client with a cache and without, then several clients at once, in turns.
 - `swaps`: clients without a pause while versions change, beside the same training without a change of version.
 - `training`: exchanges of a large model with a follower that nobody asks, and without, in turns.
-- `equal`: greedy tokens with a cache, in a batch and alone, beside those without a cache, in this process. Where the
+- `equal`: greedy tokens with a cache, in a batch, alone, and of 2 and 4 stages, beside those without a cache. Where the
   two likeliest tokens are closer than `_MARGIN`, the order of additions decides, so the rest is not compared.
 """
 
@@ -261,6 +261,8 @@ def _equal(options: ServingOptions) -> dict[str, float]:
     from ...serve.models import language_model
     from ...serve.sampling import Sampling
     from ...serve.slots import NUM_SLOTS, Version
+    from ...serve.stages import Spec, Stages
+    from ...serve.task import TaskSpec
     from ...worker.tasks.gpt import Gpt
     from ..rig.served import WithoutCache
 
@@ -269,10 +271,21 @@ def _equal(options: ServingOptions) -> dict[str, float]:
     prompts = [bytes(draw.choices(b"abcdef ():\n", k=draw.randint(1, 300))) for _ in range(options.prompts)]
     sampling = Sampling(temperature=0, num_logprobs=2)
 
-    def replies(task: Any, slots: int) -> list[list[Any]]:
+    def in_stages(size: int) -> list[list[Any]]:
+        spec = Spec(TaskSpec("gpt", sizes), size, "auto", options.clients)
+        stages = Stages(spec.task.load(), spec, lambda error: None)
+        for name, tensor in _random_model(options).state_dict().items():
+            stages.models[0].write(name, tensor)
+        stages.start()
+        found = replies(spec.task.load(), options.clients, stages)
+        stages.close()
+        return found
+
+    def replies(task: Any, slots: int, stages: Stages | None = None) -> list[list[Any]]:
         """The chosen tokens of each reply."""
-        models = [_random_model(options) for _ in range(NUM_SLOTS)]
-        engine = Engine(task, models, language_model(task, models[0]), Options(slots=slots, queue=len(prompts)))
+        models: list[Any] = [_random_model(options) for _ in range(NUM_SLOTS)] if stages is None else stages.models
+        kind = language_model(task, models[0]) if stages is None else stages.kind
+        engine = Engine(task, models, kind, Options(slots=slots, queue=len(prompts)), stages)
         slot = engine.begin_arrival()
         assert slot is not None
         engine.arrived(slot, Version("run", 1, 1))
@@ -296,7 +309,8 @@ def _equal(options: ServingOptions) -> dict[str, float]:
     )  # fmt: skip
     ends = [_num_decided(reply) for reply in plain]
     result = {"prompts": len(prompts), "tokens compared": sum(ends)}
-    for name, other in (("alone", alone), ("in a batch", batched)):
+    others = {"alone": alone, "in a batch": batched, **{f"in {size} stages": in_stages(size) for size in (2, 4)}}
+    for name, other in others.items():
         pairs = [
             [[item.token for item in reply[:end]] for reply in both]
             for *both, end in zip(plain, other, ends, strict=True)

@@ -34,6 +34,11 @@ def reached(address: str) -> str:
     return address
 
 
-def reached_or_none(address: str) -> str:
-    """Check the address of another process, or `none`. Raises ValueError."""
-    return address if address == "none" else reached(address)
+def reached_list(addresses: str) -> str:
+    """Check the addresses at which a server may be, HOST:PORT[,HOST:PORT]. Raises ValueError."""
+    return ",".join(reached(address.strip()) for address in addresses.split(","))
+
+
+def reached_list_or_none(addresses: str) -> str:
+    """Check the addresses at which a server may be, or `none`. Raises ValueError."""
+    return addresses if addresses == "none" else reached_list(addresses)

@@ -126,7 +126,7 @@ def test_more_pulses_than_heartbeats_end_no_heartbeat():
     """They end the call, which is made again."""
     memberships: queue.SimpleQueue[int] = queue.SimpleQueue()
     with lying_server(welcoming(welcome()), heartbeat_replies=3) as address:
-        heartbeat = Heartbeat(address, PLAINTEXT, lambda membership, _: memberships.put(membership))
+        heartbeat = Heartbeat(lambda: address, PLAINTEXT, lambda membership, _: memberships.put(membership))
         heartbeat.start(b"", 40.0)
         try:
             assert [memberships.get(timeout=60) for _ in range(3)] == [1, 1, 1]

@@ -116,9 +116,10 @@ def test_weights_of_another_model_are_a_sentence(cluster: Cluster) -> None:
 
 
 def test_a_server_that_is_not_there_yet_is_waited_for(cluster: Cluster) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    process = cluster.fork("serve", "-m", "paramserver.serve", "--listen", "127.0.0.1:0", "--server", address, *TASK)
-    assert process.event("waiting_for_server")["address"] == address
+    another, address = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    where = ("--server", f"{another},{address}")  # tried in turn
+    process = cluster.fork("serve", "-m", "paramserver.serve", "--listen", "127.0.0.1:0", *where, *TASK)
+    assert process.event("waiting_for_server")["address"] == where[1]
     cluster.server(*RUN, "--workers", "1", "--listen", address)
     cluster.worker(0, *TASK, *SLOW)
     version, weights = weights_of(Client(process))

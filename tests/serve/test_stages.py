@@ -161,10 +161,8 @@ def test_models_that_cannot_be_cut(make: Any, size: int, cut: Any, message: str)
 
 
 def test_layers_that_take_no_cache_are_refused() -> None:
-    task = Gpt(**ARGS)
-    task._sizes["num_layers"] = 3  # the model has fewer than cache_shape says
-    model = Gpt(**ARGS).model
-    task.model = model  # type: ignore[method-assign]
+    task = Gpt(**ARGS | {"num_layers": 3})  # as its cache_shape says
+    task.model = Gpt(**ARGS).model  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="cache_shape has 3 layers, but 4 of its 6 layers take `cache`"):
         Divided(task, Spec(TaskSpec("gpt", ARGS), 2, "auto", 1))
 

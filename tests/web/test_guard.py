@@ -248,6 +248,9 @@ def test_on_a_network_one_trusts_all_needs_the_token(cluster: Cluster) -> None:
     client = Client(server.event("dashboard")["address"].replace("0.0.0.0", "127.0.0.1"))
     assert client.ask("GET", "/api/runs")[0] == client.ask("GET", "/")[0] == 401
     assert client.ask("GET", "/api/runs", Authorization="Bearer secret")[0] == 200
+    # The cookie of the dashboard, which links to ps-serve at another port.
+    assert client.ask("GET", "/api/runs", Cookie=f"{cookie_of('host:1')}=secret")[0] == 200
+    assert client.ask("GET", "/api/runs", Cookie=f"{cookie_of('host:1')}=wrong; other=secret")[0] == 401
 
 
 def test_a_port_that_is_taken(cluster: Cluster) -> None:

@@ -58,7 +58,7 @@ class Member:
         self.received: queue.SimpleQueue[pb.HeartbeatReply] = queue.SimpleQueue()
         self.view = GroupView()
         self.view.server_incarnation = INCARNATION
-        self.heartbeat = Heartbeat(server.address, PLAINTEXT, self._take)
+        self.heartbeat = Heartbeat(lambda: server.address, PLAINTEXT, self._take)
         self.view.follow(self.heartbeat)
 
     def _take(self, membership: int, reply: pb.HeartbeatReply) -> None:

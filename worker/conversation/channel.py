@@ -61,10 +61,14 @@ def wait_for_server(retry: Retry, lost: Lost) -> None:
 
 
 class Channel:
-    """A gRPC channel that is opened again for renewed certificates, a longer ping time, or a new server address."""
+    """A gRPC channel that is opened again for renewed certificates, a longer ping time, or another server address.
 
-    def __init__(self, address: str, credentials: Credentials = PLAINTEXT, limit: Limit = NO_LIMIT) -> None:
-        self.address, self.credentials, self.limit = address, credentials, limit
+    `addresses`: HOST:PORT[,HOST:PORT], where the server may be. They are tried in turn. `address` is the current one.
+    """
+
+    def __init__(self, addresses: str, credentials: Credentials = PLAINTEXT, limit: Limit = NO_LIMIT) -> None:
+        self._addresses = addresses.split(",")
+        self.address, self.credentials, self.limit = self._addresses[0], credentials, limit
         self._ping_ms = _LEAST_PING_MS
         self._channel = self._open()
         self._cause = ""  # why the last attempt to connect failed
@@ -87,6 +91,7 @@ class Channel:
         """
         self._cause = "no reply"
         if not wait_until_ready(self._channel, timeout_s, self._explain):
+            self.turn()
             raise Lost(self._cause)
 
     def _explain(self) -> None:
@@ -119,6 +124,12 @@ class Channel:
         if any(text in str(lost) for text in _UNANSWERED) and self._ping_ms < _MOST_PING_MS:
             self._ping_ms *= 2
             self._open_again()
+
+    def turn(self) -> None:
+        """After a failed attempt, continue with the next address, if there are several."""
+        if len(self._addresses) > 1:
+            self._addresses.append(self._addresses.pop(0))
+            self.move(self._addresses[0])
 
     def move(self, address: str) -> None:
         """Connect to the server's new address. A stream to the old address is lost."""

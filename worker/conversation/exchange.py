@@ -89,7 +89,7 @@ class Exchange:
 
     @property
     def server(self) -> str:
-        return self.config.server
+        return self.shards.first.channel.address
 
     @property
     def settings_bytes(self) -> bytes:

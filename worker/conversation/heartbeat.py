@@ -24,14 +24,14 @@ _TRY_AGAIN_S = 0.2
 
 
 class Heartbeat:
-    """Sends heartbeats to the server at `address`, from `start` until `stop`.
+    """Sends heartbeats to the server, whose address `address` returns, from `start` until `stop`.
 
     `on_reply` is called on this thread with each reply and the number of the membership that sent the heartbeat. A
     reply may arrive after a new join, so the number can be that of an earlier membership.
     """
 
     def __init__(
-        self, address: str, credentials: Credentials, on_reply: Callable[[int, pb.HeartbeatReply], object]
+        self, address: Callable[[], str], credentials: Credentials, on_reply: Callable[[int, pb.HeartbeatReply], object]
     ) -> None:
         self._address, self._credentials, self._on_reply = address, credentials, on_reply
         self.membership = 0  # number of calls of `start`
@@ -60,7 +60,8 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.is_set():
             if self._channel is None:
-                self._channel = open_channel(self._address, self._credentials.renewed(), HEARTBEAT_OPTIONS)
+                address = self._address()
+                self._channel = open_channel(address, self._credentials.renewed(), HEARTBEAT_OPTIONS)
             call = self._channel.stream_stream(
                 f"/{SERVICE}/Heartbeat", response_deserializer=pb.HeartbeatReply.FromString
             )
@@ -74,7 +75,8 @@ class Heartbeat:
                         break
                     self._on_reply(sent.popleft(), heartbeat_reply)
             except (grpc.RpcError, ValueError):  # the server is gone or not there yet, or the channel was closed
-                if self._credentials.ca is not None:  # the next connection may need renewed certificates
+                # The next connection may need renewed certificates, or the server's other address.
+                if self._credentials.ca is not None or self._address() != address:
                     self._channel.close()
                     self._channel = None
             self._stop.wait(_TRY_AGAIN_S)

@@ -72,7 +72,7 @@ class Membership:
         self._device, self._shards, self._group = config.device, shards, group
         self.retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
-        self._heartbeat = Heartbeat(config.server, credentials, group.heartbeat_replied)
+        self._heartbeat = Heartbeat(lambda: shards.first.channel.address, credentials, group.heartbeat_replied)
         group.follow(self._heartbeat)
 
     @property

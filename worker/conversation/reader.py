@@ -51,7 +51,11 @@ class Reader:
 
     def standing(self) -> Standing:
         """Request the run's state from the server. Raises Lost, or the error with which the server refuses."""
-        status = self.client.status()
+        try:
+            status = self.client.status()
+        except Lost:
+            self._channels[""].turn()
+            raise
         self._run = status.run
         return Standing(status.run, status.incarnation, status.step, status.version, read_settings(status.settings))
 

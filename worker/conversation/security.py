@@ -18,7 +18,7 @@ def worker_credentials(config: Config) -> Credentials:
 
     Raises AuthError for unusable files, and for a token that would be sent unencrypted.
     """
-    security, address = config.security, config.worker.server
+    security, addresses = config.security, config.worker.server
     if security.cert is not None and security.ca is None:
         raise AuthError(
             "security.cert is set without security.ca: the worker uses TLS only if it knows whom to trust",
@@ -26,10 +26,10 @@ def worker_credentials(config: Config) -> Credentials:
         )
     warn_of_readable_secrets(security)
     credentials = Credentials.read(security)
-    is_here = is_loopback(split_address(address)[0])
+    is_here = all(is_loopback(split_address(address)[0]) for address in addresses.split(","))
     if credentials.token is not None and security.ca is None and not config.server.insecure and not is_here:
         raise AuthError(
-            f"the token would be sent to {address} unencrypted, where others may read it",
+            f"the token would be sent to {addresses} unencrypted, where others may read it",
             fix="use TLS: --ca FILE (ca.crt of ps-certs init); or on a network you trust --set server.insecure=true",
         )
     return replace(credentials, trusts_network=config.server.insecure)

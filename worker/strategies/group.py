@@ -333,8 +333,8 @@ def _abort_all(groups: list[Any]) -> None:
 
 
 def own_address(server: str) -> str:
-    """The address of this machine on the route to the server (HOST:PORT). Sends nothing."""
-    host, _, port = server.rpartition(":")
+    """The address of this machine on the route to the server (HOST:PORT[,...]). Sends nothing."""
+    host, _, port = server.partition(",")[0].rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
         probe.connect(found[4])

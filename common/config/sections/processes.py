@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...registry import AUTO, CODECS
-from ..addresses import listening, reached, reached_or_none
+from ..addresses import listening, reached, reached_list, reached_list_or_none
 from ..option import EVERY, LAUNCHER, SERVE, SERVER, WORKER, Flag, Panel, Section
 
 DEFAULT_PORT = 50051
@@ -18,7 +18,8 @@ CodecOrAuto = Annotated[str, AfterValidator(lambda name: name if name == AUTO el
 Transport = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
-ReachedOrNone = Annotated[str, AfterValidator(reached_or_none)]
+ReachedList = Annotated[str, AfterValidator(reached_list)]  # tried in order
+ReachedListOrNone = Annotated[str, AfterValidator(reached_list_or_none)]
 PemFile = Annotated[str | None, Flag(Panel.SECURITY, (*EVERY, SERVE), metavar="FILE.pem")]
 
 
@@ -70,8 +71,8 @@ class ServerConfig(Section):
 class WorkerConfig(Section):
     """Server address, device, codecs and transports of a worker."""
 
-    server: Annotated[ReachedOrNone, Flag(Panel.RUN, (WORKER, SERVE), metavar="HOST:PORT")] = Field(
-        DEFAULT_ADDRESS, description="HOST:PORT of the server; 'none' trains alone"
+    server: Annotated[ReachedListOrNone, Flag(Panel.RUN, (WORKER, SERVE), metavar="HOST:PORT[,...]")] = Field(
+        DEFAULT_ADDRESS, description="HOST:PORT of the server, or several to try in turn; 'none' trains alone"
     )
     rank: Annotated[int | None, Flag(Panel.RUN, (WORKER,))] = Field(
         None, ge=0, description="rank of this worker, 0..N-1; none: the server gives a free rank"

@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ..option import SERVER, Flag, Panel, Section
-from .processes import Codec, Reached
+from .processes import Codec, ReachedList
 from .run import Mode
 
 
 class UpstreamConfig(Section):
     """The run above (docs/regions.md)."""
 
-    server: Annotated[Reached | None, Flag(Panel.HOSTS, (SERVER,), name="upstream", metavar="HOST:PORT")] = Field(
-        None, description="HOST:PORT of the server above; this server is then the relay of a region"
+    server: Annotated[ReachedList | None, Flag(Panel.HOSTS, (SERVER,), name="upstream", metavar="HOST:PORT")] = Field(
+        None, description="HOST:PORT[,HOST:PORT] of the server above; this server is then the relay of a region"
     )
     rank: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-rank")] = Field(
         None, ge=0, description="rank of the region in the run above; none: the server above gives a free rank"
