@@ -10,11 +10,11 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 from ..common.reporting.log import get_logger
 from .models import LanguageModel, Paused, batch_of
 from .sampling import Chosen, Sampling, choose
-from .slots import NUM_SLOTS, Slots, State, Version
+from .slots import Slots, State, Version
 from .text import TextPieces
 
 if TYPE_CHECKING:
@@ -106,23 +106,25 @@ class Job:
         return len(self.tokens) - len(self.request.prompt)
 
 
+class Models(Protocol):
+    def __getitem__(self, slot: int, /) -> nn.Module: ...
+
+
 class Engine:
-    """Computes the replies of up to NUM_SLOTS versions. `models`, one for each slot, share no memory.
+    """Computes the replies of several versions. `models`, one for each slot, share no memory.
 
     With `stages`, the models are in several processes. Replies pause while one of them is away.
     """
 
     def __init__(
-        self, task: Any, models: Sequence[nn.Module], kind: LanguageModel | None, options: Options,
+        self, task: Any, models: Models, kind: LanguageModel | None, options: Options,
         stages: Stages | None = None,
     ) -> None:  # fmt: skip
         self._stages = stages
         if stages is not None:
             stages.has_changed = self._wake
         self.task, self.kind, self.options = task, kind, options
-        self.models = list(models)
-        for model in self.models:
-            model.eval()
+        self.models = models
         self.slots = Slots()
         self.num_steps = 0
         self._cache = kind.new_cache(models[0], options.slots) if kind is not None else None
@@ -133,7 +135,6 @@ class Engine:
         self._changed = threading.Condition()  # guards everything that another thread reads or writes
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        assert len(self.models) == NUM_SLOTS
 
     # ---- from other threads -------------------------------------------------------------------
 
@@ -215,7 +216,10 @@ class Engine:
         with self._changed:
             old = self.slots.find(State.DRAINING)
             must_wait = old is not None and self._is_used(old) and time.monotonic() < self._drains_until
-            return None if must_wait else self.slots.begin()
+            slot = None if must_wait else self.slots.begin()
+        if slot is not None:
+            self.models[slot].eval()
+        return slot
 
     def arrived(self, slot: int, version: Version | None) -> None:
         """Note that the version in this slot is complete. None: it could not be fetched."""

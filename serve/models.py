@@ -7,6 +7,7 @@ A task whose model writes text has encode(text), decode(tokens) and `context`, t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,30 +72,32 @@ class _HuggingFace(LanguageModel):
             input_ids=tokens,
             position_ids=view.positions,
             attention_mask=view.mask,
-            past_key_values=_adapted(view),
+            past_key_values=_cache_class()(view),
             use_cache=True,
             logits_to_keep=1,
         )
         return found.logits[:, -1]
 
 
-def _adapted(view: CacheView) -> Any:
-    """Return the view as a cache of transformers."""
+@cache
+def _cache_class() -> Any:
+    """Return the class that makes a cache of transformers from a view."""
     from transformers.cache_utils import Cache
 
     class Adapted(Cache):
-        def __init__(self) -> None:
+        def __init__(self, view: CacheView) -> None:
             super().__init__(layers=[])
+            self._view = view
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            return view.append(layer_idx, key_states, value_states)
+            return self._view.append(layer_idx, key_states, value_states)
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
-            return view.length - view.positions.shape[1]
+            return self._view.length - self._view.positions.shape[1]
 
-    return Adapted()
+    return Adapted
 
 
 def language_model(task: Any, model: nn.Module) -> LanguageModel | None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..worker.conversation.reader import Standing
-    from .source import LiveRun, Source
+    from .live import LiveRun
+    from .source import Source
     from .task import TaskSpec
 
 
@@ -85,13 +86,11 @@ def _engine(config: Config, served: Served, failed: Callable[[Exception], None])
     from ..common.user_code import user_code
     from .engine import Engine, Options
     from .models import language_model
-    from .slots import NUM_SLOTS
 
     settings, task = config.serve, served.task
     options = Options(settings.slots, settings.queue, settings.swap, settings.drain_s)
     if settings.group == 1:
-        with user_code():
-            models = [task.model() for _ in range(NUM_SLOTS)]
+        models = _Models(task)
         return Engine(task, models, language_model(task, models[0]), options), None
     if served.spec is None:
         message = f"serve.group is {settings.group}, and other processes cannot load the model of a script"
@@ -104,10 +103,25 @@ def _engine(config: Config, served: Served, failed: Callable[[Exception], None])
     return Engine(task, stages.models, stages.kind, options, stages), stages
 
 
+class _Models:
+    """The model of each slot, made when it is first used: a file needs one, and a run three."""
+
+    def __init__(self, task: Any) -> None:
+        self._task, self._made = task, dict[int, nn.Module]()
+
+    def __getitem__(self, slot: int) -> nn.Module:
+        from ..common.user_code import user_code
+
+        if slot not in self._made:
+            with user_code():
+                self._made[slot] = self._task.model()
+        return self._made[slot]
+
+
 def wait_for_run(config: Config) -> tuple[LiveRun, Standing]:
     """Return the run at worker.server and where it stands, once its server replies."""
     from ..worker.conversation.reader import Reader
-    from .source import LiveRun
+    from .live import LiveRun
 
     reader = Reader(config, secrets.token_hex(8))
     source, is_waiting = LiveRun(reader), False

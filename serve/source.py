@@ -1,4 +1,4 @@
-"""The sources of weights: a live run, a recorded run, or a file; and the thread that follows a source."""
+"""Weights of a recorded run or of a file, and the thread that follows a source of weights. `live.py` has live runs."""
 
 from __future__ import annotations
 
@@ -6,103 +6,54 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Protocol
 
 from torch import nn
 
 from ..common.config.conditions import Every
-from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.log import get_logger
-from ..worker.conversation.channel import Lost
-from ..worker.conversation.reader import Reader, Standing
-from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.tasks.init import load_weights
 from .engine import Engine
 from .slots import Version
 
-log = get_logger()
-
 _LOOK_S = 0.5  # between two looks at a server
-_STALE_S = 10.0  # without a server
+
+
+class Source(Protocol):
+    """A source of versions."""
+
+    averaged_buffers: Collection[str]  # as the task names them for the run's workers
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether newer versions may exist, and cannot be fetched."""
+
+    def newest(self) -> Version | None:
+        """Return the newest version, or None if there is none now."""
+
+    def load(self, model: nn.Module) -> Version | None:
+        """Write the newest version into a model and return it; None if it cannot be fetched now."""
+
+    def close(self) -> None: ...
 
 
 class WeightsFile:
     """One version: the weights of a safetensors file."""
 
-    is_stale = False  # newer versions may exist, and cannot be fetched
+    is_stale = False
     averaged_buffers: Collection[str] = ()
 
     def __init__(self, path: Path, run: str, version: int = 0) -> None:
         self._path, self._version = path, Version(run, 0, version)
 
     def newest(self) -> Version | None:
-        """Return the newest version, or None if there is none now."""
         return self._version
 
     def load(self, model: nn.Module) -> Version | None:
-        """Write the newest version into a model and return it; None if it cannot be fetched now."""
         load_weights(getattr(model, "whole", model), str(self._path), "", getattr(model, "write", None))
         return self._version
 
     def close(self) -> None:
         pass
-
-
-class LiveRun:
-    """The versions of a run whose server is reachable. It follows one run, the first at the address."""
-
-    averaged_buffers: Collection[str] = ()  # as the task names them for the run's workers
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._run = ""  # the first one at the address
-        self._reached_at = time.monotonic()
-        self._standing: Standing | None = None
-        self._refusal = ""  # logged last: of a fetch, or another run
-
-    @property
-    def is_stale(self) -> bool:
-        return time.monotonic() - self._reached_at > _STALE_S
-
-    def look(self) -> Standing | None:
-        """Return where the run stands; None while its server does not reply, or another run is at its address."""
-        try:
-            standing = self._reader.standing()
-        except Lost:
-            return None
-        if standing.run != (self._run or standing.run):
-            if self._refusal != standing.run:
-                log.warning("another_run", address=self._reader.address, run=standing.run, served=self._run,
-                            fix="start ps-serve again to serve the new run")  # fmt: skip
-            self._refusal = standing.run
-            return None
-        self._run, self._standing, self._reached_at = standing.run, standing, time.monotonic()
-        return standing
-
-    def newest(self) -> Version | None:
-        standing = self.look()
-        return standing and Version(standing.run, standing.incarnation, standing.version)
-
-    def load(self, model: nn.Module) -> Version | None:
-        standing = self._standing
-        assert standing is not None
-        tensors = ModelTensors(getattr(model, "whole", model), (), self.averaged_buffers)
-        tensors.transfer_of = getattr(model, "transfer_of", None)  # of a model in several processes
-        try:
-            pulled = self._reader.pull(tensors)
-        except UsageError:
-            raise
-        except ParamServerError as refused:  # there are no weights yet, or too many readers
-            if refused.message != self._refusal:  # not at every look
-                log.info("version_not_fetched", reason=refused.message)
-            self._refusal = refused.message
-            return None
-        return None if pulled is None else Version(standing.run, standing.incarnation, pulled)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-Source = WeightsFile | LiveRun
 
 
 class Follower:

@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..common.config.option import SERVE
+from ..common.config.schema import LogConfig
 from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.log import get_logger
+from ..common.reporting.log import get_logger, setup_logging
 from ..common.tensors.layout import DTYPES, Layout, as_bytes
 from ..common.wire.json_text import read_json
 from ..worker.replica_group.cut import Costs, cut
@@ -215,7 +217,7 @@ class RemoteStage:
         self._link: Link | None = None  # of a process that is ready
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name=f"stage {index}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"stage {index}", daemon=True)
 
     @property
     def is_ready(self) -> bool:
@@ -239,7 +241,6 @@ class RemoteStage:
             message, output = link.receive()
         except OSError:
             self._link = None
-            self._end()
             raise Paused(f"stage {self._index} has ended") from None
         if output is None:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
@@ -248,6 +249,12 @@ class RemoteStage:
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
+
+    def _run(self) -> None:
+        try:
+            self._keep()
+        except Exception as error:  # a process cannot be started
+            self._stages.failed(error)
 
     def _keep(self) -> None:
         num_failures = 0
@@ -281,7 +288,7 @@ class Stages:
     """All stages of a model. `failed` is called if a stage cannot be started for the first time."""
 
     def __init__(self, task: Any, spec: Spec, failed: Callable[[Exception], None]) -> None:
-        self.spec, self._failed = spec, failed
+        self.spec, self.failed = spec, failed
         self.divided = divided = Divided(task, spec)
         self.has_lost = False  # a process has died since `forget`
         self.has_changed: Callable[[], None] = lambda: None  # called when a stage is ready
@@ -326,7 +333,7 @@ class Stages:
         self.has_lost = True
         if num_failures and not self._was_ready:
             message = f"stage {index} of {self.spec.size} ended with exit code {code} before it was ready"
-            self._failed(ParamServerError(message, fix="its own message is above"))
+            self.failed(ParamServerError(message, fix="its own message is above"))
         log.warning("stage_lost", stage=index, exit=code, meaning="replies pause until it is started again")
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
@@ -396,6 +403,7 @@ def _memory(num_bytes: int) -> int:
 def _run(end: int, memory: int, index: int) -> None:
     """Compute a stage until the process of the engine ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the engine's process ends this one
+    setup_logging(LogConfig(level="error"), SERVE)  # process 0 logs the rest
     link = Link(socket.socket(fileno=end))
     found, _ = link.receive()
     spec = Spec(**found | {"task": TaskSpec(*found["task"])})
