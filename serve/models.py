@@ -6,6 +6,7 @@ A task whose model writes text has encode(text), decode(tokens) and `context`, t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -65,6 +66,8 @@ class _HuggingFace(LanguageModel):
         num_channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.context = int(getattr(task, "context", config.max_position_embeddings))
         self.cache_shape = config.num_hidden_layers, num_heads, num_channels
+        is_renamed = "cache" in inspect.signature(model.forward).parameters  # since transformers 5.24
+        self._cache_name = "cache" if is_renamed else "past_key_values"
 
     def next_logits(self, model: nn.Module, tokens: torch.Tensor, view: CacheView | None) -> torch.Tensor:
         assert view is not None
@@ -72,9 +75,9 @@ class _HuggingFace(LanguageModel):
             input_ids=tokens,
             position_ids=view.positions,
             attention_mask=view.mask,
-            past_key_values=_cache_class()(view),
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_name: _cache_class()(view)},
         )
         return found.logits[:, -1]
 

@@ -107,7 +107,7 @@ class _Models:
     """The model of each slot, made when it is first used: a file needs one, and a run three."""
 
     def __init__(self, task: Any) -> None:
-        self._task, self._made = task, dict[int, nn.Module]()
+        self._task, self._made = task, dict[int, Any]()
 
     def __getitem__(self, slot: int) -> nn.Module:
         from ..common.user_code import user_code
