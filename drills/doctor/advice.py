@@ -146,8 +146,9 @@ def foresee(
 
 def load_codecs() -> None:
     """Load what `foresee` needs beyond this module. It takes a second or two, for torch."""
-    for name in CODECS:
-        registry.CODECS.load(name)
+    with suppress(ImportError, UsageError):  # `foresee` raises it again
+        for name in CODECS:
+            registry.CODECS.load(name)
 
 
 def _foreseen(
