@@ -150,4 +150,16 @@ def up(image: str, tmp_path: Path) -> Iterator[Callable[..., Project]]:
 
     yield start
     for project in projects:
-        project("--profile", "monitoring", "--profile", "serve", "down", "-v", "-t", "2", check=False)
+        project(
+            "--profile",
+            "monitoring",
+            "--profile",
+            "serve",
+            "--profile",
+            "regions",
+            "down",
+            "-v",
+            "-t",
+            "2",
+            check=False,
+        )

@@ -182,6 +182,25 @@ def test_the_weights_reply_to_requests_while_they_train(up: Up, files: list[str]
     assert "secret" not in log and "Traceback" not in log
 
 
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.tls.yaml"]], ids=["plain", "tls"])
+def test_two_regions_train_to_the_end_though_a_relay_is_killed(up: Up, files: list[str]) -> None:
+    calm = dict.fromkeys(("worker-a", "worker-b"), CALM["worker"])
+    both = {"server": {"environment": {"PS_POLICY__MIN_WORKERS": "2"}}}
+    settings = {"WORKERS": "0", "MODE": "diloco", "STEPS": "320"}
+    project = up(*files, extra=calm | both, flags=("--profile", "regions"), **settings)
+    project.until(lambda: project.metrics().get("paramserver_step", 0) >= 64, "two exchanges")
+    project.kill(project.ids("relay-a")[0])
+    project.until(lambda: project.metrics().get("paramserver_joins_totalagain", 0) == 1, "relay back")
+    services = ("server", "relay-a", "relay-b", "worker-a", "worker-b")
+    project.until_all_exited(*services)
+    assert project.exit_codes(*services) == [0] * 7
+    assert [state["RestartCount"] for state in project.states("relay-a") + project.states("relay-b")] == [1, 0]
+    summary = json.loads(project.read("/data/run.json"))
+    found = [(worker["region"], worker["region_workers"], worker["training_steps"]) for worker in summary["workers"]]
+    assert found == [("a", 2, 320), ("b", 2, 320)]
+    assert summary["final"]["accuracy"] > 0.9
+
+
 def test_monitoring_sees_the_run_and_its_death(up: Up, prometheus_image: str) -> None:
     flags = ("--profile", "monitoring")
     settings = {"PROMETHEUS_IMAGE": prometheus_image, "PROMETHEUS_PORT": "0", "STEPS": FOR_EVER}

@@ -85,15 +85,14 @@ def test_compose_accepts_it(files: list[str]) -> None:
     if shutil.which("docker-compose") is None:
         pytest.skip("no docker-compose on this machine: install docker-compose")
     flags = [flag for name in files for flag in ("-f", str(DOCKER / name))]
-    done = subprocess.run(
-        ["docker-compose", *flags, "--profile", "monitoring", "--profile", "grafana", "--profile", "serve", "config"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    profiles = [flag for name in ("monitoring", "grafana", "serve", "regions") for flag in ("--profile", name)]
+    done = subprocess.run(["docker-compose", *flags, *profiles, "config"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    for name in ("server", "worker"):
+    for region in "ab":
+        assert services[f"worker-{region}"]["networks"].keys() == {f"region-{region}"}, "it reaches its relay alone"
+        assert services[f"relay-{region}"]["networks"].keys() == {"default", f"region-{region}"}
+    for name in ("server", "worker", "relay-a", "relay-b", "worker-a", "worker-b"):
         assert services[name]["init"] is True
         assert services[name]["restart"] == "on-failure:10"  # "always" would start a finished run again for ever
     published = [port for service in services.values() for port in service.get("ports", [])]
