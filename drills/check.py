@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..common.reporting.history import region_run
 from .history_lines import Follower, Line, Problem, read_lines
 from .lineage import Lineage, Tally
 from .replay import Replay
@@ -27,6 +28,7 @@ class Verdict:
     deleted: tuple[str, ...] = ()  # deleted snapshots, as sentences
     samples: Mapping[tuple[int, int], int] = field(default_factory=dict)  # in accepted contributions
     last_op: str = "end"  # last operation of the server; if it is not the run's end, the history is cut
+    regions: Mapping[str, Tally] = field(default_factory=dict)  # by the file of a relay's history
 
     @property
     def is_good(self) -> bool:
@@ -36,36 +38,93 @@ class Verdict:
 def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Verdict:
     """Check the histories of a run. `files`: names, and lines as read from a binary file.
 
-    One file has the server's history; a restarted server writes to the same file. `modes`: modes in the user's files,
-    `FILE.py:NAME`, whose rules are checked too.
+    One file has the server's history; a restarted server writes to the same file. Each relay of a region has a file of
+    its own beside it. `modes`: modes in the user's files, `FILE.py:NAME`, whose rules are checked too.
     """
-    replay = Replay(modes)
     problems: list[Problem] = []
-    of_workers: list[Line] = []
-    num_lines, last_op = 0, "end"
-    server_file: str | None = None
+    servers: dict[str, list[Line]] = {}
+    of_workers: list[tuple[str, Line]] = []  # with the name of its run
+    num_lines = 0
     for name, raw in files.items():
         lines, unreadable = read_lines(name, raw)
         problems += unreadable
         num_lines += len(lines)
-        for line in lines:
-            if line.role != "server":
-                of_workers.append(line)
-                continue
-            if server_file not in (None, name):
-                problems.append(Problem(name, line.number, f"a second server's history; the first is {server_file}"))
-                break
-            server_file, last_op = name, line.op
-            replay.feed(line)
-    if server_file is None:
+        of_workers += _with_runs(line for line in lines if line.role != "server")
+        if of_server := [line for line in lines if line.role == "server"]:
+            servers[name] = of_server
+    if not servers:
         problems.append(Problem(", ".join(files), 0, "no file has lines of a server: give the server's history"))
-    tally = replay.finish()
-    if server_file is not None:
-        problems += replay.problems + _check_workers(of_workers, replay)
+    first, relays = _tiers(servers)
+    replays: dict[str, Replay] = {}
+    for name, lines in servers.items():
+        if name != first and name not in relays:
+            message = f"a second server's history, of no region of the first, {first}"
+            problems.append(Problem(name, lines[0].number, message))
+            continue
+        replays[name] = replay = Replay(modes, is_relay=name in relays)
+        for line in lines:
+            replay.feed(line)
+        replay.finish()
+        others = {run for other, of_other in servers.items() if other != name for run in _runs(of_other)}
+        is_mine = _runs(lines).__contains__ if name != first else lambda run, others=others: run not in others
+        problems += replay.problems + _check_workers([line for run, line in of_workers if is_mine(run)], replay)
+    for name, rank in relays.items():
+        problems += _check_region(name, rank, replays[first], replays[name])
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
-    unchecked, deleted = tuple(replay.unchecked_modes), tuple(replay.deleted)
-    return Verdict(problems, tally, num_lines, replay.lineage, unchecked, deleted, replay.samples, last_op)
+    found = replays.get(first, Replay())
+    unchecked = tuple(dict.fromkeys(mode for replay in replays.values() for mode in replay.unchecked_modes))
+    deleted = tuple(text for replay in replays.values() for text in replay.deleted)
+    return Verdict(
+        problems, found.tally, num_lines, found.lineage, unchecked, deleted, found.samples,
+        servers[first][-1].op if servers else "end", {name: replays[name].tally for name in relays},
+    )  # fmt: skip
+
+
+def _runs(lines: Iterable[Line]) -> set[str]:
+    return {line["run"] for line in lines if line.op == "start"}
+
+
+def _with_runs(lines: Iterable[Line]) -> list[tuple[str, Line]]:
+    """Returns the lines of workers, each with the run that its worker has joined."""
+    runs: dict[int, str] = {}
+    found = []
+    for line in lines:
+        if line.op == "start":
+            runs[line["rank"]] = line["run"]
+        found.append((runs.get(line["rank"], ""), line))
+    return found
+
+
+def _tiers(servers: Mapping[str, list[Line]]) -> tuple[str, dict[str, int]]:
+    """Returns the file of the server above, the first without relays, and the rank of each relay by file."""
+    for name, lines in servers.items():
+        ranks = {line["rank"] for line in lines if line.op == "join"}
+        regions = {region_run(run, rank): rank for run in _runs(lines) for rank in ranks}
+        relays = {
+            other: regions[run] for other, of_other in servers.items() for run in _runs(of_other) if run in regions
+        }
+        if relays:
+            return name, relays
+    return next(iter(servers), ""), {}
+
+
+def _check_region(file: str, rank: int, above: Replay, region: Replay) -> list[Problem]:
+    """Returns a problem unless the samples that count above are those of the region, up to one of its versions.
+
+    Later versions of a region may come after the end of the run above.
+    """
+    if region.has_gaps or above.has_gaps or (above.tally.restarts and rank in above.set_aside):
+        return []  # it is not known which samples the missing lines had
+    counted = sum(above.samples.get(item, 0) for item in above.lineage.contributions() if item[0] == rank)
+    counted += above.set_aside.get(rank, 0)
+    total, totals = 0, {0: 0}  # by version
+    for version, worker, number in region.lineage.commits():
+        totals[version] = total = total + region.samples.get((worker, number), 0)
+    if counted in totals.values():
+        return []
+    message = f"the run above counts {counted:,} samples of this region, rank {rank}: no version has them, of {total:,}"
+    return [Problem(file, 0, message)]
 
 
 class _WorkerReplay(Follower):

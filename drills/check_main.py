@@ -35,6 +35,7 @@ def check_files(
 
       ps-launch check history.jsonl              a server's history
       ps-launch check server.jsonl worker*.jsonl with those of its workers
+      ps-launch check above.jsonl relay*.jsonl   with those of the relays of its regions
       ps-launch check --mode my_mode.py:Mine h.jsonl of a run in your own mode: with its rules
 
     The exit code is 0 if every guarantee was kept. Otherwise it is 1, and each problem is shown with its line.
@@ -69,6 +70,9 @@ def show(verdict: Verdict) -> None:
     from ..common.reporting.report import report_console
 
     report_console().print(tally_table(verdict.tally))
+    for file, tally in verdict.regions.items():
+        restarts = f", {tally.restarts} restarts of the relay" if tally.restarts else ""
+        print(f"region {file}: {tally.applied:,} applied{restarts}")
     for problem in verdict.problems[:_MAX_SHOWN]:
         print(problem)
     if (more := len(verdict.problems) - _MAX_SHOWN) > 0:
@@ -90,7 +94,8 @@ def describe(verdict: Verdict) -> str:
     if not verdict.is_good:
         return f"{len(verdict.problems)} problem{'s' if len(verdict.problems) > 1 else ''}"
     lost = "but snapshots were deleted" if verdict.deleted else "nothing durable was lost"
-    return f"every contribution was applied once, {lost}"
+    both = ", in the run above and in its regions" if verdict.regions else ""
+    return f"every contribution was applied once{both}, {lost}"
 
 
 def tally_table(tally: Tally) -> object:

@@ -134,6 +134,14 @@ class Lineage:
             if number not in commits.skipped
         }
 
+    def commits(self) -> list[tuple[int, int, int]]:
+        """Returns the (version, rank, number) of each commit, skipped or not, by version."""
+        return sorted(
+            (version, rank, number)
+            for rank, commits in self._ranks.items()
+            for number, version in zip(commits.numbers, commits.versions, strict=True)
+        )
+
     def sizes(self) -> dict[int, int]:
         """Returns the number of contributions in each version."""
         return Counter(

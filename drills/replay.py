@@ -50,8 +50,12 @@ class Member:
 class Replay(Follower):
     """Checks the server's lines: `feed` them in order, then `finish`."""
 
-    def __init__(self, modes: Iterable[str] = ()) -> None:
+    def __init__(self, modes: Iterable[str] = (), is_relay: bool = False) -> None:
+        """`is_relay`: the run above keeps the server's state, and may itself go back."""
         super().__init__(modes)
+        self._is_relay = is_relay
+        self.set_aside: dict[int, int] = {}  # by rank, samples in contributions that no version has
+        self.has_gaps = False  # lines of commits are missing
         self.unchecked_modes: dict[str, None] = {}  # modes without installed rules
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
         self.tally = Tally()
@@ -104,7 +108,7 @@ class Replay(Follower):
             if not has_source and (version or any(numbers.values())):
                 self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
             self.run, self.lineage, self._voided, self._ranks = line["run"], Lineage(numbers), set(), set()
-        self._durable = version if has_source else None
+        self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._rules = self._rules_of(line.fields)
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
@@ -162,6 +166,7 @@ class Replay(Follower):
         """Add the commits whose lines are missing, up to the snapshot of `version`: single contributions, or rounds."""
         if version <= self.version:
             return
+        self.has_gaps = True
         known = self.lineage.numbers()
         missing = [(rank, number) for rank in known for number in range(known[rank] + 1, numbers.get(rank, 0) + 1)]
         are_single = len(missing) == version - self.version
@@ -290,6 +295,8 @@ class Replay(Follower):
             self.samples[rank, number] = line.fields.get("samples") or 0
         elif outcome == "skipped":
             self._skipped.add((rank, number))
+        if outcome in ("skipped", "dropped", "rejected"):
+            self.set_aside[rank] = self.set_aside.get(rank, 0) + (line.fields.get("samples") or 0)
 
     def _on_commit(self, line: Line) -> None:
         version, members = line["version"], set(line["members"])

@@ -1,0 +1,84 @@
+"""ps-launch check: the history of the run above together with those of its relays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paramserver.common.reporting.history import region_run
+from paramserver.drills.check import Verdict, check
+from paramserver.tests.cluster import Cluster
+from paramserver.tests.drills.histories import Line, applied, encoded, joined, start
+from paramserver.tests.relay.test_relay import ABOVE, World
+
+KILLED = pytest.param("localsgd", marks=pytest.mark.slow)
+
+
+def verdict_of(above: list[Line], region: list[Line]) -> Verdict:
+    return check({"region": encoded(*region), "above": encoded(*above)})
+
+
+def tiers(*samples: int, of_region: tuple[int, ...]) -> tuple[list[Line], list[Line]]:
+    """Histories in which rank 0 above has these contributions, and its region those."""
+    found = []
+    for run, counts in (("r", samples), (region_run("r", 0), of_region)):
+        lines = [start("async", run=run), *joined(0)]
+        for seq, count in enumerate(counts, 1):
+            lines += applied(0, seq, seq, 0)
+            lines[-3]["samples"] = count
+        found.append(lines)
+    return found[0], found[1]
+
+
+def test_the_samples_above_are_those_of_a_version_of_the_region() -> None:
+    assert verdict_of(*tiers(8, 4, of_region=(4, 4, 4))).is_good
+    ahead = verdict_of(*tiers(8, of_region=(4, 4, 4)))
+    assert ahead.is_good and ahead.tally.applied == 1
+    assert ahead.regions["region"].applied == 3
+    twice = verdict_of(*tiers(8, 8, of_region=(4, 4, 4)))
+    message = "region:0: the run above counts 16 samples of this region, rank 0: no version has them, of 12"
+    assert list(map(str, twice.problems)) == [message]
+    assert not verdict_of(*tiers(6, of_region=(4, 4, 4))).is_good
+
+
+def test_what_was_dropped_above_was_contributed_all_the_same() -> None:
+    above, region = tiers(8, of_region=(4, 4, 4))
+    dropped = {**applied(0, 2, 2, 0)[0], "outcome": "dropped", "samples": 4}
+    assert verdict_of([*above, dropped], region).is_good
+
+
+def test_a_second_server_that_is_no_relay_of_the_first_is_a_problem() -> None:
+    above, region = tiers(8, of_region=(8,))
+    region[0]["run"] = "another"
+    (problem,) = verdict_of(above, region).problems
+    assert str(problem) == "above:1: a second server's history, of no region of the first, region"
+
+
+@pytest.mark.parametrize("name", ["sync", KILLED])
+def test_real_histories_of_both_tiers(cluster: Cluster, name: str) -> None:
+    """A relay is killed, and its new process goes on in the same file."""
+    mode, flags, relay_flags, scale = ABOVE[name]
+    world = World(cluster, mode, *flags)
+    files = [f"relay{rank}.jsonl" for rank in range(2)]
+    for rank, file in enumerate(files):
+        world.relay(rank, *relay_flags, "--history", file)
+    workers = world.workers(scale, delay_s=0.02)
+    relay = world.relays[1]
+    relay.until(lambda: any(event["version"] >= 6 for event in relay.events("status")), "version 6")
+    relay.kill()
+    world.relay(1, *relay_flags, "--history", files[1])
+    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
+    done = cluster.command("launch", "check", "above.jsonl", *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "region relay1.jsonl: 48 applied, 1 restarts of the relay" in done.stdout
+    assert "every contribution was applied once, in the run above and in its regions" in done.stdout
+    alone = cluster.command("launch", "check", files[1])
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    path = Path(cluster.folder / files[0])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**line, "samples": 2 if "samples" in line else 0}) + "\n" for line in lines))
+    done = cluster.command("launch", "check", "above.jsonl", *files)
+    assert done.returncode == 1 and "samples of this region, rank 0: no version has them" in done.stdout
