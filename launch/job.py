@@ -185,6 +185,8 @@ class Job:
             return False
         with suppress(ValidationError):
             fields = {**event.fields, "mode": self._plan.mode, "trained": self._trained}
+            if self._plan.relays:
+                fields["above"] = Summary.model_validate(event.fields).label
             self._summary = Summary.model_validate(fields)
             return True
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import socket
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.config.schema import Config
+from ..common.reporting.history import region_run
 from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
@@ -88,7 +89,8 @@ class Link:
             names = {"cert": upstream.cert, "key": upstream.key}
             of_worker["security"] = config.security.model_copy(update=names)
         credentials = worker_credentials(config.model_copy(update=of_worker))
-        self._exchange = Exchange(worker, upstream.rank, None, credentials, config.run.workers or 1)
+        region = upstream.region or socket.gethostname(), config.run.workers or 1
+        self._exchange = Exchange(worker, upstream.rank, None, credentials, region)
         self._exchange.wait_forever()
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
         self._strategy = Direct(self._exchange)
@@ -101,8 +103,7 @@ class Link:
     @property
     def run_name(self) -> str:
         """The name of the region's run. A new relay process of this rank uses the same."""
-        text = f"{self.progress.run}/{self.progress.rank}"
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return region_run(self.progress.run, self.progress.rank)
 
     @property
     def incarnation(self) -> int:

@@ -180,11 +180,13 @@ class Region:
         return Cut(None, self._table(), first, num_samples, num_workers, num_steps, training, without)
 
     def _record(self) -> None:
-        """Let the server above show this region: workers, steps ahead of the oldest reply, bytes within."""
+        """Let the server above show this region: its workers, steps ahead of the last reply, traffic, staleness."""
         ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
         num_bytes = sum(item.num_sent + item.num_received for item in self._engine.traffic.values())
-        workers = len(self._run.policy.members)
-        self._link.readings.record({"region_workers": workers, "region_ahead": ahead, "region_mb": num_bytes / 1e6})
+        stats = self._run.roster.stats.values()
+        staleness = sum(item.staleness_sum for item in stats) / max(1, sum(item.contributions for item in stats))
+        values = {"region_workers": len(self._run.policy.members), "region_ahead": ahead, "region_bytes": num_bytes}
+        self._link.readings.note({**values, "region_staleness": staleness})
 
     def _send(self, cut: Cut) -> None:
         if not self._passes_gradients:

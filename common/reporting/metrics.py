@@ -242,14 +242,21 @@ def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **options
 _RARE: dict[str, Any] = {"is_rare": True, "over_workers": None}
 
 
-def _measured(name: str, label: str, text: str, unit: Unit) -> Metric:
+def _measured(name: str, label: str, text: str, unit: Unit, **options: Any) -> Metric:
     """A metric that a worker's process measures and sends with its heartbeats; the run has the mean."""
-    return Metric(
-        name, label, text, unit, read=lambda worker: worker.traffic.measured.get(name), over_workers=Fold.MEAN,
-        default=None, is_rare=True, display=Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS,
-        display_run=Display.CURVES | Display.TRACKERS,
-    )  # fmt: skip
+    kept = {
+        "over_workers": Fold.MEAN,
+        "display": Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS,
+        "display_run": Display.CURVES | Display.TRACKERS,
+    }
+    read = lambda worker: worker.traffic.measured.get(name)  # noqa: E731
+    return Metric(name, label, text, unit, read=read, default=None, is_rare=True, **{**kept, **options})
 
+
+_RELAY: dict[str, Any] = {
+    "over_workers": Fold.SUM, "display": Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS | _SUMMARY,
+    "display_run": Display.CURVES | Display.TRACKERS | Display.REPORT,
+}  # fmt: skip
 
 _METRICS = (
     # Of the run. A server reads them; those without `read` are fields of its summary.
@@ -348,6 +355,13 @@ _METRICS = (
     _measured("memory_bytes", "memory", "Resident memory of the process.", Unit.BYTES),
     _measured("gpu", "GPU", "Use of its GPU as NVML reports it (nvidia-ml-py).", Unit.SHARE),
     _measured("gpu_bytes", "GPU memory", "Memory that torch has reserved on its GPU.", Unit.BYTES),
+    _measured("region_workers", "in region", "Workers of the region behind this relay.", Unit.COUNT, **_RELAY),
+    _measured("region_ahead", "ahead", "Steps that the region is ahead of the last reply to its relay.", Unit.COUNT,
+              **_RELAY | {"over_workers": Fold.MAX}),
+    _measured("region_bytes", "within", "Bytes between the region's workers and its relay, both ways.", Unit.BYTES,
+              **_RELAY),
+    _measured("region_staleness", "stale within", "Mean staleness within the region, in versions of its relay.",
+              Unit.MEAN, **_RELAY | {"over_workers": Fold.MEAN}),
     _of_run("server_cpu", "server CPU", "Recent CPU time of the server (shard 0) as a share of one core.", Unit.SHARE,
             read=lambda _: HERE.cpu(), default=None, display=Display.CURVES | Display.TRACKERS | Display.PROMETHEUS),
     _of_run("server_memory_bytes", "server memory", "Resident memory of the server (shard 0).", Unit.BYTES,

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .metrics import Display, Metric, shown_of_workers
-from .report import PipeConsole, status_metrics
-from .status import Status, WorkerStatus
+from .report import PipeConsole, regions_text, status_metrics
+from .status import Status, WorkerStatus, names_of
 
 RANK_COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
 _STATE_STYLES = {"waiting": "yellow", "gone": "red", "finished": "dim", "computing": "green"}
@@ -69,11 +69,12 @@ def status_panel(status: Status, job: str = "") -> RenderableType:
 
 def _reasons(status: Status) -> list[Text]:
     """Returns lines below the table: which workers wait, and why. Long lines wrap and are not cut."""
-    waiting: dict[str, list[str]] = {}
+    waiting: dict[str, list[WorkerStatus]] = {}
     for worker in status.workers:
         if worker.waiting_for:
-            waiting.setdefault(worker.waiting_for, []).append(str(worker.rank))
-    return [Text(f"worker {', '.join(ranks)} waits for: {why}", style="dim") for why, ranks in waiting.items()]
+            waiting.setdefault(worker.waiting_for, []).append(worker)
+    reasons = [f"{names_of(workers)} waits for: {why}" for why, workers in waiting.items()]
+    return [Text(text, style="dim") for text in filter(None, [regions_text(status.workers), *reasons])]
 
 
 def _workers(status: Status) -> Table:
@@ -89,7 +90,7 @@ def _workers(status: Status) -> Table:
 
 
 def _worker_row(worker: WorkerStatus, metrics: list[Metric], num_steps: int) -> list[RenderableType]:
-    rank = Text(str(worker.rank), style=RANK_COLOURS[worker.rank % len(RANK_COLOURS)])
+    rank = Text(worker.label, style=RANK_COLOURS[worker.rank % len(RANK_COLOURS)])
     cells = [metric.text(getattr(worker, metric.name)) for metric in metrics]
     if num_steps:
         cells = [

@@ -6,7 +6,7 @@ numbers are the metrics of `metrics.py`, as attributes by their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
@@ -25,6 +25,12 @@ def mean_recorded(workers: Iterable[WorkerStatus]) -> dict[str, float]:
         for name, value in worker.recorded.items():
             values.setdefault(name, []).append(value)
     return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def names_of(workers: Sequence[WorkerStatus]) -> str:
+    """`worker 1, 2`, or `region eu, us`."""
+    kind = "region" if workers[0].region else "worker"
+    return f"{kind} {', '.join(worker.region or str(worker.rank) for worker in workers)}"
 
 
 class Measured(BaseModel):
@@ -86,7 +92,13 @@ class WorkerStatus(Measured):
     transport: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
     transport_reason: str = ""  # why it is not the transport that the worker prefers
     codec: str = "raw"  # of its newest contribution; auto's choice
+    region: str = ""  # whose relay it is
     recorded: dict[str, MetricValue] = Field(default_factory=dict)  # by its script: `session.record(name=...)`
+
+    @property
+    def label(self) -> str:
+        """Its rank, and its region's name if that is another: `1`, `1 us`."""
+        return str(self.rank) if self.region in ("", str(self.rank)) else f"{self.rank} {self.region}"
 
     @classmethod
     def declared_metrics(cls) -> list[Metric]:
@@ -141,4 +153,4 @@ class Status(Measured):
         if not waiting:
             return ""
         rest = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
-        return f"worker {waiting[0].rank}: {waiting[0].waiting_for}{rest}"
+        return f"{names_of(waiting[:1])}: {waiting[0].waiting_for}{rest}"

@@ -64,6 +64,7 @@ class Summary(Measured):
     )
 
     mode: str
+    above: str = ""  # with regions, whose mode is `mode`: the mode of the run above, and its option
     staleness_bound: int | None = None
     local_steps: int = 1
     version: int = 0
@@ -100,7 +101,9 @@ class Summary(Measured):
 
     @property
     def label(self) -> str:
-        """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`."""
+        """`ssp (staleness 3)`, `localsgd (8 local steps)`, `sync`, `sync in 2 regions, localsgd above`."""
+        if self.above:
+            return f"{self.mode} in {len(self.workers)} regions, {self.above} above"
         if self.staleness_bound is not None:
             return f"{self.mode} (staleness {self.staleness_bound})"
         return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode

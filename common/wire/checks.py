@@ -192,7 +192,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
 # Checks of all other single fields, by message.
 FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.Join: {
-        **dict.fromkeys(("run", "host", "device", "program_version", "process"), check_text),
+        **dict.fromkeys(("run", "host", "device", "program_version", "process", "region"), check_text),
         "num_workers": _range(0, MAX_RANK),
     },
     pb.Model: {

@@ -212,8 +212,13 @@ class Plan:
             listen = placement.listen if placement is not None and host not in WILDCARDS else host
             settings |= {"server.listen": f"{listen}:0"}
             if child in self.relays:
-                settings |= {"upstream.server": address, "upstream.rank": child.rank - 1}
+                settings |= {
+                    "upstream.server": address,
+                    "upstream.rank": child.rank - 1,
+                    "upstream.region": child.region,
+                }
                 settings |= settings_of_size(self.config, len(self.relays[child]))
+                settings |= self._history_of(child)
             else:
                 settings |= {"server.shard": child.rank, "server.coordinator": address}
             if self.config.server.direct_port:
@@ -223,7 +228,8 @@ class Plan:
         argv = self.relay_argv if child.region else self.server_argv
         argv = (*argv, *arguments(None, {**settings, **identity}))
         needs = read_files(self.config.security, identity, file_of(self.mode))
-        leaves = tuple(path for path in (self.save, self.history) if path and child == SERVER)
+        written = self._history_of(child).values() if child.region else (self.save, self.history)
+        leaves = tuple(path for path in written if path and (child.region or child == SERVER))
         return _at(placement, ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves), self.config)
 
     def _worker(self, child: Child, server: str | None) -> ProcessSpec:
@@ -232,10 +238,10 @@ class Plan:
         if child == self.reporter and self.per_hour is not None:
             identity["cost.total_per_hour"] = self.per_hour
         argv, env, rank, workers = self.worker_argv, self.worker_env, str(child.rank), str(self.num_workers)
-        if region := self.relays.get(self.server_of(child)):
+        relay = self.server_of(child)
+        if region := self.relays.get(relay):
             rank, workers = str(region.index(child.rank)), str(len(region))
-            identity |= settings_of_size(self.config, len(region))
-            identity |= {"output.history": None} if self.history else {}
+            identity |= settings_of_size(self.config, len(region)) | self._history_of(relay)
         if self.is_script:
             env = {**env, **{variable(key): scalar_text(value) for key, value in identity.items()}}
             env |= {variable("worker.rank"): rank, variable("run.workers"): workers, "PS_SERVER": address}
@@ -245,6 +251,10 @@ class Plan:
             argv = (*argv, *arguments(None, identity), "--server", address, "--rank", rank)
             needs += (self.config.task.init,) if self.config.task.init is not None else ()
         return _at(self.places.get(child), ProcessSpec(child, argv, env, needs=needs), self.config)
+
+    def _history_of(self, relay: Child) -> dict[str, str | None]:
+        """Returns the setting of the history of a region's run, none without a history."""
+        return {"output.history": own_path(self.history, f"relay-{relay.region}", 2)} if self.history else {}
 
     @property
     def per_hour(self) -> float | None:

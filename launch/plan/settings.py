@@ -25,7 +25,14 @@ DEFAULT_HOST = DEFAULT_ADDRESS.rpartition(":")[0]
 # Sections that the launcher does not pass on. Children log JSON, with the events that the launcher needs.
 _NOT_PASSED_ON = ("launch.", "log.")
 # The launcher gives each server of a job its own.
-_OF_ONE_SERVER = ("server.shard", "server.coordinator", "server.advertise", "upstream.server", "upstream.rank")
+_OF_ONE_SERVER = (
+    "server.shard",
+    "server.coordinator",
+    "server.advertise",
+    "upstream.server",
+    "upstream.rank",
+    "upstream.region",
+)
 
 
 def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tuple[str, ...]) -> None:

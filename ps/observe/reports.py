@@ -73,7 +73,7 @@ def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[Work
         found.append(
             WorkerStatus.of(
                 rank=rank, state=state_of(engine, rank), waiting_for=why.get(rank, ""), transport=traffic.transport,
-                transport_reason=traffic.transport_reason, codec=traffic.codec,
+                transport_reason=traffic.transport_reason, codec=traffic.codec, region=traffic.region,
                 recorded=dict(traffic.recorded), **metrics,
             )
         )  # fmt: skip

@@ -64,7 +64,7 @@ class Joining:
         while engine.why_not_ready():  # workers join only once all shards are present
             await stream.wait(engine.until(lambda: not engine.why_not_ready()), engine.why_not_ready)
         peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
-        peer.is_relay = join.num_workers > 0
+        peer.is_relay, peer.traffic.region = join.num_workers > 0, join.region
         stream.rank, peer.hang_up = peer.rank, stream.end
         if peer.is_resumed:
             self._tensors.submit(partial(self._folding.codec_memories.of(peer.rank).resumed, join.replies_taken))

@@ -42,7 +42,7 @@ WorkerMessage     join model initial_weights contribution finish leave begin tak
 WorkerMessage     state metrics rows optimizer ask_again : part Stream.read
 WorkerMessage     out_of_band offset left_out : whole PayloadReader
 WorkerMessage     data : bytes PayloadReader
-Join              run host device program_version process : text header
+Join              run host device program_version process region : text header
 Join              rank : whole header
 Join              incarnation server_incarnation replies_taken : whole compared
 Join              pid : whole shown

@@ -71,12 +71,14 @@ def test_two_regions_on_this_machine() -> None:
         relay = settings_of(spec)
         assert (relay.upstream.server, relay.upstream.rank, relay.upstream.every) == ("h:1", rank, 8)
         assert (relay.run.mode, relay.run.workers, relay.server.listen) == ("sync", 2, "127.0.0.1:0")
-        lacks = [relay.output.save, relay.output.history, relay.checkpoint.dir, relay.checkpoint.every_s]
-        assert [*lacks, relay.server.web, relay.store.polyak] == [None] * 6
+        lacks = [relay.output.save, relay.checkpoint.dir, relay.checkpoint.every_s]
+        assert [*lacks, relay.server.web, relay.store.polyak] == [None] * 5
+        assert (spec.leaves, relay.output.history) == ((f"h-relay-{rank}.jsonl",), f"h-relay-{rank}.jsonl")
         assert not relay.output.store
         assert (relay.policy.option("local_steps"), relay.policy.min_workers) == (None, 2)
     assert [spec.argv[-2:] for spec in others[2:]] == [("--rank", rank) for rank in ("0", "1", "0", "1")]
-    assert {(settings_of(spec).run.workers, settings_of(spec).output.history) for spec in others[2:]} == {(2, None)}
+    assert {settings_of(spec).run.workers for spec in others[2:]} == {2}
+    assert [settings_of(spec).output.history for spec in others[4:]] == ["h-relay-1.jsonl"] * 2
     assert [plan.server_of(Child("worker", rank)).rank for rank in range(4)] == [1, 1, 2, 2]
     assert plan.server_of(Child("server", 2)) == SERVER
     assert [str(plan.worker_of(server, 1)) for server in (SERVER, *plan.relays)] == ["relay 1", "worker 1", "worker 3"]
@@ -251,9 +253,15 @@ def test_a_killed_relay_is_started_again_and_the_run_is_whole(marked, read_until
     read_until(launcher.stderr, "relay 1 failed: killed by SIGKILL; started again in 0.01 s (restart 1 of 3)")
     again = read_until(launcher.stderr, "[relay 1] listening")
     assert again.split("address=")[1].split()[0] == first.split("address=")[1].split()[0]
-    _, err = launcher.communicate(timeout=DEADLINE_S)
+    out, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, err
     assert "started again" not in err, "no other process"
     summary = Summary.model_validate(json.loads((marked.folder / "summary.json").read_text()))
     assert [worker.training_steps for worker in summary.workers] == [120, 120]
+    for rank, worker in enumerate(summary.workers):
+        assert (worker.region, worker.region_workers) == (str(rank), 2)
+        assert worker.region_bytes > worker.num_bytes > 0
+    assert "2 regions: 0 (2 workers), 1 (2 workers); " in out
+    above = "diloco (8 local steps)" if every == "8" else "sync"
+    assert f"sync in 2 regions, {above} above   " in out
     assert marked.left() == []

@@ -13,6 +13,7 @@ from paramserver.common.reporting.panel import status_panel
 from paramserver.common.reporting.report import (
     comparison_table,
     duration,
+    regions_text,
     report_console,
     short_number,
     size,
@@ -217,6 +218,26 @@ def test_the_end_of_a_run_fits_100_columns() -> None:
         *("worker", "steps", "samples", "s", "s", "s", "mean", "max", "max", "sent", "received", "restarts")
     ]  # without dropped and rejected, which are 0 for everyone
     assert text.count("123 GB") == 8
+
+
+def test_regions_have_their_names_sizes_and_bytes() -> None:
+    """In the table at the end, the live view and the status line; with their numbers alone where they have no names."""
+    values = {"bytes_sent": 2e6, "bytes_received": 3e6, "region_workers": 3, "region_bytes": 4e7, "region_ahead": 8}
+    relays = [WorkerStatus(rank=rank, region=name, **values) for rank, name in enumerate(("eu", "us"))]
+    line = "2 regions: 0 eu (3 workers), 1 us (3 workers); 10.0 MB over borders, 80.0 MB within"
+    found = Summary(mode="sync", above="diloco (8 local steps)", version=3, workers=relays)
+    text = drawn(summary_table(found))
+    assert text.startswith("sync in 2 regions, diloco (8 local steps) above   3 updates")
+    assert line in text and "1 us" in text.splitlines()[-1]
+    assert max(len(row.rstrip()) for row in text.splitlines()) <= 100
+    waiting = relays[0].model_copy(update={"waiting_for": "rank 1"})
+    status = Status(mode="sync", workers=[waiting, relays[1]])
+    assert status_line(status).endswith("waiting: region eu: rank 1")
+    text = drawn(status_panel(status))
+    assert line in text and "region eu waits for: rank 1" in text
+    unnamed = [relay.model_copy(update={"region": str(relay.rank)}) for relay in relays]
+    assert regions_text(unnamed).startswith("2 regions: 0 (3 workers), 1 (3 workers); ")
+    assert regions_text([WorkerStatus(rank=0)]) == ""
 
 
 def test_a_comparison_lines_up_what_runs_have_in_common() -> None:

@@ -334,6 +334,27 @@ def test_samples_that_nobody_said_are_a_dash(page: Any, tab: Callable[..., Tab])
     assert cells.count("–") == 2
 
 
+def test_relays_have_the_name_and_the_numbers_of_their_region(page: Any, tab: Callable[..., Tab]) -> None:
+    waits = [Wait(rank=0, ranks=[1], why="rank 1 of the round")]
+    newest = tick(1, waits=waits)
+    values = {"region_workers": 3, "region_ahead": 8, "region_bytes": 4e7, "region_staleness": 0.5}
+    newest.status.workers = [
+        worker.model_copy(update={"region": name, **values})
+        for worker, name in zip(newest.status.workers, ("eu", "us"), strict=True)
+    ]
+    page.begin(View(about=about()))
+    page.push(newest)
+    shown = tab()
+    shown.page.goto(f"http://{page.address}/")
+    until(shown, f"() => ({STEP})() === 1")
+    assert shown.cells("worker") == ["▸ 0 eu", "▸ 1 us"]
+    columns = ("in region", "ahead", "within", "stale within")
+    assert [shown.cells(column)[1] for column in columns] == ["3", "8", "40.0 MB", "0.50"]
+    assert shown.page.locator("#waits-text").text_content() == "region eu: rank 1 of the round"
+    assert shown.page.locator("#waits text").all_text_contents() == ["0", "eu", "1", "us"]
+    assert shown.page.get_by_label("log and details of region us").count() == 1
+
+
 def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) -> None:
     """Who reads a cell, a sentence or an event has it under the eyes still; every picture has a sentence of now."""
     happened = [Event(at=1.7e9, kind="joined", text="worker 0 joined")]

@@ -46,5 +46,7 @@ const UNITS = {
   mean: value => value.toFixed(2), number: shortNumber, price,
 };
 export const written = (metric, value) => (value === null || value === undefined ? '–' : UNITS[metric.unit](value));
+export const labelOf = ({ rank, region }) => region && region !== String(rank) ? `${rank} ${region}` : String(rank);
+export const nameOf = ({ rank, region }) => region ? `region ${region}` : `worker ${rank}`;
 export const clock = unix => new Date(unix * 1000).toLocaleTimeString([], { hour12: false });
 export const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

@@ -1,11 +1,12 @@
 // Who waits for whom: an arrow from each waiting worker to those it waits for, and the same in sentences.
-import { $, color, make } from './text.js';
+import { $, color, make, nameOf } from './text.js';
 import { stateColor } from './palette.js';
 const MAX_SHOWN = 24;
 
 export function showWaits(waits, workers) {
   const ranks = workers.map(worker => worker.rank).slice(0, MAX_SHOWN), svg = $('waits');
   const state = new Map(workers.map(worker => [worker.rank, worker.state]));
+  const region = new Map(workers.map(worker => [worker.rank, worker.region])), named = new Map(workers.map(worker => [worker.rank, nameOf(worker)]));
   const awaited = new Set(waits.flatMap(wait => wait.ranks));
   const width = Math.max(260, svg.clientWidth || 640), height = ranks.length > 8 ? 300 : 200, position = new Map();
   ranks.forEach((rank, at) => {
@@ -21,11 +22,13 @@ export function showWaits(waits, workers) {
   const nodes = ranks.flatMap(rank => {
     const [x, y] = position.get(rank), isWaiting = waits.some(wait => wait.rank === rank);
     return [make('circle', { cx: x, cy: y, r: 15, fill: isWaiting ? color('wait') : stateColor(state.get(rank)), stroke: awaited.has(rank) ? color('text') : 'none', 'stroke-width': 2 }),
-      make('text', { x, y: y + 5, 'text-anchor': 'middle', 'font-size': 14, fill: isWaiting ? color('text') : '#fff' }, String(rank))];
+      make('text', { x, y: y + 5, 'text-anchor': 'middle', 'font-size': 14, fill: isWaiting ? color('text') : '#fff' }, String(rank)),
+      ...(region.get(rank) && region.get(rank) !== String(rank) ? [make('text', { x, y: y + 29, 'text-anchor': 'middle', 'font-size': 12, fill: color('dim') }, region.get(rank))] : [])];
   });
   svg.replaceChildren(head, ...lines, ...nodes);
   const said = new Map();
   for (const wait of waits) said.set(wait.why, [...(said.get(wait.why) || []), wait.rank]);
-  const sentences = [...said].slice(0, MAX_SHOWN).map(([why, those]) => make('li', {}, `${those.length > 1 ? 'workers' : 'worker'} ${those.join(', ')}: ${why}`));
+  const subject = those => those.some(rank => region.get(rank)) ? those.map(rank => named.get(rank)).join(', ') : `${those.length > 1 ? 'workers' : 'worker'} ${those.join(', ')}`;
+  const sentences = [...said].slice(0, MAX_SHOWN).map(([why, those]) => make('li', {}, `${subject(those)}: ${why}`));
   $('waits-text').replaceChildren(...(sentences.length ? sentences : [make('li', {}, 'no worker waits')]));
 }

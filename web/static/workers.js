@@ -1,6 +1,6 @@
 // The table of workers: their states, and their sums over the run, which at the end are those of the summary.
 // A row opens: the worker's log, what its script records, and how its bytes travel.
-import { $, inPlace, make, say, share, shortNumber, whole, written } from './text.js';
+import { $, inPlace, labelOf, make, nameOf, say, share, shortNumber, whole, written } from './text.js';
 import { sparkline } from './charts.js';
 import { areOfWorkers, rowControls } from './controls.js';
 import { stateVar } from './palette.js';
@@ -17,7 +17,7 @@ const hidden = new Set(kept());
 function columns(metrics, workers) {
   const known = metrics.filter(metric => !metric.is_rare || workers.some(worker => worker[metric.name] !== null && worker[metric.name] !== undefined));
   return [
-    ['worker', (worker, rates, node) => opener(worker.rank, node)], ['state', (worker, rates, node) => stateMark(worker.state, node), 'text'],
+    ['worker', (worker, rates, node) => opener(worker, node)], ['state', (worker, rates, node) => stateMark(worker.state, node), 'text'],
     ...(areOfWorkers() ? [['controls', (worker, rates, node) => rowControls(worker, node), 'text']] : []),
     ['time', worker => shares(worker), '', 'Its time: computing, transfer, waiting.'],
     ...known.map(metric => [metric.label, worker => written(metric, worker[metric.name]), '', metric.help]),
@@ -26,10 +26,11 @@ function columns(metrics, workers) {
   ];
 }
 
-function opener(rank, node) {
-  const button = node || make('button', { type: 'button', class: 'small plain opener', 'aria-label': `log and details of worker ${rank}` });
+function opener(worker, node) {
+  const { rank } = worker;
+  const button = node || make('button', { type: 'button', class: 'small plain opener', 'aria-label': `log and details of ${nameOf(worker)}` });
   button.setAttribute('aria-expanded', String(open.has(rank)));
-  say(button, `${open.has(rank) ? '▾' : '▸'} ${rank}`);
+  say(button, `${open.has(rank) ? '▾' : '▸'} ${labelOf(worker)}`);
   button.onclick = () => { if (open.has(rank)) open.delete(rank); else { open.add(rank); readLog(rank); } showWorkers(...now); };
   return button;
 }

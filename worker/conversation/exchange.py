@@ -50,9 +50,9 @@ class Exchange:
         rank: int | None,
         history: str | None = None,
         credentials: Credentials = PLAINTEXT,
-        num_behind: int = 0,
+        region: tuple[str, int] | None = None,
     ) -> None:
-        """`num_behind`: workers of a region, if this process is its relay; 0: it is none."""
+        """`region`: its name and number of workers, if this process is its relay."""
         self.config, self.credentials = config, credentials
         self._limit = Limit(config.max_mbit)
         self._traces: ExchangeTraces | None = None
@@ -63,7 +63,7 @@ class Exchange:
         self.group_view = GroupView()
         self.shards = ShardSet(self._make_shard)
         self._membership = Membership(config, rank, self.shards, credentials, self.group_view)
-        self._membership.num_behind = num_behind
+        self._membership.region = region
         self.progress = self._membership.progress
         self.codec_choice = CodecChoice(config, self.shards)
         self._membership.join()

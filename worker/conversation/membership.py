@@ -64,7 +64,7 @@ class Membership:
     """Joins and rejoins the run. `welcome` is the newest Welcome, `progress` the worker's progress in the run."""
 
     welcome: Welcome
-    num_behind = 0  # workers of a region, if this process is its relay
+    region: tuple[str, int] | None = None  # its name and number of workers, if this process is its relay
 
     def __init__(
         self, config: WorkerConfig, rank: int | None, shards: ShardSet, credentials: Credentials, group: GroupView
@@ -82,7 +82,8 @@ class Membership:
 
     def _message(self, seated: Welcome | None = None) -> object:
         join = join_message(self.progress, socket.gethostname(), os.getpid(), self._device, seated)
-        join.num_workers = self.num_behind
+        if self.region is not None:
+            join.region, join.num_workers = self.region
         return join
 
     def join(self) -> None:

@@ -50,6 +50,10 @@ class Readings:
                 )
             self._recorded[key] = number
 
+    def note(self, values: Mapping[str, float]) -> None:
+        """Take the newest values of metrics of the table (`common/reporting/metrics.py`)."""
+        self._values.update(values)
+
     def note_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note learning rate and gradient norm of a step. Norms are rare, so that they cost no visible time."""
         if groups:

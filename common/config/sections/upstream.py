@@ -19,6 +19,7 @@ class UpstreamConfig(Section):
     rank: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-rank")] = Field(
         None, ge=0, description="rank of the region in the run above; none: the server above gives a free rank"
     )
+    region: str | None = Field(None, description="name of the region, for displays; none: this host's")
     every: Annotated[int | None, Flag(Panel.HOSTS, name="upstream-every", metavar="K")] = Field(
         None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
     )
