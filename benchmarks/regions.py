@@ -1,6 +1,6 @@
 """Trains on three hosts of this machine, a server and two regions behind slow links: flat, and with relays.
 
-    sudo python -m paramserver.benchmarks.regions [--rate 10] [--latency 40] [--workers 3] [--steps 96] [--task digits]
+    sudo python -m paramserver.benchmarks.regions [--rate 10] [--latency 40] [--workers 3] [--steps 96] [--every 32]
 
 Each host is a network namespace. The link of a region carries RATE Mbit/s each way, and a packet and its answer take
 LATENCY ms. Within a region there is no limit. Every command is printed before it runs, so that it can be copied to real
@@ -39,11 +39,15 @@ class Side(NamedTuple):
 
 
 _Q4 = ("--set", "upstream.codec=q4", "--set", "upstream.reply_codec=q4")
-SIDES = (
-    Side("flat, sync", ("--mode", "sync")),
-    Side("regions, sync", ("--mode", "sync"), ("--mode", "sync")),
-    Side("regions, diloco 32 q4", ("--mode", "diloco", "--local-steps", "32"), ("--mode", "sync", *_Q4)),
-)
+
+
+def _sides(every: int) -> tuple[Side, ...]:
+    own_steps = ("--mode", "diloco", "--local-steps", str(every))
+    return (
+        Side("flat, sync", ("--mode", "sync")),
+        Side("regions, sync", ("--mode", "sync"), ("--mode", "sync")),
+        Side(f"regions, diloco {every} q4", own_steps, ("--mode", "sync", *_Q4)),
+    )
 
 
 def _commands(side: Side, hosts: Sequence[Host], asked: argparse.Namespace) -> list[tuple[Host, list[str]]]:
@@ -61,7 +65,7 @@ def _commands(side: Side, hosts: Sequence[Host], asked: argparse.Namespace) -> l
         for worker in range(num):
             server, rank = (host, worker) if side.relay is not None else (top, region * num + worker)
             found.append((host, ["ps-worker", "--server", f"{server.address}:{_PORT}", "--rank", str(rank)]))
-    return found
+    return [(host, [*command, *(f"--set={item}" for item in asked.set)]) for host, command in found]
 
 
 def _carried(host: Host) -> int:
@@ -101,7 +105,9 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=40, help="ms from host to host and back")
     parser.add_argument("--workers", type=int, default=3, help="in each region")
     parser.add_argument("--steps", type=int, default=96, help="training steps of each worker")
+    parser.add_argument("--every", type=int, default=32, help="steps between exchanges of regions in diloco")
     parser.add_argument("--task", default="digits")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all processes")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go
     rows = []
@@ -111,7 +117,7 @@ def main() -> None:
             for name, host in zip(names, hosts, strict=True):
                 print(f"{name:13} {host.address}   (ip netns exec {host.namespace} bash)")
             print(f"{asked.rate:g} Mbit/s and {asked.latency:g} ms between them")
-            for side in SIDES:
+            for side in _sides(asked.every):
                 print(f"\n{side.name}")
                 rows.append((side.name, _train(side, hosts, asked)))
     except ParamServerError as error:

@@ -53,6 +53,12 @@ def simulate(
     step: Annotated[str | None, typer.Option(metavar="TIME", help="Time to make a version; default: by --mb.")] = None,
     failures: Annotated[str | None, typer.Option(metavar="mtbf=1h,back=30s", help="Failures of each worker.")] = None,
     join_at: Annotated[str | None, typer.Option(metavar="60s:4,10min", help="Workers that join later.")] = None,
+    regions: Annotated[int | None, typer.Option(metavar="R", help="Regions, each with a relay; and flat.")] = None,
+    upstream_every: Annotated[
+        str, typer.Option(metavar="K,...", help="Steps between exchanges of regions; 0: each round, or as the mode.")
+    ] = "0",
+    border_bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of a region's border.")] = "none",
+    border_latency: Annotated[str, typer.Option(metavar="TIME", help="Round-trip time over a border.")] = "0ms",
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of all randomness.")] = None,
     trace: Annotated[str | None, typer.Option(metavar="HISTORY", help="A recorded run, written by --history.")] = None,
     learn: Annotated[bool, typer.Option("--learn", help="Train the task: loss over virtual time.")] = False,
@@ -69,6 +75,8 @@ def simulate(
                                                        compare modes
       ps-sim configs/digits.yaml --mb 400 -n 1000 --bandwidth 500mbit/110mbit --stragglers p=0.1,x=5
                                                        1,000 home links, one step in ten takes 5 times as long
+      ps-sim configs/digits.yaml -n 6 --regions 2 --upstream-every 0,8,32 --border-bandwidth 10mbit
+                                                       two regions: how often to exchange
       ps-sim configs/digits.yaml --trace history.jsonl replay all decisions of a recorded run, and
                                                        predict its second half from its first
 
@@ -81,7 +89,7 @@ def simulate(
 
     flags = Flags(
         megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures,
-        join_at,
+        join_at, regions, upstream_every, border_bandwidth, border_latency,
     )  # fmt: skip
     configs = resolve(config, mode, workers, {"run.steps": steps, "run.seed": seed}, sets or [], os.environ)
     with_trace = [name for name, value in (("--learn", learn), ("--baseline", baseline), ("--json", as_json)) if value]
@@ -92,9 +100,17 @@ def simulate(
          "recorded ones", "leave it out; links may differ: --bandwidth, --latency, --server-bandwidth"),
         (baseline and join_at is not None, "flag --baseline with --join-at: the work of workers that join later "
          "depends on when they join", "give one only"),
+        (regions is not None and (trace or learn or baseline or failures or join_at), "flag --regions with --trace, "
+         "--learn, --baseline, --failures or --join-at: regions are simulated without them", "leave them out"),
+        (regions is None and (upstream_every, border_bandwidth, border_latency) != ("0", "none", "0ms"),
+         "flag --upstream-every or --border-...: there are no regions", "--regions 2"),
     )  # fmt: skip
     try:
         runs = worlds(configs, flags)
+        if regions is not None:
+            from .tiers import tiers
+
+            runs = tiers(runs, flags)
         if trace is not None:
             lines = read_trace(trace)
             if not _decides_the_same(lines, configs[0]):
@@ -201,7 +217,7 @@ def _simulated(runs: Runs, learns: bool, has_baseline: bool) -> tuple[list[tuple
     done: list[tuple[str, Simulation]] = []
     with Steps() as steps, interrupts_noted() as interrupts:
         for number, (config, world) in enumerate(runs):
-            label = "single" if has_baseline and not number else mode_label(config.run.mode)
+            label = "single" if has_baseline and not number else world.label or mode_label(config.run.mode)
 
             def progressed(part: float, before: int = number, label: str = label) -> None:
                 steps.at((before + part) / len(runs), f"simulating {label}")

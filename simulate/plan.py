@@ -40,6 +40,10 @@ class Flags:
     step: str | None = None
     failures: str | None = None
     join_at: str | None = None
+    regions: int | None = None
+    upstream_every: str = "0"
+    border_bandwidth: str = "none"
+    border_latency: str = "0ms"
 
     @property
     def of_machines(self) -> str:
@@ -166,7 +170,7 @@ def _world(config: Config, flags: Flags) -> World:
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         start_bytes=start_bytes,
-        framing=_framing(config, (up_bytes, down_bytes, start_bytes)),
+        framing=framing_of(config, (up_bytes, down_bytes, start_bytes)),
         max_staged=config.server.max_staged,
         mtbf_s=seconds("--failures", failures["mtbf"]) if failures else math.inf,
         back_s=seconds("--failures", failures["back"]) if failures else 0.0,
@@ -190,7 +194,7 @@ def _joins_at(text: str) -> tuple[float, ...]:
     return tuple(sorted(found))
 
 
-def _framing(config: Config, sizes: tuple[int, int, int]) -> Framing:
+def framing_of(config: Config, sizes: tuple[int, int, int]) -> Framing:
     """Returns the framing of workers on other machines, which share no memory with the server."""
     worker, has_base = config.worker, not MODES.load(config.run.mode).kind.worker_steps
     reply_codec = "" if worker.reply_codec == "raw" else worker.reply_codec

@@ -33,6 +33,10 @@ class World:
     max_staged: int = 4  # uploads in the server's memory
     mtbf_s: float = math.inf  # mean time of a worker between two failures
     back_s: float = 30.0  # from a failure until its next process joins
+    label: str = ""  # of the run, in results; empty: its mode
+    trains_on: bool = False  # workers are relays of regions that train on during an exchange
+    behind: int = 1  # workers behind each worker, which is the relay of a region
+    ideal: float = 0.0  # training steps a second if all workers only computed; 0: as its own workers compute
     joins_at: tuple[float, ...] = ()  # when the last ranks join, ascending; all others at 0
     # Instead of these: seconds of computing and exchange of each rank's contributions (`fit.py`).
     recorded: tuple[tuple[tuple[float, float], ...], ...] = ()

@@ -74,7 +74,7 @@ def metrics(simulation: Simulation) -> dict[str, float]:
     """
     stats, staleness = simulation.run.roster.stats.values(), simulation.tally.staleness
     elapsed_s = simulation.run.contributions.elapsed_s(simulation.now, True)
-    rate = simulation.tally.num_steps / elapsed_s if elapsed_s else 0.0
+    rate = simulation.tally.num_steps * simulation.world.behind / elapsed_s if elapsed_s else 0.0
     spent, skews = simulation.tally.decision_s, Counter(sample.skew for sample in simulation.tally.samples)
     return {
         "steps/s": rate,
@@ -114,6 +114,8 @@ def sentence(runs: list[tuple[str, Summary]]) -> str:
 
 def ideal_rate(simulation: Simulation) -> float:
     """Returns training steps a second if workers only computed, each at its mean pace."""
+    if simulation.world.ideal:
+        return simulation.world.ideal
     stats = simulation.run.roster.stats.values()
     return sum(stats_entry.training_steps / stats_entry.compute_s for stats_entry in stats if stats_entry.compute_s)
 

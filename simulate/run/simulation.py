@@ -68,11 +68,12 @@ class Simulation:
         self._server = Server(world, policy, self._arrived, self._delivered)
         self._agenda = self._server.agenda
         self._kind = policy.kind
-        self._is_mean = not policy.kind.may_lose  # a contribution is based on the average that it contains
+        # a contribution is based on the average that it contains, or on the newest weights that a relay has merged
+        self._is_of_newest = world.trains_on or not policy.kind.may_lose
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
-        self._batch_size, self._is_delayed = config.run.batch_size, config.policy.delayed_update
+        self._batch_size, self._is_delayed = config.run.batch_size, config.policy.delayed_update or world.trains_on
         self._own_s = world.up_bytes / world.up + world.latency_s  # of an exchange, without weights
         self._own_down_s = world.down_bytes / world.down
         self._sampled_at = 1  # training steps of all
@@ -195,7 +196,7 @@ class Simulation:
         num_steps = worker.steps if worker.steps != worker.next_steps else None
         if self._counts.num_samples != num_samples or self._counts.num_training_steps != num_steps:
             self._counts = Counts(num_samples, num_steps)
-        version = worker.version if self._is_mean else worker.base
+        version = worker.version if self._is_of_newest else worker.base
         if self._base.version != version:
             self._base = Base(version)
         contribution = Contribution(

@@ -1,0 +1,136 @@
+"""Two tiers: regions, and the run above, whose workers are their relays.
+
+Each region is simulated by itself. The times of its contributions are the recorded times of one worker of the run
+above, whose link is the border of the region. Beside them stands the same run without regions: all its workers share
+the sum of the borders, and each has at most its region's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..common.config.schema import Config
+from ..common.errors import raise_first
+from ..common.registry import MODES, mode_label
+from ..ps.core import effects
+from .machines.units import bandwidth, number, seconds
+from .machines.world import World
+from .plan import Flags, framing_of
+from .results.summary import ideal_rate
+from .run.simulation import Simulation
+from .traffic.sizes import payload_sizes
+
+Runs = list[tuple[Config, World]]
+
+
+def tiers(runs: Runs, flags: Flags) -> Runs:
+    """Returns each run without regions, then with regions for each K of --upstream-every. Raises UsageError."""
+    assert flags.regions is not None
+    every = [int(number("--upstream-every", word, 0)) for word in flags.upstream_every.split(",")]
+    found: Runs = []
+    for config, world in runs:
+        _check(config, world, flags.regions, every)
+        found.append(_flat(config, world, flags))
+        regions = [_region(config, world, rank, flags.regions) for rank in range(flags.regions)]
+        found += [_above(config, world, regions, num_steps, flags) for num_steps in every]
+    return found
+
+
+def _check(config: Config, world: World, num: int, every: list[int]) -> None:
+    mode, upstream = MODES.load(config.run.mode), config.upstream
+    above = MODES.load(upstream.mode).kind
+    raise_first(
+        (num < 2 or world.num_workers % num, f"flag --regions: {world.num_workers} workers cannot be divided equally "
+         f"among {num} regions", "-n a multiple of --regions, which is 2 or more"),
+        (max(every) and (above.has_peers or above.holds_gradients), f"upstream.mode is {upstream.mode}, and a run "
+         "above exchanges weights every K steps", "--set upstream.mode=localsgd, diloco or async_diloco"),
+        (not min(every) and mode.kind.holds_gradients and not mode.has_rounds, f"flag --upstream-every 0 in mode "
+         f"{config.run.mode}: the run above takes the mean gradient of each round, and this mode has no rounds",
+         "--upstream-every 8, or --mode sync"),
+    )  # fmt: skip
+
+
+def _flat(config: Config, world: World, flags: Flags) -> tuple[Config, World]:
+    assert flags.regions is not None
+    down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
+    trip_s = world.latency_s + seconds("--border-latency", flags.border_latency)
+    return config, replace(
+        world,
+        down=min(world.down, down),
+        up=min(world.up, up),
+        server_down=min(world.server_down, down * flags.regions),
+        server_up=min(world.server_up, up * flags.regions),
+        latency_s=trip_s,
+        label=f"{mode_label(config.run.mode)}, flat",
+    )
+
+
+def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tuple[int, float]], Simulation]:
+    """Simulate a region. Returns (training steps of its slowest worker, seconds) of each version."""
+    each = world.num_workers // num
+    first = rank * each % len(world.speeds)
+    speeds = world.speeds[first:] + world.speeds[:first]
+    unlimited = {"server_down": World.server_down, "server_up": World.server_up}
+    own = replace(world, num_workers=each, seed=world.seed + 1009 * rank, speeds=speeds, **unlimited)
+    versions: list[tuple[int, float]] = []
+
+    def observe(at: float, fact: effects.Fact) -> None:
+        if isinstance(fact, effects.Commit):
+            versions.append((simulation.policy.min_steps_done, at))
+
+    run = config.run.model_copy(update={"workers": each})
+    policy = config.policy.model_copy(update={"min_workers": min(config.policy.min_workers, each)})
+    simulation = Simulation(config.model_copy(update={"run": run, "policy": policy}), own, observe=observe)
+    simulation.go()
+    return versions, simulation
+
+
+def _above(
+    config: Config, world: World, regions: list[tuple[list[tuple[int, float]], Simulation]], every: int, flags: Flags
+) -> tuple[Config, World]:
+    upstream, num = config.upstream, len(regions)
+    each = world.num_workers // num
+    mode = upstream.mode if every else config.run.mode
+    options: dict[str, Any] = {"delayed_update": False, "min_workers": min(config.policy.min_workers, num)}
+    options |= {"local_steps": every} if every else {}
+    policy = config.policy.model_copy(update=options)
+    worker = config.worker.model_copy(update={"codec": upstream.codec, "reply_codec": upstream.reply_codec})
+    run = config.run.model_copy(update={"mode": mode, "workers": num, "batch_size": config.run.batch_size * each})
+    above = config.model_copy(update={"run": run, "policy": policy, "worker": worker})
+    kind = MODES.load(mode)
+    length = getattr(policy.options(mode), "local_steps", 1) if kind.kind.worker_steps else 1
+    up_bytes, down_bytes, start_bytes = sizes = payload_sizes(above, flags.megabytes)
+    down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
+    label = f"{mode_label(config.run.mode)}, {num} regions, {mode_label(mode)}" + (f" {every}" if every else "")
+    return above, World(
+        num_workers=num,
+        seed=world.seed,
+        down=down,
+        up=up,
+        latency_s=seconds("--border-latency", flags.border_latency),
+        server_down=world.server_down,
+        server_up=world.server_up,
+        fold_s=world.fold_s,
+        step_s=world.step_s,
+        up_bytes=up_bytes,
+        down_bytes=down_bytes,
+        start_bytes=start_bytes,
+        framing=framing_of(above, sizes),
+        max_staged=world.max_staged,
+        recorded=tuple(_contributions(versions, length) for versions, _ in regions),
+        label=label,
+        trains_on=bool(every),
+        behind=each,
+        ideal=sum(ideal_rate(simulation) for _, simulation in regions),
+    )
+
+
+def _contributions(versions: list[tuple[int, float]], length: int) -> tuple[tuple[float, float], ...]:
+    """Returns the seconds of each contribution of `length` training steps or more, with nothing beside its link."""
+    found, steps, began = [], 0, 0.0
+    for done, at in versions:
+        if done - steps >= length:
+            found.append((at - began, 0.0))
+            steps, began = done, at
+    return tuple(found) or ((versions[-1][1], 0.0),)
