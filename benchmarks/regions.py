@@ -84,10 +84,10 @@ def _train(side: Side, hosts: Sequence[Host], asked: argparse.Namespace) -> dict
         for number, (host, (command, *argv)) in enumerate(_commands(side, hosts, asked)):
             print(f"  [{'above' if host == hosts[0] else f'region {hosts.index(host)}'}] {command} {' '.join(argv)}")
             is_within = side.relay is not None and command == "ps-worker"
-            own = {} if is_within else {"PS_WORKER__TRANSPORTS": "direct,grpc"}  # hosts share no memory
+            transports = {} if is_within else {"PS_WORKER__TRANSPORTS": "direct,grpc"}  # hosts share no memory
             argv = [word if word != "summary.json" else f"{folder}/{word}" for word in argv]
             log = Path(folder, f"{command}{number}")
-            programs.append((host, Program(_MODULES[command], argv, environment | own, log)))
+            programs.append((host, Program(_MODULES[command], argv, environment | transports, log)))
         sys.stdout.flush()
         before = [_carried(host) for host in hosts[1:]]
         with running(programs) as processes:

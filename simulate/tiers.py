@@ -72,7 +72,7 @@ def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tup
     first = rank * each % len(world.speeds)
     speeds = world.speeds[first:] + world.speeds[:first]
     unlimited = {"server_down": World.server_down, "server_up": World.server_up}
-    own = replace(world, num_workers=each, seed=world.seed + 1009 * rank, speeds=speeds, **unlimited)
+    small = replace(world, num_workers=each, seed=world.seed + 1009 * rank, speeds=speeds, **unlimited)
     versions: list[tuple[int, float]] = []
 
     def observe(at: float, fact: effects.Fact) -> None:
@@ -81,7 +81,7 @@ def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tup
 
     run = config.run.model_copy(update={"workers": each})
     policy = config.policy.model_copy(update={"min_workers": min(config.policy.min_workers, each)})
-    simulation = Simulation(config.model_copy(update={"run": run, "policy": policy}), own, observe=observe)
+    simulation = Simulation(config.model_copy(update={"run": run, "policy": policy}), small, observe=observe)
     simulation.go()
     return versions, simulation
 

@@ -67,8 +67,6 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
     raise_first(
         (regions and (config.server.shards > 1 or config.launch.colocate),
          f"shards {also}: the server above is one process", "leave out --shards and --colocate"),
-        (regions and config.security.mutual,
-         f"security.mutual {also}: a certificate names a server or a worker, and a relay is both", "leave it out"),
         (regions and config.policy.option("fragments", 1) > 1,
          f"policy.fragments {also}: a relay overlaps its exchanges by itself", "leave it out"),
         (resolved.was_set("upstream.mode") and not every,

@@ -380,10 +380,31 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         server_env=env | (_thread_env(config, machine, num_servers) if num_servers > 1 else {}),
         worker_argv=(machine.python, *worker_argv),
         worker_env=worker_env | _thread_env(config, machine, num_workers * group),
-        identities={child: own_identity(config.security, child, machine.exists) for child in children},
+        identities=_identities(config, children, machine, regions),
         places=machine.places,
         regions=regions,
     )
+
+
+def _identities(
+    config: Config, children: list[Child], machine: Machine, regions: Mapping[str, range]
+) -> dict[Child, dict[str, Any]]:
+    """Returns the certificate settings of each process. A relay is also a worker, of its region's rank.
+
+    A worker of a region shows the rank that it has there.
+    """
+    security, exists = config.security, machine.exists
+    local = {rank: at for workers in regions.values() for at, rank in enumerate(workers)}
+    found = {}
+    for child in children:
+        at = local.get(child.rank, child.rank) if child.role == "worker" else child.rank
+        found[child] = own_identity(security, dataclasses.replace(child, rank=at), exists)
+    for rank, region in enumerate(regions if security.mutual else ()):
+        above = own_identity(security, Child("worker", rank), exists)
+        found[Child(SERVER.role, rank + 1, region)] = {
+            key.replace("security", "upstream"): path for key, path in above.items()
+        }
+    return found
 
 
 def _script_env(resolved: Resolved, history: str | None) -> dict[str, str]:

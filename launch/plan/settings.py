@@ -207,4 +207,5 @@ def file_of(name: str) -> str | None:
 def read_files(security: SecurityConfig, identity: Mapping[str, Any], code: str | None) -> tuple[str, ...]:
     """Returns the files that a process with these certificate settings and this file of code reads."""
     files = [identity.get(f"security.{name}", getattr(security, name)) for name in ("cert", "key")]
+    files += [identity.get("upstream.cert"), identity.get("upstream.key")]
     return tuple(path for path in (code, security.ca, *files, security.token_file) if path is not None)

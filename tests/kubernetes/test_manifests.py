@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ from paramserver.tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker" / "kubernetes"
+REGION = FOLDER / "regions" / "region-a.yaml"
 MANIFESTS = [
     (path.name, manifest)
-    for path in sorted(FOLDER.glob("*.yaml"))
+    for path in [*sorted(FOLDER.glob("*.yaml")), *sorted(FOLDER.glob("regions/*.yaml"))]
     for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8"))
 ]
 # The oldest with everything that is used, one between, the newest the package knows.
@@ -41,13 +43,18 @@ NO_RETRY = {2, 11, 12, 14, 16}
 Manifest = dict[str, Any]
 
 
-def manifest(kind: str) -> Manifest:
-    (found,) = (each for _, each in MANIFESTS if each["kind"] == kind)
+def manifest(kind: str, is_of_region: bool = False) -> Manifest:
+    regions = {"region-a.yaml"} if is_of_region else {path.name for path in FOLDER.glob("*.yaml")}
+    found, *_ = (each for name, each in MANIFESTS if each["kind"] == kind and name in regions)
     return found
 
 
 SERVER, JOB = manifest("StatefulSet"), manifest("Job")
-PODS = {"server": SERVER["spec"]["template"]["spec"], "worker": JOB["spec"]["template"]["spec"]}
+RELAY, REGION_JOB = manifest("StatefulSet", True), manifest("Job", True)
+PODS = {
+    role: found["spec"]["template"]["spec"]
+    for role, found in (("server", SERVER), ("worker", JOB), ("relay", RELAY), ("region worker", REGION_JOB))
+}
 NUM_SHARDS, NUM_WORKERS = SERVER["spec"]["replicas"], JOB["spec"]["completions"]
 
 
@@ -92,6 +99,11 @@ def test_names_meet() -> None:
     assert SERVER["spec"]["serviceName"] == service["metadata"]["name"]
     ports = {port["name"]: port["containerPort"] for port in container("server")["ports"]}
     assert all(ports[port["targetPort"]] == port["port"] for port in service["spec"]["ports"])
+    relay = manifest("Service", True)
+    labels = RELAY["spec"]["template"]["metadata"]["labels"]
+    assert relay["spec"]["selector"].items() == labels.items() == RELAY["spec"]["selector"]["matchLabels"].items()
+    assert RELAY["spec"]["serviceName"] == relay["metadata"]["name"]
+    assert {manifest["metadata"]["name"] for name, manifest in MANIFESTS if name == "config.yaml"} == {"ps-run"}
     assert manifest("ConfigMap")["metadata"]["name"] == PODS["server"]["volumes"][0]["configMap"]["name"]
     for role, pod in PODS.items():
         claims = SERVER["spec"]["volumeClaimTemplates"] if role == "server" else []
@@ -105,6 +117,11 @@ def test_the_numbers_agree() -> None:
     assert variables("worker")["PS_RUN__WORKERS"] == str(NUM_WORKERS) == str(JOB["spec"]["parallelism"])
     assert yaml.safe_load(manifest("ConfigMap")["data"]["run.yaml"])["run"]["workers"] == NUM_WORKERS
     assert address == variables("server")["PS_SERVER__COORDINATOR"] == "ps-server-0.ps-server:50051"
+    assert variables("relay")["PS_UPSTREAM__SERVER"] == address
+    assert variables("region worker")["PS_SERVER"] == "ps-relay-a-0.ps-relay-a:50051"
+    spec = REGION_JOB["spec"]
+    assert variables("relay")["PS_RUN__WORKERS"] == variables("region worker")["PS_RUN__WORKERS"]
+    assert variables("relay")["PS_RUN__WORKERS"] == str(spec["completions"]) == str(spec["parallelism"])
 
 
 def test_stopping_has_the_time_it_takes() -> None:
@@ -114,6 +131,7 @@ def test_stopping_has_the_time_it_takes() -> None:
 
 def test_a_failure_that_another_try_cannot_mend_ends_the_job() -> None:
     """The exit codes of podFailurePolicy, against what our own launcher restarts."""
+    assert REGION_JOB["spec"]["podFailurePolicy"] == JOB["spec"]["podFailurePolicy"]
     rules = JOB["spec"]["podFailurePolicy"]["rules"]
     (codes,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
     assert set(codes["values"]) == NO_RETRY
@@ -160,7 +178,7 @@ class Pods(Cluster):
         super().__init__(folder)
         self._env.pop("PS_SERVER__ABSENT_S")
         self.steps = steps
-        self._ports = {(kind, shard): free_port() for kind in ("grpc", "metrics") for shard in range(NUM_SHARDS)}
+        self._ports: dict[tuple[str, str], int] = defaultdict(free_port)  # by pod and number
         etc = folder / "etc"
         hosts = [word for shard in range(NUM_SHARDS) for word in ("--host", f"ps-server-{shard}.ps-server")]
         made = self.command("launch.certs", "init", str(folder / "certs"), *hosts)
@@ -175,28 +193,32 @@ class Pods(Cluster):
     def shard(self, index: int) -> Process:
         pod = f"ps-server-{index}"
         filled = {"metadata.name": pod, "metadata.labels['apps.kubernetes.io/pod-index']": str(index)}
-        env = self._variables("server", filled, index)
-        argv = self._here(container("server")["args"], index)
-        self._mount("data", index)
+        env = self.variables(container("server"), filled, pod)
+        argv = self._here(container("server")["args"], pod)
+        self.data(pod).mkdir(parents=True, exist_ok=True)
         return self._start(pod, argv, env | {"PS_RUN__STEPS": str(self.steps)})
 
     def worker(self, index: int, **env: str) -> Process:  # type: ignore[override]
-        variables = self._variables("worker", {}, index) | {"JOB_COMPLETION_INDEX": str(index)}
-        return self._start(f"ps-worker-{index}", self._here(container("worker")["args"], index), variables | env)
+        return self.pod(container("worker"), f"ps-worker-{index}", **{"JOB_COMPLETION_INDEX": str(index), **env})
+
+    def pod(self, container: Manifest, name: str, **env: str) -> Process:
+        variables = self.variables(container, {}, name)
+        return self._start(name, self._here(container["args"], name), variables | env)
 
     def probe(self, index: int) -> subprocess.CompletedProcess[str]:
         """The readiness probe, in the container's environment."""
         command = container("server")["readinessProbe"]["exec"]["command"]
         assert command[0] == "python"
-        env = self._env | self._variables("server", {"metadata.name": f"ps-server-{index}"}, index)
-        port = self._ports["grpc", index]  # 50051 in its own network
+        pod = f"ps-server-{index}"
+        env = self._env | self.variables(container("server"), {"metadata.name": pod}, pod)
+        port = self._ports[pod, "50051"]  # in its own network
         return subprocess.run(
             [sys.executable, *command[1:], f"127.0.0.1:{port}"], env=env, capture_output=True, text=True, timeout=30,
             check=False,
         )  # fmt: skip
 
-    def data(self, index: int) -> Path:
-        return self.folder / "data" / str(index)
+    def data(self, pod: str) -> Path:
+        return self.folder / "data" / pod
 
     def _start(self, name: str, argv: list[str], env: dict[str, str]) -> Process:
         program = Path(sys.executable).with_name(argv[0])
@@ -204,28 +226,23 @@ class Pods(Cluster):
         self.processes.append(process)
         return process
 
-    def _mount(self, name: str, index: int) -> None:
-        (self.folder / name / str(index)).mkdir(parents=True, exist_ok=True)
-
-    def _variables(self, role: str, filled: dict[str, str], index: int) -> dict[str, str]:
+    def variables(self, container: Manifest, filled: dict[str, str], pod: str) -> dict[str, str]:
         values: dict[str, str] = {}
-        for each in container(role)["env"]:
+        for each in container["env"]:
             if "valueFrom" in each:
                 text = filled.get(each["valueFrom"]["fieldRef"]["fieldPath"], "")
             else:
                 text = re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], each["value"])
             values[each["name"]] = text
-        return dict(zip(values, self._here(list(values.values()), index), strict=True))
+        return dict(zip(values, self._here(list(values.values()), pod), strict=True))
 
-    def _here(self, texts: list[str], index: int) -> list[str]:
+    def _here(self, texts: list[str], pod: str) -> list[str]:
         def address(found: re.Match[str]) -> str:
-            shard = index if found[1] is None else int(found[1])
-            kind = {"50051": "grpc", "9464": "metrics"}[found[2]]
-            return f"127.0.0.1:{self._ports[kind, shard]}"
+            return f"127.0.0.1:{self._ports[found[1] or pod, found[2]]}"
 
-        texts = [re.sub(r"(?:0\.0\.0\.0|ps-server-(\d+)\.ps-server):(\d+)", address, text) for text in texts]
+        texts = [re.sub(r"(?:0\.0\.0\.0|([a-z0-9-]+)\.ps-[a-z-]+):(\d+)", address, text) for text in texts]
         texts = [text.replace("/etc/paramserver", str(self.folder / "etc")) for text in texts]
-        return [re.sub(r"^/data", str(self.data(index)), text) for text in texts]
+        return [re.sub(r"^/data", str(self.data(pod)), text) for text in texts]
 
 
 @pytest.fixture
@@ -289,3 +306,28 @@ def test_an_index_beyond_the_workers_exits_with_a_code_that_ends_the_job(pods: P
     worker = pods.worker(0, JOB_COMPLETION_INDEX=str(NUM_WORKERS))
     assert worker.wait() in NO_RETRY
     assert "environment JOB_COMPLETION_INDEX" in worker.output
+
+
+@pytest.mark.slow
+def test_two_regions_train_to_the_end(pods: Pods) -> None:
+    """The server of server.yaml in two shards, and two regions: b is made of a by the command in its file."""
+    config = yaml.safe_load((FOLDER / "regions" / "config.yaml").read_text())["data"]["run.yaml"]
+    (pods.folder / "etc" / "run.yaml").write_text(config)
+    pods.steps = 64
+    (script,) = re.findall(r"sed '(.+?)'", REGION.read_text())
+    other = subprocess.run(["sed", script, str(REGION)], capture_output=True, text=True, check=True).stdout
+    regions = [list(yaml.safe_load_all(text)) for text in (REGION.read_text(), other)]
+    shards = [pods.shard(index) for index in range(NUM_SHARDS)]
+    relays, workers = [], []
+    for _, relay, job in regions:
+        name = relay["metadata"]["name"]
+        (container,) = relay["spec"]["template"]["spec"]["containers"]
+        relays.append(pods.pod(container, f"{name}-0"))
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        for index in range(job["spec"]["completions"]):
+            pod = f"{job['metadata']['name']}-{index}"
+            workers.append(pods.pod(container, pod, JOB_COMPLETION_INDEX=str(index)))
+    for process in (*workers, *relays, *shards):
+        assert process.wait() == 0, process.output
+    found = shards[0].event("summary")["workers"]
+    assert [(worker["region"], worker["training_steps"]) for worker in found] == [("region-a", 64), ("region-b", 64)]

@@ -36,11 +36,13 @@ def resolve(*sets: str, **flags: Any) -> Resolved:
     return load_config(None, {"run.workers": 4, **dotted}, list(sets), {})
 
 
-def plans_of(resolved: Resolved, *modes: str, hosts: Any = ()) -> list[Plan]:
+def plans_of(resolved: Resolved, *modes: str, hosts: Any = (), exists: Any = lambda path: False) -> list[Plan]:
     config, num_workers = resolved.config, resolved.config.run.workers or 0
     regions = regions_of(resolved, hosts, num_workers)
     places = place_processes(hosts, num_workers, 1, colocate=False, folder=".") if hosts else {}
-    machine = Machine(python="python", num_cores=8, spans_hosts=bool(hosts), places=places, regions=regions)
+    machine = Machine(
+        python="python", num_cores=8, spans_hosts=bool(hosts), places=places, regions=regions, exists=exists
+    )
     return plan_runs(resolved, Request(modes=modes or (config.run.mode,)), machine)
 
 
@@ -135,6 +137,22 @@ def test_the_mode_above(flags: dict[str, Any], sets: tuple[str, ...], above: str
     assert (config.policy.delayed_update, relay.policy.delayed_update) == (False, True)
 
 
+def test_with_mutual_tls_a_relay_has_a_workers_certificate_too() -> None:
+    sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
+    resolved = resolve(*sets, "security.mutual=true", launch__regions=2)
+    with pytest.raises(UsageError, match=r"security\.mutual: worker 0 needs a certificate"):
+        plans_of(resolved)
+    (plan,) = plans_of(resolved, exists=lambda path: path in {f"lab/rank-{rank}.crt" for rank in range(2)})
+    specs = plan.processes("h:1")
+    relays = [settings_of(spec) for spec in specs[1:3]]
+    assert [relay.upstream.cert for relay in relays] == ["lab/rank-0.crt", "lab/rank-1.crt"]
+    assert {relay.security.cert for relay in relays} == {"lab/server.crt"}
+    files = ("ca.crt", "server.crt", "server.key", "rank-1.crt", "rank-1.key")
+    assert specs[2].needs == tuple(f"lab/{name}" for name in files)
+    shown = [settings_of(spec).security.cert for spec in specs[3:]]
+    assert shown == [f"lab/rank-{rank}.crt" for rank in (0, 1, 0, 1)], "the ranks that they have in their region"
+
+
 def test_options_of_one_mode_stay_out_of_the_other() -> None:
     resolved = resolve(launch__regions=2, upstream__every=8, run__mode="ssp", policy__staleness=5, policy__outer_lr=0.5)
     (plan,) = plans_of(resolved)
@@ -157,7 +175,6 @@ def test_options_of_one_mode_stay_out_of_the_other() -> None:
         ({"upstream__every": 8, "policy__local_steps": 4}, (), "flag --local-steps has no effect together with 2"),
         ({"upstream__every": 8, "launch__regions": None}, (), "flag --upstream-every: there are no regions"),
         ({"run__mode": "diloco"}, ("policy.fragments=2",), "policy.fragments together with 2 regions"),
-        ({}, ("security.mutual=true", "security.ca=a"), "security.mutual together with 2 regions"),
         ({}, ("upstream.rank=1",), "upstream.rank belongs to one server"),
     ],
 )  # fmt: skip

@@ -23,11 +23,11 @@ DEADLINE_S = 120.0
 TWO = ("{host: node2, slots: 2}", "{host: node3, slots: 2}")
 
 
-def launch(remote, *argv: str, **env: str) -> tuple[int, str]:
+def launch(remote, *argv: str, hosts: tuple[str, ...] = TWO, **env: str) -> tuple[int, str]:
     """The real programs to the end; nothing of them is left."""
-    hosts = hosts_yaml(remote.folder / "hosts.yaml", *TWO)
+    path = hosts_yaml(remote.folder / "hosts.yaml", *hosts)
     launcher = remote.marked.start(
-        *("-m", "paramserver.launch", "--hosts", hosts, *argv), PS_LAUNCH__SSH=remote.sshd.ssh, **env
+        *("-m", "paramserver.launch", "--hosts", path, *argv), PS_LAUNCH__SSH=remote.sshd.ssh, **env
     )
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert remote.left() == []
@@ -53,6 +53,30 @@ def test_a_real_run_over_tls_with_a_token_that_only_the_launcher_knows(remote) -
     summary = json.loads((remote.folder / "out.json").read_text())
     assert [worker["training_steps"] for worker in summary["workers"]] == [20, 20, 20]
     assert load_file(remote.folder / "w.safetensors")
+
+
+def test_two_regions_of_hosts_over_mutual_tls(remote) -> None:
+    """The relays join the server above with a worker's certificate. Their histories are on their hosts."""
+    names = ("--host", "127.0.0.2", "--host", "127.0.0.3", "--workers", "2")
+    subprocess.run(
+        [sys.executable, "-m", "paramserver.launch.certs", "init", "certs", *names], cwd=remote.folder, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    certs = ("--ca", "certs/ca.crt", "--cert", "certs/server.crt", "--key", "certs/server.key")
+    argv = ("--task", "xor", "-n", "4", "--steps", "32", "--mode", "sync", *certs, "--set", "security.mutual=true")
+    token = ("--set", "security.token_file=certs/token")
+    files = ("--history", "h.jsonl", "--summary", "out.json")
+    hosts = tuple(entry.replace("slots: 2", f"slots: 2, region: {name}") for entry, name in zip(TWO, "ab", strict=True))
+    code, err = launch(remote, *argv, *token, *files, "--upstream-every", "8", hosts=hosts)
+    assert code == 0, err
+    assert "[relay a on node2] listening" in err and "[relay b on node3] listening" in err
+    assert "mutual TLS, token" in err
+    found = json.loads((remote.folder / "out.json").read_text())
+    assert [(worker["region"], worker["training_steps"]) for worker in found["workers"]] == [("a", 32), ("b", 32)]
+    paths = [remote.folder / name for name in ("h.jsonl", "h-relay-a.jsonl", "h-relay-b.jsonl")]
+    argv = [sys.executable, "-m", "paramserver.launch", "check", *map(str, paths)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "in the run above and in its regions" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_real_run_with_a_shard_on_each_host(remote) -> None:
