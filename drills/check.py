@@ -62,7 +62,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
             problems.append(Problem(name, lines[0].number, message))
             continue
         replays[name] = replay = Replay(modes, is_relay=name in relays)
-        for line in lines:
+        for line in _from_above(lines) if name in relays else lines:
             replay.feed(line)
         replay.finish()
         others = {run for other, of_other in servers.items() if other != name for run in _runs(of_other)}
@@ -83,6 +83,20 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
 
 def _runs(lines: Iterable[Line]) -> set[str]:
     return {line["run"] for line in lines if line.op == "start"}
+
+
+def _from_above(lines: list[Line]) -> list[Line]:
+    """Returns the lines of a relay without starts from nothing before its first reply from above.
+
+    A new relay process learns from this reply where its region is, and starts again there.
+    """
+    starts: list[list[Line]] = []
+    for line in lines:
+        if line.op == "start" or not starts:
+            starts.append([])
+        starts[-1].append(line)
+    known = [part for part in starts if part[0].fields.get("source") or any(line.op == "commit" for line in part)]
+    return [line for part in known or starts for line in part]
 
 
 def _with_runs(lines: Iterable[Line]) -> list[tuple[str, Line]]:

@@ -75,7 +75,7 @@ def test_real_histories_of_both_tiers(cluster: Cluster, name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "region relay1.jsonl: 48 applied, 1 restarts of the relay" in done.stdout
     assert "every contribution was applied once, in the run above and in its regions" in done.stdout
-    alone = cluster.command("launch", "check", files[1])
+    alone = cluster.command("launch", "check", files[0])
     assert alone.returncode == 0, alone.stdout + alone.stderr
     path = Path(cluster.folder / files[0])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
