@@ -28,6 +28,7 @@ from ..common.tensors.layout import Kind
 from ..common.wire.records import TrainingInfo
 from ..ps.core import effects, events
 from ..ps.engine.engine import Engine
+from ..ps.engine.resuming import restore_traffic
 from ..ps.tensors.model import names_of
 from ..ps.tensors.replies.publication import Publication
 from ..ps.tensors.store import Store
@@ -87,6 +88,7 @@ class Region:
         run.incarnation = link.incarnation + 1
         payloads = {int(rank): bytes(state.numpy()) for rank, state in table["states"].items()}
         self._engine.states.restore(saved["contributions"], saved["training"]["places"], payloads)
+        restore_traffic(self._engine, saved["training"])
         self.pace.steps = run.policy.min_steps_done
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
         if model.store.optimizer is not None and not self._passes_gradients:

@@ -35,7 +35,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
             )
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
         states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
-        _restore_traffic(engine, saved["training"])
+        restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps
             total, rest = ("", "") if steps is None else (f" of {steps}", f", {steps - done} are left")
@@ -47,7 +47,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
         run.incarnation = new_incarnation(config, run.incarnation)
 
 
-def _restore_traffic(engine: Engine, training: dict[str, Any]) -> None:
+def restore_traffic(engine: Engine, training: dict[str, Any]) -> None:
     """Restore the bytes of each rank; absent and malformed values count from zero."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         for rank, values in training["stats"].items():
