@@ -29,6 +29,7 @@ class Verdict:
     samples: Mapping[tuple[int, int], int] = field(default_factory=dict)  # in accepted contributions
     last_op: str = "end"  # last operation of the server; if it is not the run's end, the history is cut
     regions: Mapping[str, Tally] = field(default_factory=dict)  # by the file of a relay's history
+    unmatched: tuple[str, ...] = ()  # of these files, those whose samples could not be compared with those above
 
     @property
     def is_good(self) -> bool:
@@ -68,8 +69,12 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         others = {run for other, of_other in servers.items() if other != name for run in _runs(of_other)}
         is_mine = _runs(lines).__contains__ if name != first else lambda run, others=others: run not in others
         problems += replay.problems + _check_workers([line for run, line in of_workers if is_mine(run)], replay)
+    unmatched = []
     for name, rank in relays.items():
-        problems += _check_region(name, rank, replays[first], replays[name])
+        if _is_comparable(rank, replays[first], replays[name]):
+            problems += _check_region(name, rank, replays[first], replays[name])
+        else:
+            unmatched.append(name)
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
     found = replays.get(first, Replay())
@@ -77,7 +82,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
     deleted = tuple(text for replay in replays.values() for text in replay.deleted)
     return Verdict(
         problems, found.tally, num_lines, found.lineage, unchecked, deleted, found.samples,
-        servers[first][-1].op if servers else "end", {name: replays[name].tally for name in relays},
+        servers[first][-1].op if servers else "end", {name: replays[name].tally for name in relays}, tuple(unmatched),
     )  # fmt: skip
 
 
@@ -123,13 +128,16 @@ def _tiers(servers: Mapping[str, list[Line]]) -> tuple[str, dict[str, int]]:
     return next(iter(servers), ""), {}
 
 
+def _is_comparable(rank: int, above: Replay, region: Replay) -> bool:
+    """Returns whether both histories have the samples of every contribution of a region."""
+    return not (region.has_gaps or above.has_gaps or (above.tally.restarts and rank in above.set_aside))
+
+
 def _check_region(file: str, rank: int, above: Replay, region: Replay) -> list[Problem]:
     """Returns a problem unless the samples that count above are those of the region, up to one of its versions.
 
     Later versions of a region may come after the end of the run above.
     """
-    if region.has_gaps or above.has_gaps or (above.tally.restarts and rank in above.set_aside):
-        return []  # it is not known which samples the missing lines had
     counted = sum(above.samples.get(item, 0) for item in above.lineage.contributions() if item[0] == rank)
     counted += above.set_aside.get(rank, 0)
     total, totals = 0, {0: 0}  # by version

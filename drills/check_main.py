@@ -73,6 +73,10 @@ def show(verdict: Verdict) -> None:
     for file, tally in verdict.regions.items():
         restarts = f", {tally.restarts} restarts of the relay" if tally.restarts else ""
         print(f"region {file}: {tally.applied:,} applied{restarts}")
+    for file in verdict.unmatched:
+        print(
+            f"the samples of {file} were not compared with those of the run above: a killed server's lines are missing"
+        )
     for problem in verdict.problems[:_MAX_SHOWN]:
         print(problem)
     if (more := len(verdict.problems) - _MAX_SHOWN) > 0:

@@ -49,6 +49,13 @@ def test_what_was_dropped_above_was_contributed_all_the_same() -> None:
     assert verdict_of([*above, dropped], region).is_good
 
 
+def test_samples_of_lines_that_a_killed_server_has_not_written_are_not_compared() -> None:
+    above, region = tiers(8, 8, of_region=(4, 4, 4))
+    region += [start("async", run=region[0]["run"], incarnation=2, version=4, seqs={"0": 4})]
+    verdict = verdict_of(above, region)
+    assert verdict.is_good and verdict.unmatched == ("region",)
+
+
 def test_a_second_server_that_is_no_relay_of_the_first_is_a_problem() -> None:
     above, region = tiers(8, of_region=(8,))
     region[0]["run"] = "another"
