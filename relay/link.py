@@ -103,6 +103,7 @@ class Link:
     @property
     def run_name(self) -> str:
         """The name of the region's run. A new relay process of this rank uses the same."""
+        assert self.progress.rank is not None
         return region_run(self.progress.run, self.progress.rank)
 
     @property

@@ -7,6 +7,7 @@ the sum of the borders, and each has at most its region's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -71,8 +72,9 @@ def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tup
     each = world.num_workers // num
     first = rank * each % len(world.speeds)
     speeds = world.speeds[first:] + world.speeds[:first]
-    unlimited = {"server_down": World.server_down, "server_up": World.server_up}
-    small = replace(world, num_workers=each, seed=world.seed + 1009 * rank, speeds=speeds, **unlimited)
+    small = replace(
+        world, num_workers=each, seed=world.seed + 1009 * rank, speeds=speeds, server_down=math.inf, server_up=math.inf
+    )
     versions: list[tuple[int, float]] = []
 
     def observe(at: float, fact: effects.Fact) -> None:

@@ -71,7 +71,7 @@ def test_real_histories_of_both_tiers(cluster: Cluster, name: str) -> None:
     files = [f"relay{rank}.jsonl" for rank in range(2)]
     for rank, file in enumerate(files):
         world.relay(rank, *relay_flags, "--history", file)
-    workers = world.workers(scale, delay_s=0.02)
+    workers = world.workers(scale, delay_s=0.15)
     relay = world.relays[1]
     relay.until(lambda: any(event["version"] >= 6 for event in relay.events("status")), "version 6")
     relay.kill()
