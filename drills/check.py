@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..common.reporting.history import region_run
 from .history_lines import Follower, Line, Problem, read_lines
 from .lineage import Lineage, Tally
 from .replay import Replay
+
+
+class Region(NamedTuple):
+    """The history of a relay: its counts, its samples, and how many of these the run above counts."""
+
+    tally: Tally
+    num_samples: int
+    num_counted: int | None  # None: lines of a killed server are missing, so they cannot be compared
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,7 @@ class Verdict:
     deleted: tuple[str, ...] = ()  # deleted snapshots, as sentences
     samples: Mapping[tuple[int, int], int] = field(default_factory=dict)  # in accepted contributions
     last_op: str = "end"  # last operation of the server; if it is not the run's end, the history is cut
-    regions: Mapping[str, Tally] = field(default_factory=dict)  # by the file of a relay's history
-    unmatched: tuple[str, ...] = ()  # of these files, those whose samples could not be compared with those above
+    regions: Mapping[str, Region] = field(default_factory=dict)  # by the file of a relay's history
 
     @property
     def is_good(self) -> bool:
@@ -69,12 +77,10 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         others = {run for other, of_other in servers.items() if other != name for run in _runs(of_other)}
         is_mine = _runs(lines).__contains__ if name != first else lambda run, others=others: run not in others
         problems += replay.problems + _check_workers([line for run, line in of_workers if is_mine(run)], replay)
-    unmatched = []
+    regions = {}
     for name, rank in relays.items():
-        if _is_comparable(rank, replays[first], replays[name]):
-            problems += _check_region(name, rank, replays[first], replays[name])
-        else:
-            unmatched.append(name)
+        regions[name], message = _of_region(rank, replays[first], replays[name])
+        problems += [Problem(name, 0, message)] if message else []
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
     found = replays.get(first, Replay())
@@ -82,7 +88,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
     deleted = tuple(text for replay in replays.values() for text in replay.deleted)
     return Verdict(
         problems, found.tally, num_lines, found.lineage, unchecked, deleted, found.samples,
-        servers[first][-1].op if servers else "end", {name: replays[name].tally for name in relays}, tuple(unmatched),
+        servers[first][-1].op if servers else "end", regions,
     )  # fmt: skip
 
 
@@ -128,13 +134,8 @@ def _tiers(servers: Mapping[str, list[Line]]) -> tuple[str, dict[str, int]]:
     return next(iter(servers), ""), {}
 
 
-def _is_comparable(rank: int, above: Replay, region: Replay) -> bool:
-    """Returns whether both histories have the samples of every contribution of a region."""
-    return not (region.has_gaps or above.has_gaps or (above.tally.restarts and rank in above.set_aside))
-
-
-def _check_region(file: str, rank: int, above: Replay, region: Replay) -> list[Problem]:
-    """Returns a problem unless the samples that count above are those of the region, up to one of its versions.
+def _of_region(rank: int, above: Replay, region: Replay) -> tuple[Region, str]:
+    """Returns a region, and a message unless the samples that count above are those up to one of its versions.
 
     Later versions of a region may come after the end of the run above.
     """
@@ -143,10 +144,10 @@ def _check_region(file: str, rank: int, above: Replay, region: Replay) -> list[P
     total, totals = 0, {0: 0}  # by version
     for version, worker, number in region.lineage.commits():
         totals[version] = total = total + region.samples.get((worker, number), 0)
-    if counted in totals.values():
-        return []
+    if region.has_gaps or above.has_gaps or (above.tally.restarts and rank in above.set_aside):
+        return Region(region.tally, total, None), ""
     message = f"the run above counts {counted:,} samples of this region, rank {rank}: no version has them, of {total:,}"
-    return [Problem(file, 0, message)]
+    return Region(region.tally, total, counted), "" if counted in totals.values() else message
 
 
 class _WorkerReplay(Follower):

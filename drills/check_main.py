@@ -70,13 +70,12 @@ def show(verdict: Verdict) -> None:
     from ..common.reporting.report import report_console
 
     report_console().print(tally_table(verdict.tally))
-    for file, tally in verdict.regions.items():
-        restarts = f", {tally.restarts} restarts of the relay" if tally.restarts else ""
-        print(f"region {file}: {tally.applied:,} applied{restarts}")
-    for file in verdict.unmatched:
-        print(
-            f"the samples of {file} were not compared with those of the run above: a killed server's lines are missing"
-        )
+    for file, region in verdict.regions.items():
+        restarts = f", {region.tally.restarts} restarts of the relay" if region.tally.restarts else ""
+        counts = f"counts {region.num_counted:,} of its {region.num_samples:,} samples"
+        if region.num_counted is None:
+            counts = "was not compared: lines of a killed server are missing"
+        print(f"region {file}: {region.tally.applied:,} applied{restarts}; the run above {counts}")
     for problem in verdict.problems[:_MAX_SHOWN]:
         print(problem)
     if (more := len(verdict.problems) - _MAX_SHOWN) > 0:
