@@ -359,19 +359,23 @@ def pipeline(
     layers: Annotated[int, typer.Option(min=2, help="An even number.", rich_help_panel=_SIZE)] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="In speed.", rich_help_panel=_SIZE)] = 128,
     microbatches: Annotated[int, typer.Option(min=2, help="That divide the batch.", rich_help_panel=_SIZE)] = 8,
+    schedule: Annotated[str, typer.Option(help="1F1B or GPipe, in speed.", rich_help_panel=_RUN)] = "1F1B",
     runs: RunsOption = 15,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
-    from .measures.pipeline import PARTS, PipelineOptions, measure_pipeline
+    from .measures.pipeline import PARTS, SCHEDULES, PipelineOptions, measure_pipeline
 
     chosen = parts.split(",")
     if unknown := sorted({*chosen} - {*PARTS}):
         raise UsageError(f"--parts: '{unknown[0]}' is none of them", fix=f"--parts {','.join(PARTS)}")
     if batch_size % microbatches or layers % 2:
         raise UsageError(f"{batch_size} samples or {layers} layers are not divided evenly", fix="--layers 8")
+    if schedule not in SCHEDULES:
+        raise UsageError(f"--schedule: '{schedule}' is none of them", fix=f"--schedule {' or '.join(SCHEDULES)}")
     checked("sync", "adam", json_path, keep)
-    show(measure_pipeline(PipelineOptions(chosen, width, layers, batch_size, microbatches, runs)), json_path, keep)
+    options = PipelineOptions(chosen, width, layers, batch_size, microbatches, schedule, runs)
+    show(measure_pipeline(options), json_path, keep)
 
 
 @app.command(help="The same training with and without snapshots: by how much they slow it down.")

@@ -37,6 +37,7 @@ from ..rig.team import measured_team, slowest, stay_on, team
 from ..rig.turns import Contestant, Measured, measure, timed
 
 PARTS = ("speed", "faults")
+SCHEDULES = ("1F1B", "GPipe")  # with one stage in each process
 SIZE = 2  # stages
 _NUM_WARMUP = 3
 _TASK = ("--task=gpt", "--set=task.args={num_layers: 4, num_heads: 2, width: 16, max_bytes: 60000, context: 16, "
@@ -53,6 +54,7 @@ class PipelineOptions:
     layers: int
     batch_size: int
     microbatches: int
+    schedule: str
     runs: int
 
     @property
@@ -151,7 +153,7 @@ def stage_life(rank: int, port: int, options: PipelineOptions) -> Iterator[Measu
 
     setup_logging(LogConfig(level="warning"), "ps-bench")
     module, layers = layers_of(_layers(options))
-    config = WorkerConfig(microbatches=options.microbatches)
+    config = WorkerConfig(microbatches=options.microbatches, schedule=options.schedule)
     group = Group(find_member(os.environ), "cpu", {}, _WAIT_S)
     pipeline = StagedPipeline(module, layers, loss_of(_loss()), group, config, ContributionKind.GRADIENT)
     yield _stepped(pipeline, _batch(options))
@@ -160,10 +162,11 @@ def stage_life(rank: int, port: int, options: PipelineOptions) -> Iterator[Measu
 
 @contextmanager
 def bare_life(rank: int, store: str, workers: int, options: PipelineOptions) -> Iterator[Measured]:
-    """A process of torch's own pipeline: 1F1B, shapes given, no worker."""
+    """A process of torch's own pipeline: shapes given, no worker."""
     import torch
     from torch import nn
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
     each = options.layers // workers
     stage = nn.Sequential(*_layers(options)[rank * each : (rank + 1) * each])
@@ -172,7 +175,7 @@ def bare_life(rank: int, store: str, workers: int, options: PipelineOptions) -> 
     borders = [meta, meta.clone().requires_grad_(), meta.clone().requires_grad_()]
     with process_group(rank, store, workers):
         local = PipelineStage(stage, rank, workers, torch.device("cpu"), borders[rank], borders[rank + 1])
-        schedule = Schedule1F1B(local, options.microbatches, loss_fn=_loss())
+        schedule = get_schedule_class(options.schedule)(local, options.microbatches, loss_fn=_loss())
 
         def step() -> None:
             stage.zero_grad()
@@ -291,7 +294,11 @@ def _table(options: PipelineOptions, results: dict[str, Any]) -> RenderableType:
             ["two stages", f"{found['stages_ms']:,.1f}", f"{found['of_ideal']:.2f}", f"{found['beside_bare']:.2f}"],
             ["bare torch", f"{found['bare_ms']:,.1f}", f"{found['bare_of_ideal']:.2f}", "1.00"],
         ]
-        parts.append(number_table([f"{options.microbatches} microbatches", "ms", "of ideal", "beside bare"], rows))
+        parts.append(
+            number_table(
+                [f"{options.schedule}, {options.microbatches} microbatches", "ms", "of ideal", "beside bare"], rows
+            )
+        )
     if found := results.get("faults"):
         rows = [
             ["two stages", f"{found['stages_s']:.1f}", f"{found['gap']:.2f}"],

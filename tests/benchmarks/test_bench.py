@@ -54,6 +54,7 @@ def check_numbers(value: Any) -> None:
         ("zero --stages 0,2", "'2' is no stage"),
         ("pipeline --parts spede", "'spede' is none of them"),
         ("pipeline --layers 3", "are not divided evenly"),
+        ("pipeline --schedule LoopedBFS", "'LoopedBFS' is none of them"),
         ("xor --json nowhere/x.json", "there is no directory"),
     ],
 )

@@ -1,18 +1,22 @@
-"""A pipeline whose stages run in the processes of a worker (`torch.distributed.pipelining`).
+"""A pipeline whose stages run in the processes of a worker.
 
     group rank 0   layers 0..k   | F0 F1 F2 F3 ........ B0 B1 B2 B3   activations down, gradients up
     group rank 1   layers k+1..n |    F0 B0 F1 B1 F2 B2 F3 B3
 
 Each process builds the whole model and keeps the tensors of its own layers. It replaces all other tensors by empty
 tensors, and keeps their shapes (`StagedPipeline.whole`). The server sees one worker with the whole model (`Staged`).
+
+`chain.py` runs 1F1B and GPipe on CPUs. `torch.distributed.pipelining` runs all other schedules, and all on GPUs. It is
+imported only then (`load`), because that takes 1.5 s.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.func import functional_call
 
 from ...common.config.schema import Config
@@ -49,6 +51,8 @@ from ..training.pipeline import (
     reseed,
 )
 from ..training.tasks.init import read_tensors
+from . import chain
+from .chain import Border, Chain
 from .cut import Costs, Stage, bubble, cut
 from .group import Group
 from .sharded import Local, Sharded
@@ -58,13 +62,30 @@ log = get_logger()
 
 _V_SHAPED = ("zbvzerobubble", "dualpipev")  # process i has pieces i and 2G - 1 - i
 _ALL_UNDER_WAY = ("gpipe", "loopedbfs")  # these schedules keep the activations of all microbatches
+_SCHEDULES = "torch.distributed.pipelining.schedules"
 _REPEATS = 5  # runs of each layer in a measurement
 _TIMEOUT = timedelta(hours=6)  # of one message; the group's watch notices a dead process much earlier
 _WATCH_S = 1.0
+_OF_A_LAYER = "failed to run forward"  # torch's schedules wrap an exception of a layer in a RuntimeError with this text
+
+
+def is_chain(schedule: str, device: torch.device) -> bool:
+    """Returns whether `chain.py` runs this schedule."""
+    return schedule.lower() in chain.NAMES and device.type == "cpu"
+
+
+def load(schedule: str, device: torch.device) -> None:
+    """Import torch's schedules if this one needs them. That takes seconds, in which a server must not wait."""
+    if not is_chain(schedule, device):
+        importlib.import_module(_SCHEDULES)
 
 
 def num_pieces(schedule: str) -> int:
     """Returns the number of pieces in each process. Raises UsageError for a schedule that torch does not have."""
+    if schedule.lower() in chain.NAMES:
+        return 1
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
     try:
         found = get_schedule_class(schedule)
     except ValueError:
@@ -247,6 +268,8 @@ class StagedPipeline(Pipeline):
         return Placement(ranges, ranks)
 
     def _in_flight(self, schedule: str, index: int) -> int:
+        if is_chain(schedule, self.device):
+            return chain.num_ahead(schedule, self._group.size, index, self._microbatches)
         if schedule.lower() in _ALL_UNDER_WAY:
             return self._microbatches
         return min(self._microbatches, len(ranks_of(schedule, self._group.size)) - index)
@@ -296,13 +319,13 @@ class StagedPipeline(Pipeline):
         losses: list[float] = []
         self.seed = seed
 
-        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        def loss_of(output: torch.Tensor, number: int) -> torch.Tensor:
             def through(_: torch.Tensor) -> torch.Tensor:
-                reseed(seed, int(number), len(self.layers))
+                reseed(seed, number, len(self.layers))
                 return output
 
             with self._casting():
-                loss = self._loss(Once(through), parts[int(number)])
+                loss = self._loss(Once(through), parts[number])
             losses.append(float(loss.detach()))
             return loss * scale
 
@@ -310,31 +333,47 @@ class StagedPipeline(Pipeline):
         for piece in self._pieces.values():
             piece.number = 0
         schedule = self._schedule(inputs, len(parts))
-        arguments = (inputs,) if 0 in self._pieces else ()
-        is_last = len(self.placement.ranks) - 1 in self._pieces
-        target = torch.arange(len(parts)) if is_last else None
         with self._watched():
-            schedule.step(*arguments, target=target, return_outputs=False)
+            if isinstance(schedule, Chain):
+                schedule.step(inputs)
+            else:
+                arguments = (inputs,) if 0 in self._pieces else ()
+                is_last = len(self.placement.ranks) - 1 in self._pieces
+                target = torch.arange(len(parts)) if is_last else None
+                schedule.step(*arguments, target=target, return_outputs=False)
         self._loss_of = None
         mean = sum(losses) / len(losses) if losses else 0.0
         return self._group.gather([mean])[self.placement.ranks[-1]][0]
 
     def _schedule(self, inputs: torch.Tensor, num: int) -> Any:
         key = (inputs.shape, inputs.dtype, num, self._autocast)
-        if key not in self._schedules:
-            borders = self._borders_of(inputs[: len(inputs) // num])
-            size, total = self._group.size, len(self.placement.ranks)
-            stages = [
-                PipelineStage(piece, index, total, self.device, borders[index], borders[index + 1])
-                for index, piece in self._pieces.items()
-            ]
-            name = schedule_for(self._schedule_name, size, num)
-            make = get_schedule_class(name)
-            given = stages[0] if num_pieces(name) == 1 else stages
-            self._schedules[key] = make(
-                given, num, loss_fn=lambda output, number: self._loss_of(output, number), scale_grads=False
-            )
+        if key in self._schedules:
+            return self._schedules[key]
+
+        def loss(output: torch.Tensor, number: Any) -> torch.Tensor:
+            found: torch.Tensor = self._loss_of(output, int(number))
+            return found
+
+        if is_chain(self._schedule_name, self.device):
+            rank, size = self._group.rank, self._group.size
+            self._schedules[key] = Chain(self._pieces[rank], rank, size, self._schedule_name, num, loss)
+        else:
+            self._schedules[key] = self._torch_schedule(inputs, num, loss)
         return self._schedules[key]
+
+    def _torch_schedule(self, inputs: torch.Tensor, num: int, loss: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        borders = self._borders_of(inputs[: len(inputs) // num])
+        size, total = self._group.size, len(self.placement.ranks)
+        stages = [
+            PipelineStage(piece, index, total, self.device, borders[index], borders[index + 1])
+            for index, piece in self._pieces.items()
+        ]
+        name = schedule_for(self._schedule_name, size, num)
+        given = stages[0] if num_pieces(name) == 1 else stages
+        return get_schedule_class(name)(given, num, loss_fn=loss, scale_grads=False)
 
     def borders(self, batch: Any) -> list[torch.Tensor]:
         """Returns the inputs of each piece for a microbatch, and the last outputs, as meta tensors."""
@@ -365,20 +404,21 @@ class StagedPipeline(Pipeline):
     def _outputs(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute a whole batch, stage after stage. Returns the outputs in all processes."""
         ranks, rank, value = self.placement.ranks, self._group.rank, inputs
-        borders = self._borders_of(inputs)
         with self._watched():
             for index, owner in enumerate(ranks):
                 before = ranks[index - 1] if index else owner
                 if rank == before != owner:
+                    Border.of(value).send(owner)
                     dist.send(value.contiguous(), owner)
                 elif rank == owner != before:
-                    value = torch.empty(borders[index].shape, dtype=borders[index].dtype, device=self.device)
+                    value = Border.receive(before).empty(self.device)
                     dist.recv(value, before)
                 if rank == owner:
-                    for layer in self._pieces[index].layers:
-                        value = layer(value)
+                    for number, layer in enumerate(self._pieces[index].layers, self.placement.ranges[index][0]):
+                        value = check_tensor(layer(value), layer, number)
+            numbers = self._group.gather(Border.of(value).numbers())[ranks[-1]]
             if rank != ranks[-1]:
-                value = torch.empty(borders[-1].shape, dtype=borders[-1].dtype, device=self.device)
+                value = Border.from_numbers([int(item) for item in numbers]).empty(self.device)
             value = value.contiguous()
             dist.broadcast(value, ranks[-1])
         return value
@@ -392,7 +432,7 @@ class StagedPipeline(Pipeline):
         try:
             yield
         except RuntimeError as error:
-            if error.__cause__ is not None:  # torch wraps exceptions of layers and of the loss
+            if error.__cause__ is not None and _OF_A_LAYER in str(error):
                 raise error.__cause__ from None
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 time.sleep(_WATCH_S)

@@ -67,16 +67,23 @@ def join(config: Config) -> Group:
     if config.train.precision == "fp16":
         message = "train.precision is fp16 in a replica group (worker.group): each process would skip other steps"
         raise UsageError(message, fix="use bf16, which needs no loss scaler")
-    device = config.worker.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        device = f"cuda:{(config.worker.local_rank or 0) % torch.cuda.device_count()}"
     sections = config.model_dump(mode="json")
     settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     shared = {key: value for key, value in settings.items() if not key.startswith(_OWN)}
     token, trusts_network = read_token(config.security), config.server.insecure
-    return Group(find_member(os.environ), device, shared, config.worker.give_up_s, token, trusts_network)
+    return Group(
+        find_member(os.environ), chosen_device(config.worker), shared, config.worker.give_up_s, token, trusts_network
+    )
+
+
+def chosen_device(worker: WorkerConfig) -> str:
+    """Returns the device of this process."""
+    device = worker.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{(worker.local_rank or 0) % torch.cuda.device_count()}"
+    return device
 
 
 def check_sharded(settings: Settings, name: str | None, worker: WorkerConfig) -> None:

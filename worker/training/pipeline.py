@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.statistics import batch_norms
+from .data import seed_everything
 
 log = get_logger()
 
@@ -186,7 +187,7 @@ def compute(layers: Sequence[nn.Module], first: int, inputs: torch.Tensor, numbe
 
 def reseed(seed: int, number: int, index: int) -> None:
     """Seed torch for layer `index` and microbatch `number`."""
-    torch.manual_seed((seed + 1_000_003 * number + 7_919 * index) % 2**62)
+    seed_everything((seed + 1_000_003 * number + 7_919 * index) % 2**62)
 
 
 def check_tensor(output: Any, layer: nn.Module, index: int) -> torch.Tensor:

@@ -90,12 +90,14 @@ class RemoteSession(Session):
 
         Gradients leave the worker when they are the mean of all processes.
         """
-        from ..replica_group.strategy import Grouped, join  # loads torch.distributed
+        from ..replica_group.strategy import Grouped, chosen_device, join  # loads torch.distributed
 
         if self._config.worker.zero == WITHIN_WORKER:
             from ..replica_group import sharded  # noqa: F401  (takes seconds, and must be loaded before a server waits)
         if self._worker.pipeline:
-            from ..replica_group import pipeline  # noqa: F401  (likewise)
+            from ..replica_group.pipeline import load
+
+            load(self._worker.schedule, torch.device(chosen_device(self._worker)))
         group = join(self._config)
         self._inner = self._data_share = group.rank, group.size
         return Grouped(group, self._open_for_group, self._config)
