@@ -12,11 +12,12 @@ from paramserver.common.errors import UsageError
 from paramserver.worker.replica_group.chain import Border, actions, num_ahead
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+@pytest.mark.parametrize(("schedule", "is_eager"), [("1F1B", False), ("1F1B", True), ("GPipe", False)])
 @pytest.mark.parametrize("num", [1, 2, 8])
-def test_each_microbatch_goes_forward_once_and_then_back_in_order(schedule: str, num: int) -> None:
+def test_each_microbatch_goes_forward_once_and_then_back_in_order(schedule: str, is_eager: bool, num: int) -> None:
     for index in range(4):
-        ahead = num_ahead(schedule, 4, index, num)
+        ahead = num_ahead(schedule, 4, index, num, is_eager)
+        assert schedule == "GPipe" or ahead == min(num, [[4, 3, 2, 1], [7, 5, 3, 1]][is_eager][index])
         found = list(actions(ahead, num))
         assert [number for is_forward, number in found if is_forward] == list(range(num))
         assert [number for is_forward, number in found if not is_forward] == list(range(num))

@@ -129,3 +129,18 @@ def test_the_exit_code_is_that_of_the_process_that_was_killed(tmp_path: Path) ->
         cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     assert started.returncode == 128 + signal.SIGKILL, started.stderr
+
+
+def test_a_process_that_is_killed_counts_before_one_that_was_seen_to_lose_it(tmp_path: Path) -> None:
+    """Group rank 1 is killed once the starter has seen the end of group rank 0."""
+    last_is_killed = (
+        "import os, pathlib, signal\nother = pathlib.Path('other')\n"
+        "if os.environ['RANK'] == '0':\n    other.write_text(str(os.getpid())); os._exit(15)\n"
+        "while not other.exists() or not other.read_text() or pathlib.Path('/proc', other.read_text()).exists():\n"
+        "    pass\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    started = subprocess.run(
+        [sys.executable, "-m", "paramserver.worker.replica_group", "2", "-c", last_is_killed],
+        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert started.returncode == 128 + signal.SIGKILL, started.stderr

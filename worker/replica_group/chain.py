@@ -4,8 +4,9 @@
     group rank 1      F0 B0 F1 B1 F2 B2 F3 B3 ..
 
 Torch's own schedules (`torch.distributed.pipelining`) begin a receive when its tensor is needed, so that both ends wait
-for each message. Here each receive begins one microbatch earlier. 1F1B runs ahead by one microbatch per boundary, as
-eager 1F1B does (Zhuang et al., MLSys 2023). Torch's schedules also take 1.5 s to import, in each stage that starts.
+for each message. Here each receive begins one microbatch earlier. Without a memory limit, 1F1B also runs ahead by one
+microbatch per boundary (eager 1F1B, Zhuang et al., MLSys 2023). Torch's schedules also take 1.5 s to import, in each
+stage that starts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 _SHAPE_TAG = 1 << 20  # of messages with a Border; others have the number of their microbatch
 
 
-def num_ahead(schedule: str, size: int, index: int, num: int) -> int:
+def num_ahead(schedule: str, size: int, index: int, num: int, is_eager: bool) -> int:
     """Returns the number of microbatches whose activations stage `index` of `size` keeps at once."""
-    return num if schedule.lower() == "gpipe" else min(num, 2 * (size - index) - 1)
+    if schedule.lower() == "gpipe":
+        return num
+    return min(num, size - index + is_eager * (size - index - 1))
 
 
 def actions(ahead: int, num: int) -> Iterator[tuple[bool, int]]:
@@ -110,12 +113,12 @@ class Chain:
     """
 
     def __init__(
-        self, piece: nn.Module, rank: int, size: int, schedule: str, num: int,
+        self, piece: nn.Module, rank: int, size: int, num: int, ahead: int,
         loss: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> None:  # fmt: skip
-        self._piece, self._rank, self._num, self._loss = piece, rank, num, loss
+        """`num` microbatches, of which this stage keeps `ahead` at once."""
+        self._piece, self._rank, self._num, self._ahead, self._loss = piece, rank, num, ahead, loss
         self._is_last = rank == size - 1
-        self._ahead = num_ahead(schedule, size, rank, num)
         self._incoming: Border | None = None  # known once the first microbatch has passed
         self._outgoing: Border | None = None
         self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()

@@ -190,7 +190,7 @@ class StagedPipeline(Pipeline):
     ) -> None:  # fmt: skip
         """Blocks until all processes have measured their layers. Raises UsageError if the layers cannot be cut."""
         super().__init__(module, layers, loss, config.microbatches or 2 * group.size)
-        self._group, self._schedule_name = group, config.schedule
+        self._group, self._schedule_name, self._memory = group, config.schedule, config.memory
         self.seed = 0
         group.init_torch(_TIMEOUT)
         check_weights(module, init)
@@ -269,10 +269,13 @@ class StagedPipeline(Pipeline):
 
     def _in_flight(self, schedule: str, index: int) -> int:
         if is_chain(schedule, self.device):
-            return chain.num_ahead(schedule, self._group.size, index, self._microbatches)
+            return self._ahead(index, self._microbatches)
         if schedule.lower() in _ALL_UNDER_WAY:
             return self._microbatches
         return min(self._microbatches, len(ranks_of(schedule, self._group.size)) - index)
+
+    def _ahead(self, index: int, num: int) -> int:
+        return chain.num_ahead(self._schedule_name, self._group.size, index, num, is_eager=self._memory is None)
 
     def _owners(self, found: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Returns the group rank that owns each tensor. Raises UsageError if two stages share a tensor."""
@@ -356,7 +359,7 @@ class StagedPipeline(Pipeline):
 
         if is_chain(self._schedule_name, self.device):
             rank, size = self._group.rank, self._group.size
-            self._schedules[key] = Chain(self._pieces[rank], rank, size, self._schedule_name, num, loss)
+            self._schedules[key] = Chain(self._pieces[rank], rank, size, num, self._ahead(rank, num), loss)
         else:
             self._schedules[key] = self._torch_schedule(inputs, num, loss)
         return self._schedules[key]

@@ -70,19 +70,23 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all processes. Returns the exit code of the first failure, as a shell reports it."""
-    code, failed_at = 0, 0.0
-    while None in [popen.poll() for popen in started]:  # polls all processes, also after one that hangs
-        if not code:
+    """Wait for all processes. Returns the exit code of the first failure, as a shell reports it.
+
+    A process that loses another one may be seen to end before that one. So its code counts only if no other failure
+    follows within `_SAY_S`, before this process ends any.
+    """
+    code, failed_at = 0, float("inf")
+    while True:
+        is_over = None not in [popen.poll() for popen in started]  # polls all processes, also after one that hangs
+        failed_s = time.monotonic() - failed_at
+        if code in (0, UnreachableError.exit_code) and failed_s <= _SAY_S:
             code = _cause(started)
-            failed_at = time.monotonic()
-        elif time.monotonic() - failed_at > _SAY_S + _END_S:
-            _end(started, signal.SIGKILL)
-        elif time.monotonic() - failed_at > _SAY_S:
-            _end(started, signal.SIGTERM)
+            failed_at = min(failed_at, time.monotonic()) if code else failed_at
+        if is_over:
+            return code if code >= 0 else 128 - code
+        if failed_s > _SAY_S:
+            _end(started, signal.SIGTERM if failed_s <= _SAY_S + _END_S else signal.SIGKILL)
         time.sleep(_LOOK_S)
-    code = code or _cause(started)
-    return code if code >= 0 else 128 - code
 
 
 def _cause(started: list[subprocess.Popen[bytes]]) -> int:
