@@ -474,9 +474,9 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
 # Encoded gradients between peers; the comparison in the browser; what processes measure, and their logs; weights that
 # the server asks for at the end, versions; faster small steps; stages; ps-serve; regions; faster
-# simulations; ps-serve over stages; what is seen, checked and simulated of regions.
-MAX_PRODUCT_LINES = 40_000 + 100 + 200 + 400 + 60 + 60 + 870 + 1_370 + 1_340 + 115 + 520 + 340
-MAX_TEST_LINES = 42_600 + 200 + 100 + 360 + 530 + 1_560 + 30 + 330 + 370
+# simulations; ps-serve over stages; what is seen, checked and simulated of regions; 1F1B on CPUs.
+MAX_PRODUCT_LINES = 40_000 + 100 + 200 + 400 + 60 + 60 + 870 + 1_370 + 1_340 + 115 + 520 + 340 + 190
+MAX_TEST_LINES = 42_600 + 200 + 100 + 360 + 530 + 1_560 + 30 + 330 + 370 + 80
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

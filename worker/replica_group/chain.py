@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...common.errors import UsageError
+
+if TYPE_CHECKING:
+    from .group import Channel
 
 NAMES = ("1f1b", "gpipe")
 _WINDOW = 4  # messages of a stage on their way; each keeps its tensor
@@ -69,13 +71,13 @@ class Border(NamedTuple):
         dtype, requires_grad, num_axes, *shape = numbers
         return Border(tuple(shape[:num_axes]), _DTYPES[dtype], bool(requires_grad))
 
-    def send(self, rank: int) -> None:
-        dist.send(torch.tensor(self.numbers()), rank, tag=_SHAPE_TAG)
+    def send(self, channel: Channel, rank: int) -> None:
+        channel.wait([channel.send(torch.tensor(self.numbers()), rank, _SHAPE_TAG)])
 
     @staticmethod
-    def receive(rank: int) -> Border:
+    def receive(channel: Channel, rank: int) -> Border:
         numbers = torch.empty(3 + _MAX_AXES, dtype=torch.int64)
-        dist.recv(numbers, rank, tag=_SHAPE_TAG)
+        channel.wait([channel.receive(numbers, rank, _SHAPE_TAG)])
         return Border.from_numbers(numbers.tolist())
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
@@ -85,24 +87,23 @@ class Border(NamedTuple):
 class _Inbox:
     """Receives the tensors of `num` microbatches from another stage. Each receive begins one microbatch early."""
 
-    def __init__(self, source: int, border: Border, num: int) -> None:
-        self._source, self._border, self._num = source, border, num
+    def __init__(self, channel: Channel, source: int, border: Border, num: int) -> None:
+        self._channel, self._source, self._border, self._num = channel, source, border, num
         self._begun = 0
-        self._pending: deque[tuple[torch.Tensor, dist.Work | None]] = deque()
+        self._pending: deque[tuple[torch.Tensor, Any]] = deque()  # with the works of torch
         self._begin()
 
     def take(self) -> torch.Tensor:
         """Returns the tensor of the next microbatch. Blocks until it has arrived."""
         self._begin()
         tensor, work = self._pending.popleft()
-        if work is not None:
-            work.wait()
+        self._channel.wait([work])
         return tensor
 
     def _begin(self) -> None:
         if self._begun < self._num:
             tensor = self._border.empty()
-            self._pending.append((tensor, dist.irecv(tensor, self._source, tag=self._begun)))
+            self._pending.append((tensor, self._channel.receive(tensor, self._source, self._begun)))
             self._begun += 1
 
 
@@ -113,22 +114,22 @@ class Chain:
     """
 
     def __init__(
-        self, piece: nn.Module, rank: int, size: int, num: int, ahead: int,
+        self, piece: nn.Module, channel: Channel, num: int, ahead: int,
         loss: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> None:  # fmt: skip
         """`num` microbatches, of which this stage keeps `ahead` at once."""
-        self._piece, self._rank, self._num, self._ahead, self._loss = piece, rank, num, ahead, loss
-        self._is_last = rank == size - 1
+        self._piece, self._channel, self._num, self._ahead, self._loss = piece, channel, num, ahead, loss
+        self._rank, self._is_last = channel.rank, channel.rank == channel.size - 1
         self._incoming: Border | None = None  # known once the first microbatch has passed
         self._outgoing: Border | None = None
-        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
     def step(self, inputs: torch.Tensor) -> None:
         """Add the gradients of a batch. `inputs` counts in the first stage only. Blocks until all stages are done."""
         parts = inputs.split(len(inputs) // self._num)
         if self._rank and self._incoming is None:
-            self._incoming = Border.receive(self._rank - 1)
-        activations = _Inbox(self._rank - 1, self._incoming, self._num) if self._incoming is not None else None
+            self._incoming = Border.receive(self._channel, self._rank - 1)
+        activations = self._inbox(self._rank - 1, self._incoming) if self._incoming is not None else None
         gradients: _Inbox | None = None
         kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and outputs
         for is_forward, number in actions(self._ahead, self._num):
@@ -136,22 +137,25 @@ class Chain:
                 taken = parts[number] if activations is None else self._leaf(activations.take())
                 kept[number] = taken, self._forward(taken, number)
                 if gradients is None and self._outgoing is not None and self._outgoing.requires_grad:
-                    gradients = _Inbox(self._rank + 1, self._outgoing, self._num)
+                    gradients = self._inbox(self._rank + 1, self._outgoing)
             else:
                 self._backward(*kept.pop(number), gradients, number)
         while self._sent:
             self._arrived()
 
+    def _inbox(self, source: int, border: Border) -> _Inbox:
+        return _Inbox(self._channel, source, border, self._num)
+
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.requires_grad_(self._incoming is not None and self._incoming.requires_grad)
 
     def _forward(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
-        output = self._piece(inputs)
+        output: torch.Tensor = self._piece(inputs)
         if self._is_last:
             return self._loss(output, number)
         border = Border.of(output)
         if self._outgoing is None:
-            border.send(self._rank + 1)
+            border.send(self._channel, self._rank + 1)
             self._outgoing = border
         elif border != self._outgoing:
             message = f"the output of stage {self._rank} is {border} for microbatch {number}, and was {self._outgoing}"
@@ -170,11 +174,10 @@ class Chain:
 
     def _send(self, tensor: torch.Tensor, rank: int, number: int) -> None:
         tensor = tensor.contiguous()
-        self._sent.append((dist.isend(tensor, rank, tag=number), tensor))
+        self._sent.append((self._channel.send(tensor, rank, number), tensor))
         if len(self._sent) > _WINDOW:
             self._arrived()
 
     def _arrived(self) -> None:
         work, _ = self._sent.popleft()
-        if work is not None:
-            work.wait()
+        self._channel.wait([work])

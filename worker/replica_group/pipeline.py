@@ -358,8 +358,8 @@ class StagedPipeline(Pipeline):
             return found
 
         if is_chain(self._schedule_name, self.device):
-            rank, size = self._group.rank, self._group.size
-            self._schedules[key] = Chain(self._pieces[rank], rank, size, num, self._ahead(rank, num), loss)
+            rank = self._group.rank
+            self._schedules[key] = Chain(self._pieces[rank], self._group, num, self._ahead(rank, num), loss)
         else:
             self._schedules[key] = self._torch_schedule(inputs, num, loss)
         return self._schedules[key]
@@ -411,10 +411,10 @@ class StagedPipeline(Pipeline):
             for index, owner in enumerate(ranks):
                 before = ranks[index - 1] if index else owner
                 if rank == before != owner:
-                    Border.of(value).send(owner)
+                    Border.of(value).send(self._group, owner)
                     dist.send(value.contiguous(), owner)
                 elif rank == owner != before:
-                    value = Border.receive(before).empty(self.device)
+                    value = Border.receive(self._group, before).empty(self.device)
                     dist.recv(value, before)
                 if rank == owner:
                     for number, layer in enumerate(self._pieces[index].layers, self.placement.ranges[index][0]):

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
@@ -23,7 +21,7 @@ from ...common.tensors.layout import Entry, Layout
 from ...common.tensors.statistics import statistics_of
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings
-from ..strategies.base import Strategy
+from ..strategies.base import Strategy, divided_tensor, is_divided
 from ..strategies.choice import make_server_strategy
 from ..tensors.transfer import ModelTensors, check_still, homes_of, named_tensors
 from .group import Group
@@ -39,7 +37,11 @@ class Sharded:
     def __init__(
         self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str] = ()
     ) -> None:
-        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._modules: list[Any] = []
+        if divided_tensor(model) is not None:  # the stages of a pipeline need no FSDP, which takes 0.8 s to import
+            from torch.distributed.fsdp import FSDPModule
+
+            self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._group = group
         trained = {id(tensor) for tensor in stepped}
         whole, made = nn.Module(), dict[int, torch.Tensor]()
@@ -80,6 +82,8 @@ class Sharded:
 
         Raises UsageError for a tensor that is sharded in another way.
         """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         name, size = entry.spec.name, self._group.size
         if not isinstance(tensor, DTensor):
             return None
@@ -104,7 +108,7 @@ class Sharded:
 
     def whole_in_each(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that every process has as a whole."""
-        return [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        return [parameter for parameter in parameters if not is_divided(parameter)]
 
     def reshard(self) -> None:
         """Reshard layers that an evaluation has gathered, because they would keep their old weights."""
@@ -121,7 +125,7 @@ class Local(ModelTensors):
         self.parts = [found[entry.spec.name] for entry in whole.entries]
         # A module may replace an unsharded tensor. FSDP2 replaces sharded tensors temporarily.
         self._homes = [
-            ({"": tensor}, "") if isinstance(tensor, DTensor) else homes.get(id(tensor), ({"": tensor}, ""))
+            ({"": tensor}, "") if is_divided(tensor) else homes.get(id(tensor), ({"": tensor}, ""))
             for tensor in self.parts
         ]
         self.names = {id(tensor): entry.spec.name for tensor, entry in zip(self.parts, whole.entries, strict=True)}
@@ -159,8 +163,13 @@ class Local(ModelTensors):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if not is_divided(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()
 
 
 def _place_of(root: nn.Module, name: str, is_parameter: bool) -> tuple[dict[str, Any], str]:
@@ -175,6 +184,8 @@ def divide(model: nn.Module, group: Group) -> nn.Module:
 
     A layer that shares a parameter with another one belongs to the rest.
     """
+    from torch.distributed.fsdp import fully_shard
+
     group.init_torch()
     device = next(model.parameters()).device
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))

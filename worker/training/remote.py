@@ -93,7 +93,7 @@ class RemoteSession(Session):
         from ..replica_group.strategy import Grouped, chosen_device, join  # loads torch.distributed
 
         if self._config.worker.zero == WITHIN_WORKER:
-            from ..replica_group import sharded  # noqa: F401  (takes seconds, and must be loaded before a server waits)
+            from torch.distributed import fsdp  # noqa: F401  (takes seconds, and must be loaded before a server waits)
         if self._worker.pipeline:
             from ..replica_group.pipeline import load
 
