@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paramserver.common.errors import UsageError
-from paramserver.worker.replica_group.chain import Border, actions, num_ahead
+from paramserver.worker.replica_group.chain import Border, actions, num_ahead, with_gradient
 
 
 @pytest.mark.parametrize(("schedule", "is_eager"), [("1F1B", False), ("1F1B", True), ("GPipe", False)])
@@ -35,10 +35,25 @@ def test_a_border_travels_as_numbers() -> None:
         Border.of(torch.ones([1] * 13)).numbers()
 
 
+def test_a_gradient_goes_back_to_the_bit() -> None:
+    torch.manual_seed(0)
+    layer, inputs, gradient = torch.nn.Linear(5, 3), torch.randn(4, 5, requires_grad=True), torch.randn(4, 3)
+    torch.autograd.backward(layer(inputs).tanh(), gradient)
+    found = [item.grad for item in (inputs, *layer.parameters())]
+    for item in (inputs, *layer.parameters()):
+        item.grad = None
+    with_gradient(layer(inputs).tanh(), gradient).backward()
+    for item, expected in zip((inputs, *layer.parameters()), found, strict=True):
+        assert item.grad is not None
+        assert expected is not None
+        assert torch.equal(item.grad, expected)
+
+
 def test_a_stage_of_a_chain_starts_without_torch_s_schedules_and_compiler() -> None:
     """They take 1.5 s to import, for which the worker waits when a stage was killed."""
     program = (
-        "import sys, torch; from paramserver.worker.replica_group.pipeline import load\n"
+        "import sys, torch; from paramserver.worker.replica_group.pipeline import load, with_gradient\n"
+        "with_gradient(torch.ones(2, requires_grad=True) * 2, torch.ones(2)).backward()\n"
         "load('1F1B', torch.device('cpu')); print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))\n"
         "load('LoopedBFS', torch.device('cpu')); print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))\n"
     )

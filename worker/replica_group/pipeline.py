@@ -52,7 +52,7 @@ from ..training.pipeline import (
 )
 from ..training.tasks.init import read_tensors
 from . import chain
-from .chain import Border, Chain
+from .chain import Border, Chain, with_gradient
 from .cut import Costs, Stage, bubble, cut
 from .group import Group
 from .sharded import Local, Sharded
@@ -147,7 +147,7 @@ def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch:
                     output = check_tensor(layer(leaf), layer, index)
                 wanted = [item for item in (*trained, leaf) if item.requires_grad]
                 if wanted and output.requires_grad:
-                    torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+                    torch.autograd.grad(with_gradient(output, torch.ones_like(output)), wanted, allow_unused=True)
                 times.append(time.perf_counter() - began)
             seconds.append(min(times))  # other load on the machine can only make a run slower
             saved.append(sum(storages.values()) + output.nbytes)
