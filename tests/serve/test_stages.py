@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -68,6 +69,7 @@ class Group:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Group]]:
     groups: list[Group] = []
+    gc.collect()  # memory of groups before
 
     def make(size: int = 2, name: str = "gpt", args: dict[str, Any] = ARGS, **options: Any) -> Group:
         groups.append(Group(name, args, size, **options))
@@ -77,6 +79,13 @@ def start() -> Iterator[Callable[..., Group]]:
     for group in groups:
         group.close()
         assert not group.failures
+
+
+def mapped_bytes(pid: int) -> int:
+    """The bytes of weights in the memory of a process."""
+    maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd" in line]
+    ranges = [[int(end, 16) for end in fields[0].split("-")] for fields in maps]
+    return sum(end - begin for begin, end in ranges)
 
 
 def alone(prompts: list[str], version: int = 1, max_tokens: int = 12) -> list[list[int]]:
@@ -102,8 +111,11 @@ def test_stages_write_what_one_process_writes(start: Callable[..., Group], size:
     replies = [group.ask(prompt) for prompt in prompts]
     assert all(isinstance(reply.end(), End) for reply in replies)
     assert [reply.tokens for reply in replies] == alone(prompts)
-    sizes = [layout.total_bytes for layout in group.stages.divided.layouts]
-    assert max(sizes) < 0.8 * sum(sizes)
+    divided = group.stages.divided
+    processes = [os.getpid(), *(child.pid for child in psutil.Process().children())]
+    mapped = [num for num in map(mapped_bytes, processes) if num]
+    wanted = [NUM_SLOTS * divided.slot_bytes(stage) for stage in range(size)]
+    assert sorted(mapped) == sorted(wanted) and max(wanted) < 0.8 * sum(wanted)
 
 
 def test_a_killed_stage_pauses_replies_and_they_go_on_with_the_same_version(start: Callable[..., Group]) -> None:
