@@ -240,7 +240,8 @@ class RemoteStage:
             link.send({"slot": slot, "rows": rows}, inputs)
             message, output = link.receive()
         except OSError:
-            self._link = None
+            if self._link is link:  # not that of a newer process
+                self._link = None
             raise Paused(f"stage {self._index} has ended") from None
         if output is None:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
