@@ -16,6 +16,7 @@ from .engine import Engine
 from .slots import Version
 
 _LOOK_S = 0.5  # between two looks at a server
+_REFUSED_S = 2.0  # after a version that could not be fetched
 
 
 class Source(Protocol):
@@ -83,20 +84,21 @@ class Follower:
     def _follow(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._look()
+                may_hurry = self._look()
             except Exception as error:
                 if not self._stopped.is_set():
                     self._failed(error)
                 return
-            self._stopped.wait(_LOOK_S)
+            self._stopped.wait(_LOOK_S if may_hurry else _REFUSED_S)
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Fetch a newer version that is due. Return False if it could not be fetched."""
         found = self._source.newest()
         if found is None or not found.is_newer(self._newest) or not self._is_due(found):
-            return
+            return True
         slot = self._engine.begin_arrival()
         if slot is None:
-            return
+            return True
         version: Version | None = None
         try:
             version = self._source.load(self._engine.models[slot])
@@ -104,6 +106,7 @@ class Follower:
             self._engine.arrived(slot, version)
         if version is not None:
             self._newest, self._fetched_at = version, time.monotonic()
+        return version is not None
 
     def _is_due(self, found: Version) -> bool:
         newest = self._newest

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: see __init__.py.
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ..addresses import listening
 from ..conditions import every
@@ -20,9 +20,12 @@ class ServeConfig(Section):
     listen: Annotated[str, AfterValidator(listening), Flag(Panel.RUN, (SERVE,), metavar="HOST:PORT")] = Field(
         "127.0.0.1:8000", description="HOST:PORT of the HTTP server; port 0 takes a free port"
     )
-    every: Annotated[str, AfterValidator(_interval), Flag(Panel.RUN, (SERVE,), metavar="N|10s")] = Field(
-        "10s", description="how often a newer version is fetched: after N versions, or so many seconds"
-    )
+    every: Annotated[
+        str,
+        BeforeValidator(lambda value: str(value)),
+        AfterValidator(_interval),
+        Flag(Panel.RUN, (SERVE,), metavar="N|10s"),
+    ] = Field("10s", description="how often a newer version is fetched: after N versions, or so many seconds")
     slots: Annotated[int, Flag(Panel.RUN, (SERVE,), metavar="N")] = Field(
         8, ge=1, le=1024, description="requests that are decoded at once"
     )
