@@ -8,10 +8,11 @@ import pytest
 
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.ports import free_port
-from paramserver.tests.serve.test_api import FLAGS, ask
+from paramserver.tests.serve.test_api import SIZES, ask
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[serve]'")
 
+SMALL = [word for key, size in (SIZES | {"context": 64}).items() for word in ("--set", f"task.args.{key}={size}")]
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt.yaml")
 
 
@@ -19,7 +20,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt.yaml")
 def test_a_model_learns_in_stages_and_replies_meanwhile(cluster: Cluster) -> None:
     port = free_port()
     job = cluster.start(
-        "job", "-m", "paramserver.launch", CONFIG, "-n", "2", "--group", "2", "--pipeline", *FLAGS, "--steps", "160",
+        "job", "-m", "paramserver.launch", CONFIG, "-n", "2", "--group", "2", "--pipeline", *SMALL, "--steps", "160",
         "--serve", str(port), "--set", "serve.group=2", "--set", "serve.every=1", "--set", "slowdown.base_s=0.05",
     )  # fmt: skip
     job.event("serving")
