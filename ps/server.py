@@ -146,12 +146,11 @@ class Server:
         self._has_begun = True
         if run.has_weights and run.was_over_before:
             self._was_done.set()
-            log.info(
-                "already_done",
-                steps=run.policy.min_steps_done,
-                weights=f"{model.source}/weights.safetensors",
-                fix="raise --steps or --epochs to continue, or use another --checkpoint-dir for a new run",
-            )
+            weights, fix = f"{model.source}/weights.safetensors", "or use another --checkpoint-dir for a new run"
+            if config.upstream.server is not None:
+                weights, fix = model.source, "for the server above"
+            fix = f"raise --steps or --epochs to continue, {fix}"
+            log.info("already_done", steps=run.policy.min_steps_done, weights=weights, fix=fix)
 
     def _restored(self) -> None:
         """Called before the run begins, after it was restored from a snapshot."""

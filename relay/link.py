@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +15,25 @@ from ..common.reporting.history import region_run
 from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
-from ..common.wire.records import Contribution, Counts, Position, TrainingInfo
+from ..common.wire.records import Contribution, Counts, Outcome, Position, TrainingInfo
 from ..worker.conversation.exchange import Exchange
 from ..worker.conversation.messages import Final, Goodbye, Outgoing
 from ..worker.conversation.security import worker_credentials
 from ..worker.conversation.threads import Helper
+from ..worker.strategies.base import Strategy
+from ..worker.strategies.delayed_update import Overlapped
 from ..worker.strategies.direct import Direct
+from ..worker.tensors.local_steps import RULES
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.readings import Readings
 
 log = get_logger()
 
-_NOT_COUNTED = "the run above dropped or rejected this contribution: the work of these steps is lost"
+OVER = "the run above was over"
+_NOT_COUNTED = {
+    Outcome.DROPPED: "it came after the end of its round",
+    Outcome.REJECTED: "the run above rejected it (store.on_nonfinite, store.max_norm)",
+}
 
 
 class Cut(NamedTuple):
@@ -71,6 +79,21 @@ class RegionTensors(ModelTensors):
                 tensor.copy_(views[index])
 
 
+def merge(
+    layout: Layout, now: torch.Tensor, before: torch.Tensor, new: torch.Tensor, rule: str = "shift", alpha: float = 0.0
+) -> None:
+    """Change weights of a region, uint8 [total_bytes], in place: `before` becomes `new`, and a rule of RULES keeps the
+    steps since. Buffers that are not averaged stay the region's."""
+    for flat in (*layout.runs_of(Kind.PARAMETER), *layout.runs_of(Kind.BUFFER)):
+        if flat.kind is Kind.PARAMETER or (flat.is_float and flat.is_averaged):
+            RULES[rule](flat.view(now), flat.view(before), flat.view(new), alpha)
+
+
+def log_not_counted(samples: int, steps: int, meaning: str, is_sent_again: bool = False) -> None:
+    """Log work of the region that the run above has not counted."""
+    log.warning("region_not_counted", samples=samples, steps=steps, meaning=meaning, is_sent_again=is_sent_again)
+
+
 class Link:
     """The exchange with the server above. Jobs run one after another on a thread."""
 
@@ -89,11 +112,13 @@ class Link:
             names = {"cert": upstream.cert, "key": upstream.key}
             of_worker["security"] = config.security.model_copy(update=names)
         credentials = worker_credentials(config.model_copy(update=of_worker))
-        region = upstream.region or socket.gethostname(), config.run.workers or 1
+        self.num_workers = config.run.workers or 1  # of the region, as the server above knows it
+        region = upstream.region or socket.gethostname(), self.num_workers
         self._exchange = Exchange(worker, upstream.rank, None, credentials, region)
-        self._exchange.wait_forever()
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
-        self._strategy = Direct(self._exchange)
+        has_fragments = self.settings.fragments > 1
+        self._strategy: Strategy = Overlapped(self._exchange) if has_fragments else Direct(self._exchange)
+        self._strategy.settings = replace(self.settings, delayed_update=False)  # the region overlaps by itself
         self.readings = Readings()  # of the region, which the server above shows beside this rank
         self._exchange.measures(self.readings.taken)
         self._thread = Helper("upstream")
@@ -123,14 +148,38 @@ class Link:
     # ---- on the thread ----------------------------------------------------------------------
 
     def start(self, layout: Layout, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
-        """Offer the model. On return `model` has the weights of the run above."""
+        """Offer the model. On return `model` has the weights of the run above, for which it then waits forever."""
         self.model, self.optimizer = RegionTensors(layout, weights.clone()), optimizer
         self._strategy.start(self.model, optimizer)
+        self._exchange.wait_forever()  # not before: the run above may be over when a relay starts again
 
-    def send(self, cut: Cut) -> bool:
-        """Contribute. On return `model` has new weights. False: they are those of a new START."""
+    def send(self, cut: Cut) -> Outcome:
+        """Contribute. On return `model` has new weights. Returns START if they are those of a new START.
+
+        Weights that came too late for their round are sent again: the steps are added to the newer weights."""
         assert self.model is not None
-        num_starts, num_counted = self.progress.num_starts, self.progress.num_counted
+        while True:
+            before = self.model.payload.clone() if self.settings.kind.worker_steps else None
+            outcome = self._contribute(cut)
+            if outcome not in _NOT_COUNTED:
+                return outcome
+            meaning = _NOT_COUNTED[outcome]
+            if before is None or cut.payload is None or outcome is Outcome.REJECTED:
+                log_not_counted(cut.num_samples, cut.num_steps, meaning)
+                return outcome
+            is_over = self.progress.is_done
+            log_not_counted(cut.num_samples, cut.num_steps, OVER if is_over else meaning, is_sent_again=not is_over)
+            if is_over:
+                return outcome
+            moved = cut.payload.clone()
+            # The residual of the codec has the steps of a dropped delta, so that the next one is to add nothing.
+            since = cut.payload if self.settings.kind.holds_differences else before
+            merge(self.model.layout, moved, since, self.model.payload)
+            cut = cut._replace(payload=moved)
+
+    def _contribute(self, cut: Cut) -> Outcome:
+        """Exchange one contribution."""
+        assert self.model is not None
         if self.settings.kind.holds_gradients:
             self.model.set_gradients(cut.payload, cut.without)
         elif cut.payload is not None:
@@ -142,18 +191,17 @@ class Link:
             training=cut.training,
             position=Position(cut.step, cut.num_steps),
         )
+        self.num_workers = cut.num_workers
         self._strategy.contribute(Outgoing(contribution, cut.table))
-        is_same = self.progress.num_starts == num_starts
-        if is_same and self.progress.num_counted == num_counted:
-            log.warning("region_not_counted", samples=cut.num_samples, steps=cut.num_steps, meaning=_NOT_COUNTED)
-        return is_same
+        return self.progress.outcome
 
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the end of the run above. On return `model` has the final weights. None: it went back."""
         return self._strategy.finish(can_evaluate)
 
-    def leave(self, metrics: dict[str, float], is_finished: bool) -> None:
-        self._strategy.leave(Goodbye(metrics, finished=is_finished), is_interrupted=not is_finished)
+    def leave(self, metrics: dict[str, float]) -> None:
+        """Leave after `finish`, with the metrics of the final evaluation."""
+        self._strategy.leave(Goodbye(metrics), is_interrupted=False)
 
     # ---- from any thread ----------------------------------------------------------------------
 
@@ -161,9 +209,15 @@ class Link:
         """Request the end of the run above, with the next message."""
         self._strategy.stop(reason)
 
-    def measured(self, metrics: dict[str, float]) -> None:
-        """Send an evaluation with the next message."""
-        self._strategy.measured(self.progress.version, metrics)
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        """Send an evaluation after so many steps of the region, with the message after the one that is on its way."""
+        version = self.progress.version
+
+        def add() -> None:
+            self._strategy.measured(version, metrics)
+            self._exchange.measured[-1]["step"] = step
+
+        self.submit(add)
 
     def close(self) -> None:
         """End the connections; a job that waits ends with an error."""

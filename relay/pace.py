@@ -32,11 +32,15 @@ class Pace:
         most = self.every * _AHEAD if self.ahead is None else self.ahead
         return bool(self.unanswered) and (self.waits or steps - self.unanswered[0] >= most)
 
-    def contribute(self, steps: int) -> bool:
-        """Note that the version after so many steps is contributed. Returns whether it is to be sent now."""
+    def contribute(self, steps: int) -> None:
+        """Note that the version after so many steps is contributed."""
         self.steps = steps
         self.unanswered.append(steps)
-        return len(self.unanswered) == 1
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether the newest contribution waits for the reply to an earlier one."""
+        return len(self.unanswered) > 1
 
     def replied(self, every: int) -> bool:
         """Note the oldest reply, after which contributions have `every` steps. Returns whether another is queued."""

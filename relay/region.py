@@ -24,17 +24,17 @@ import torch
 from ..common.config.schema import Config
 from ..common.errors import ParamServerError, Reason, UsageError
 from ..common.reporting.log import get_logger
-from ..common.tensors.layout import Kind
-from ..common.wire.records import TrainingInfo
+from ..common.wire.records import COUNTED, Outcome, TrainingInfo
 from ..ps.core import effects, events
+from ..ps.core.run import ABOVE_IS_OVER
 from ..ps.engine.engine import Engine
 from ..ps.engine.resuming import restore_traffic
+from ..ps.snapshots.common import Keeper
 from ..ps.tensors.model import names_of
 from ..ps.tensors.replies.publication import Publication
 from ..ps.tensors.store import Store
-from ..worker.tensors.local_steps import RULES
 from ..worker.tensors.packed import pack, unpack
-from .link import Cut, Link
+from .link import OVER, Cut, Link, log_not_counted, merge
 from .pace import Pace
 
 log = get_logger()
@@ -42,13 +42,11 @@ log = get_logger()
 _SAY_AFTER_S = 1.0
 
 
-class Region:
+class Region(Keeper):
     """Passes the versions of one run to the server above. It is the run's `Keeper`, and takes its commits (`Above`).
 
     `goes_back` is called when the run above has another position of this region: a new server has to begin there.
     """
-
-    num_written = 0
 
     def __init__(self, config: Config, engine: Engine, link: Link, goes_back: Callable[[], object]) -> None:
         self._config, self._engine, self._link, self._goes_back = config.upstream, engine, link, goes_back
@@ -67,6 +65,7 @@ class Region:
         self._asked_at: float | None = None  # when the server above was asked; None: nothing is pending
         self._finish: Callable[[], None] | None = None  # called after the pending replies
         self._done: Callable[[], object] = lambda: None  # ends the `take` that is under way
+        self._ranks: tuple[int, ...] = ()  # whose gradients are in the newest contribution
         self._is_over = False  # the run above takes no more contributions
 
     def restore(self) -> None:
@@ -111,7 +110,7 @@ class Region:
         if self._is_over:
             self._tensors.submit(partial(self._receive, publication), self._model.staging.reclaim)
         elif self._passes_gradients:
-            self._publication = publication
+            self._publication, self._ranks = publication, tuple(id.rank for id in commit.contributions)
             training = TrainingInfo(commit.hyperparameters or (), commit.clip_norm, self._loss())
             cut = self._cut(steps, training, without)
             self._tensors.submit(
@@ -119,11 +118,13 @@ class Region:
             )
         else:
             due = self._cut(steps) if self.pace.is_due(steps) else None
-            is_sent = due is not None and len(self.pace.unanswered) == 1
+            is_sent = due is not None and not self.pace.has_queue
             if due is not None and not is_sent:
                 self._queue.append(due)
-            waits = self.pace.must_wait(steps)
-            self._publication = publication if waits else None
+            # A contribution of a worker that did not wait comes behind the version that waits, and waits with it.
+            waits = self.pace.must_wait(steps) and self._publication is None
+            if waits:
+                self._publication = publication
             work = partial(self._step, step, None if waits else publication, due is not None, is_sent)
             self._tensors.submit(work, partial(self._stepped, due), pauses=waits)
 
@@ -154,12 +155,8 @@ class Region:
         self._replies.clear()
 
     def _bring(self, now: torch.Tensor, sent: torch.Tensor, new: torch.Tensor) -> None:
-        """Merge new weights of the run above into weights of the region, uint8 [total_bytes], in place. Buffers that
-        are not averaged stay the region's."""
-        rule, layout = RULES[self._config.merge], self._model.store.layout
-        for flat in (*layout.runs_of(Kind.PARAMETER), *layout.runs_of(Kind.BUFFER)):
-            if flat.kind is Kind.PARAMETER or (flat.is_float and flat.is_averaged):
-                rule(flat.view(now), flat.view(sent), flat.view(new), self._config.merge_alpha)
+        """Merge new weights of the run above into weights of the region, uint8 [total_bytes], in place."""
+        merge(self._model.store.layout, now, sent, new, self._config.merge, self._config.merge_alpha)
 
     def _receive(self, publication: Publication) -> list[torch.Tensor]:
         """On the tensor thread: the weights of the run above are this version."""
@@ -193,7 +190,7 @@ class Region:
     def _send(self, cut: Cut) -> None:
         if not self._passes_gradients:
             self._sent = cut.payload
-        if self._run.ended_by:
+        if self._run.ended_by not in ("", ABOVE_IS_OVER):
             self._link.stop(self._run.ended_by)
         self._ask(partial(self._link.send, cut), self._replied)
 
@@ -213,15 +210,15 @@ class Region:
         except Exception as error:
             self._engine.broke("upstream", error)
 
-    def _replied(self, has_counted: bool) -> None:
-        if not has_counted:
+    def _replied(self, outcome: Outcome) -> None:
+        if outcome is Outcome.START:
             self._goes_back()
             return
         self._is_over = self._link.progress.is_done
         has_queue = self.pace.replied(self._link.progress.local_steps) and not self._is_over
         if self._is_over:
             self.pace.unanswered.clear()
-        self._say()
+        self._say(lost=() if outcome in COUNTED else self._ranks)
         publication, self._publication = self._publication, None
         if self._passes_gradients:
             assert publication is not None
@@ -229,15 +226,16 @@ class Region:
             self._after_replies(None)
             return
         assert self._sent is not None
-        work = partial(self._take_reply, self._sent, publication, has_queue)
+        work = partial(self._take_reply, self._sent, publication)
         if publication is not None:
-            self._tensors.go_on(work, self._after_replies)
+            self._tensors.go_on(work, lambda _: None)
         else:
-            self._tensors.submit(work, self._after_replies)
+            self._tensors.submit(work)
+        # After the versions that came while one waited: the next contribution may be of one of them.
+        self._tensors.submit(lambda: self._payloads.pop(0) if has_queue else None, self._after_replies)
 
-    def _take_reply(self, sent: torch.Tensor, publication: Publication | None, has_queue: bool) -> torch.Tensor | None:
-        """On the tensor thread: merge a reply into queued contributions, and into the version that waits for it.
-        Returns the payload of the next contribution."""
+    def _take_reply(self, sent: torch.Tensor, publication: Publication | None) -> None:
+        """On the tensor thread: merge a reply into queued contributions, and into the version that waits for it."""
         assert self._link.model is not None
         new = self._link.model.payload.clone()
         for payload in self._payloads:
@@ -246,7 +244,6 @@ class Region:
         if publication is not None:
             self._merge(self._model.store)
             publication.made(self._model.store.layout.exchange_bytes)
-        return self._payloads.pop(0) if has_queue else None
 
     def _after_replies(self, payload: torch.Tensor | None) -> None:
         if payload is not None:
@@ -254,14 +251,12 @@ class Region:
         elif self._finish is not None:
             self._finish()
 
-    def _say(self, is_final: bool = False, evaluates: bool = False) -> None:
+    def _say(self, is_final: bool = False, evaluates: bool = False, lost: tuple[int, ...] = ()) -> None:
         """Let the run know what the run above has decided."""
         progress = self._link.progress
-        num_here = self._run.options.num_workers or max(1, len(self._run.policy.members))
+        num_others = max(0, progress.num_workers - self._link.num_workers)
         self._engine.offer(
-            events.UpstreamReplied(
-                progress.worker_index, max(0, progress.num_workers - num_here), progress.is_done, is_final, evaluates
-            )
+            events.UpstreamReplied(progress.worker_index, num_others, progress.is_done, is_final, evaluates, lost)
         )
 
     def _table(self) -> bytes:
@@ -329,7 +324,8 @@ class Region:
     def _end(self, done: Callable[[], object]) -> None:
         """All workers of the region have finished: contribute what is left, and wait for the final weights."""
         steps = self._run.policy.min_steps_done
-        if steps > self.pace.steps and not self._link.progress.is_done and not self._passes_gradients:
+        has_rest = steps > self.pace.steps or self._num_samples
+        if has_rest and not self._link.progress.is_done and not self._passes_gradients:
             cut = self._cut(steps)
             work = partial(self._step, lambda progress: [], None, True, True)
             self._tensors.submit(work, partial(self._stepped, cut))
@@ -340,12 +336,15 @@ class Region:
                 self._goes_back()
                 return
             assert self._link.model is not None
+            if lost := self._num_samples + sum(cut.num_samples for cut in self._queue):
+                first = self._queue[0].step if self._queue else self.pace.steps
+                log_not_counted(lost, steps - first, OVER)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._say(is_final=True, evaluates=final.evaluate)
             done()
 
         can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
-        if self._run.ended_by:
+        if self._run.ended_by not in ("", ABOVE_IS_OVER):
             self._link.stop(self._run.ended_by)
         self._ask(partial(self._link.finish, can_evaluate), finished)
 
@@ -353,15 +352,6 @@ class Region:
         """The server stops: wait for nothing any more."""
         if self._engine.is_writing:
             self._done()
-
-    def prune(self, least_common: int) -> None:
-        pass
-
-    def drop(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _refused(message: str, fix: str) -> UsageError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..common.config.addresses import split_address
 from ..common.config.schema import Config
-from ..common.errors import raise_first
+from ..common.errors import UnreachableError, raise_first
 from ..common.registry import MODES
 from ..common.reporting.log import get_logger
 from ..ps.core.effects import Evaluated, Fact
@@ -17,6 +17,8 @@ from .link import Link
 from .region import Region
 
 log = get_logger()
+
+_NO_LOOP = "a relay listens once it has joined the server above, so two relays cannot be above each other"
 
 
 class RelayServer(Server):
@@ -33,7 +35,7 @@ class RelayServer(Server):
         def passed_on(at: float, fact: Fact) -> None:
             publish(at, fact)
             if isinstance(fact, Evaluated) and not self._run.is_done:
-                link.measured(fact.metrics)
+                link.measured(fact.step, fact.metrics)
 
         self.engine.publish = passed_on
 
@@ -60,9 +62,8 @@ class RelayServer(Server):
             await super().serve()
         finally:
             if not self.goes_back:
-                is_finished = self.engine.error is None and self._run.is_done
-                if is_finished:
-                    leave = self._link.submit(lambda: self._link.leave(self._run.final, is_finished))
+                if self.engine.error is None and self._run.is_done:
+                    leave = self._link.submit(lambda: self._link.leave(self._run.final))
                     await asyncio.wait([asyncio.wrap_future(leave)])
                 self._link.close()
 
@@ -70,7 +71,10 @@ class RelayServer(Server):
 async def relay_server(config: Config) -> RelayServer:
     """Join the run above. Returns the region's server, whose settings are those of that run."""
     check(config)
-    link = await asyncio.to_thread(Link, config)
+    try:
+        link = await asyncio.to_thread(Link, config)
+    except UnreachableError as error:
+        raise UnreachableError(error.message, fix=f"{error.fix}; {_NO_LOOP}") from None
     _check_modes(config, link)
     settings = link.settings
     every = "each version" if settings.kind.holds_gradients else "policy.local_steps of the run above"
@@ -126,12 +130,13 @@ def _check_modes(config: Config, link: Link) -> None:
     """Raises UsageError if the region's mode and that of the run above do not fit."""
     above, mode, every = link.settings, config.run.mode, config.upstream.every
     policy, passes_gradients = MODES.load(mode), above.kind.holds_gradients
-    name = "policy.delayed_update" if above.delayed_update else "policy.fragments"
     raise_first(
         (above.kind.has_peers, f"the run above is in mode {above.mode}, whose workers average among themselves",
          "use sync, localsgd, diloco or async_diloco above"),
-        (above.delayed_update or above.fragments > 1,
-         f"the run above has {name}: a relay overlaps its exchanges by itself", f"leave out {name} above"),
+        (above.fragments > 1 and config.upstream.merge != "shift",
+         f"upstream.merge is {config.upstream.merge}, and the run above has policy.fragments: weights of the others "
+         "would be blended with their own",
+         "--set upstream.merge=shift, or leave out policy.fragments above"),
         (passes_gradients and not (policy.kind.holds_gradients and policy.has_rounds),
          f"a region in mode {mode} below mode {above.mode}, which takes the mean gradient of each round",
          "--mode sync for the region, or localsgd, diloco or async_diloco above"),

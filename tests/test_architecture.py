@@ -193,7 +193,7 @@ def test_a_relay_knows_a_server_and_how_a_worker_talks() -> None:
     allowed = (
         "ps",
         "worker.conversation",
-        "worker.strategies.direct",
+        "worker.strategies",
         "worker.tensors",
         "common",
         "relay",
@@ -475,8 +475,8 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # Encoded gradients between peers; the comparison in the browser; what processes measure, and their logs; weights that
 # the server asks for at the end, versions; faster small steps; stages; ps-serve; regions; faster
 # simulations; ps-serve over stages; what is seen, checked and simulated of regions; 1F1B on CPUs.
-MAX_PRODUCT_LINES = 40_000 + 100 + 200 + 400 + 60 + 60 + 870 + 1_370 + 1_340 + 115 + 520 + 340 + 190
-MAX_TEST_LINES = 42_600 + 200 + 100 + 360 + 530 + 1_560 + 30 + 330 + 370 + 80
+MAX_PRODUCT_LINES = 40_000 + 100 + 200 + 400 + 60 + 60 + 870 + 1_370 + 1_340 + 115 + 520 + 340 + 190 + 70
+MAX_TEST_LINES = 42_600 + 200 + 100 + 360 + 530 + 1_560 + 30 + 330 + 370 + 80 + 320
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..common.errors import UnreachableError
-from ..common.wire.records import Position, RateInfo, Reply, StartInfo
+from ..common.wire.records import Outcome, Position, RateInfo, Reply, StartInfo
 
 # Back-off between attempts to reach the server; it doubles from the first value to the last.
 _FIRST_DELAY_S = 0.05
@@ -44,6 +44,7 @@ class Progress:
     batches: int = 0  # the rank's position in its data at the newest start
     in_step: int = 0  # contributions that count already, of the training step in which this process starts
     is_done: bool = False
+    outcome: Outcome = Outcome.START  # of the newest reply
     pull_every: int = 1
     server_incarnation: int = 0  # of the server that sent the weights; 0: no server from which it could continue
     num_starts: int = 0  # replies that said where to start
@@ -61,7 +62,7 @@ class Progress:
     def replied(self, reply: Reply) -> None:
         """The server lets the worker continue. A reply without weights leaves the version as it is."""
         work = reply.next_work
-        self.num_counted = reply.result.seq
+        self.num_counted, self.outcome = reply.result.seq, reply.result.outcome
         if reply.has_new_weights:
             self.version = reply.result.version
         self.steps_left = self.local_steps = work.local_steps

@@ -215,6 +215,7 @@ class UpstreamReplied(Event):
     is_over: bool = False  # the run above takes no more contributions
     is_final: bool = False  # the final weights are here
     evaluates: bool = False  # and a worker of this region is to evaluate them
+    lost: tuple[int, ...] = ()  # ranks whose gradients are in no version of the run above
 
 
 @dataclass(slots=True)

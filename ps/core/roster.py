@@ -138,7 +138,7 @@ class Roster:
         insort(self._ranks, rank)
         self._ranks_of.setdefault(joined.process, {})[rank] = None
         self.num_joins[rank], self._processes[rank] = worker.incarnation, joined.process
-        if joined.num_workers > 1:
+        if joined.num_workers > 1 or (joined.num_workers and rank in self.num_behind):
             self.num_behind[rank] = joined.num_workers
         stats = self.stats.setdefault(rank, WorkerStats(rank))
         if not previous:  # a join of the same process is not a restart

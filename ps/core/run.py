@@ -21,6 +21,8 @@ from .evaluations import Evaluations, ignored
 from .roster import Worker, replaced
 from .state import Options
 
+ABOVE_IS_OVER = "the run of the server above is over"  # why a region ended
+
 
 class Run(Ending):
     """Dispatches events and admits workers."""
@@ -264,12 +266,14 @@ class Run(Ending):
     def _upstream_replied(self, event: events.UpstreamReplied) -> Iterable[Effect]:
         """The run above decides the division of the data and the end of the run."""
         self.roster.elsewhere = event.num_before, event.num_others
+        for rank in event.lost:
+            self.roster.stats[rank].newest_dropped()
         if event.is_final:
             self.rhythm.needs_final, self.may_evaluate = False, event.evaluates
         ranks = self.policy.num_counted
         is_through = ranks and all(map(self.policy.is_through, ranks))
         if event.is_over and not (is_through or self.policy.is_stopping):
-            return self.stop("the run of the server above is over", event.at)
+            return self.stop(ABOVE_IS_OVER, event.at)
         return ()
 
     # ---- workers that are lost -------------------------------------------------------------------------

@@ -7,7 +7,7 @@ as initial weights, and the samples in them would count twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...common.errors import CheckpointError, UsageError
 
@@ -16,13 +16,14 @@ RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"
 _MOST_NAMED = 5
 
 
-class Keeper(Protocol):
+class Keeper:
     """Keeps versions of a run outside of its server: on a disk, or in the run above (`relay/region.py`)."""
 
-    num_written: int  # by this process
+    num_written = 0  # by this process
 
     def take(self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes]) -> None:
         """Keep the newest version. `done` gets the newest version that is kept. See `Snapshots.take`."""
+        raise NotImplementedError
 
     def prune(self, least_common: int) -> None:
         """All shards have this version."""

@@ -30,6 +30,7 @@ from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .available import snapshot_dir
 from .checkpoint import Written, write
+from .common import Keeper
 from .files import age_of, drop, mark_begun, prune
 from .manifest import ShareEntry
 from .store_state import Captured, capture, manifest_of, tensors_of
@@ -39,7 +40,7 @@ log = get_logger()
 _LOW_PRIORITY = 10  # nice
 
 
-class Snapshots:
+class Snapshots(Keeper):
     """Writes this shard's snapshots to checkpoint.dir, one at a time. It is used on the event loop.
 
     `least_common` is the version of the newest snapshot on all shards, or 0 before the first. `tell` is called with

@@ -1,6 +1,7 @@
 """Worker I's gradient at its step k is SCALE times the unit vector I * STEPS + k, in double precision.
 
-With SGD at lr 1 the weights end at minus the sum of the weights of each contribution. argv: I STEPS SCALE [DELAY_S]
+With SGD at lr 1 the weights end at minus the sum of the weights of each contribution.
+argv: I STEPS SCALE [DELAY_S [STOP_AT]]
 """
 
 import sys
@@ -16,7 +17,9 @@ MAX_WORKERS = 8
 def main() -> None:
     index, steps, scale = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     delay_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
+    stop_at = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     model = torch.nn.Module()
+    model.other = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))  # another fragment
     model.seen = torch.nn.Parameter(torch.zeros(MAX_WORKERS * steps, dtype=torch.float64))
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -28,6 +31,8 @@ def main() -> None:
             model.seen.grad = torch.zeros_like(model.seen)
             model.seen.grad[index * steps + step] = scale
             session.record(num_samples=1, loss=float(step))
+            if step + 1 == stop_at:
+                session.stop("enough")
             optimizer.step()
         session.finish()
 

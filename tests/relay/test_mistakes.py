@@ -39,7 +39,11 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
     ("above", "below", "words"),
     [
         (("allreduce",), ("sync",), "the run above is in mode allreduce, whose workers average among themselves"),
-        (("diloco", "--set", "policy.fragments=5"), ("sync",), "the run above has policy.fragments"),
+        (
+            ("diloco", "--set", "policy.fragments=5"),
+            ("sync", "--set", "upstream.merge=blend"),
+            "upstream.merge is blend, and the run above has policy.fragments",
+        ),
         (("sync",), ("localsgd",), "a region in mode localsgd below mode sync, which takes the mean gradient"),
         (("sync",), ("async",), "a region in mode async below mode sync, which takes the mean gradient"),
         (("sync",), ("sync", "--upstream-every", "8"), "mode sync above takes the gradients of every version"),

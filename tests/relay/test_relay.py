@@ -4,74 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import Cluster, Process
-
-STEPS = 24
-COUNTING = Path(__file__).with_name("counting.py")
-
-
-class World:
-    """A server above, and relays with two workers each."""
-
-    def __init__(self, cluster: Cluster, above: str, *flags: str, num_regions: int = 2) -> None:
-        self.cluster, self.above_flags = cluster, ("--mode", above, *flags)
-        self.num_regions = num_regions
-        self.above = self._start_above()
-        self.address = cluster.address
-        self.relays: list[Process] = []
-        self.addresses: list[str] = []
-
-    def _start_above(self, *flags: str) -> Process:
-        return self.cluster.server(
-            *self.above_flags, "--workers", str(self.num_regions), "--steps", str(STEPS), "--save", "w.safetensors",
-            "--set", "policy.weighting=equal", "--set", f"policy.min_workers={self.num_regions}",
-            "--history", "above.jsonl", *flags,
-        )  # fmt: skip
-
-    def restart_above(self) -> None:
-        self.above = self._start_above("--listen", self.address)
-
-    def relay(self, rank: int, *flags: str, mode: str = "sync") -> Process:
-        """Start the relay of a region, at the address of an earlier one."""
-        again = ("--listen", self.addresses[rank]) if rank < len(self.addresses) else ()
-        relay = self.cluster.server(
-            "--mode", mode, "--workers", "2", "--upstream", self.address, "--upstream-rank", str(rank),
-            "--set", "policy.weighting=equal", "--set", "server.absent_s=15", *again, *flags,
-        )  # fmt: skip
-        self.addresses[rank : rank + 1] = [self.cluster.address]
-        self.relays[rank : rank + 1] = [relay]
-        return relay
-
-    def workers(self, scale: float, delay_s: float = 0.0) -> list[Process]:
-        found = []
-        for rank, address in enumerate(self.addresses):
-            self.cluster.address = address
-            for worker in range(2):
-                argv = (str(2 * rank + worker), str(STEPS), str(scale), str(delay_s))
-                found.append(self.cluster.script(worker, COUNTING, *argv))
-        return found
-
-    def weights(self) -> torch.Tensor:
-        """[4, STEPS]: the weight with which each contribution was applied."""
-        num_workers = 2 * self.num_regions
-        return -load_file(self.cluster.folder / "w.safetensors")["seen"].view(-1, STEPS)[:num_workers]
-
-
-# The mode above, its flags, those of a relay, and by how much the run above divides a region's mean.
-ABOVE = {
-    "sync": ("sync", (), (), 4.0),
-    "localsgd, waiting": ("localsgd", ("--local-steps", "1"), ("--upstream-every", "0"), 4.0),
-    "localsgd": ("localsgd", ("--local-steps", "4"), (), 4.0),
-    "diloco": ("diloco", ("--local-steps", "4", "--outer-lr", "1", "--outer-momentum", "0"), (), 4.0),
-    "async_diloco": ("async_diloco", ("--local-steps", "4", "--outer-lr", "1", "--outer-momentum", "0"), (), 4.0),
-}
+from paramserver.tests.cluster import Cluster
+from paramserver.tests.relay.world import ABOVE, STEPS, World
 
 
 def some(fast: set[str]) -> list[Any]:
@@ -159,6 +99,7 @@ def test_a_relay_that_is_asked_to_end_ends(cluster: Cluster, is_waiting: bool) -
 
 
 KILLS = 5
+LAST_KILL = STEPS - 8  # a relay that dies when the run above is over finds no server above
 
 
 @pytest.mark.campaign
@@ -167,25 +108,21 @@ def test_kills_of_a_relay_at_seeded_points(cluster: Cluster, seed: int) -> None:
     """200 kills in all, of both relays, while the run above waits for each exchange or not."""
     chance = random.Random(seed)
     mode, flags, relay_flags, scale = ABOVE[chance.choice(["sync", "localsgd", "diloco"])]
-    world = World(cluster, mode, *flags)
+    world, often = World(cluster, mode, *flags), ("--set", "server.status_interval_s=0.05")
     for rank in range(2):
-        world.relay(rank, *relay_flags)
+        world.relay(rank, *relay_flags, *often)
     workers = world.workers(scale, delay_s=0.1)
     for _ in range(KILLS):
-        rank, more = chance.randrange(2), chance.randrange(1, 4)
+        rank, more = chance.randrange(2), chance.randrange(1, 3)
         relay = world.relays[rank]
-        counted = [event["version"] for event in relay.events("status")]
-        goal = (counted[-1] if counted else 0) + more
+        start = relay.event("status")["version"]
+        goal = min(start + more, LAST_KILL)
         relay.until(
-            lambda relay=relay, goal=goal: (
-                any(event["version"] >= goal for event in relay.events("status")) or relay.popen.poll() is not None
-            ),
+            lambda relay=relay, goal=goal: any(event["version"] >= goal for event in relay.events("status")),
             f"version {goal}",
         )
-        if relay.popen.poll() is not None:
-            break  # the run is over
         relay.kill()
-        world.relay(rank, *relay_flags)
+        world.relay(rank, *relay_flags, *often)
     assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
     assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
     torch.testing.assert_close(world.weights(), torch.ones(4, STEPS, dtype=torch.float64), rtol=0, atol=1e-9)

@@ -182,6 +182,9 @@ class Exchange:
 
     def _exchange(self, outgoing: Outgoing) -> Reply:
         outgoing = self._numbered(outgoing)
+        if self._membership.region is not None:
+            name, _ = self._membership.region
+            self._membership.region = name, outgoing.contribution.counts.num_workers  # for the next join
         if self._traces is not None:
             self._traces.begin()
         self._send_pending()

@@ -74,6 +74,17 @@ class WorkerStats:
         self.recent.append((now, num_samples, staleness, num_steps))
         self.recent_samples += num_samples
 
+    def newest_dropped(self) -> None:
+        """The newest contribution that counted was dropped later: the run above did not take it."""
+        _, num_samples, staleness, num_steps = self.recent.pop()
+        self.recent_samples -= num_samples
+        self.contributions -= 1
+        self.training_steps -= num_steps
+        self.samples -= num_samples
+        self.unsaid -= not num_samples
+        self.staleness_sum -= staleness
+        self.dropped += 1
+
     def joined_anew(self) -> None:
         """Another process has the rank: the residual of the earlier process is lost."""
         self.num_joins += 1

@@ -1,0 +1,127 @@
+"""The run above: evaluations on the way, a link that is cut for long, and servers that cannot be above."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from paramserver.tests.cluster import Cluster
+from paramserver.tests.faults.proxy import Proxy
+from paramserver.tests.ports import free_port
+from paramserver.tests.relay.world import World
+
+CUT_S = 12.0  # longer than the lease of 5 s
+AHEAD = 8
+
+
+OUTER = ("--outer-lr", "1", "--outer-momentum", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("above", "relay_flags"),
+    [(("sync",), ()), (("diloco", "--local-steps", "4", *OUTER), ("--upstream-every", "0"))],
+    ids=("sync", "diloco"),
+)
+def test_one_worker_of_all_regions_evaluates_on_the_way(
+    cluster: Cluster, above: tuple[str, ...], relay_flags: tuple[str, ...]
+) -> None:
+    cluster.server("--mode", *above, "--workers", "2", "--steps", "24", "--eval-every", "8", "--summary", "above.json")
+    address, processes = cluster.address, []
+    for rank in range(2):
+        relay = cluster.server(
+            "--mode", "sync", "--workers", "2", "--upstream", address, "--upstream-rank", str(rank),
+            "--summary", f"relay{rank}.json", *relay_flags,
+        )  # fmt: skip
+        processes += [relay, *(cluster.worker(worker, "--task", "linear") for worker in range(2))]
+    assert [process.wait() for process in (*processes, cluster.processes[0])] == [0] * 7
+    curve, first, second = (
+        json.loads((cluster.folder / f"{name}.json").read_text())["curve"] for name in ("above", "relay0", "relay1")
+    )
+    assert [point["step"] for point in curve] == [8, 16, 24], curve
+    assert not second
+    on_the_way = [point["metrics"] for point in curve[:-1]]
+    assert on_the_way == [point["metrics"] for point in first if point["step"] < 24]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "every", [("--set", f"upstream.ahead={AHEAD}"), ("--upstream-every", "0")], ids=("ahead", "waits")
+)
+def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...]) -> None:
+    """The region goes on for so many steps, then its workers wait with a sentence; later every step counts once."""
+    world = World(cluster, "localsgd", "--local-steps", "4")
+    world.relay(0, *every)
+    with Proxy(world.address) as proxy:
+        above, world.address = world.address, proxy.address
+        relay = world.relay(1, *every, "--set", "worker.transports=grpc", "--set", "server.status_interval_s=0.1")
+        world.address = above
+        workers = world.workers(4.0, delay_s=0.05)
+        relay.until(lambda: any(event["version"] >= 5 for event in relay.events("status")), "version 5")
+        proxy.stall()
+        end = time.monotonic() + CUT_S
+        worker = workers[2]
+        worker.until(lambda: any(f"the server above, at {proxy.address}, has not replied" in line["reason"]
+                                 for line in worker.events("waiting")), "a sentence")  # fmt: skip
+        worker.until(lambda: time.monotonic() > end, "the end of the cut")
+        versions = [event["version"] for event in relay.events("status")]
+        assert versions[-1] - 4 <= AHEAD + 4, versions  # beyond the contribution without a reply
+        proxy.go_on()
+        assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
+    weights = world.weights()
+    torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("above", [("sync",), ("localsgd", "--local-steps", "4")], ids=("sync", "localsgd"))
+def test_a_worker_of_one_region_stops_all(cluster: Cluster, above: tuple[str, ...]) -> None:
+    world = World(cluster, *above, "--summary", "above.json")
+    for rank in range(2):
+        world.relay(rank)
+    workers = world.workers(4.0, delay_s=0.05, stop_at=6)
+    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    codes = [process.wait() for process in (*world.relays, world.above)]
+    assert codes == [0, 0, 0], world.above.output
+    assert "enough" in json.loads((cluster.folder / "above.json").read_text())["ended_by"]
+
+
+def test_relays_that_are_above_each_other(cluster: Cluster) -> None:
+    """Neither listens before it has joined the other."""
+    first, second = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    relays = [
+        cluster.fork(
+            f"relay{listen[-1]}",
+            "-m",
+            "paramserver.ps",
+            "--listen",
+            listen,
+            "--upstream",
+            above,
+            "--set",
+            "worker.give_up_s=1",
+        )
+        for listen, above in ((first, second), (second, first))
+    ]
+    assert [relay.wait() for relay in relays] == [15, 15]
+    assert f"no server at {second}" in relays[0].output
+    assert "a relay listens once it has joined the server above" in relays[0].output
+
+
+@pytest.mark.slow
+def test_two_relays_of_one_rank(cluster: Cluster) -> None:
+    """The newer one has the rank; the other ends with a sentence."""
+    world = World(cluster, "sync", num_regions=1)
+    world.relay(0)
+    workers = world.workers(4.0, delay_s=0.1)
+    older = world.relays[0]
+    older.until(lambda: any(event["version"] >= 2 for event in older.events("status")), "version 2")
+    newer = cluster.server("--mode", "sync", "--workers", "2", "--upstream", world.address, "--upstream-rank", "0")
+    assert older.wait() == 13, older.output
+    assert "another process joined as rank 0" in older.output
+    for worker in workers:
+        worker.wait()
+    newer.kill()
