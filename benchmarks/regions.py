@@ -1,6 +1,7 @@
 """Trains on three hosts of this machine, a server and two regions behind slow links: flat, and with relays.
 
     sudo python -m paramserver.benchmarks.regions [--rate 10] [--latency 40] [--workers 3] [--steps 96] [--every 32]
+        [--asynchronous]
 
 Each host is a network namespace. The link of a region carries RATE Mbit/s each way, and a packet and its answer take
 LATENCY ms. Within a region there is no limit. Every command is printed before it runs, so that it can be copied to real
@@ -36,18 +37,30 @@ class Side(NamedTuple):
     name: str
     above: tuple[str, ...]
     relay: tuple[str, ...] | None = None
+    worker: tuple[str, ...] = ()  # flags of the workers
 
 
 _Q4 = ("--set", "upstream.codec=q4", "--set", "upstream.reply_codec=q4")
 
 
-def _sides(every: int) -> tuple[Side, ...]:
-    own_steps = ("--mode", "diloco", "--local-steps", str(every))
-    return (
+_FLAT_Q4 = ("--set", "worker.codec=q4", "--set", "worker.reply_codec=q4")
+
+
+def _sides(every: int, asynchronous: bool) -> list[Side]:
+    own_steps = ("--local-steps", str(every))
+    sides = [
         Side("flat, sync", ("--mode", "sync")),
         Side("regions, sync", ("--mode", "sync"), ("--mode", "sync")),
-        Side(f"regions, diloco {every} q4", own_steps, ("--mode", "sync", *_Q4)),
-    )
+        Side(f"regions, diloco {every} q4", ("--mode", "diloco", *own_steps), ("--mode", "sync", *_Q4)),
+    ]
+    if asynchronous:
+        above = ("--mode", "async_diloco", *own_steps)
+        sides += [
+            Side("flat, async_diloco", above),
+            Side("flat, async_diloco q4", above, worker=_FLAT_Q4),
+            Side("regions, async_diloco q4", above, ("--mode", "sync", *_Q4)),
+        ]
+    return sides
 
 
 def _commands(side: Side, hosts: Sequence[Host], asked: argparse.Namespace) -> list[tuple[Host, list[str]]]:
@@ -64,7 +77,9 @@ def _commands(side: Side, hosts: Sequence[Host], asked: argparse.Namespace) -> l
             found.append((host, ["ps-server", *where, *number, *side.relay]))
         for worker in range(num):
             server, rank = (host, worker) if side.relay is not None else (top, region * num + worker)
-            found.append((host, ["ps-worker", "--server", f"{server.address}:{_PORT}", "--rank", str(rank)]))
+            found.append(
+                (host, ["ps-worker", "--server", f"{server.address}:{_PORT}", "--rank", str(rank), *side.worker])
+            )
     return [(host, [*command, *(f"--set={item}" for item in asked.set)]) for host, command in found]
 
 
@@ -106,6 +121,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3, help="in each region")
     parser.add_argument("--steps", type=int, default=96, help="training steps of each worker")
     parser.add_argument("--every", type=int, default=32, help="steps between exchanges of regions in diloco")
+    parser.add_argument("--asynchronous", action="store_true", help="also async_diloco above, and flat")
     parser.add_argument("--task", default="digits")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of all processes")
     asked = parser.parse_args()
@@ -117,18 +133,18 @@ def main() -> None:
             for name, host in zip(names, hosts, strict=True):
                 print(f"{name:13} {host.address}   (ip netns exec {host.namespace} bash)")
             print(f"{asked.rate:g} Mbit/s and {asked.latency:g} ms between them")
-            for side in _sides(asked.every):
+            for side in _sides(asked.every, asked.asynchronous):
                 print(f"\n{side.name}")
                 rows.append((side.name, _train(side, hosts, asked)))
     except ParamServerError as error:
         sys.exit(str(error))
     flat = sum(rows[0][1]["border"])
-    print(f"\n{'':23}{'MB over each border':>20}{'of flat':>10}{'seconds':>9}{'loss':>8}{'accuracy':>10}")
+    print(f"\n{'':26}{'MB over each border':>20}{'of flat':>10}{'seconds':>9}{'loss':>8}{'accuracy':>10}")
     for name, found in rows:
         each = " ".join(f"{count / 1e6:.2f}" for count in found["border"])
         part, final = sum(found["border"]) / flat, found["final"]
         scores = f"{final.get('loss', float('nan')):8.3f}{final.get('accuracy', float('nan')):10.3f}"
-        print(f"{name:23}{each:>20}{f'1/{1 / part:.1f}':>10}{found['wall_s']:9.1f}{scores}")
+        print(f"{name:26}{each:>20}{f'1/{1 / part:.1f}':>10}{found['wall_s']:9.1f}{scores}")
     print(f"load of the machine at the end: {os.getloadavg()[0]:.1f}")
 
 

@@ -63,6 +63,7 @@ def test_a_second_server_that_is_no_relay_of_the_first_is_a_problem() -> None:
     assert str(problem) == "above:1: a second server's history, of no region of the first, region"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sync", KILLED])
 def test_real_histories_of_both_tiers(cluster: Cluster, name: str) -> None:
     """A relay is killed, and its new process goes on in the same file."""
