@@ -41,6 +41,7 @@ class Member:
 
     incarnation: int
     number: int
+    joined_at: int = 0  # the newest version when it joined
     is_member: bool = False  # certainly
     is_replied: bool = False  # and so may contribute
     version: int = 0  # version of its last reply
@@ -236,7 +237,7 @@ class Replay(Follower):
         if known is None and number:
             self._begins(rank, number)  # it was seated before, and died before its reply
         if not line.fields.get("resumed"):
-            self._members[rank] = Member(incarnation, number)
+            self._members[rank] = Member(incarnation, number, self.version)
         elif before is None:
             self._report(f"rank {rank} resumes, but was no member")
             self._members[rank] = Member(incarnation, number, is_member=True, is_replied=True, started_at=-1)
@@ -345,7 +346,7 @@ class Replay(Follower):
         rank, number, version = line["rank"], line["seq"], line["version"]
         member = self._current(line, f"replied for contribution {number}")
         if self._known_number(rank) is None:
-            self._begin_rank(rank, number)
+            self._begin_rank(rank, number, member.joined_at)
             member.number = number
         member.is_member = True
         if number != member.number:
@@ -364,12 +365,13 @@ class Replay(Follower):
             member.started_at = self.version
         member.version, member.is_replied = version, True
 
-    def _begin_rank(self, rank: int, number: int) -> None:
+    def _begin_rank(self, rank: int, number: int, joined_at: int) -> None:
         """A new rank starts at the slowest member's number, so that it does not repeat what the others have done."""
-        # The history does not say in which order members entered that got their START at the same version.
+        # The number is that of the moment when the rank offered its model, which the history does not have. Slower ones
+        # may have entered between that moment and its START, so those that got their START since its join are left out.
         since = [
             member.number for other, member in self._members.items()
-            if member.is_member and other != rank and member.started_at != self.version
+            if member.is_member and other != rank and (member.started_at is None or member.started_at < joined_at)
         ]  # fmt: skip
         slowest = min(since, default=None)
         begins_late = any(rule.begins_late for rule in self._rules)
