@@ -3,10 +3,10 @@
     python -m paramserver.benchmarks.rig.racer FOLDER RANK
 
 The folder has what is to be done (`Race`). Once model and exchange stand, the worker waits for the start that all
-share. The clock then runs for the same seconds on every side. A thread beside the training copies rank 0's weights, more
-often at the beginning, where losses fall fast. It also notes the steps and the bytes of the link. The last sample is
-the end of the run, whatever a worker is doing then. The copies are evaluated when all workers have been ended: evaluation
-costs no side time or bytes.
+share. The clock then runs for the same seconds on every side. A thread beside the training copies rank 0's weights,
+more often at the beginning, where losses fall fast. It also notes the steps and the bytes of the link. The last sample
+is the end of the run, whatever a worker is doing then. The copies are evaluated when all workers have been ended:
+evaluation costs no side time or bytes.
 """
 
 from __future__ import annotations
