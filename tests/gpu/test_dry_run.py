@@ -18,6 +18,7 @@ from paramserver.tests.gpu.test_runs import run
 RUNNER = Path(runner.__file__)
 
 
+@pytest.mark.slow
 def test_a_run_of_the_gpu_tests_on_the_cpu(cluster: Cluster) -> None:
     assert run(cluster, "cpu", "--mode", "sync")["version"] == 40
 

@@ -69,6 +69,7 @@ def test_the_closing_sentence() -> None:
     assert estimate.sentence({"sync": 3.0}, 10) == "10 steps take about 3.0 s in sync, plus the time to start."
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_the_modes_that_were_estimated(cluster: Cluster) -> None:
     flags = ("-n", "2", "--task", "xor", "--mode", "localsgd,sync", "--steps", "1000", "--set", "slowdown.base_s=1")
     process = cluster.start("estimate", "-m", "paramserver.launch", *flags, "--estimate", "--local-steps", "1",

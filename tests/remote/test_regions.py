@@ -59,6 +59,7 @@ def doctor(remote, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.mark.slow
 def test_hosts_that_are_close_are_one_region_unless_a_number_is_given(remote) -> None:
     path = remote.folder / "hosts.yaml"
     hosts_yaml(path, "node1", "{host: node2, slots: 2}  # with two", "{host: node3, region: eu}")

@@ -40,6 +40,7 @@ def served(job: Process, num: int) -> list[dict[str, Any]]:
     return versions()
 
 
+@pytest.mark.slow
 def test_ps_serve_dies_and_is_back_and_the_run_goes_on(cluster: Cluster) -> None:
     port = free_port()
     job = cluster.start(

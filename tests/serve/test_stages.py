@@ -118,6 +118,7 @@ def test_stages_write_what_one_process_writes(start: Callable[..., Group], size:
     assert sorted(mapped) == sorted(wanted) and max(wanted) < 0.8 * sum(wanted)
 
 
+@pytest.mark.slow
 def test_a_killed_stage_pauses_replies_and_they_go_on_with_the_same_version(start: Callable[..., Group]) -> None:
     group = start()
     old = group.ask("def ", 30, pauses=True)
@@ -132,6 +133,7 @@ def test_a_killed_stage_pauses_replies_and_they_go_on_with_the_same_version(star
     assert isinstance(again.end(), End) and again.tokens == alone(["def "], 2)[0]
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_a_stage_each_time_ends_with_an_error(start: Callable[..., Group]) -> None:
     group = start(2, f"{LAYERED}:Deadly", {})
     refused = group.ask("\N{LATIN SMALL LETTER E WITH ACUTE}").end()

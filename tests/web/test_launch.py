@@ -65,6 +65,7 @@ def check_history(path: Path) -> None:
     assert (verdict.problem, verdict.decided) == (None, "")
 
 
+@pytest.mark.slow
 def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.start(
         "job", "-m", "paramserver.launch", "-n", "2", "--mode", "async", "--task", "digits",

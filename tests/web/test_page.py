@@ -137,7 +137,8 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
         assert cost["total"] == pytest.approx(summary["wall_s"] * per_s)
         assert float(shown.metric("cost").split()[0]) == pytest.approx(cost["total"], abs=0.0051)
         assert float(shown.metric("for waiting")) == pytest.approx(cost["total"] * wait_share, abs=0.0051)
-        assert float(shown.metric("an epoch")) == pytest.approx(cost["per_epoch"], abs=0.0051)
+        # Rounded to 0.01, of a time that was read a little later.
+        assert float(shown.metric("an epoch")) == pytest.approx(cost["per_epoch"], abs=0.006)
     for name, value in summary["final"].items():
         assert float(shown.metric(f"final {name}")) == pytest.approx(value, abs=0.00051)
     for column, name in (
@@ -182,6 +183,7 @@ def test_the_page_of_several_shards_is_the_summary(cluster: Cluster, tab: Callab
     is_the_summary(shown, summary)
 
 
+@pytest.mark.slow
 def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluster, tab: Callable[..., Tab]) -> None:
     flags = (*RUN, "--workers", "2", "--steps", "100000", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5",
              "--eval-every", "10", "--summary", "s.json")  # fmt: skip
