@@ -16,6 +16,7 @@ import pytest
 from paramserver.benchmarks.measures.race import RaceOptions, Record, _turns, best_rate, reached, summed_up
 from paramserver.benchmarks.output.plot import can_plot
 from paramserver.benchmarks.rig.race_run import Run
+from paramserver.benchmarks.rig.racer import NUM_SAMPLES
 from paramserver.common.errors import UsageError
 from paramserver.tests.benchmarks.test_bench import check_numbers, check_origin
 from paramserver.tests.hosts import why_not
@@ -120,7 +121,7 @@ def test_a_race_over_limited_links_ends_with_a_table_and_no_namespace(bench: Any
     check_numbers(report["results"])
     sides = report["results"]["sides"]
     assert set(sides) >= {"ddp", "diloco-q4"}
-    assert all(side["reached_runs"] == 0 and len(side["curve"]) == 8 for side in sides.values())
+    assert all(side["reached_runs"] == 0 and len(side["curve"]) == NUM_SAMPLES for side in sides.values())
     assert 0 < sides["diloco-q4"]["link_mb"] < sides["ddp"]["link_mb"] < 2 * 200 / 8 * 8
     assert "not reached" in table
     assert "torchft: NOT INSTALLED" in table or "torchft" in sides
