@@ -55,7 +55,7 @@ class Replay(Follower):
         """`is_relay`: the run above keeps the server's state, and may itself go back."""
         super().__init__(modes)
         self._is_relay = is_relay
-        self.set_aside: dict[int, int] = {}  # by rank, samples in contributions that no version has
+        self.set_aside: dict[int, int] = {}  # by rank, samples in contributions that no version has or will have
         self.has_gaps = False  # lines of commits are missing
         self.unchecked_modes: dict[str, None] = {}  # modes without installed rules
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
@@ -74,6 +74,7 @@ class Replay(Follower):
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
         self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
         self._may_be_open = False  # a contribution may be replied before it is committed
+        self._given_up: frozenset[str] = frozenset()  # outcomes after which a contribution is in no version
         self._durable: int | None = None  # version of the newest snapshot
         self._unseen: dict[int, int] = {}  # its numbers for ranks that no line has mentioned
         self._voided: set[tuple[int, int]] = set()
@@ -121,10 +122,13 @@ class Replay(Follower):
         if mode is None:
             self.unchecked_modes[started["mode"]] = None
             self._may_be_open = True
+            self._given_up = frozenset({"skipped", "rejected"})
             return []
-        kind = MODES.load(mode)
-        self._may_be_open = kind.replies_before_commit
-        return [rule(started) for rule in kind.rules]
+        policy = MODES.load(mode)
+        self._may_be_open = policy.replies_before_commit
+        # A worker that steps by itself has the steps of a dropped contribution in its next one.
+        self._given_up = frozenset({"skipped", "rejected", *(() if policy.kind.worker_steps else ("dropped",))})
+        return [rule(started) for rule in policy.rules]
 
     def _note_cut(self) -> None:
         if self._is_cut:
@@ -296,7 +300,7 @@ class Replay(Follower):
             self.samples[rank, number] = line.fields.get("samples") or 0
         elif outcome == "skipped":
             self._skipped.add((rank, number))
-        if outcome in ("skipped", "dropped", "rejected"):
+        if outcome in self._given_up:
             self.set_aside[rank] = self.set_aside.get(rank, 0) + (line.fields.get("samples") or 0)
 
     def _on_commit(self, line: Line) -> None:

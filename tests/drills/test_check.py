@@ -146,7 +146,7 @@ class _NeverSoFarAhead(Rule):
 
 
 def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type("OwnPolicy", (), {"rules": (_NeverSoFarAhead,), "replies_before_commit": False})
+    kind = type("OwnPolicy", (MODES.load("async"),), {"rules": (_NeverSoFarAhead,)})
     monkeypatch.setattr(type(MODES), "names", lambda self: ["own"])
     monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
     lines: list[Line] = [

@@ -24,7 +24,8 @@ def late_region(cluster: Cluster, mode: str, *flags: str, relay_flags: tuple[str
     often = ("--set", "server.status_interval_s=0.05")
     world = World(cluster, mode, *flags, *DEADLINE, *often, min_workers=1)
     for rank in range(2):
-        world.relay(rank, "--summary", f"relay{rank}.json", *often, *relay_flags)
+        files = ("--summary", f"relay{rank}.json", "--history", f"relay{rank}.jsonl")
+        world.relay(rank, *files, *often, *relay_flags)
     workers = world.workers(4.0, delay_s=0.1)
     until_version(world.relays[1], 2)
     late = workers[2:]
@@ -37,6 +38,8 @@ def late_region(cluster: Cluster, mode: str, *flags: str, relay_flags: tuple[str
     assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
     codes = [process.wait() for process in (*world.relays, world.above)]
     assert codes == [0, 0, 0], world.above.output
+    checked = cluster.command("launch", "check", "above.jsonl", "relay0.jsonl", "relay1.jsonl")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
     return world
 
 
