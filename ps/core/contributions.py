@@ -81,7 +81,7 @@ class Pending:
     @property
     def is_folded(self) -> bool:
         """Whether its payload is folded: it has one, and the server did not skip it."""
-        return (self.judgement is SOUND or self.judgement.is_taken) and self.contribution.kind.has_payload
+        return self.judgement.is_taken and self.contribution.kind.has_payload
 
 
 class Contributions:
@@ -147,10 +147,10 @@ class Contributions:
         num_counted, version = policy.num_counted[rank], policy.version
         num_steps = self._steps_in(contribution)
         decisions = policy.contributed(rank, contribution, at)
-        if decisions and type(decisions[0]) is Wait:
+        if decisions and isinstance(decisions[0], Wait):
             self._undecided[rank] = worker, event, version, num_steps
         elif policy.num_counted[rank] > num_counted:
-            outcome = "accepted" if event.judgement is SOUND or event.judgement.is_taken else "skipped"
+            outcome = "accepted" if event.judgement.is_taken else "skipped"
             found.append(self._note(event, outcome, version))
             self._counted(worker, stats, event, num_steps, found)
         else:
@@ -175,11 +175,9 @@ class Contributions:
         counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
         num_steps = self.policy.local_steps if counts.num_training_steps is None else counts.num_training_steps
         self._pending[rank] = Pending(contribution, hyperparameters, num_steps, worker.num_contributed, judged)
-        if hyperparameters is not None:
-            first = contribution.first
-            self.rates.counted(rank, hyperparameters, first.rates if first is not None else ())
+        self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
         stats.accepted(staleness, counts.num_samples, self.policy.lead(rank), event.at, steps)
-        self.staleness[bin_of(staleness) if staleness else 0] += 1
+        self.staleness[bin_of(staleness)] += 1
         self._ended_at = event.at
         if self._first is None and (min_steps := self.policy.min_steps_done) > self._begun_steps:
             self._first = event.at, min_steps, *self._sums()
@@ -190,7 +188,7 @@ class Contributions:
             found.append(Log("debug", "clipped", {"rank": rank, "seq": contribution.id.seq, "reason": judged.problem}))
         if not contribution.kind.has_payload:
             found.append(effects.Discard(contribution.id, is_counted=True))
-        elif judged is SOUND or judged.is_taken:
+        elif judged.is_taken:
             found.append(effects.Keep(contribution.id))
         else:
             stats.skipped += 1
@@ -286,9 +284,7 @@ class Contributions:
             lr_scale *= decision.lr_scale(
                 (pending.rank, pending.weight if pending.judgement.is_taken else 0.0) for pending in in_mean
             )
-        taken = [
-            pending.contribution for pending in in_mean if pending.judgement is SOUND or pending.judgement.is_taken
-        ]
+        taken = [pending.contribution for pending in in_mean if pending.judgement.is_taken]
         found.append(effects.Commit(
             policy.version, tuple([contribution.id for contribution in taken]), policy.committed_by or (),
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
@@ -301,14 +297,12 @@ class Contributions:
         policy = self.policy
         if len(in_mean) == 1:
             item = in_mean[0]
-            rank = item.contribution.id.rank
-            self.drawn.committed(rank, item.num_batches, item.num_steps, policy.steps_done(rank))
+            self.drawn.committed(item.rank, item.num_batches, item.num_steps, policy.steps_done(item.rank))
             return item.hyperparameters, item.clip_norm
         drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
         for item in in_mean:
-            rank = item.contribution.id.rank
-            num_batches, num_steps = drawn.get(rank, (0, 0))
-            drawn[rank] = num_batches + item.num_batches, num_steps + item.num_steps
+            num_batches, num_steps = drawn.get(item.rank, (0, 0))
+            drawn[item.rank] = num_batches + item.num_batches, num_steps + item.num_steps
         for rank, (num_batches, num_steps) in drawn.items():
             self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
         # A round steps under one schedule: that of the process with the most contributions, then of the lowest rank.
@@ -319,7 +313,7 @@ class Contributions:
 
     def _compare_clip_norms(self, in_mean: list[Pending], used: float, found: list[Effect]) -> None:
         """Warn once in a run when workers of a round clip to different norms: only one norm can be used."""
-        if any(pending.contribution.training.clip_norm != used for pending in in_mean):
+        if any(pending.clip_norm != used for pending in in_mean):
             self._clip_norms_differed = True
             by_rank = sorted((pending.rank, pending.clip_norm) for pending in in_mean)
             norms = ", ".join(f"{norm or 'none'} (rank {rank})" for rank, norm in by_rank[:_NUM_NAMED])
@@ -369,9 +363,8 @@ class Contributions:
                 policy.next_local_steps(rank), steps_done, num_workers, index, policy.training_steps, has_evaluator,
                 self._data.twins.pop(rank, None) if self._data.twins else None,
             ),
-            None,
-            self._group(rank) if has_peers else None,
-            StartInfo(self.drawn.num_batches(rank, steps_done), policy.in_step_of(rank), self.rates.of(rank))
+            group=self._group(rank) if has_peers else None,
+            start=StartInfo(self.drawn.num_batches(rank, steps_done), policy.in_step_of(rank), self.rates.of(rank))
             if is_start
             else None,
         )  # fmt: skip

@@ -230,8 +230,7 @@ class Run(Ending):
         worker = self.roster.find(event.rank, event.incarnation)
         if worker is None or self.is_closed:
             return self.contributions.refuse(event)
-        if worker.heard_at is not None:
-            self.roster.spoke(worker, event.at)
+        self.roster.spoke(worker, event.at)
         if worker.rank not in self.policy.members:
             error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
             return [*self.contributions.refuse(event), *self.expel(worker, error, event.at)]

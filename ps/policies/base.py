@@ -136,10 +136,9 @@ class Policy(Gates, ABC):
             # It was applied before, and its reply was lost. If it still waits for its round, so does the repeat.
             self._owe(member, Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
-        if member is None or seq != counted + 1 or member.pending is not None:
-            if (refusal := self._refusal(rank, seq)) is not None:
-                return [Discard(rank), refusal]
-            member = self.members[rank]
+        if (refusal := self._refusal(rank, seq)) is not None:
+            return [Discard(rank), refusal]
+        assert member is not None
         if counts.part and self.replies_before_commit:
             message = "this mode replies before a contribution is in a version, and cannot step a model in parts"
             return [Discard(rank), Refuse(rank, "BAD_REQUEST", message)]

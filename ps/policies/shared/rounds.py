@@ -101,7 +101,7 @@ class RoundPolicy(Policy):
             self._owe(member, Outcome.DROPPED)  # `_settle` replies, so not while training is on hold
             return [Discard(member.rank)]
         self._count(member)
-        self._continues = counts.part > 0 and counts.continues_step and (self._continues or not self._weights)
+        self._continues = counts.continues_step and (self._continues or not self._weights)
         self._part = counts.part
         self._weights[member.rank] = self._weight(contribution)
         self._is_missing_no_more(member.rank)
@@ -258,7 +258,4 @@ class RoundPolicy(Policy):
         may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)
         if not may_wait or rank in self._as_they_come:
             return 0
-        order = self._order
-        # Ranks ascend, so a rank that stands at its own number has all lower ranks before it.
-        position = rank if rank < len(order) and order[rank] == rank else bisect_left(order, rank)
-        return max(0, position - self._num_folded)
+        return max(0, bisect_left(self._order, rank) - self._num_folded)

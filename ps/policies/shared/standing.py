@@ -44,17 +44,8 @@ class Standing:
 
     def move(self, rank: int, before: int, number: int) -> None:
         """Move the rank from `before` to `number`."""
-        if number == before:
-            return
-        ranks = self._ranks.get(number)
-        if ranks is not None:
-            ranks[rank] = None
-        else:
+        if number != before:
             self.add(rank, number)
-        ranks = self._ranks[before]
-        if len(ranks) > 1:
-            del ranks[rank]
-        else:
             self.remove(rank, before)
 
     @property
