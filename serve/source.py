@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import nn
 
 from ..common.config.conditions import Every
-from ..worker.training.tasks.init import load_weights
+from ..worker.training.tasks.init import check_file, load_weights
 from .engine import Engine
 from .slots import Version
 
@@ -44,6 +44,8 @@ class WeightsFile:
     averaged_buffers: Collection[str] = ()
 
     def __init__(self, path: Path, run: str, version: int = 0) -> None:
+        """Raises UsageError for a file that cannot be read."""
+        check_file(str(path), "")
         self._path, self._version = path, Version(run, 0, version)
 
     def newest(self) -> Version | None:

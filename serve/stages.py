@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -306,9 +307,10 @@ class Stages:
     @property
     def kind(self) -> LanguageModel | None:
         """How the model is run. Each stage has its part of the cache, so the engine's one has no layers."""
-        kind = self.divided.kind
-        if kind is not None:
-            kind.cache_shape = 0, *kind.cache_shape[1:]
+        if self.divided.kind is None:
+            return None
+        kind = copy(self.divided.kind)
+        kind.cache_shape = 0, *kind.cache_shape[1:]
         return kind
 
     @property

@@ -202,6 +202,7 @@ def test_no_weights_or_two_sources_of_them_are_a_sentence(cluster: Cluster) -> N
     assert done.returncode == 2 and "weights come from one place" in done.stderr
     done = cluster.command("serve", "x.safetensors", "--task", "gpt")
     assert done.returncode == 2 and "x.safetensors: cannot be read" in done.stderr
+    assert "url" not in done.stdout + done.stderr, "it said that it serves"
 
 
 def test_a_port_that_is_taken_is_a_sentence(gpt: Client, cluster: Cluster) -> None:

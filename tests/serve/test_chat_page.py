@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from paramserver.common.config.conditions import every
 from paramserver.common.config.schema import Config
@@ -67,7 +69,10 @@ class Page:
 
     def __init__(self, task: Any, new_tab: Open, **options: Any) -> None:
         self.served, self._task = Served(task, Options(**options)), task
-        source = WeightsFile(Path(), "run")
+        self._folder = tempfile.TemporaryDirectory()
+        file = Path(self._folder.name, "unused.safetensors")
+        save_file({}, file)
+        source = WeightsFile(file, "run")
         follower = Follower(self.served.engine, source, every("10s"), lambda error: None)
         self._http = HttpServer("127.0.0.1:0", Config(), RULES, name="ps-serve", flag="--listen")
         self._http.start(make_app(Service("small", self.served.engine, follower, source, 1024)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,12 +86,28 @@ def read_tensors(path: str, shapes: Mapping[str, torch.Size], wanted: Collection
         raise UsageError(message, fix="give a file that --save has written") from None
 
 
+def check_file(path: str, flag: str) -> None:
+    """Raise UsageError if this is no readable safetensors file. Reads only its header."""
+    from safetensors import safe_open
+
+    with _named(path, flag), safe_open(path, "pt"):
+        pass
+
+
 def _read(path: str, flag: str) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with _named(path, flag):
         return {name.replace("_orig_mod.", ""): tensor for name, tensor in load_file(path).items()}
+
+
+@contextmanager
+def _named(path: str, flag: str) -> Iterator[None]:
+    """Turn the errors of a safetensors file into UsageErrors that name the flag and the file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
     except OSError as error:
         why = error.strerror or "there is no such file"
         fix = "put the file where every worker can read it" if flag else "give a file that --save has written"
