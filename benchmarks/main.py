@@ -368,11 +368,13 @@ def pipeline(
 
     chosen = parts.split(",")
     if unknown := sorted({*chosen} - {*PARTS}):
-        raise UsageError(f"--parts: '{unknown[0]}' is none of them", fix=f"--parts {','.join(PARTS)}")
+        raise UsageError(f"--parts: this benchmark has no part '{unknown[0]}'", fix=f"--parts {','.join(PARTS)}")
     if batch_size % microbatches or layers % 2:
         raise UsageError(f"{batch_size} samples or {layers} layers are not divided evenly", fix="--layers 8")
     if schedule not in SCHEDULES:
-        raise UsageError(f"--schedule: '{schedule}' is none of them", fix=f"--schedule {' or '.join(SCHEDULES)}")
+        raise UsageError(
+            f"--schedule: this benchmark has no schedule '{schedule}'", fix=f"--schedule {' or '.join(SCHEDULES)}"
+        )
     checked("sync", "adam", json_path, keep)
     options = PipelineOptions(chosen, width, layers, batch_size, microbatches, schedule, runs)
     show(measure_pipeline(options), json_path, keep)

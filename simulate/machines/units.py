@@ -64,5 +64,5 @@ def number(flag: str, text: str, least: float, most: float = math.inf) -> float:
         value = math.nan
     if not least <= value <= most or math.isinf(value):
         limit = f"at least {least:g}" if math.isinf(most) else f"from {least:g} to {most:g}"
-        raise UsageError(f"flag {flag}: {text} is not a number {limit}")
+        raise UsageError(f"flag {flag}: '{text}' is not a number {limit}")
     return value

@@ -52,9 +52,9 @@ def check_numbers(value: Any) -> None:
         ("step --task digit", "did you mean 'digits'?"),
         ("latency --exchange 10", "--exchanges"),
         ("zero --stages 0,2", "'2' is no stage"),
-        ("pipeline --parts spede", "'spede' is none of them"),
+        ("pipeline --parts spede", "has no part 'spede'"),
         ("pipeline --layers 3", "are not divided evenly"),
-        ("pipeline --schedule LoopedBFS", "'LoopedBFS' is none of them"),
+        ("pipeline --schedule LoopedBFS", "has no schedule 'LoopedBFS'"),
         ("xor --json nowhere/x.json", "there is no directory"),
     ],
 )

@@ -104,16 +104,22 @@ def test_torchrun_starts_a_group_again(run: EngineRun, inner: int, number: int) 
     assert [worker["restarts"] for worker in run.summary()["workers"]] == [1]
 
 
+def exit_code(folder: Path, code: str) -> int:
+    """Returns the exit code of the starter of two processes that run this code."""
+    started = subprocess.run(
+        [sys.executable, "-m", "paramserver.worker.replica_group", "2", "-c", code],
+        cwd=folder, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    print(started.stderr)
+    return started.returncode
+
+
 def test_one_that_fails_ends_those_that_stand_still(tmp_path: Path) -> None:
     """Whichever they are: the starter looks at each of them."""
     stands_still = (
         "import os, signal; os.kill(os.getpid(), signal.SIGSTOP) if os.environ['RANK'] == '0' else os._exit(15)"
     )
-    started = subprocess.run(
-        [sys.executable, "-m", "paramserver.worker.replica_group", "2", "-c", stands_still],
-        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
-    assert started.returncode == 15, started.stderr
+    assert exit_code(tmp_path, stands_still) == 15
 
 
 def test_the_exit_code_is_that_of_the_process_that_was_killed(tmp_path: Path) -> None:
@@ -124,11 +130,7 @@ def test_the_exit_code_is_that_of_the_process_that_was_killed(tmp_path: Path) ->
         "while not alive.exists() or not alive.read_text():\n    pass\n"
         "os.kill(int(alive.read_text()), signal.SIGKILL); os._exit(15)"
     )
-    started = subprocess.run(
-        [sys.executable, "-m", "paramserver.worker.replica_group", "2", "-c", one_is_killed],
-        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
-    assert started.returncode == 128 + signal.SIGKILL, started.stderr
+    assert exit_code(tmp_path, one_is_killed) == 128 + signal.SIGKILL
 
 
 def test_a_process_that_is_killed_counts_before_one_that_was_seen_to_lose_it(tmp_path: Path) -> None:
@@ -139,8 +141,4 @@ def test_a_process_that_is_killed_counts_before_one_that_was_seen_to_lose_it(tmp
         "while not other.exists() or not other.read_text() or pathlib.Path('/proc', other.read_text()).exists():\n"
         "    pass\nos.kill(os.getpid(), signal.SIGKILL)"
     )
-    started = subprocess.run(
-        [sys.executable, "-m", "paramserver.worker.replica_group", "2", "-c", last_is_killed],
-        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
-    assert started.returncode == 128 + signal.SIGKILL, started.stderr
+    assert exit_code(tmp_path, last_is_killed) == 128 + signal.SIGKILL

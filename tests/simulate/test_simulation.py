@@ -187,7 +187,7 @@ def test_percentiles_are_values_that_were_there() -> None:
         ({"stragglers": "p=0.1,p=0.9,x=5"}, "not of the form p=...,x=..."),
         ({"failures": "mtbf=1h"}, "not of the form"),
         ({"compute": "0s"}, "the time of a training step must be positive"),
-        ({"join_at": "60s:0"}, "0 is not a number from 1"),
+        ({"join_at": "60s:0"}, "'0' is not a number from 1"),
         ({"join_at": "4"}, "'4' is not a time"),
     ],
 )

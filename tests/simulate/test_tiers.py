@@ -77,7 +77,7 @@ def test_codecs_of_the_border_and_unequal_regions() -> None:
     [
         ("sync", {"regions": 4}, "6 workers cannot be divided equally among 4 regions"),
         ("async", {}, "mode async: the run above takes the mean gradient of each round"),
-        ("sync", {"upstream_every": "x"}, "flag --upstream-every: x is not a number at least 0"),
+        ("sync", {"upstream_every": "x"}, "flag --upstream-every: 'x' is not a number at least 0"),
     ],
 )
 def test_what_cannot_be_simulated(mode: str, flags: dict[str, Any], words: str) -> None:
