@@ -143,6 +143,11 @@ def sentences(hosts: Sequence[str], trips: Trips, regions: Sequence[Region], ups
         for region in regions
         if region.relay is None and len(region.hosts) > 1
     ]
+    latency = f"--border-latency {between.split()[-1]}ms " if between else ""
+    texts.append(
+        "How many steps between two exchanges? Give the slowest link between regions to: ps-sim CONFIG -n WORKERS "
+        f"--regions {len(regions)} {latency}--border-bandwidth 100mbit --upstream-every 0,8,32"
+    )
     return texts
 
 

@@ -198,6 +198,7 @@ def test_eight_hosts_in_three_regions(three_regions, marked) -> None:
     assert found is not None, lines
     near, far, widest = map(float, found.groups())
     assert 40 <= near < 60 and 120 <= far < 180 and widest < near / 3
+    assert f"--regions 3 --border-latency {far:g}ms" in lines.pop(-2)
     assert lines[10:] == [
         "These do not reach each other: host0 and host1.",
         f"The relays belong on host2, {lines[11].split()[-2]} {lines[11].split()[-1]}",
