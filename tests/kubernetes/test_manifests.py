@@ -50,7 +50,7 @@ def manifest(kind: str, is_of_region: bool = False) -> Manifest:
 
 
 SERVER, JOB = manifest("StatefulSet"), manifest("Job")
-RELAY, REGION_JOB = manifest("StatefulSet", True), manifest("Job", True)
+RELAY, REGION_JOB = [each for name, each in MANIFESTS if name == REGION.name and each["kind"] == "Job"]
 PODS = {
     role: found["spec"]["template"]["spec"]
     for role, found in (("server", SERVER), ("worker", JOB), ("relay", RELAY), ("region worker", REGION_JOB))
@@ -100,9 +100,8 @@ def test_names_meet() -> None:
     ports = {port["name"]: port["containerPort"] for port in container("server")["ports"]}
     assert all(ports[port["targetPort"]] == port["port"] for port in service["spec"]["ports"])
     relay = manifest("Service", True)
-    labels = RELAY["spec"]["template"]["metadata"]["labels"]
-    assert relay["spec"]["selector"].items() == labels.items() == RELAY["spec"]["selector"]["matchLabels"].items()
-    assert RELAY["spec"]["serviceName"] == relay["metadata"]["name"]
+    assert relay["spec"]["selector"] == RELAY["spec"]["template"]["metadata"]["labels"]
+    assert PODS["relay"]["subdomain"] == RELAY["metadata"]["name"] == relay["metadata"]["name"]
     assert {manifest["metadata"]["name"] for name, manifest in MANIFESTS if name == "config.yaml"} == {"ps-run"}
     assert manifest("ConfigMap")["metadata"]["name"] == PODS["server"]["volumes"][0]["configMap"]["name"]
     for role, pod in PODS.items():
@@ -131,7 +130,9 @@ def test_stopping_has_the_time_it_takes() -> None:
 
 def test_a_failure_that_another_try_cannot_mend_ends_the_job() -> None:
     """The exit codes of podFailurePolicy, against what our own launcher restarts."""
-    assert REGION_JOB["spec"]["podFailurePolicy"] == JOB["spec"]["podFailurePolicy"]
+    policy = JOB["spec"]["podFailurePolicy"]
+    assert REGION_JOB["spec"]["podFailurePolicy"] == policy
+    assert RELAY["spec"]["podFailurePolicy"] == json.loads(json.dumps(policy).replace('"worker"', '"relay"'))
     rules = JOB["spec"]["podFailurePolicy"]["rules"]
     (codes,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
     assert set(codes["values"]) == NO_RETRY
@@ -322,7 +323,7 @@ def test_two_regions_train_to_the_end(pods: Pods) -> None:
     for _, relay, job in regions:
         name = relay["metadata"]["name"]
         (container,) = relay["spec"]["template"]["spec"]["containers"]
-        relays.append(pods.pod(container, f"{name}-0"))
+        relays.append(pods.pod(container, f"{name}-0", JOB_COMPLETION_INDEX="0"))
         (container,) = job["spec"]["template"]["spec"]["containers"]
         for index in range(job["spec"]["completions"]):
             pod = f"{job['metadata']['name']}-{index}"
