@@ -71,7 +71,7 @@ def test_a_script_that_registers_nothing_is_warned_once(cluster: Cluster, how: s
     assert (second.wait(), server.wait()) == (0, 0), second.output
     (event,) = second.events("nothing_registered")
     assert event["level"] == "warning" and event["step"] == 6 and FIX in event["fix"]
-    assert ("its learning rate was 0.02" in event["meaning"]) == (how == "by hand")
+    assert ("learning rate restarts at 0.1 instead of 0.02" in event["meaning"]) == (how == "by hand")
 
 
 @pytest.mark.parametrize("how", ["registered", "warm-up"])
