@@ -92,7 +92,7 @@ class Policy(Gates, ABC):
         self.committed_by = None
         self.out.discard(rank)
         self._needed = self._num_needed()
-        self._standing.add(rank, number)
+        self._standing.put(rank, number)
         self._owe(member, Outcome.START)
         return decisions + self._joined(rank) + self._settle(now)
 
@@ -103,7 +103,7 @@ class Policy(Gates, ABC):
         del self._ranks[bisect_left(self._ranks, rank)]
         self.committed_by = None
         self._needed = self._num_needed()
-        self._standing.remove(rank, self.num_counted[rank])
+        self._standing.remove(rank)
         self._waiting.remove(rank)
         self.paused.discard(rank)
         return self._left(rank) + self._settle(now)

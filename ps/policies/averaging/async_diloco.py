@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from math import ceil
 from typing import Annotated, Any
 
@@ -83,28 +82,19 @@ class AsyncDilocoOptions(OverlapOptions, OuterOptions):
 class Speeds:
     """Local steps per second of live workers, with the fastest at hand."""
 
-    _by_rank: dict[int, float] = field(default_factory=dict)
-    _heap: list[tuple[float, int]] = field(default_factory=list)  # (- speed, rank); some entries are outdated
+    _negative: Standing[float] = field(default_factory=Standing)  # minus the speeds, so the least is of the fastest
 
     def measured(self, rank: int, speed: float) -> None:
-        self._by_rank[rank] = speed = (1 - _NEWEST) * self._by_rank.get(rank, speed) + _NEWEST * speed
-        heappush(self._heap, (-speed, rank))
-        self._tidy()
+        before = self._negative.number_of.get(rank, -speed)
+        self._negative.put(rank, (1 - _NEWEST) * before - _NEWEST * speed)
 
     def forget(self, rank: int) -> None:
-        if self._by_rank.pop(rank, None) is not None:
-            self._tidy()
+        self._negative.remove(rank)
 
     def share(self, rank: int) -> float:
         """Returns a worker's speed as a share of the fastest, 0 to 1; 1 while its speed is unknown."""
-        speed = self._by_rank.get(rank)
-        return 1.0 if speed is None else speed / -self._heap[0][0]
-
-    def _tidy(self) -> None:
-        while self._heap and self._by_rank.get(self._heap[0][1]) != -self._heap[0][0]:
-            heappop(self._heap)
-        if len(self._heap) > 2 * len(self._by_rank) + 64:
-            self._heap = sorted((-speed, rank) for rank, speed in self._by_rank.items())
+        own, fastest = self._negative.number_of.get(rank), self._negative.least
+        return 1.0 if own is None or fastest is None else own / fastest
 
 
 @dataclass
@@ -149,7 +139,7 @@ class AsyncDilocoPolicy(Policy):
         # delayed_update: the time of a rank's newest contribution
         self._handed_over: dict[int, float] = {}
         self._speeds, self._weights = Speeds(), Weights()
-        self._by_steps, self._ranked_steps = Standing(), dict[int, int]()  # live ranks by training steps done
+        self._by_steps = Standing[int]()  # live ranks by training steps done
 
     @classmethod
     def summary(cls, options: AsyncDilocoOptions) -> str:
@@ -199,18 +189,6 @@ class AsyncDilocoPolicy(Policy):
         super().restore(version, contributions, state)
         self._since_moved = state.get("since_moved", 0)
 
-    def _rank_by_steps(self, rank: int) -> None:
-        steps = self.steps_done(rank)
-        if rank in self._ranked_steps:
-            self._by_steps.move(rank, self._ranked_steps[rank], steps)
-        else:
-            self._by_steps.add(rank, steps)
-        self._ranked_steps[rank] = steps
-
-    def _unplace(self, rank: int) -> None:
-        if rank in self._ranked_steps:
-            self._by_steps.remove(rank, self._ranked_steps.pop(rank))
-
     # ---- who comes and goes -----------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Decision]:
@@ -219,13 +197,13 @@ class AsyncDilocoPolicy(Policy):
         return super().joined(rank, now)
 
     def _joined(self, rank: int) -> list[Decision]:
-        self._rank_by_steps(rank)
+        self._by_steps.put(rank, self.steps_done(rank))
         self._is_missing(rank)
         return []
 
     def _left(self, rank: int) -> list[Decision]:
         """Its contribution stays in the round. Its speed is dropped: a rank may come back on another machine."""
-        self._unplace(rank)
+        self._by_steps.remove(rank)
         self._missing.pop(rank, None)
         self._replied.pop(rank, None)
         self._handed_over.pop(rank, None)
@@ -257,7 +235,7 @@ class AsyncDilocoPolicy(Policy):
         self._count(member)
         self._too_many.pop(rank, None)  # counted here, and not when the version is there
         self._offsets[rank] = self._offsets.get(rank, self._offset) - (self.local_steps - steps)
-        self._rank_by_steps(rank)
+        self._by_steps.put(rank, self.steps_done(rank))
         self._missing.pop(rank, None)
         if self.common.delayed_update:
             self._handed_over[rank] = now

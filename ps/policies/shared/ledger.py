@@ -40,7 +40,7 @@ class Ledger(Traits):
         self._offsets: dict[int, int] = {}
         self._offset = 0  # of a rank that is new
         self._too_many: dict[int, int] = {}  # by rank: training steps that its open contribution lacks
-        self._standing = Standing()  # of the live ranks, by `num_counted`
+        self._standing = Standing[int]()  # of the live ranks, by `num_counted`
 
     def _copy_counts(self, other: Ledger) -> None:
         """Continue with the counts of a compatible mode's ledger."""
@@ -150,10 +150,9 @@ class Ledger(Traits):
     # ---- counting --------------------------------------------------------------------------
 
     def _count_contribution(self, rank: int) -> None:
-        number = self.num_counted[rank]
-        self.num_counted[rank] = number + 1
+        self.num_counted[rank] = number = self.num_counted[rank] + 1
         self._num_open[rank] = self._num_open.get(rank, 0) + 1
-        self._standing.move(rank, number, number + 1)
+        self._standing.put(rank, number)
 
     def _count_part(self, key: int, continues: bool) -> None:
         """Count a contribution of a part, or a round of them. One that continues a training step adds no step."""

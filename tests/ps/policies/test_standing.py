@@ -12,17 +12,16 @@ from paramserver.ps.policies.shared.standing import Standing
     moves=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6), st.booleans()), max_size=60), most=st.integers(0, 12)
 )
 def test_the_slowest_are_those_with_the_least_numbers(moves: list[tuple[int, int, bool]], most: int) -> None:
-    standing, numbers = Standing(), dict[int, int]()
+    standing, numbers = Standing[int](), dict[int, int]()
     for rank, number, stays in moves:
-        if rank not in numbers:
-            standing.add(rank, number)
-            numbers[rank] = number
-        elif stays:
-            standing.move(rank, numbers[rank], number)
+        if rank not in numbers or stays:
+            standing.put(rank, number)
             numbers[rank] = number
         else:
-            standing.remove(rank, numbers.pop(rank))
+            standing.remove(rank)
+            del numbers[rank]
     found = standing.first(most)
     assert len(set(found)) == len(found) == min(most, len(numbers))
     assert [numbers[rank] for rank in found] == sorted(numbers.values())[:most]
     assert standing.least == min(numbers.values(), default=None)
+    assert standing.number_of == numbers
