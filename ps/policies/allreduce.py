@@ -20,7 +20,7 @@ step. Where no length of the run is known, the server asks for them when all wor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class AllreducePolicy(Policy):
 
     def __init__(self, common: Common, options: AllreduceOptions) -> None:
         super().__init__(common, options)
+        self.outstanding = options.staleness
         self.generation = 0  # grows with each group
         self.group: tuple[int, ...] = ()  # the ranks of its members
         self.over_generation = 0  # the newest generation that lost a member
@@ -66,15 +67,11 @@ class AllreducePolicy(Policy):
         self._is_over = False  # a member of the generation has left
         self._turn = 0  # grows with every generation and every round
         self._brought = 0  # the newest version whose weights the server has
-        self._holders: set[int] = set()  # ranks whose workers have the newest weights
+        self.newest_holders: set[int] = set()
 
     @classmethod
     def summary(cls, options: AllreduceOptions) -> str:
         return f"staleness {options.staleness}" if options.staleness else ""
-
-    @property
-    def outstanding(self) -> int:
-        return self.options.staleness
 
     @property
     def staleness_bound(self) -> int | None:
@@ -90,17 +87,11 @@ class AllreducePolicy(Policy):
 
     def group_info(self, rank: int) -> GroupInfo:
         """The lowest rank uploads weights where the next step is the last, or may be and others are outstanding."""
-        may_be_last = bool(self.outstanding) if self.training_steps is None else self._is_last_step(rank)
-        is_last = self.is_stopping or may_be_last
-        uploads = bool(self.group) and rank == self.group[0] and is_last
+        may_be_last = bool(self.outstanding)
+        if self.training_steps is not None:
+            may_be_last = self.steps_done(rank) + 1 >= self.training_steps
+        uploads = bool(self.group) and rank == self.group[0] and (self.is_stopping or may_be_last)
         return GroupInfo(self.generation, self.group, "", self.has_newest_weights, uploads)
-
-    def _is_last_step(self, rank: int) -> bool:
-        return self.training_steps is not None and self.steps_done(rank) + 1 >= self.training_steps
-
-    @property
-    def newest_holders(self) -> Collection[int]:
-        return self._holders
 
     def weights_uploaded(self) -> None:
         self._brought = self.version
@@ -138,7 +129,7 @@ class AllreducePolicy(Policy):
 
     def _joined(self, rank: int) -> list[Decision]:
         self._outside.add(rank)
-        self._holders.discard(rank)
+        self.newest_holders.discard(rank)
         return []
 
     def _left(self, rank: int) -> list[Decision]:
@@ -183,7 +174,7 @@ class AllreducePolicy(Policy):
         commit = self._commit(self.group, f"all {len(self.group)} members of the group have the mean")
         if any(report.has_weights for report in self._reports.values()):
             self._brought = self.version
-        self._holders = set(self.group)
+        self.newest_holders = set(self.group)
         self._reports, self._turn = {}, self._turn + 1
         return [*decisions, commit]
 

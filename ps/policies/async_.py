@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from .base import Common
 from .shared.late import LateOptions
 from .single import SinglePolicy
 
@@ -22,13 +23,13 @@ class AsyncPolicy(SinglePolicy):
     Options = AsyncOptions
     options: AsyncOptions
 
+    def __init__(self, common: Common, options: AsyncOptions) -> None:
+        super().__init__(common, options)
+        self.pull_every = options.pull_every
+
     @classmethod
     def summary(cls, options: AsyncOptions) -> str:
         return options.late_rule
-
-    @property
-    def pull_every(self) -> int:
-        return self.options.pull_every
 
 
 ENTRY = AsyncPolicy

@@ -36,7 +36,7 @@ from pydantic import Field, model_validator
 from ....common.config.option import Flag
 from ....common.kinds import ContributionKind
 from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Policy
-from ..shared.decisions import Merge, Outer, Reply
+from ..shared.decisions import Outer, Reply
 from ..shared.standing import Standing
 from .diloco import OuterOptions, OverlapOptions
 
@@ -129,6 +129,7 @@ class AsyncDilocoPolicy(Policy):
 
     def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
         super().__init__(common, options)
+        self.local_steps, self.merge = options.local_steps, options.merged
         self._round: dict[int, float] = {}  # weights, by the rank that contributed, in that order
         self._open_steps: dict[int, int] = {}  # training steps of the round, by rank
         self._took_s = 0.0  # summed time of the round's deltas
@@ -147,20 +148,12 @@ class AsyncDilocoPolicy(Policy):
         return f"{options.local_steps} local steps, quorum {options.quorum}{delayed}{options.summary}"
 
     @property
-    def local_steps(self) -> int:
-        return self.options.local_steps
-
-    @property
     def outer(self) -> Outer:
         momentum, reason = self.options.outer_momentum, "as policy.outer_momentum says"
         if self.options.outer_delay is not None:
             numbers = {"lr": self.options.outer_lr, "momentum": _DELAYED if momentum is None else momentum}
             return Outer("DelayedNesterov", numbers, f"it moves with every {self.options.outer_delay} deltas")
         return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, reason)))
-
-    @property
-    def merge(self) -> Merge:
-        return self.options.merged
 
     # ---- training steps: a contribution has at most H of them ------------------------------
 

@@ -33,6 +33,7 @@ from pydantic import AfterValidator, Field
 
 from ....common.config.option import Section
 from ....common.kinds import ContributionKind
+from ..base import Common
 from ..shared.decisions import Merge, Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
 
@@ -111,22 +112,15 @@ class DilocoPolicy(RoundPolicy):
     may_aggregate = True
     may_delay_update = True
 
+    def __init__(self, common: Common, options: DilocoOptions) -> None:
+        super().__init__(common, options)
+        self.fragments, self.merge = options.fragments, options.merged
+        self.local_steps = options.local_steps // options.fragments
+
     @classmethod
     def summary(cls, options: DilocoOptions) -> str:
         parts = f", {options.fragments} fragments" if options.fragments > 1 else ""
         return f"{options.local_steps} local steps{parts}{options.summary}"
-
-    @property
-    def local_steps(self) -> int:
-        return self.options.local_steps // self.fragments
-
-    @property
-    def fragments(self) -> int:
-        return self.options.fragments
-
-    @property
-    def merge(self) -> Merge:
-        return self.options.merged
 
     @property
     def outer(self) -> Outer:

@@ -36,16 +36,13 @@ class LocalSgdPolicy(RoundPolicy):
 
     def __init__(self, common: Common, options: LocalSgdOptions) -> None:
         super().__init__(common, options)
+        self.local_steps = options.local_steps
         if common.leaves_out:
             self.kind = ContributionKind.DELTA
 
     @classmethod
     def summary(cls, options: LocalSgdOptions) -> str:
         return f"{options.local_steps} local steps"
-
-    @property
-    def local_steps(self) -> int:
-        return self.options.local_steps
 
     @property
     def outer(self) -> Outer | None:

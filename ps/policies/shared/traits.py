@@ -44,6 +44,12 @@ class Traits:
     changeable: ClassVar[tuple[str, ...]] = ()  # options that may change while the run goes on (`Policy.change`)
     compensation: Compensation | None = None  # of a late gradient, before it is folded
     over_generation: int = 0  # the newest generation of peers of which a member has left
+    local_steps: int = 1  # training steps in one contribution
+    pull_every: int = 1  # workers fetch weights with every Nth contribution
+    fragments: int = 1  # parts of the parameters, of which each contribution has one by turns
+    outstanding: int = 0  # means of peers that may be outstanding while a worker continues
+    merge: Merge = Merge()  # how workers merge deltas with the local steps taken meanwhile (policy.delayed_update)
+    newest_holders: Collection[int] = ()  # ranks whose workers have the newest weights, where the server has not
 
     @classmethod
     def summary(cls, options: Any) -> str:
@@ -51,34 +57,9 @@ class Traits:
         return ""
 
     @property
-    def local_steps(self) -> int:
-        """Training steps in one contribution."""
-        return 1
-
-    @property
     def outer(self) -> Outer | None:
         """The outer optimizer, where workers contribute deltas. It may change from commit to commit."""
         return None
-
-    @property
-    def pull_every(self) -> int:
-        """Workers fetch weights with every Nth contribution."""
-        return 1
-
-    @property
-    def fragments(self) -> int:
-        """Parts of the parameters, of which each contribution has one by turns."""
-        return 1
-
-    @property
-    def outstanding(self) -> int:
-        """Means of peers that may be outstanding while a worker continues."""
-        return 0
-
-    @property
-    def merge(self) -> Merge:
-        """How workers merge deltas with the local steps taken meanwhile (policy.delayed_update)."""
-        return Merge()
 
     @property
     def staleness_bound(self) -> int | None:
@@ -90,11 +71,6 @@ class Traits:
     def has_newest_weights(self) -> bool:
         """Whether the server has the weights of the newest version."""
         return True
-
-    @property
-    def newest_holders(self) -> Collection[int]:
-        """Ranks whose workers have the newest weights, where the server has not."""
-        return ()
 
     def weights_uploaded(self) -> None:
         """Note that the server has the newest weights now."""
