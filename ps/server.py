@@ -94,9 +94,8 @@ class Server:
 
     def after(self, config: Config) -> Server:
         """Return the server that replaces this one after it went back to a snapshot."""
-        snapshots = self.engine.snapshots
-        has_written = snapshots is not None and snapshots.num_written > 0
-        return Server(after_going_back(config, has_written), before=self, clock=self._clock)
+        config = after_going_back(config, self.engine.snapshots.num_written)
+        return Server(config, before=self, clock=self._clock)
 
     @property
     def address(self) -> str:

@@ -72,7 +72,7 @@ class Engine:
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
-        self.snapshots: Keeper | None = None
+        self.snapshots = Keeper()  # keeps nothing, until another takes its place
         self.dashboard = ""  # its address
         self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
         self.skipped_snapshots: list[str] = []  # damaged snapshots, newer than the one that was loaded
@@ -116,7 +116,7 @@ class Engine:
         except Exception as error:
             self.broke("event", error, at_event=events.LINES.write(event))
             return
-        if isinstance(event, events.Failed) and self.snapshots is not None:
+        if isinstance(event, events.Failed):
             self.snapshots.drop()
         if self.model.has_weights:
             self.model.staging.look_again()  # the worker that left may have been folded before others
@@ -162,8 +162,7 @@ class Engine:
     def close(self) -> None:
         """Stop tensor work and snapshots; waits for those that are in progress."""
         self.tensors.close()
-        if self.snapshots is not None:
-            self.snapshots.close()
+        self.snapshots.close()
 
     def tell(self, fact: Fact) -> None:
         """Publish a fact of this moment to the observers."""
@@ -272,7 +271,7 @@ class Engine:
             effects.Refuse: self.streams.refuse,
             effects.Fence: self._fence,
             effects.TakeSnapshot: self._take_snapshot,
-            effects.Prune: self._prune,
+            effects.Prune: lambda prune: self.snapshots.prune(prune.version),
             effects.TellDone: self.streams.tell_done,
             effects.End: lambda end: self._resolve(end.error),
             effects.Log: self._log,
@@ -334,10 +333,6 @@ class Engine:
         self.bytes_when[found.version] = own_bytes + sum(elsewhere)
         self.best.evaluated(found.version, found.is_best)
 
-    def _prune(self, prune: effects.Prune) -> None:
-        if self.snapshots is not None:
-            self.snapshots.prune(prune.version)
-
     def _log(self, line: effects.Log) -> None:
         if self.config.server.shard == 0:  # the other shards would log the same
             fields = line.fields
@@ -366,10 +361,9 @@ class Engine:
             self.streams.fence(rank, incarnation)
 
     def _take_snapshot(self, effect: effects.TakeSnapshot) -> None:
-        if self.snapshots is None or self.is_broken:
-            return
-        saved, states = self.complete(effect.saved)
-        self.snapshots.take(saved, lambda durable: self.offer(events.Stored(effect.attempt, durable)), states)
+        if not self.is_broken:
+            saved, states = self.complete(effect.saved)
+            self.snapshots.take(saved, lambda durable: self.offer(events.Stored(effect.attempt, durable)), states)
 
     def complete(self, saved: dict[str, Any]) -> tuple[dict[str, Any], dict[int, bytes]]:
         """Add what the run does not know to `Run.saved`: traffic and positions. Also returns the scripts' states."""

@@ -24,10 +24,16 @@ def make_policy(config: Config) -> Policy:
     if has_peers:
         _check_peers(config)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
-    settings |= {"training_steps": run.steps, "num_workers": run.workers, **_of_codecs(config)}
+    codecs = _codecs(config)
+    settings |= {"training_steps": run.steps, "num_workers": run.workers}
+    settings["leaves_out"] = not all(codec.takes_weights for codec in codecs)
+    settings["keeps_most"] = bool(codecs) and not codecs[0].suits_outer_momentum
     settings["max_staged"] = config.server.max_staged if config.server.shards == 1 else None  # `make_room`
     made = policy_of(run.mode, {**settings, **options.model_dump()})
-    _check_codecs(made, config)
+    if codecs:
+        from ...common.codecs.base import check_codecs
+
+        check_codecs(run.mode, made.kind, *codecs, fragments=made.fragments)
     if made.compensation is not None and config.worker.reply_codec != "raw":
         codec = config.worker.reply_codec
         raise UsageError(
@@ -61,22 +67,6 @@ def _codecs(config: Config) -> tuple[Any, ...]:
     return tuple(CODECS.load(name)() for name in names) if set(names) != {"raw"} else ()
 
 
-def _of_codecs(config: Config) -> dict[str, bool]:
-    """Returns the settings of `Common` that follow from the codecs."""
-    codecs = _codecs(config)
-    leaves_out = not all(codec.takes_weights for codec in codecs)
-    return {"leaves_out": leaves_out, "keeps_most": bool(codecs) and not codecs[0].suits_outer_momentum}
-
-
-def _check_codecs(policy: Policy, config: Config) -> None:
-    """Run `check_codecs`, unless both codecs are raw."""
-    if codecs := _codecs(config):
-        from ...common.codecs.base import check_codecs
-
-        up, down = codecs
-        check_codecs(config.run.mode, policy.kind, up, down, fragments=policy.fragments)
-
-
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
     """Returns the mode's state machine, with the settings that are fields of `Common` or of its options."""
     kind: type[Policy] = MODES.load(mode)
@@ -86,13 +76,12 @@ def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
     )
 
 
-def with_mode(config: Config, mode: str) -> Config:
-    """Returns the configuration with another mode."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"mode": mode})})
-
-
 def options_of(config: Config) -> Options:
     """Returns the run's options from the configuration."""
+
+    def policy_of(mode: str) -> Policy:
+        return make_policy(config.model_copy(update={"run": config.run.model_copy(update={"mode": mode})}))
+
     is_region = config.upstream.server is not None
     keeps = config.checkpoint.dir is not None or is_region
     return Options(
@@ -110,7 +99,7 @@ def options_of(config: Config) -> Options:
         patience=config.run.patience,
         every_steps=sys.maxsize if is_region else config.checkpoint.every_steps,
         every_s=config.checkpoint.every_s,
-        policy_of=lambda mode: make_policy(with_mode(config, mode)),
+        policy_of=policy_of,
         waits_for_first_snapshot=keeps and (config.server.shards > 1 or is_region),
         is_region=is_region,
     )

@@ -96,8 +96,8 @@ class ShardServer:
 
     def after(self, config: Config) -> ShardServer:
         """Return the server that replaces this one after it went back to a snapshot."""
-        snapshots = self._engine.snapshots if self._engine is not None else None
-        return ShardServer(after_going_back(config, snapshots is not None and snapshots.num_written > 0), self._clock)
+        num_written = self._engine.snapshots.num_written if self._engine is not None else 0
+        return ShardServer(after_going_back(config, num_written), self._clock)
 
     @property
     def address(self) -> str:

@@ -17,13 +17,13 @@ _MOST_NAMED = 5
 
 
 class Keeper:
-    """Keeps versions of a run outside of its server: on a disk, or in the run above (`relay/region.py`)."""
+    """Keeps versions of a run outside of its server: on a disk, or in the run above (`relay/region.py`). This class
+    keeps none."""
 
     num_written = 0  # by this process
 
     def take(self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes]) -> None:
         """Keep the newest version. `done` gets the newest version that is kept. See `Snapshots.take`."""
-        raise NotImplementedError
 
     def prune(self, least_common: int) -> None:
         """All shards have this version."""

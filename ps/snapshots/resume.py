@@ -78,10 +78,10 @@ def new_incarnation(config: Config, least: int) -> int:
     return incarnation
 
 
-def after_going_back(config: Config, has_written: bool) -> Config:
+def after_going_back(config: Config, num_written: int) -> Config:
     """Return the configuration of a server that goes back to a snapshot without a new process.
 
     If it has written snapshots itself, it resumes from them, and `checkpoint.resume` no longer applies.
     """
     checkpoint = config.checkpoint.model_copy(update={"resume": None})
-    return config.model_copy(update={"checkpoint": checkpoint}) if has_written else config
+    return config.model_copy(update={"checkpoint": checkpoint}) if num_written else config

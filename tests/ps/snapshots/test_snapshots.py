@@ -192,8 +192,8 @@ def test_every_start_has_an_incarnation_of_its_own(tmp_path):
 def test_who_goes_back_goes_on_from_what_it_wrote_whatever_it_was_to_begin_with(tmp_path):
     config = of(tmp_path)
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "never"})})
-    assert after_going_back(config, has_written=True).checkpoint.resume is None
-    assert after_going_back(config, has_written=False).checkpoint.resume == "never"
+    assert after_going_back(config, num_written=1).checkpoint.resume is None
+    assert after_going_back(config, num_written=0).checkpoint.resume == "never"
 
 
 # ---- shards that are not in the same state ---------------------------------------------------------------
