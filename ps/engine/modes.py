@@ -33,7 +33,8 @@ def make_policy(config: Config) -> Policy:
     if codecs:
         from ...common.codecs.base import check_codecs
 
-        check_codecs(run.mode, made.kind, *codecs, fragments=made.fragments)
+        up, down = codecs
+        check_codecs(run.mode, made.kind, up, down, fragments=made.fragments)
     if made.compensation is not None and config.worker.reply_codec != "raw":
         codec = config.worker.reply_codec
         raise UsageError(

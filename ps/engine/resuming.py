@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ...common.config.schema import Config
 from ...common.errors import CheckpointError
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
@@ -19,11 +18,11 @@ from .engine import Engine
 log = get_logger()
 
 
-def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
+def go_on(engine: Engine, available: Available, name: SnapshotName | None) -> None:
     """Restore the run from this snapshot, if there is one. Shard 0 also gives the run a new server incarnation.
 
     Raises CheckpointError for a snapshot that this run cannot continue from."""
-    run, model, states = engine.run, engine.model, engine.states
+    run, model, config = engine.run, engine.model, engine.config
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
@@ -34,7 +33,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
                 fix="resume in that mode, or start a new run with --resume never",
             )
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
-        states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
+        engine.states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
         restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps

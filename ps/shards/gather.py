@@ -26,10 +26,8 @@ from ...common.tensors.sharding import divide
 from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PayloadReader, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
-from ..core.run import Run
+from ..engine.engine import Engine
 from ..snapshots.resharding import put_together
-from ..tensors.model import Model
-from ..tensors.thread import TensorThread
 from .link import open_channel
 
 log = get_logger()
@@ -48,13 +46,7 @@ _FIX = "use the shard's newest snapshot, if snapshots are kept"
 
 
 async def collect(
-    config: Config,
-    addresses: Sequence[str],
-    whole: Layout,
-    local_tensors: dict[str, torch.Tensor],
-    *,
-    averaged: bool = False,
-    version: int | None = None,
+    engine: Engine, local_tensors: dict[str, torch.Tensor], *, averaged: bool = False, version: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the model by name, with aliases.
 
@@ -62,7 +54,9 @@ async def collect(
     (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
     reply.
     """
-    parts, credentials = [local_tensors], Credentials.read(config.security)
+    whole, addresses = engine.model.whole, engine.shard_addresses
+    assert whole is not None
+    parts, credentials = [local_tensors], Credentials.read(engine.config.security)
     request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
     for shard, address in enumerate(addresses[1:], start=1):
@@ -98,21 +92,22 @@ async def _pull(
 # ---- tables of rows -------------------------------------------------------------------------------
 
 
-async def write_tables(config: Config, run: Run, model: Model, tensors: TensorThread, addresses: Sequence[str]) -> None:
+async def write_tables(engine: Engine) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
+    config, run, model = engine.config, engine.run, engine.model
     path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
     assert path is not None and optimizer is not None and own_tables is not None
     metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
 
     def pull(table: int, ids: bytes) -> Awaitable[bytes]:
-        return tensors.run(partial(own_tables.pull, table, ids, MAX_DATA_BYTES))
+        return engine.tensors.run(partial(own_tables.pull, table, ids, MAX_DATA_BYTES))
 
     # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)
     try:
         with replacing(Path(path)) as file:
             file.write(_header([table for _, table in tables], metadata))
-            async for block in _blocks(config, run.name, addresses or ("",), pull, tables):
+            async for block in _blocks(config, run.name, engine.shard_addresses or ("",), pull, tables):
                 await asyncio.to_thread(file.write, block)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="free some space and run again") from None
