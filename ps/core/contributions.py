@@ -14,18 +14,7 @@ from typing import Any
 
 from ...common.errors import Reason, refusal
 from ...common.wire import records
-from ...common.wire.records import (
-    COUNTED,
-    Base,
-    Contribution,
-    ContributionId,
-    Counts,
-    GroupInfo,
-    NextWork,
-    Outcome,
-    Result,
-    StartInfo,
-)
+from ...common.wire.records import COUNTED, Contribution, Outcome
 from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply
 from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
@@ -159,8 +148,7 @@ class Contributions:
                 outcome = "refused"
             found.append(self._note(event, outcome, version))
             found.append(effects.Discard(contribution.id))
-        self._perform(decisions, at, found)
-        return found
+        return found + self.perform(decisions, at)
 
     def refuse(self, event: Contributed) -> list[Effect]:
         """Discard a contribution whose sender may not contribute now."""
@@ -218,12 +206,11 @@ class Contributions:
         """Reply again to a contribution that counts."""
         at, version = event.at, self.policy.version
         worker.waiting_since = at
-        contribution_id = ContributionId(worker.rank, worker.incarnation, event.seq)
-        contribution = Contribution(contribution_id, base=Base(version), counts=Counts(0))
+        contribution_id = records.ContributionId(worker.rank, worker.incarnation, event.seq)
+        contribution = Contribution(contribution_id, base=records.Base(version), counts=records.Counts(0))
         decisions = self.policy.contributed(worker.rank, contribution, at)
-        found: list[Effect] = [effects.ContributionTaken(contribution, version, "repeated", -1.0)]
-        self._perform(decisions, at, found)
-        return found
+        repeated = effects.ContributionTaken(contribution, version, "repeated", -1.0)
+        return [repeated, *self.perform(decisions, at)]
 
     def _note(self, event: Contributed, outcome: str, version: int) -> Effect:
         rank, incarnation, _ = event.contribution.id
@@ -235,10 +222,6 @@ class Contributions:
     def perform(self, decisions: list[Decision], at: float) -> list[Effect]:
         """Returns the policy's decisions as effects. `taken` has already discarded what does not count."""
         found: list[Effect] = []
-        self._perform(decisions, at, found)
-        return found
-
-    def _perform(self, decisions: list[Decision], at: float, found: list[Effect]) -> None:
         for decision in decisions:
             if isinstance(decision, Reply):
                 self._reply(decision, at, found)
@@ -262,6 +245,7 @@ class Contributions:
                 if refused is not None:
                     error = refusal(Reason[decision.kind], decision.reason)
                     found.append(effects.Refuse(decision.rank, refused.incarnation, error))
+        return found
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
@@ -295,10 +279,6 @@ class Contributions:
     def _commit_drawn(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
         """Count the batches of these contributions as committed; returns the commit's hyperparameters and clip_norm."""
         policy = self.policy
-        if len(in_mean) == 1:
-            item = in_mean[0]
-            self.drawn.committed(item.rank, item.num_batches, item.num_steps, policy.steps_done(item.rank))
-            return item.hyperparameters, item.clip_norm
         drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
         for item in in_mean:
             num_batches, num_steps = drawn.get(item.rank, (0, 0))
@@ -356,23 +336,25 @@ class Contributions:
             worker.num_asked = policy.outstanding + _ASKED_FOR
         elif worker.num_asked:
             worker.num_asked -= 1
-        has_peers = policy.kind.has_peers
+        has_peers, counted = policy.kind.has_peers, policy.num_counted.get(rank, 0)
         reply = records.Reply(
-            Result(outcome, policy.num_counted.get(rank, 0), policy.version, worker.staleness, gate_wait_s, reason),
-            NextWork(
+            records.Result(outcome, counted, policy.version, worker.staleness, gate_wait_s, reason),
+            records.NextWork(
                 policy.next_local_steps(rank), steps_done, num_workers, index, policy.training_steps, has_evaluator,
                 self._data.twins.pop(rank, None) if self._data.twins else None,
             ),
             group=self._group(rank) if has_peers else None,
-            start=StartInfo(self.drawn.num_batches(rank, steps_done), policy.in_step_of(rank), self.rates.of(rank))
-            if is_start
-            else None,
+            start=self._start(rank, steps_done) if is_start else None,
         )  # fmt: skip
         is_wanted = is_start or (not has_peers and (worker.wants_weights or outcome is not Outcome.APPLIED))
         found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.evaluates))
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
 
-    def _group(self, rank: int) -> GroupInfo | None:
+    def _start(self, rank: int, steps_done: int) -> records.StartInfo:
+        num_batches = self.drawn.num_batches(rank, steps_done)
+        return records.StartInfo(num_batches, self.policy.in_step_of(rank), self.rates.of(rank))
+
+    def _group(self, rank: int) -> records.GroupInfo | None:
         group = self.policy.group_info(rank)
         if group is None or not group.members:
             return group
@@ -408,9 +390,7 @@ class Contributions:
     def _sums(self) -> tuple[int, int]:
         """Samples and training steps of all workers."""
         stats = self._roster.stats.values()
-        return sum(stats_entry.samples for stats_entry in stats), sum(
-            stats_entry.training_steps for stats_entry in stats
-        )
+        return sum(of_rank.samples for of_rank in stats), sum(of_rank.training_steps for of_rank in stats)
 
     def _steps_in(self, contribution: Contribution) -> int:
         """Returns the training steps in a contribution that is taken now."""

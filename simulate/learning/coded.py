@@ -19,7 +19,6 @@ from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.wire.records import COUNTED, Outcome
 from ...ps.core import effects
 from ...ps.tensors.model import Model
-from ...ps.tensors.replies.reference import Whole
 from ...worker.tensors.transfer import Stretch
 from ...worker.transports.encoding import Encoding
 
@@ -78,7 +77,6 @@ class Down:
             model.references.replies(version, is_start)
             reference = model.references.of(codec, version)
             (whole,) = reference.update_from(0).made
-            assert isinstance(whole, Whole)
             return self._kept(reference.number, whole.payload)
         if self._newest[0] == 2 * version + is_start:
             return self._kept(*self._newest)

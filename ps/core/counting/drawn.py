@@ -19,11 +19,7 @@ class Drawn:
 
     def committed(self, rank: int, num_batches: int, num_steps: int, steps_done: int) -> None:
         """Count contributions of `num_steps` training steps as committed; the rank then has `steps_done` steps."""
-        batches, steps = self._counts.get(rank, (0, 0))
-        if steps == batches == steps_done - num_steps and num_batches == num_steps and steps:
-            self._counts[rank] = steps_done, steps_done  # a batch for each step, as before
-        else:
-            self._set(rank, self.num_batches(rank, steps_done - num_steps) + num_batches, steps_done)
+        self._set(rank, self.num_batches(rank, steps_done - num_steps) + num_batches, steps_done)
 
     def _set(self, rank: int, batches: int, steps: int) -> None:
         old_batches, old_steps = self._counts.get(rank, (0, 0))

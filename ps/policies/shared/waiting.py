@@ -37,14 +37,10 @@ class Waiting:
 
     def due(self, progress: int) -> list[int]:
         """Returns the ranks whose gate may be open now, ascending. The caller `shut`s those whose gate is closed."""
-        candidates = self._to_ask
+        candidates, self._to_ask = self._to_ask, set()
         while self._bounds and self._bounds[0] <= progress:
             candidates |= self._until.pop(heappop(self._bounds)) & self.ranks
-        if len(candidates) == 1:  # as nearly always
-            return [candidates.pop()]
-        found = sorted(candidates)
-        candidates.clear()
-        return found
+        return sorted(candidates)
 
     def shut(self, rank: int, until: int | None) -> None:
         """Check the rank's gate again when progress reaches `until`; None: after the next event."""

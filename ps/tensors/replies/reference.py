@@ -26,22 +26,15 @@ from ..thread import TensorThread
 _CHECKED_EVERY = 64  # differences between checksums; a checksum reads the model once on both sides
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Difference:
-    """A difference that leads to reference `number`. Its bytes, uint8 [payload_bytes], exist before it is sent."""
+    """Bytes that lead to reference `number`: an encoded difference, or the whole reference. They exist before they are
+    sent."""
 
     number: int
     without: frozenset[str] = frozenset()  # tensors that it leaves out
-    encoded: torch.Tensor | None = None
-    check: int | None = None
-
-
-@dataclass(eq=False)
-class Whole:
-    """A copy of reference `number`, uint8 [exchange_bytes], which exists before it is sent."""
-
-    number: int
     payload: torch.Tensor | None = None
+    check: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +44,19 @@ class ReferenceUpdate:
     number: int
     version: int
     codec: str  # of the differences; empty: a whole reference
-    made: tuple[Difference | Whole, ...]
+    made: tuple[Difference, ...]
     checked: Difference | None = None  # the newest difference with a checksum
 
     @property
     def left_out(self) -> list[frozenset[str]]:
         """The tensors that each difference leaves out. The list is empty if all differences are complete."""
-        without = [item.without for item in self.made if isinstance(item, Difference)]
+        without = [item.without for item in self.made]
         return without if any(without) else []
 
     @property
     def pieces(self) -> list[memoryview]:
         """The bytes to send."""
-        payloads = [item.encoded if isinstance(item, Difference) else item.payload for item in self.made]
-        return [as_bytes(payload) for payload in payloads if payload is not None]
+        return [as_bytes(item.payload) for item in self.made if item.payload is not None]
 
 
 class Reference:
@@ -80,7 +72,7 @@ class Reference:
         self._ring: deque[Difference] = deque(maxlen=max(1, (layout.exchange_bytes - 1) // max(1, self._num_encoded)))
         self._payload = new_payload(layout.exchange_bytes)
         self._encoder = codec.encoder(layout)
-        self._whole: Callable[[], Whole | None] = lambda: None
+        self._whole: Callable[[], Difference | None] = lambda: None
         tensors.submit(lambda: self._payload.copy_(store.weights[: layout.exchange_bytes]))
 
     def publish(self, version: int, without: frozenset[str] = frozenset()) -> None:
@@ -96,7 +88,7 @@ class Reference:
             if difference.number % _CHECKED_EVERY == 0:
                 difference.check = check_sum(layout, self._payload)
                 self.distance = distance(layout, self._store.weights, self._payload)
-            difference.encoded = encoded
+            difference.payload = encoded
 
         self._tensors.submit(work)
 
@@ -109,11 +101,11 @@ class Reference:
         checked = [difference for difference in made if difference.number % _CHECKED_EVERY == 0]
         return ReferenceUpdate(self.number, self.version, self._codec.name, made, checked[-1] if checked else None)
 
-    def _make_whole(self) -> Whole:
+    def _make_whole(self) -> Difference:
         """Return a copy of the reference. Workers that need it at the same time share it."""
         found = self._whole()
         if found is None or found.number != self.number:
-            whole = found = Whole(self.number)
+            whole = found = Difference(self.number)
             self._whole = weakref.ref(whole)
 
             def work() -> None:
