@@ -17,7 +17,7 @@ from ..common.tensors.optimizers import check_arguments
 from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
-from .engine.clock import Clock
+from .engine.clock import Clock, until_one_ends
 from .engine.engine import Engine
 from .engine.modes import make_policy
 from .engine.resuming import go_on
@@ -205,25 +205,17 @@ class Server:
     async def serve(self) -> None:
         """Serve until every worker has finished, the run has failed, or a stop was requested."""
         engine, finished = self.engine, self.engine.finished
-        helpers = [
-            asyncio.create_task(work)
-            for work in (
+        try:
+            await until_one_ends(
                 engine.until(lambda: finished.done() or self.goes_back),
                 self.stop_requested.wait(),
                 self._nobody_comes(),
                 self._clock.every(_TICK_S, self._tick),
                 self._clock.every(self._config.server.status_interval_s, self._report),
             )
-        ]
-        try:
-            done, _ = await asyncio.wait(helpers, return_when=asyncio.FIRST_COMPLETED)
-            for helper in done:  # a dead helper would leave time-outs and leases unchecked
-                if (error := helper.exception()) is not None:
-                    log.error("helper_failed", error=f"{type(error).__name__}: {error}")
-                    engine.end_with(ParamServerError(f"the server failed: {type(error).__name__}: {error}"))
-        finally:
-            for helper in helpers:
-                helper.cancel()
+        except Exception as error:  # a dead helper would leave time-outs and leases unchecked
+            log.error("helper_failed", error=f"{type(error).__name__}: {error}")
+            engine.end_with(ParamServerError(f"the server failed: {type(error).__name__}: {error}"))
         await self._wind_down()
         tensors = await self._final_tensors()
         lost = await self._write_tables() if tensors else None

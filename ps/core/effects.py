@@ -26,7 +26,9 @@ class Fact(Effect):
 
 
 @dataclass(slots=True)
-class ToAWorker(Effect):
+class OfAWorker(Effect):
+    """Concerns the process that holds `rank` as this `incarnation`."""
+
     rank: int
     incarnation: int
 
@@ -54,7 +56,7 @@ class NotSeated(Effect):
 
 
 @dataclass(slots=True)
-class Adopt(ToAWorker):
+class Adopt(OfAWorker):
     """The run takes this worker's model and optimizer; a resumed run takes its optimizer."""
 
 
@@ -64,33 +66,31 @@ class ForgetModel(Effect):
 
 
 @dataclass(slots=True)
-class AskForWeights(ToAWorker):
+class AskForWeights(OfAWorker):
     """Asks this worker for the initial weights, or for the final ones that only workers have."""
 
 
 @dataclass(slots=True)
-class Begin(ToAWorker):
+class Begin(OfAWorker):
     """The weights that this worker uploaded are version 0, or the newest version."""
 
 
 @dataclass(slots=True)
-class Refuse(ToAWorker):
+class Refuse(OfAWorker):
     """End this worker's call."""
 
     error: ParamServerError
 
 
 @dataclass(slots=True)
-class Fence(ToAWorker):
+class Fence(OfAWorker):
     """Drops what this incarnation of a rank, or an older one, has sent and no event has taken yet."""
 
     ends_streams: bool = True
 
 
 @dataclass(slots=True)
-class WorkerLeft(Fact):
-    rank: int
-    incarnation: int
+class WorkerLeft(Fact, OfAWorker):
     how: str  # goodbye, failed, closed, lease, replaced; finished: still connected, but no longer waited for
     reason: str
 
@@ -157,11 +157,9 @@ class Clip(Effect):
 
 
 @dataclass(slots=True)
-class SendReply(Fact):
+class SendReply(Fact, OfAWorker):
     """Lets a worker continue."""
 
-    rank: int
-    incarnation: int
     reply: Reply  # without what the wire adds: how the weights travel, the script's position, the group's secret
     has_weights: bool
     is_evaluated: bool = False  # by this worker

@@ -17,7 +17,7 @@ from ...common.wire.json_text import read_json
 from ..core.controls import keep_out
 from ..core.replication import Follower
 from ..core.state import Options
-from ..engine.clock import Clock
+from ..engine.clock import Clock, until_one_ends
 from ..engine.engine import Engine
 from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
@@ -179,21 +179,12 @@ class ShardServer:
             if engine.model.has_weights:
                 follower.outbox.put(engine.state)
 
-        work = (
+        await until_one_ends(
             self._obey(engine, follower),
             self._fail(engine, follower),
             self._clock.every(_TICK_S, engine.tick),
             self._clock.every(_STATE_S, report_state),
         )
-        tasks = [asyncio.create_task(item) for item in work]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fail(self, engine: Engine, follower: Follower) -> None:
         """Raise the error that ends the run on this shard.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -90,6 +90,15 @@ class Manifest(_Strict):
     states: dict[int, FileEntry] = Field(default_factory=dict, description="of ranks' scripts, in `state_file`")
 
 
+class SavedState(NamedTuple):
+    """An optimizer's state in a file."""
+
+    optimizer: OptimizerSpec
+    hyperparameters: tuple[Hyperparameters, ...]  # the present ones, of each group
+    scalars: tuple[str, ...]  # keys with one value for a parameter
+    tensors: Tensors  # by <key>/<parameter>
+
+
 def read_manifest(text: bytes) -> Manifest:
     """Return the manifest in `text`. Raises CheckpointError, which names the first mistake."""
     try:
@@ -131,8 +140,9 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
-        check_state(layout, optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
-        _check_numbers(optimizer, hyperparameters)
+        saved = SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
+        check_state(layout, saved)
+        _check_numbers(saved)
     elif OPTIMIZER in files:
         raise CheckpointError(f"it has an {OPTIMIZER} and no optimizer of the server")
     controls = manifest.training.get("controls")
@@ -158,10 +168,11 @@ def check_finite(layout: Layout, files: Files) -> None:
                     raise CheckpointError(f"{file}: tensor '{name}' is not finite: {problem}", fix=_FIX)
 
 
-def _check_numbers(optimizer: OptimizerSpec, hyperparameters: tuple[Hyperparameters, ...]) -> None:
+def _check_numbers(saved: SavedState) -> None:
     """Raise CheckpointError for hyperparameters that torch's class does not accept."""
+    optimizer = saved.optimizer
     try:
-        for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
+        for name, group, now in zip(optimizer.classes, optimizer.groups, saved.hyperparameters, strict=True):
             check_hyperparameters(name, group.hyperparameters)
             check_hyperparameters(name, now)
         for table in optimizer.tables:
@@ -170,29 +181,23 @@ def _check_numbers(optimizer: OptimizerSpec, hyperparameters: tuple[Hyperparamet
         raise CheckpointError(error.message, fix=_FIX) from None
 
 
-def check_state(
-    layout: Layout,
-    optimizer: OptimizerSpec,
-    hyperparameters: tuple[Hyperparameters, ...],
-    scalars: tuple[str, ...],
-    state: Tensors,
-) -> None:
-    """Raise CheckpointError unless the optimizer can continue from `state`.
+def check_state(layout: Layout, saved: SavedState) -> None:
+    """Raise CheckpointError unless the optimizer can continue from its saved state.
 
     All parameters of a group that were stepped must have the same keys. The state of a key has the parameter's shape,
     or one value for keys in `scalars`.
     """
-    groups, keys = members_of(layout, optimizer), keys_by_name(state)
+    groups, keys, state = members_of(layout, saved.optimizer), keys_by_name(saved.tensors), saved.tensors
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for members in groups:
         stepped = [entry.spec for entry in members if entry.spec.name in keys]
         for key in keys[stepped[0].name] if stepped else ():
             first = state[f"{key}/{stepped[0].name}"].dtype
             for spec in stepped:
-                shape = (first, ()) if key in scalars else (DTYPES[spec.dtype], spec.shape)
-                expected[f"{key}/{spec.name}"] = shape
+                is_scalar = key in saved.scalars
+                expected[f"{key}/{spec.name}"] = (first, ()) if is_scalar else (DTYPES[spec.dtype], spec.shape)
     _check_shapes(OPTIMIZER, expected, state)
-    _try_out(optimizer, hyperparameters, groups, scalars, state)
+    _try_out(saved, groups)
 
 
 def members_of(layout: Layout, optimizer: OptimizerSpec) -> list[list[Entry]]:
@@ -222,14 +227,9 @@ def _check_shapes(file: str, expected: Mapping[str, tuple[torch.dtype, tuple[int
             raise CheckpointError(f"{file}: tensor '{name}' is {found}")
 
 
-def _try_out(
-    optimizer: OptimizerSpec,
-    hyperparameters: tuple[Hyperparameters, ...],
-    groups: list[list[Entry]],
-    scalars: tuple[str, ...],
-    state: Tensors,
-) -> None:
+def _try_out(saved: SavedState, groups: list[list[Entry]]) -> None:
     """Try one step from the snapshot's state, with a parameter of one element in each group."""
+    optimizer, hyperparameters, scalars, state = saved
     for group, now in zip(optimizer.groups, hyperparameters, strict=True):
         for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
             raise CheckpointError(f"'{key}' is not a hyperparameter")

@@ -6,7 +6,6 @@ returns. State is kept per tensor of the model, so a store that cuts the model i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.torch import load
 
 from ...common.errors import CheckpointError
 from ...common.tensors.layout import Layout
-from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.tensors.optimizers import OptimizerSpec
 from ..tensors.flat_optimizer import GroupState, OptimizerState, TensorState
 from ..tensors.model import Model
 from ..tensors.store import Store
@@ -29,6 +28,7 @@ from .manifest import (
     FileName,
     Files,
     Manifest,
+    SavedState,
     Tensors,
     check_state,
     keys_by_name,
@@ -131,10 +131,10 @@ def read_optimizer(model: Model, payload: bytes) -> OptimizerState | None:
     has_shapes = any(entry.spec.shape for group in members_of(layout, optimizer) for entry in group)
     large = {full.partition("/")[0] for full, tensor in tensors.items() if tensor.dim()}
     scalars = tuple(sorted(key for key in keys - large if key == "step" or has_shapes))
-    hyperparameters = tuple(group.hyperparameters for group in optimizer.groups)
-    check_state(layout, optimizer, hyperparameters, scalars, tensors)
+    saved = SavedState(optimizer, tuple(group.hyperparameters for group in optimizer.groups), scalars, tensors)
+    check_state(layout, saved)
     # The hyperparameters come with the contribution.
-    return _state_from(tensors, scalars, layout, optimizer, [{} for _ in hyperparameters])
+    return _state_from(layout, saved._replace(hyperparameters=({},) * len(optimizer.groups)))
 
 
 def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
@@ -161,9 +161,8 @@ def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
                 fix="resume with the optimizer the run was started with"
                 + (", and with policy.outer_delay or without it as it was" if is_outer else ""),
             )
-        store.optimizer.set_state(
-            _state_from(loaded.state, manifest.scalars, loaded.layout, spec, manifest.hyperparameters)
-        )
+        saved = SavedState(spec, manifest.hyperparameters, manifest.scalars, loaded.state)
+        store.optimizer.set_state(_state_from(loaded.layout, saved))
     if store.tables is not None:
         try:
             store.tables.set_state(loaded.files.get(TABLES, {}))
@@ -177,16 +176,11 @@ def _fill(layout: Layout, payload: torch.Tensor, tensors: Tensors) -> None:
         view.copy_(tensors[spec.name])
 
 
-def _state_from(
-    tensors: Tensors,
-    scalars: Sequence[str],
-    layout: Layout,
-    spec: OptimizerSpec,
-    hyperparameters_now: Sequence[Hyperparameters],
-) -> OptimizerState:
-    """The optimizer's state as payloads again; `scalars` are the keys with one value for a parameter."""
+def _state_from(layout: Layout, saved: SavedState) -> OptimizerState:
+    """The optimizer's state as payloads again."""
+    _, _, scalars, tensors = saved
     state, keys = OptimizerState(), keys_by_name(tensors)
-    for members, hyperparameters in zip(members_of(layout, spec), hyperparameters_now, strict=True):
+    for members, hyperparameters in zip(members_of(layout, saved.optimizer), saved.hyperparameters, strict=True):
         group = GroupState(dict(hyperparameters), {})
         state.groups.append(group)
         for entry in members:

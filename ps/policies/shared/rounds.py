@@ -87,8 +87,7 @@ class RoundPolicy(Policy):
         its deadline keeps its order of folding until it closes."""
         self.options, found = options, list[Decision]()
         if self.has_fixed_set and not self._has_fixed_set():
-            late = self._order[self._num_folded :]
-            found = [Fold(rank, self._weights[rank]) for rank in late if rank in self._weights]
+            found = self._fold_rest()
         self.has_fixed_set = self._has_fixed_set() and (self.has_fixed_set or not self._weights)
         return found + super().change(options, now)
 
