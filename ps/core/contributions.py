@@ -83,7 +83,7 @@ class Contributions:
         self._max_rejected = max_rejected
         self._pending: dict[int, Pending] = {}  # by rank, until the policy folds it
         self.drawn = Drawn()
-        self._data = Data()
+        self.data = Data()
         self.rates = Rates()
         # Contributions whose decision is pending, by rank, with the version at arrival and the training steps.
         self._undecided: dict[int, tuple[Worker, Contributed, int, int]] = {}
@@ -128,7 +128,7 @@ class Contributions:
         if math.isfinite(training.loss):
             stats.loss = training.loss
         if (first := contribution.first) is not None and not worker.num_contributed:
-            found += self._data.record(rank, contribution.base.version, first.num_samples, first.digest)
+            found += self.data.record(rank, contribution.base.version, first.num_samples, first.digest)
         if contribution.counts.num_training_steps is None and (num_assigned := policy.assigned_steps(rank)) is not None:
             counts = replace(contribution.counts, num_training_steps=num_assigned)
             contribution = event.contribution = replace(contribution, counts=counts)
@@ -341,7 +341,7 @@ class Contributions:
             records.Result(outcome, counted, policy.version, worker.staleness, gate_wait_s, reason),
             records.NextWork(
                 policy.next_local_steps(rank), steps_done, num_workers, index, policy.training_steps, has_evaluator,
-                self._data.twins.pop(rank, None) if self._data.twins else None,
+                self.data.twins.pop(rank, None) if self.data.twins else None,
             ),
             group=self._group(rank) if has_peers else None,
             start=self._start(rank, steps_done) if is_start else None,
@@ -361,11 +361,6 @@ class Contributions:
         return replace(group, rendezvous=self._roster.workers[group.members[0]].rendezvous)
 
     # ---- for the summary, and what survives -------------------------------------------------
-
-    @property
-    def epoch_samples(self) -> int | None:
-        """Samples of the data set; None where workers did not report a length, or reported different ones."""
-        return self._data.num_samples
 
     @property
     def step_s(self) -> float:

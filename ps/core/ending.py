@@ -43,7 +43,7 @@ class Ending(Saving):
                 self.rhythm.committed()
             elif isinstance(effect, effects.SendReply):
                 if (group := effect.reply.group) is not None and group.members[:1] == (effect.rank,):
-                    uploads = group.uploads_weights or self.rhythm.is_due(lambda: self._min_steps_done() + 1, at)
+                    uploads = group.uploads_weights or self.rhythm.is_due(lambda: self.policy.min_steps_done + 1, at)
                     # The last snapshot has the optimizer's state too, and any step may be the last.
                     uploads |= self.rhythm.is_kept and self.policy.training_steps is None
                     group = replace(group, uploads_weights=uploads, uploads_optimizer=self.rhythm.is_kept)
@@ -52,12 +52,9 @@ class Ending(Saving):
                 found += self._close(effect.error or stopping(), at)
                 break
         may = self.rhythm.is_kept and not self.is_closed and self.policy.has_newest_weights
-        if may and self.rhythm.is_due(self._min_steps_done, at):
+        if may and self.rhythm.is_due(lambda: self.policy.min_steps_done, at):
             found += self._take_snapshot(at)
         return found
-
-    def _min_steps_done(self) -> int:
-        return self.policy.min_steps_done
 
     # ---- snapshots ------------------------------------------------------------------------
 

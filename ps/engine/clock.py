@@ -1,4 +1,4 @@
-"""The clock of a server process: monotonic seconds, and sleeping. A test's clock may jump. And tasks beside each other."""
+"""The clock of a server process: monotonic seconds, and sleeping; tasks beside each other. A test's clock may jump."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from socketserver import ThreadingTCPServer
 from threading import BoundedSemaphore, Lock, Thread
@@ -87,14 +88,12 @@ class MetricsSink(Sink, Collector):
         self._departures = _counter(registry, "departures", "Workers gone, and how", how=DEPARTURES)
         self._contributions = _counter(registry, "contributions", "What became of each", outcome=OUTCOMES)
         self._updates = _counter(registry, "updates", "Versions of the weights made; rounds, where there are")
-        self._in_update = _histogram(registry, "update_contributions", "Contributions in one update", _CONTRIBUTIONS)
-        self._staleness = _histogram(
-            registry, "staleness_versions", "Versions an accepted contribution was behind", _VERSIONS
-        )
-        self._exchanges = _histogram(
-            registry, "exchange_seconds", "From a contribution's departure to its reply, as measured by the worker",
-            _SECONDS,
-        )  # fmt: skip
+        histogram = partial(Histogram, namespace="paramserver", registry=registry)
+        self._in_update = histogram("update_contributions", "Contributions in one update", buckets=_CONTRIBUTIONS)
+        about = "Versions an accepted contribution was behind"
+        self._staleness = histogram("staleness_versions", about, buckets=_VERSIONS)
+        about = "From a contribution's departure to its reply, as measured by the worker"
+        self._exchanges = histogram("exchange_seconds", about, buckets=_SECONDS)
 
     def begin(self, engine: Engine) -> None:
         """Start to listen. Raises BindError."""
@@ -198,10 +197,6 @@ def _counter(registry: CollectorRegistry, name: str, text: str, **values: tuple[
     for value in sum(values.values(), ()):
         counter.labels(value)  # starts the series at 0, because one that begins at 1 would show no increase
     return counter
-
-
-def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(f"paramserver_{name}", text, buckets=buckets, registry=registry)
 
 
 def _values(engine: Engine, rank: int) -> dict[str, Value]:

@@ -133,7 +133,7 @@ def summary(engine: Engine) -> Summary:
 
 def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | None) -> Cost | None:
     """Return the cost of the run so far, or None without prices."""
-    prices, epoch_samples = engine.config.cost, engine.run.contributions.epoch_samples
+    prices, epoch_samples = engine.config.cost, engine.run.contributions.data.num_samples
     if prices.rate is None:
         return None
     epochs = samples / epoch_samples if epoch_samples and samples is not None else None

@@ -193,7 +193,8 @@ class ShardServer:
         the coordinator only lost this shard, it would go back to a snapshot, and the run would diverge again.
         """
         try:
-            await _failure_of(engine)
+            await engine.until(lambda: engine.is_broken)
+            engine.finished.result()
         except DivergedError as error:
             follower.outbox.put(ShardFailed(error.message, error.exit_code, error.fix))
             await self._clock.sleep(_FAILED_S)  # the coordinator's End arrives in this time
@@ -225,9 +226,3 @@ class ShardServer:
             engine.close()
             _ = engine.error  # already reported; reading it avoids asyncio's warning
         self._bus.close()
-
-
-async def _failure_of(engine: Engine) -> None:
-    """Wait for the error that ends the run on this shard, and raise it."""
-    await engine.until(lambda: engine.is_broken)
-    engine.finished.result()

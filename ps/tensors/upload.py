@@ -8,7 +8,6 @@ Pieces may arrive in any order, and before the contribution that they belong to.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,11 +15,11 @@ import torch
 from ...common.codecs.base import Codec, SelfContained, payload_bytes
 from ...common.errors import ParamServerError
 from ...common.tensors.layout import as_bytes
-from ...common.wire.frames import Frame, PayloadReader
+from ...common.wire.frames import PayloadReader
 from ..core.judgement import Judgement
 from .codec_memory import CodecMemory
+from .model import Model
 from .sanity import Findings
-from .store import Store
 from .thread import TensorThread
 from .windows import WINDOW_BYTES
 
@@ -32,25 +31,20 @@ _PART_BYTES = _WINDOWS_AT_ONCE * WINDOW_BYTES
 class Upload:
     """Receives one payload, encoded with `codec`, into `payload`, uint8 [layout.exchange_bytes].
 
-    With `in_segment`, the bytes arrive outside of messages: in memory that the worker shares, or on a direct
-    connection. `memory` is the server's memory of the worker's codec.
+    `reader` takes the pieces, and knows which bytes of the encoded payload have arrived. With `in_segment`, the bytes
+    arrive outside of messages: in memory that the worker shares, or on a direct connection. `memory` is the server's
+    memory of the worker's codec.
     """
 
     def __init__(
-        self,
-        store: Store,
-        tensors: TensorThread,
-        codec: Codec,
-        payload: torch.Tensor,
-        give_back: Callable[[torch.Tensor], None],
-        memory: CodecMemory,
-        in_segment: bool = False,
-    ) -> None:
+        self, model: Model, tensors: TensorThread, codec: Codec, payload: torch.Tensor, memory: CodecMemory,
+        in_segment: bool,
+    ) -> None:  # fmt: skip
         self.codec, self.payload, self.in_segment = codec, payload, in_segment
-        self._store, self._tensors, self._memory = store, tensors, memory
-        self._give_back = give_back
+        self._store, self._tensors, self._memory = model.store, tensors, memory
+        self._give_back = model.staging.give_back
         self._is_open = True
-        self.num_bytes = payload_bytes(codec, store.layout)  # of the encoded payload
+        self.num_bytes = payload_bytes(codec, model.store.layout)  # of the encoded payload
         self._encoded = None if codec.is_identity else memory.free_buffers.lend(self.num_bytes)
         self.target = as_bytes(payload if self._encoded is None else self._encoded)
         self.restart()
@@ -59,40 +53,21 @@ class Upload:
         """Start over, but keep the bytes in `ranges`, which are examined again."""
         self._findings = Findings()  # work that still runs adds to the old object
         self._errors: list[Exception] = []  # errors while examining parts
-        self._reader = PayloadReader(self.num_bytes, self._write, self._arrived if self.in_segment else None)
+        self.reader = PayloadReader(self.num_bytes, self._write, self._arrived if self.in_segment else None)
         num_bytes = self._store.layout.exchange_bytes
         # The number of missing bytes of each part.
         self._missing = [min(_PART_BYTES, num_bytes - start) for start in range(0, num_bytes, _PART_BYTES)]
         for start, end in ranges or ():
-            self._reader.has(start, end)
+            self.reader.has(start, end)
             if self._encoded is None:
                 self._arrived(start, end - start)
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """The received bytes [start, end) of the encoded payload."""
-        return self._reader.ranges
-
-    @property
-    def num_missing(self) -> int:
-        """The number of bytes that have not arrived."""
-        return self.num_bytes - self._reader.received
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all bytes have arrived."""
-        return self._reader.is_complete
 
     def check_sum(self) -> int:
         """Return the CRC-32 of the received bytes. It runs on the tensor thread."""
         crc = 0
-        for start, end in self.ranges:
+        for start, end in self.reader.ranges:
             crc = zlib.crc32(self.target[start:end], crc)
         return crc
-
-    def feed(self, piece: Frame) -> None:
-        """Receive the piece in a message. Raises a BAD_REQUEST refusal for an impossible piece."""
-        self._reader.feed(piece)
 
     def _write(self, offset: int, data: memoryview) -> None:
         self.target[offset : offset + len(data)] = data
@@ -137,7 +112,7 @@ class Upload:
     def take(self) -> torch.Tensor:
         """Return the payload, which the caller must give back."""
         self._is_open = False
-        self._reader.forget()
+        self.reader.forget()
         return self.payload
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class PartialTransfers:
     def keep(self, peer: Peer, seq: int, upload: Upload) -> bool:
         """Keep the upload of a lost stream. Returns False if the caller must close it."""
         staging = self._model.staging
-        is_worth_it = upload.num_bytes > _LEAST_BYTES and upload.ranges and not upload.is_complete
+        is_worth_it = upload.num_bytes > _LEAST_BYTES and 0 < upload.reader.received < upload.num_bytes
         if not is_worth_it or not staging.is_own(upload.payload) or staging.num_waiting:
             return False
         if not self._engine.may_return(peer):
@@ -54,7 +54,7 @@ class PartialTransfers:
             )
         if (upload := self._upload_of(peer.rank, seq)) is None:
             return None
-        ranges, crc = upload.ranges, await self._tensors.run(upload.check_sum)
+        ranges, crc = upload.reader.ranges, await self._tensors.run(upload.check_sum)
         if self._upload_of(peer.rank, seq) is not upload:
             return None
         borders = [border for found in ranges for border in found]

@@ -215,8 +215,8 @@ class Receiver:
             raise refusal(Reason.BAD_REQUEST, "a piece of a payload that no Begin or Contribution announced")
         if received.out_of_band and upload.in_segment:
             await self._transport.fetch(upload.target[received.offset :][: received.out_of_band])
-        upload.feed(received)
-        if contribution is None or not upload.is_complete:
+        upload.reader.feed(received)
+        if contribution is None or not upload.reader.is_complete:
             return False
         whole_at = self._engine.now()
         judgement = await upload.judge()
@@ -272,9 +272,8 @@ class Receiver:
         payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
         if payload is None:
             payload = await self._memory.borrow()
-        give_back, memories = self._model.staging.give_back, self._engine.folding.codec_memories
-        memory = memories.of(self._peer.rank)
-        return Upload(store, self._engine.tensors, codec, payload, give_back, memory, header.in_shared_memory)
+        memory = self._engine.folding.codec_memories.of(self._peer.rank)
+        return Upload(self._model, self._engine.tensors, codec, payload, memory, header.in_shared_memory)
 
     def _continue(self, begin: pb.Begin) -> None:
         """Continue the upload of a lost stream. Its missing bytes arrive on this stream."""
@@ -285,8 +284,8 @@ class Receiver:
         if upload.codec != codec or (begin.in_shared_memory and self._transport.memory(0) is not None):
             raise refusal(Reason.BAD_REQUEST, "a Begin continues an upload in another codec, or in another memory")
         upload.in_segment = begin.in_shared_memory
-        upload.restart(upload.ranges)
-        self._stream.owe(upload.num_missing)
+        upload.restart(upload.reader.ranges)
+        self._stream.owe(upload.num_bytes - upload.reader.received)
 
     def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
         """Return the store and codec of an announced payload. Raises a refusal for a wrong size or transport."""
