@@ -35,7 +35,7 @@ class RelayServer(Server):
         def passed_on(at: float, fact: Fact) -> None:
             publish(at, fact)
             if isinstance(fact, Evaluated) and not self._run.is_done:
-                link.measured(fact.step, fact.metrics)
+                link.measured(fact.point.step, fact.point.metrics)
 
         self.engine.publish = passed_on
 

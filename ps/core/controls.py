@@ -50,7 +50,7 @@ def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
             raise CannotError("the run is ending")
         result = known[event.do](run, event, found)
     except CannotError as why:
-        yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, str(why), False)
+        yield effects.ControlTaken(event, str(why), False)
         return
     yield Log("info", "control", {"result": result})
     mode_fields: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
         policy = run.policy
         options = policy.options.model_dump(mode="json")
         mode_fields = {"mode": run.mode, "staleness": policy.staleness_bound, "options": options}
-    yield effects.ControlTaken(event.number, event.do, event.rank, event.name, event.value, result, True, mode_fields)
+    yield effects.ControlTaken(event, result, True, mode_fields)
     yield from found
 
 

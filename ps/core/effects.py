@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import ParamServerError
+from ...common.reporting.curve import Point
 from ...common.reporting.status import Status
 from ...common.wire.records import Contribution, ContributionId, Outcome, Reply
+from .events import Controlled
 
 
 @dataclass(slots=True)
@@ -179,25 +181,17 @@ class KeepWeights(Effect):
 
 @dataclass(slots=True)
 class Evaluated(Fact):
-    """The weights of `version` were evaluated."""
+    """The weights of a version were evaluated."""
 
-    version: int
-    step: int
-    elapsed_s: float
-    metrics: dict[str, float]
+    point: Point
     is_best: bool  # so far
-    samples: int | None = None  # that had counted by then
 
 
 @dataclass(slots=True)
 class ControlTaken(Fact):
     """A control of the run (`controls.py`) was taken or refused; `result` is its outcome, or the reason."""
 
-    number: int  # of the request
-    do: str
-    rank: int | None
-    name: str
-    value: Any
+    event: Controlled
     result: str
     is_done: bool
     mode_fields: dict[str, Any] = field(default_factory=dict)  # for a new mode: the start line's fields about it

@@ -48,10 +48,9 @@ class Evaluations:
             return
         elapsed_s = round(self._run.contributions.elapsed_s(at, self._run.has_training_ended), 3)
         samples = total_or_unknown([stats_entry.known_samples for stats_entry in self._run.roster.stats.values()])
-        is_best = self._run.curve.add(
-            Point(step=step, version=evaluated, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
-        )
-        yield effects.Evaluated(evaluated, step, elapsed_s, metrics, is_best, samples)
+        point = Point(step=step, version=evaluated, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
+        is_best = self._run.curve.add(point)
+        yield effects.Evaluated(point, is_best)
         if version is not None:
             yield Log("info", "evaluated", {"step": step, "version": evaluated, "best": is_best, **metrics})
         if (lacks := self._run.curve.lacks()) and len(self._run.curve.points) == 1:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from ...common.config.sections.training import StoreConfig
 from ...common.errors import DivergedError, Reason
 
 Action = Literal["reject", "skip", "clip", "halt"]
@@ -28,20 +28,6 @@ _SEVERITY = {"take": 0, "skip": 1, "reject": 2, "halt": 3}
 def factor_to(most: float, norm: float) -> float:
     """Returns the factor that scales a gradient of `norm` to norm `most`, as clip_grad_norm_ does."""
     return most / (norm + _EPSILON)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Settings of the configuration's `store` section. `max_norm` None: any norm is taken, and none is computed."""
-
-    on_nonfinite: Action = "reject"
-    max_norm: float | None = None
-    on_large: Action = "clip"
-
-    def factor(self, norm: float) -> float:
-        """Returns the factor that scales a gradient of `norm` to the largest allowed one."""
-        assert self.max_norm is not None
-        return factor_to(self.max_norm, norm)
 
 
 class Judgement(NamedTuple):
@@ -65,8 +51,10 @@ class Judgement(NamedTuple):
 SOUND = Judgement("take")
 
 
-def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Literal["take"], str, str]:
-    """Returns (action, problem, setting that decides) for a contribution with a gradient of `norm`."""
+def decide(limits: StoreConfig, is_finite: bool, norm: float) -> tuple[Action | Literal["take"], str, str]:
+    """Returns (action, problem, setting that decides) for a contribution with a gradient of `norm`.
+
+    `limits.max_norm` None: any norm is taken, and none is computed."""
     if not is_finite:
         return limits.on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {limits.on_nonfinite}"
     if limits.max_norm is not None and norm > limits.max_norm:
@@ -75,7 +63,7 @@ def decide(limits: Limits, is_finite: bool, norm: float) -> tuple[Action | Liter
     return "take", "", ""
 
 
-def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
+def judge_whole(limits: StoreConfig, parts: Sequence[Judgement]) -> Judgement:
     """Returns the judgement for all shards: the most severe of the parts', or else that of the whole norm."""
     worst = max(parts, key=lambda part: _SEVERITY[part.action])
     if not worst.is_taken:
@@ -85,8 +73,9 @@ def judge_whole(limits: Limits, parts: Sequence[Judgement]) -> Judgement:
     action, problem, limit = decide(limits, True, norm)
     if action == "take":
         return taken
-    if action == "clip":
-        return Judgement("take", problem, limit, is_clipped=True, scale=limits.factor(norm))
+    if action == "clip" and limits.max_norm is not None:
+        return Judgement("take", problem, limit, is_clipped=True, scale=factor_to(limits.max_norm, norm))
+    assert action != "clip"
     return Judgement(action, problem, limit)
 
 

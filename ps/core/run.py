@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 from ...common.errors import ParamServerError, Reason, refusal
 from ..policies.base import Policy
@@ -36,12 +35,13 @@ class Run(Ending):
 
     def apply(self, event: events.Event) -> list[Effect]:
         """Changes the state by one event, and returns the effects in order."""
-        found = self._happens[type(event)](event)
+        handle = self._happens[type(event)]
+        found = self._of_a_worker(handle, event) if isinstance(event, events.OfAWorker) else handle(event)
         return found if isinstance(found, list) else list(found)
 
-    def _handlers(self) -> dict[type[events.Event], Callable[[Any], Iterable[Effect]]]:
-        """The method that handles each kind of event."""
-        of_a_worker: dict[type[events.Event], Callable[..., Iterable[Effect]]] = {
+    def _handlers(self) -> dict[type[events.Event], Callable[..., Iterable[Effect]]]:
+        """The method that handles each kind of event; those of an `OfAWorker` get its worker too."""
+        return {
             events.AskedAgain: self._asked_again,
             events.Disconnected: self._disconnected,
             events.Left: self._left,
@@ -50,10 +50,7 @@ class Run(Ending):
             events.Brought: self._brought,
             events.Finished: self._finished,
             events.StopAsked: self._stop_asked,
-        }
-        return {
             events.Contributed: self._contributed,
-            **{kind: partial(self._of_a_worker, follows) for kind, follows in of_a_worker.items()},
             events.Joined: self._joined,
             events.HeartbeatBegan: self._heartbeat_began,
             events.HeartbeatStopped: self._heartbeat_stopped,

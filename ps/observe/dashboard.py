@@ -61,13 +61,13 @@ class DashboardSink(Sink):
             case TickTaken(tick):
                 self._dashboard.push(tick)
             case RunStarted():
-                self._about = self._about_run(fact.run, fact.server_incarnation, time.time())
+                self._about = self._about_run(time.time())
                 points = [reports.with_bytes(self._engine, point) for point in self._run.curve.points]
                 evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
                 self._dashboard.begin(View(about=self._about, evaluations=evaluations), self._control, fact.version)
             case ControlTaken():
                 if (before := self._about) is not None:
-                    self._about = self._about_run(before.run, before.server_incarnation, before.started)
+                    self._about = self._about_run(before.started)
                     if self._about != before:
                         self._dashboard.retell(self._about)
                 self._resolve(fact)
@@ -75,7 +75,7 @@ class DashboardSink(Sink):
     def close(self) -> None:
         self._dashboard.close()
 
-    def _about_run(self, run_name: str, incarnation: int, started: float) -> About:
+    def _about_run(self, started: float) -> About:
         """Return a description of the run: mode, settings and controls. `started` is in Unix seconds."""
         config, run = self._config, self._run
         settings = config.model_dump(mode="json", exclude={"security"})
@@ -84,8 +84,8 @@ class DashboardSink(Sink):
         options = type(run.policy).summary(run.policy.options)
         return About(
             label=f"{run.mode} ({options})" if options else run.mode, lr_scale=run.contributions.lr_scale,
-            run=run_name, mode=run.mode, task=config.task.name or "", started=started, settings=settings,
-            server_incarnation=incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
+            run=run.name, mode=run.mode, task=config.task.name or "", started=started, settings=settings,
+            server_incarnation=run.incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
         )  # fmt: skip
 
     # ---- controls --------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class DashboardSink(Sink):
             del self._requests[number]
 
     def _resolve(self, fact: ControlTaken) -> None:
-        outcome = self._requests.get(fact.number)
+        outcome = self._requests.get(fact.event.number)
         if outcome is None or outcome.done():
             return
         if fact.is_done:

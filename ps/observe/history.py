@@ -57,11 +57,9 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 "outcome": result.outcome.name,
                 **({} if reply.next_work.local_steps else {"last": True}),
             }  # fmt: skip
-        case effects.ControlTaken(number, do, rank, name, value):
-            return "control", {
-                "do": do, "rank": rank, "name": name, "value": value, "result": fact.result, "done": fact.is_done,
-                **fact.mode_fields,
-            }  # fmt: skip
+        case effects.ControlTaken(event, result, is_done):
+            fields = {name: getattr(event, name) for name in ("do", "rank", "name", "value")}
+            return "control", {**fields, "result": result, "done": is_done, **fact.mode_fields}
         case effects.Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "seq": number, "resumed": is_resumed}
         case effects.WorkerLeft(rank, incarnation, how):

@@ -59,8 +59,7 @@ class CurveSink(Sink):
 
     def take(self, at: float, fact: Fact) -> None:
         assert isinstance(fact, Evaluated)
-        point = Point(step=fact.step, version=fact.version, elapsed_s=fact.elapsed_s, metrics=fact.metrics)
-        self._points.append(point)
+        self._points.append(fact.point)
 
     def flush(self) -> None:
         write_curve(self._path, self._points)

@@ -62,21 +62,20 @@ class TickSink(Sink):
         self._began, self._unix_s = engine.now(), time.time() - engine.now()  # offset of Unix time to a fact's time
 
     def take(self, at: float, fact: Fact) -> None:
-        run = self._run
         match fact:
             case ContributionTaken():
                 self._timeline.add(at - self._began, fact)
             case StatusTaken(status):
                 self._publish(at, status)
             case RunEnded():
-                self._add_event(at, fact, reason=run.ended_by)
+                self._add_event(at, fact, reason=self._run.ended_by)
                 self._publish(at, reports.status(self._engine), is_over=True)
             case WorkerLeft():
                 self._add_event(at, fact, reason=fact.reason)
-            case Evaluated():
-                point = reports.with_bytes(self._engine, run.curve.points[-1]).model_dump()
-                self._evaluations.append(EvaluatedPoint(**point, is_best=fact.is_best))
-                self._events.append(event(at + self._unix_s, "evaluated", None, {**point, "best": fact.is_best}))
+            case Evaluated(evaluated, is_best):
+                point = reports.with_bytes(self._engine, evaluated).model_dump()
+                self._evaluations.append(EvaluatedPoint(**point, is_best=is_best))
+                self._events.append(event(at + self._unix_s, "evaluated", None, {**point, "best": is_best}))
             case SnapshotTaken(version, _, path, sha256):
                 self._has_snapshot = True
                 self._snapshots.append(Snapshot(version=version, at=at + self._unix_s, path=path, sha256=sha256))

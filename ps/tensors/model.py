@@ -27,7 +27,6 @@ from ...common.tensors.sharding import Share, divide
 from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
-from ..core.judgement import Limits
 from ..policies.base import Policy
 from .replies.delivered import Delivered
 from .replies.publication import Changes, Publisher
@@ -291,19 +290,16 @@ class Model:
     def begin(self, weights: Segment, restore: Callable[[Store], None] = lambda _: None) -> None:
         """Begin with the initial weights, uint8 [total_bytes], or with the state that `restore` sets."""
         assert self.layout is not None
-        store, server, policy = self._config.store, self._config.server, self._config.policy
+        server, policy = self._config.server, self._config.policy
         self.prepare_tables(None)
         self.store = Store(
             self.layout,
             weights.payload,
             self.running,
             StoreOptions(
-                buffers=store.buffers,
-                polyak=store.polyak,
+                **dict(self._config.store),
                 aggregation=AGGREGATIONS.load(policy.aggregation),
                 trim=policy.trim,
-                clip_norm=store.clip_norm,
-                limits=Limits(store.on_nonfinite, store.max_norm, store.on_large),
                 is_part=server.shards > 1,
                 measures_direction=self._outer is not None,
                 steps=not self.kind.has_peers,

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...common.config.sections.training import StoreConfig
 from ...common.tensors.layout import FlatRun, Kind, View
-from ..core.judgement import SOUND, Judgement, Limits, decide
+from ..core.judgement import SOUND, Judgement, decide, factor_to
 from .windows import Window
 
 # A smaller factor would be a subnormal float32, so its square root is applied twice.
@@ -45,7 +46,7 @@ class Sanity:
     """
 
     def __init__(
-        self, limits: Limits, windows: list[Window], view: View, is_gradient: bool, is_part: bool = False,
+        self, limits: StoreConfig, windows: list[Window], view: View, is_gradient: bool, is_part: bool = False,
         name_of: Callable[[FlatRun], str] = lambda _: "",
     ) -> None:  # fmt: skip
         self.limits = limits
@@ -117,7 +118,7 @@ class Sanity:
         """
         if findings.is_finite and self.limits.max_norm is None:
             return SOUND
-        limits = replace(self.limits, max_norm=None) if self._is_part else self.limits
+        limits = self.limits.model_copy(update={"max_norm": None}) if self._is_part else self.limits
         action, problem, limit = decide(limits, findings.is_finite, findings.norm)
         is_clipped = False
         if not findings.is_finite:
@@ -128,7 +129,7 @@ class Sanity:
                 action, other, limit = decide(limits, findings.is_finite, findings.norm)
                 problem = f"{problem}, and without them {other}" if other else problem
         if action == "clip" and self.limits.max_norm is not None:
-            self.scale(payload, self.limits.factor(findings.norm))
+            self.scale(payload, factor_to(self.limits.max_norm, findings.norm))
             action, is_clipped = "take", True
         if action == "take":
             norm = findings.norm if self._is_part else 0.0

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from ...common.config.sections.training import StoreConfig
 from ...common.tensors.layout import FlatRun, Kind, Layout, View, kept_views
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ..core.judgement import Limits, factor_to
-from .aggregation.base import Aggregator, Buffers
+from ..core.judgement import factor_to
+from .aggregation.base import Aggregator
 from .aggregation.direction import Direction
 from .aggregation.mean import Mean
 from .flat_optimizer import FlatOptimizer, OptimizerState
@@ -53,25 +53,17 @@ class Step(NamedTuple):
     clip_norm: float = 0.0
 
 
-@dataclass(frozen=True)
-class StoreOptions:
-    """Settings of a store.
+class StoreOptions(StoreConfig):
+    """Settings of a store: the section `store` of the configuration, and those that follow from other settings.
 
-    - `polyak`: decay of the Polyak average. None: no average.
     - `trim`: policy.trim, for the aggregations that read it.
-    - `clip_norm`: limit on the 2-norm of the mean gradient, over all parameters and rows.
-    - `limits`: rules for contributions with NaN, Inf or a large norm.
     - `is_part`: other shards have the rest of the model.
     - `measures_direction`: compare each round's mean with the previous one.
     - `steps`: False if the optimizer only keeps the state that the workers send (`Store.bring`).
     """
 
-    buffers: Buffers = "average"
-    polyak: float | None = None
     aggregation: type[Aggregator] = Mean
     trim: int = 1
-    clip_norm: float | None = None
-    limits: Limits = field(default_factory=Limits)
     is_part: bool = False
     measures_direction: bool = False
     steps: bool = True
@@ -103,7 +95,7 @@ class Store:
         self.aggregator.sums = self._steps and optimizer is not None and optimizer.reduction == "sum"
         if tables is not None:
             tables.sums = self.aggregator.sums
-        self.sanity = Sanity(options.limits, self.windows, self._view, self._steps, options.is_part, self._name_of)
+        self.sanity = Sanity(options, self.windows, self._view, self._steps, options.is_part, self._name_of)
         self.tables = tables
         self.direction = Direction(self.windows, self._view) if options.measures_direction else None
         self._without: frozenset[str] = frozenset()  # parameters without a gradient in all folds since the last commit

@@ -127,15 +127,10 @@ class Receiver:
             is_lost = isinstance(error, StreamLost)
             raise
         finally:
-            upload, announced = self._upload, self._contribution
-            is_kept = (
-                is_lost
-                and upload is not None
-                and announced is not None
-                and self._partials.keep(self._peer, announced.id.seq, upload)
-            )
-            if upload is not None and not is_kept:
-                upload.close()
+            if (upload := self._upload) is not None:
+                announced = self._contribution if is_lost else None
+                if announced is None or not self._partials.keep(self._peer, announced.id.seq, upload):
+                    upload.close()
             self._memory.close()
 
     def take_now(self, received: Frame) -> bool:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from paramserver.common.config.sections.training import StoreConfig
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import new_payload
 from paramserver.common.tensors.optimizers import describe_optimizer
-from paramserver.ps.core.judgement import Limits
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
@@ -81,7 +81,7 @@ class Worker:
 
 
 @cache
-def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limits()) -> float:
+def train(aggregation: str, num_liars: int, trim: int = 1, limits: StoreConfig = StoreConfig()) -> float:
     """The loss on fresh samples after NUM_STEPS rounds; the liars have the lowest ranks."""
     workers = [Worker(rank, LIE if rank < num_liars else 1.0) for rank in range(NUM_WORKERS)]
     layout = workers[0].tensors.layout
@@ -89,7 +89,7 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: Limits = Limi
     weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(
-        layout, weights, spec, StoreOptions(aggregation=AGGREGATIONS.load(aggregation), trim=trim, limits=limits)
+        layout, weights, spec, StoreOptions(aggregation=AGGREGATIONS.load(aggregation), trim=trim, **dict(limits))
     )
     policy = policy_of("sync", {"training_steps": NUM_STEPS, "num_workers": NUM_WORKERS})
     for worker in workers:
@@ -136,6 +136,6 @@ def test_nothing_is_lost_where_nobody_lies() -> None:
 
 def test_a_cap_on_the_norm_bounds_what_one_liar_does() -> None:
     """The mean then learns with one of five lying, worse than a median; it is no defence against three."""
-    capped = Limits(max_norm=0.3, on_large="clip")
+    capped = StoreConfig(max_norm=0.3, on_large="clip")
     assert train("median", 1) < train("mean", 1, limits=capped) < LEARNED
     assert train("mean", 3, limits=capped) > CHANCE

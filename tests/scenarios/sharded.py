@@ -23,8 +23,9 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from paramserver.common.config.sections.training import StoreConfig
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.judgement import Limits, judge_whole
+from paramserver.ps.core.judgement import judge_whole
 from paramserver.ps.core.replication import Coordinator, Digest, Follower, Outbox, Sequencer
 from paramserver.ps.core.run import Run
 
@@ -125,7 +126,7 @@ class Shards:
         self.shards = [Shard(make_run()) for _ in range(num_shards)]
         first = self.shards[0]
         self.coordinator = Coordinator(
-            num_shards, happens=first.happens, now=lambda: self.now, judge=partial(judge_whole, Limits()),
+            num_shards, happens=first.happens, now=lambda: self.now, judge=partial(judge_whole, StoreConfig()),
             digest=first.run.digest,
         )  # fmt: skip
         first.sequencer = self.coordinator

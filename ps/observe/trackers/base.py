@@ -92,9 +92,10 @@ class TrackerSink(Sink):
                 self._start(status.step)
                 if status.step or status.workers:
                     self._tracker.log(status.step, _finite(metrics_of(status)))
-            case Evaluated():
-                self._start(fact.step)
-                self._tracker.log(fact.step, _finite({f"eval/{name}": metric for name, metric in fact.metrics.items()}))
+            case Evaluated(point):
+                self._start(point.step)
+                metrics = {f"eval/{name}": metric for name, metric in point.metrics.items()}
+                self._tracker.log(point.step, _finite(metrics))
 
     def _start(self, step: int) -> None:
         """Start the tracker at the first metrics. This runs on the sink's thread, as a connection may take seconds."""

@@ -48,7 +48,7 @@ def ask(run: Run, do: str, rank: int | None = None, name: str = "", value: objec
 
 def verdict(found: list[effects.Effect]) -> tuple[bool, str]:
     (taken,) = [effect for effect in found if isinstance(effect, effects.ControlTaken)]
-    assert taken.number == 7
+    assert taken.event.number == 7
     return taken.is_done, taken.result
 
 

@@ -106,7 +106,7 @@ def test_metrics_of_a_version_count_once_and_the_best_is_said() -> None:
         for version, loss in ((1, 2.0), (1, 1.0), (2, 3.0), (3, 1.5), (4, 0.0))
         for fact in metrics(run, version, loss)
     ]
-    found = [(fact.version, fact.is_best) for fact in facts if isinstance(fact, effects.Evaluated)]
+    found = [(fact.point.version, fact.is_best) for fact in facts if isinstance(fact, effects.Evaluated)]
     assert found == [(1, True), (2, False), (3, True)], "version 4 there is not"
     again = run_of()
     again.restore(3, ("model", "sgd"), run.saved(1.0))

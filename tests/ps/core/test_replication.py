@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paramserver.common.config.sections.training import StoreConfig
 from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.wire.records import TrainingInfo
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.judgement import SOUND, Judgement, Limits, judge_whole
+from paramserver.ps.core.judgement import SOUND, Judgement, judge_whole
 from paramserver.ps.core.replication import Coordinator, Gather, Outbox
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
@@ -179,17 +180,17 @@ def test_what_was_heard_is_not_kept_and_cannot_be_gone_back_to() -> None:
 
 def test_what_one_shard_cannot_take_none_takes() -> None:
     skip, reject, halt = (Judgement(action, "NaN", "limit") for action in ("skip", "reject", "halt"))
-    assert judge_whole(Limits(), [SOUND, skip, SOUND]) is skip
-    assert judge_whole(Limits(), [skip, reject, SOUND]) is reject
-    assert judge_whole(Limits(), [reject, halt]) is halt
+    assert judge_whole(StoreConfig(), [SOUND, skip, SOUND]) is skip
+    assert judge_whole(StoreConfig(), [skip, reject, SOUND]) is reject
+    assert judge_whole(StoreConfig(), [reject, halt]) is halt
     clipped = Judgement("take", "NaN", "limit", is_clipped=True)
-    assert judge_whole(Limits(), [SOUND, clipped]) is clipped
+    assert judge_whole(StoreConfig(), [SOUND, clipped]) is clipped
 
 
 def test_the_norm_is_that_of_all_parts() -> None:
     parts = [Judgement("take", norm=3.0), Judgement("take", norm=4.0)]
-    assert judge_whole(Limits(max_norm=5.01), parts).scale == 1.0
-    whole = judge_whole(Limits(max_norm=0.5), parts)
+    assert judge_whole(StoreConfig(max_norm=5.01), parts).scale == 1.0
+    whole = judge_whole(StoreConfig(max_norm=0.5), parts)
     assert whole.is_taken and whole.is_clipped
     assert whole.scale == pytest.approx(0.1, rel=1e-5)
-    assert judge_whole(Limits(max_norm=0.5, on_large="reject"), parts).action == "reject"
+    assert judge_whole(StoreConfig(max_norm=0.5, on_large="reject"), parts).action == "reject"

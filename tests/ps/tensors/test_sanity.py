@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paramserver.common.config.sections.training import StoreConfig
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.core.judgement import SOUND, Limits, decide, halted, rejected_too_often
+from paramserver.ps.core.judgement import SOUND, decide, halted, rejected_too_often
 from paramserver.ps.tensors.sanity import Findings
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
@@ -50,10 +51,10 @@ def payload_of(seed: int, scale: float = 1.0, layout: Layout = LAYOUT) -> Payloa
     return payload
 
 
-def store_of(limits: Limits, layout: Layout = LAYOUT, sends_gradients: bool = True, **options: Any) -> Store:
+def store_of(limits: StoreConfig, layout: Layout = LAYOUT, sends_gradients: bool = True, **options: Any) -> Store:
     names = tuple(spec.name for spec in layout.specs if spec.kind is P and spec.dtype == "float32")
     spec = OptimizerSpec("Adam", (GroupSpec(names, {"lr": 0.1, "weight_decay": 0.1}),)) if sends_gradients else None
-    return Store(layout, payload_of(999, layout=layout), spec, StoreOptions(limits=limits, **options))
+    return Store(layout, payload_of(999, layout=layout), spec, StoreOptions(**{**dict(limits), **options}))
 
 
 def norm_of(payload: Payload, layout: Layout = LAYOUT) -> float:
@@ -74,7 +75,7 @@ def measured(store: Store, payload: Payload) -> Findings:
 @pytest.mark.parametrize("on_large", ACTIONS)
 @pytest.mark.parametrize("max_norm", [None, 2.0])
 def test_what_the_settings_say(on_nonfinite: Any, on_large: Any, max_norm: float | None) -> None:
-    limits = Limits(on_nonfinite, max_norm, on_large)
+    limits = StoreConfig(on_nonfinite=on_nonfinite, max_norm=max_norm, on_large=on_large)
     assert decide(limits, True, 2.0)[0] == "take", "the cap itself is allowed"
     action, text, limit = decide(limits, False, math.nan)
     assert (action, text, limit) == (on_nonfinite, "NaN or Inf", f"store.on_nonfinite is {on_nonfinite}")
@@ -89,7 +90,7 @@ def test_what_the_settings_say(on_nonfinite: Any, on_large: Any, max_norm: float
 
 @pytest.mark.parametrize("end", [lambda j: halted(3, 17, 41, j), lambda j: rejected_too_often(3, 10, 10, 41, j)])
 def test_the_end_of_a_run_names_whom_what_and_the_limit(end: Callable[[Any], Any]) -> None:
-    store = store_of(Limits(max_norm=0.5, on_large="halt"))
+    store = store_of(StoreConfig(max_norm=0.5, on_large="halt"))
     error = end(store.sanity.examine(payload_of(1), store.weights))
     assert error.exit_code == 16
     for word in ("rank 3", f"norm {norm_of(payload_of(1)):.4g}", "store.max_norm is 0.5", "version 41"):
@@ -110,7 +111,7 @@ def test_the_norm_is_that_of_all_parameters(sizes: list[tuple[str, int]], seed: 
     specs = [TensorSpec(f"t{index}", P, dtype, (size,)) for index, (dtype, size) in enumerate(sizes)]
     layout = Layout([*specs, TensorSpec("statistics", B, "float32", (50,))])
     payload = payload_of(seed, scale, layout)
-    findings = measured(store_of(Limits(max_norm=1.0), layout, sends_gradients=False), payload)
+    findings = measured(store_of(StoreConfig(max_norm=1.0), layout, sends_gradients=False), payload)
     assert findings.is_finite
     assert findings.norm == pytest.approx(norm_of(payload, layout), rel=1e-5)
 
@@ -121,7 +122,7 @@ def test_the_order_of_arrival_changes_no_bit_of_the_norm(order: list[int], data:
     """A sync run that clips is to be the same to the last bit too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
-        store = store_of(Limits(max_norm=1.0))
+        store = store_of(StoreConfig(max_norm=1.0))
     assert len(store.windows) >= 8
     payload, whole = payload_of(3), measured(store, payload_of(3))
     findings = Findings()
@@ -139,7 +140,7 @@ def test_the_order_of_arrival_changes_no_bit_of_the_norm(order: list[int], data:
 def test_a_norm_whose_squares_overflow(dtype: str, value: float) -> None:
     """Large is not the same as infinite: measured, and clipped to the cap."""
     layout = Layout([TensorSpec("w", P, dtype, (100,))])
-    store = store_of(Limits(max_norm=2.0), layout, sends_gradients=False)
+    store = store_of(StoreConfig(max_norm=2.0), layout, sends_gradients=False)
     payload = new_payload(layout.total_bytes)
     views(payload, layout)["w"].fill_(value)
     expected = abs(views(payload, layout)["w"][0].double().item()) * 10
@@ -151,7 +152,7 @@ def test_a_norm_whose_squares_overflow(dtype: str, value: float) -> None:
 
 def test_a_norm_that_no_float_holds_is_clipped_to_nothing() -> None:
     layout = Layout([TensorSpec("w", P, "float64", (100,))])
-    store = store_of(Limits(max_norm=2.0), layout, sends_gradients=False)
+    store = store_of(StoreConfig(max_norm=2.0), layout, sends_gradients=False)
     payload = new_payload(layout.total_bytes)
     views(payload, layout)["w"].fill_(1.7e308)
     assert store.sanity.examine(payload, store.weights).is_clipped
@@ -163,7 +164,7 @@ def test_a_norm_that_no_float_holds_is_clipped_to_nothing() -> None:
 def test_nothing_to_measure_is_sound(specs: list[TensorSpec], max_norm: float | None) -> None:
     layout = Layout(specs)
     payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    store = Store(layout, payload.clone(), None, StoreOptions(limits=Limits("halt", max_norm, "halt")))
+    store = Store(layout, payload.clone(), None, StoreOptions(on_nonfinite="halt", max_norm=max_norm, on_large="halt"))
     assert store.sanity.examine(payload, store.weights) == SOUND
     assert store.sanity.judge(payload, Findings(), store.weights) == SOUND
 
@@ -177,7 +178,7 @@ def test_clipping_is_torchs(monkeypatch: pytest.MonkeyPatch, max_norm: float, wi
     """The same values as clip_grad_norm_ gives, which rounds norms of half precision to half precision; buffers,
     integers and gaps stay to the last byte."""
     monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
-    store, payload = store_of(Limits(max_norm=max_norm)), payload_of(5)
+    store, payload = store_of(StoreConfig(max_norm=max_norm)), payload_of(5)
     before = payload.clone()
     parameters = [torch.nn.Parameter(torch.zeros_like(views(payload)[name])) for name in PARAMETERS]
     for name, parameter in zip(PARAMETERS, parameters, strict=True):
@@ -197,7 +198,7 @@ def test_clipping_is_torchs(monkeypatch: pytest.MonkeyPatch, max_norm: float, wi
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0])
 def test_clipping_is_torchs_to_the_last_digits(max_norm: float) -> None:
     layout = Layout([TensorSpec("a", P, "float32", (41, 13)), TensorSpec("b", P, "float32", (9,))])
-    store, payload = store_of(Limits(max_norm=max_norm), layout), payload_of(5, layout=layout)
+    store, payload = store_of(StoreConfig(max_norm=max_norm), layout), payload_of(5, layout=layout)
     parameters = [torch.nn.Parameter(torch.zeros_like(view)) for view in views(payload, layout).values()]
     for view, parameter in zip(views(payload, layout).values(), parameters, strict=True):
         parameter.grad = view.clone()
@@ -212,7 +213,7 @@ def test_clipping_is_torchs_to_the_last_digits(max_norm: float) -> None:
 @pytest.mark.parametrize("max_norm", [None, 1e6])
 def test_what_is_not_finite_becomes_nothing(name: str, bad: float, max_norm: float | None) -> None:
     """0 in a gradient; in a statistic, where 0 would be a value, what the server has. All else stays."""
-    store, payload = store_of(Limits("clip", max_norm)), payload_of(5)
+    store, payload = store_of(StoreConfig(on_nonfinite="clip", max_norm=max_norm)), payload_of(5)
     views(payload)[name].reshape(-1)[3] = bad
     expected = payload.clone()
     views(expected)[name].reshape(-1)[3] = views(store.weights)["mean"][3] if name == "mean" else 0.0
@@ -223,7 +224,7 @@ def test_what_is_not_finite_becomes_nothing(name: str, bad: float, max_norm: flo
 
 def test_what_is_not_finite_of_weights_is_what_the_server_has() -> None:
     """localsgd: a weight of 0 would pull the others' there."""
-    store, payload = store_of(Limits("clip"), sends_gradients=False), payload_of(5)
+    store, payload = store_of(StoreConfig(on_nonfinite="clip"), sends_gradients=False), payload_of(5)
     views(payload)["a"][4, 4] = math.nan
     assert store.sanity.examine(payload, store.weights).is_clipped
     assert views(payload)["a"][4, 4] == views(store.weights)["a"][4, 4]
@@ -231,7 +232,7 @@ def test_what_is_not_finite_of_weights_is_what_the_server_has() -> None:
 
 @pytest.mark.parametrize("on_large", ACTIONS)
 def test_all_nan_and_what_is_left_is_measured(on_large: Any) -> None:
-    store, payload = store_of(Limits("clip", 1e-3, on_large)), payload_of(5)
+    store, payload = store_of(StoreConfig(on_nonfinite="clip", max_norm=1e-3, on_large=on_large)), payload_of(5)
     views(payload)["a"].fill_(math.nan)
     judgement = store.sanity.examine(payload, store.weights)
     if on_large == "clip":
@@ -248,7 +249,7 @@ def test_all_nan_and_what_is_left_is_measured(on_large: Any) -> None:
 @pytest.mark.parametrize("action", ["reject", "skip", "halt"])
 @pytest.mark.parametrize("wrong", ["nan", "large"])
 def test_what_is_not_clipped_is_not_touched(action: Any, wrong: str) -> None:
-    store, payload = store_of(Limits(action, 1.0, action)), payload_of(5)
+    store, payload = store_of(StoreConfig(on_nonfinite=action, max_norm=1.0, on_large=action)), payload_of(5)
     if wrong == "nan":
         views(payload)["a"][0, 0] = math.nan
     before = payload.clone()
@@ -264,7 +265,7 @@ def test_what_is_not_clipped_is_not_touched(action: Any, wrong: str) -> None:
 @pytest.mark.parametrize("sends_gradients", [True, False])
 def test_a_commit_of_nothing_is_a_version_with_the_same_weights(elsewhere: bool, sends_gradients: bool) -> None:
     """No step of the optimizer: its momentum and its weight decay would move the weights along zeros too."""
-    stores = [store_of(Limits(), sends_gradients=sends_gradients, polyak=0.9) for _ in range(2)]
+    stores = [store_of(StoreConfig(), sends_gradients=sends_gradients, polyak=0.9) for _ in range(2)]
     for store in stores:
         store.fold(payload_of(1), 1.0, 0)
         store.commit(Step(2, 0))
