@@ -94,8 +94,8 @@ class Server:
 
     def after(self, config: Config) -> Server:
         """Return the server that replaces this one after it went back to a snapshot."""
-        config = after_going_back(config, self.engine.snapshots.num_written)
-        return Server(config, before=self, clock=self._clock)
+        snapshots = self.engine.snapshots
+        return Server(after_going_back(config, snapshots.num_written), before=self, clock=self._clock)
 
     @property
     def address(self) -> str:

@@ -45,7 +45,6 @@ class Worker:
     is_away: bool = False  # its stream is lost and its process lives; or it is coming back
     is_finished: bool = False
     can_evaluate: bool = False
-    heard_at: float | None = None  # its newest sign of life; None: no heartbeat has come yet, so it has no lease
     waiting_since: float | None = None
     staleness: int = 0  # of its pending contribution
     wants_weights: bool = True  # with the pending reply
@@ -76,7 +75,8 @@ class Roster:
         self.num_finished = 0  # of those
         self._ranks: list[int] = []  # of those, ascending
         self._ranks_of: dict[str, dict[int, None]] = {}  # of those, by process
-        self._leased: OrderedDict[int, None] = OrderedDict()  # ranks with a lease, the last heard from comes last
+        # The newest sign of life of each rank with a lease, the last heard from comes last.
+        self.heard_at: OrderedDict[int, float] = OrderedDict()
         self.stats: dict[int, WorkerStats] = {}
         self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
         self._limit = limit
@@ -167,7 +167,7 @@ class Roster:
         del self._ranks_of[worker.process][rank]
         if not self._ranks_of[worker.process]:
             del self._ranks_of[worker.process]
-        self._leased.pop(rank, None)
+        self.heard_at.pop(rank, None)
         self.num_finished -= worker.is_finished
 
     def finished(self, worker: Worker) -> None:
@@ -207,9 +207,7 @@ class Roster:
     def heartbeat(self, rank: int, process: str, now: float) -> None:
         """Note a heartbeat. From its first one on, the worker has a lease."""
         if self.is_member(rank, process):
-            self.workers[rank].heard_at = now
-            self._leased[rank] = None
-            self._leased.move_to_end(rank)
+            self._heard(rank, now)
 
     def is_member(self, rank: int, process: str) -> bool:
         """Whether this process holds the rank."""
@@ -217,26 +215,25 @@ class Roster:
 
     def spoke(self, worker: Worker, now: float) -> None:
         """Note a message of the worker's exchange, which renews its lease as a heartbeat does."""
-        if worker.heard_at is not None:
-            worker.heard_at = now
-            self._leased.move_to_end(worker.rank)
+        if worker.rank in self.heard_at:
+            self._heard(worker.rank, now)
+
+    def _heard(self, rank: int, now: float) -> None:
+        self.heard_at[rank] = now
+        self.heard_at.move_to_end(rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
         """Returns the workers whose lease has ended, by rank, with the seconds since their last message.
 
         The caller asks every `_LOOK_S`. Time in which this process itself was frozen does not count."""
         if pause_s := self._standstill.look(now):
-            for rank in self._leased:
-                worker = self.workers[rank]
-                assert worker.heard_at is not None
-                worker.heard_at = min(now, worker.heard_at + pause_s)
+            for rank, heard_at in self.heard_at.items():
+                self.heard_at[rank] = min(now, heard_at + pause_s)
         found = []
-        for rank in self._leased:
-            worker = self.workers[rank]
-            assert worker.heard_at is not None
-            if now - worker.heard_at <= self._lease_s:
+        for rank, heard_at in self.heard_at.items():
+            if now - heard_at <= self._lease_s:
                 break  # the others sent something later
-            found.append((worker, now - worker.heard_at))
+            found.append((self.workers[rank], now - heard_at))
         return sorted(found, key=lambda silent: silent[0].rank)
 
 

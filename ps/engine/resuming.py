@@ -22,7 +22,7 @@ def go_on(engine: Engine, available: Available, name: SnapshotName | None) -> No
     """Restore the run from this snapshot, if there is one. Shard 0 also gives the run a new server incarnation.
 
     Raises CheckpointError for a snapshot that this run cannot continue from."""
-    run, model, config = engine.run, engine.model, engine.config
+    run, model, states, config = engine.run, engine.model, engine.states, engine.config
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
@@ -33,7 +33,7 @@ def go_on(engine: Engine, available: Available, name: SnapshotName | None) -> No
                 fix="resume in that mode, or start a new run with --resume never",
             )
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
-        engine.states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
+        states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
         restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps

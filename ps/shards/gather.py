@@ -54,9 +54,10 @@ async def collect(
     (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
     reply.
     """
-    whole, addresses = engine.model.whole, engine.shard_addresses
+    config, model, addresses = engine.config, engine.model, engine.shard_addresses
+    whole = model.whole
     assert whole is not None
-    parts, credentials = [local_tensors], Credentials.read(engine.config.security)
+    parts, credentials = [local_tensors], Credentials.read(config.security)
     request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
     for shard, address in enumerate(addresses[1:], start=1):
@@ -94,13 +95,13 @@ async def _pull(
 
 async def write_tables(engine: Engine) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
-    config, run, model = engine.config, engine.run, engine.model
+    config, run, model, tensors = engine.config, engine.run, engine.model, engine.tensors
     path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
     assert path is not None and optimizer is not None and own_tables is not None
     metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
 
     def pull(table: int, ids: bytes) -> Awaitable[bytes]:
-        return engine.tensors.run(partial(own_tables.pull, table, ids, MAX_DATA_BYTES))
+        return tensors.run(partial(own_tables.pull, table, ids, MAX_DATA_BYTES))
 
     # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)

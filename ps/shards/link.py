@@ -186,10 +186,8 @@ class Link:
             refused = refusal_from_status(error)
             if refused is not None and refused.reason is not Reason.NOT_READY:
                 raise refused from None
-            text = (
-                refused.message if refused is not None else f"{error.code().name}: {shown(error.details() or '', 500)}"
-            )
-            raise LinkLost(text) from None
+            status = f"{error.code().name}: {shown(error.details() or '', 500)}"
+            raise LinkLost(refused.message if refused is not None else status) from None
         if not isinstance(message, pb.ShardOrder):  # the end of the stream
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:

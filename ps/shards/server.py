@@ -23,6 +23,7 @@ from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
+from ..snapshots.common import Keeper
 from ..snapshots.resume import after_going_back
 from ..snapshots.snapshots import Snapshots
 from ..wire.listening import Listening
@@ -96,8 +97,8 @@ class ShardServer:
 
     def after(self, config: Config) -> ShardServer:
         """Return the server that replaces this one after it went back to a snapshot."""
-        num_written = self._engine.snapshots.num_written if self._engine is not None else 0
-        return ShardServer(after_going_back(config, num_written), self._clock)
+        snapshots = self._engine.snapshots if self._engine is not None else Keeper()
+        return ShardServer(after_going_back(config, snapshots.num_written), self._clock)
 
     @property
     def address(self) -> str:
@@ -193,8 +194,9 @@ class ShardServer:
         the coordinator only lost this shard, it would go back to a snapshot, and the run would diverge again.
         """
         try:
+            finished = engine.finished
             await engine.until(lambda: engine.is_broken)
-            engine.finished.result()
+            finished.result()
         except DivergedError as error:
             follower.outbox.put(ShardFailed(error.message, error.exit_code, error.fix))
             await self._clock.sleep(_FAILED_S)  # the coordinator's End arrives in this time

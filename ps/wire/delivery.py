@@ -33,7 +33,8 @@ class Delivery:
     """Sends replies to one worker. A START also has the frozen tensors, and always uses the stream's messages."""
 
     def __init__(self, engine: Engine, stream: Stream, peer: Peer) -> None:
-        self._engine, self._model, self._stream, self._peer = engine, engine.model, stream, peer
+        self._model, self._stream, self._peer = engine.model, stream, peer
+        self._tensors, self._folding, self._states = engine.tensors, engine.folding, engine.states
         self._frames = Transport(engine.model, stream)
         self.transport = self._frames
 
@@ -62,7 +63,7 @@ class Delivery:
         """Send the reply of an item, with its weights."""
         effect = go.effect
         version = effect.reply.result.version
-        script = self._engine.states.at(self._peer.rank, effect.reply.result.seq) if effect.is_start else None
+        script = self._states.at(self._peer.rank, effect.reply.result.seq) if effect.is_start else None
 
         def header(version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage:
             message = self._message(effect.reply)
@@ -150,9 +151,8 @@ class Delivery:
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
         """Send the weights in the worker's codec. Its memory depends on the worker, so workers share no frames."""
-        model, tensors = self._model, self._engine.tensors
-        memory = self._engine.folding.codec_memories.of(self._peer.rank)
-        version = go.effect.reply.result.version
+        model, tensors = self._model, self._tensors
+        memory, version = self._folding.codec_memories.of(self._peer.rank), go.effect.reply.result.version
         encode = partial(memory.encode, codec)
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             encoded = await tensors.run(partial(encode, copy_of(memoryview(go.payload or model.small_payload()))))

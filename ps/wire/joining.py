@@ -43,6 +43,7 @@ class Joining:
 
     def __init__(self, engine: Engine, port: Port | None) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
+        self._folding, self._tensors = engine.folding, engine.tensors
         self._config = config = engine.config
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
@@ -66,8 +67,7 @@ class Joining:
         peer.is_relay, peer.traffic.region = join.num_workers > 0, join.region
         stream.rank, peer.hang_up = peer.rank, stream.end
         if peer.is_resumed:
-            memory = engine.folding.codec_memories.of(peer.rank)
-            engine.tensors.submit(partial(memory.resumed, join.replies_taken))
+            self._tensors.submit(partial(self._folding.codec_memories.of(peer.rank).resumed, join.replies_taken))
         return peer
 
     def _join(self, join: pb.Join, rank: int | None) -> Peer:

@@ -116,12 +116,9 @@ class FirstMessages:
                     oldest.reschedule(asyncio.get_running_loop().time())
                 return await anext(messages, None)
         except TimeoutError:
-            is_late = deadline in self._deadlines
-            when = (
-                f"within {self._limit_s:g} s (server.join_timeout_s)"
-                if is_late
-                else f"before {self._limit} newer calls"
-            )
+            when = f"before {self._limit} newer calls"
+            if deadline in self._deadlines:
+                when = f"within {self._limit_s:g} s (server.join_timeout_s)"
             raise refusal(Reason.BAD_REQUEST, f"no {self._name} {when}") from None
         finally:
             if deadline in self._deadlines:

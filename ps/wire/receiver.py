@@ -99,6 +99,7 @@ class Receiver:
         self, engine: Engine, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
     ) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
+        self._config, self._folding, self._states = engine.config, engine.folding, engine.states
         self._stream, self._peer, self._transport, self._partials = stream, peer, transport, partials
         position = partial(self._run.policy.upload_position, peer.rank)
         self._memory = UploadMemory(self._model, stream, partials, peer.rank, position)
@@ -225,7 +226,7 @@ class Receiver:
         await self._attachments.add(received)
 
     def _take_state(self, state: pb.State) -> None:
-        limit = self._engine.config.limits.state_bytes
+        limit = self._config.limits.state_bytes
         if state.num_bytes > limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
@@ -267,7 +268,7 @@ class Receiver:
         payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
         if payload is None:
             payload = await self._memory.borrow()
-        memory = self._engine.folding.codec_memories.of(self._peer.rank)
+        memory = self._folding.codec_memories.of(self._peer.rank)
         return Upload(self._model, self._engine.tensors, codec, payload, memory, header.in_shared_memory)
 
     def _continue(self, begin: pb.Begin) -> None:
@@ -319,13 +320,13 @@ class Receiver:
             judgement = self._model.store.sanity.with_rows(judgement, [row.values for row in rows])
         if (position := contribution.position) is not None:
             fields = {name: value for name, value in asdict(position).items() if value is not None}
-            self._engine.states.stage(contribution.id, fields, self._script_state.take())
+            self._states.stage(contribution.id, fields, self._script_state.take())
         base = contribution.base
         if payload is not None:
             # The reserved memory is still unused if the payload is in the worker's shared memory.
             slot = self._memory.take_reserved()
             staged = Staged(payload, self._without, rows, base.version, optimizer, slot)
-            self._engine.folding.stage(contribution.id, staged)
+            self._folding.stage(contribution.id, staged)
         peer.base, peer.reference = base.version if base.has_all else None, base.reference
         peer.state = "waiting"  # before the offer, because the run may reply at once
         bytes_so_far = traffic.num_sent, traffic.num_received

@@ -110,14 +110,13 @@ class WorkerStats:
     def saved(self, num_open: int) -> dict[str, int | float]:
         """What a snapshot keeps; contributions that no version holds yet are not counted."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
-        staleness_sum = self.staleness_sum - sum(self.newest_staleness(num_open))
-        newest = [samples for _, samples, _, _ in self._newest(num_open)]
-        training_steps = self.training_steps - sum(steps for *_, steps in self._newest(num_open))
-        return {
-            **values, "contributions": self.contributions - num_open, "staleness_sum": staleness_sum,
-            "samples": self.samples - sum(newest), "unsaid": self.unsaid - newest.count(0),
-            "training_steps": training_steps,
-        }  # fmt: skip
+        values["contributions"] -= num_open
+        for _, samples, staleness, steps in self._newest(num_open):
+            values["samples"] -= samples
+            values["unsaid"] -= not samples
+            values["staleness_sum"] -= staleness
+            values["training_steps"] -= steps
+        return values
 
     def newest_staleness(self, count: int) -> list[int]:
         """Returns the staleness of the last `count` contributions that counted."""

@@ -93,8 +93,8 @@ class Speeds:
 
     def share(self, rank: int) -> float:
         """Returns a worker's speed as a share of the fastest, 0 to 1; 1 while its speed is unknown."""
-        own, fastest = self._negative.number_of.get(rank), self._negative.least
-        return 1.0 if own is None or fastest is None else own / fastest
+        speed, fastest = self._negative.number_of.get(rank), self._negative.least
+        return 1.0 if speed is None or fastest is None else speed / fastest
 
 
 @dataclass

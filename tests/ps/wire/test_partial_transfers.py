@@ -175,7 +175,7 @@ def test_it_goes_with_its_process(how: str) -> None:
             case "another process":
                 await Worker(server, 0).join()
             case _:
-                server.engine.run.roster.workers[0].heard_at -= 1000.0
+                server.engine.run.roster.heard_at[0] -= 1000.0
                 server.engine.tick()
         await server.settle()
         server.check_no_memory_is_kept()
